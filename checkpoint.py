@@ -1,0 +1,150 @@
+"""Checkpoints: saved atomically, verified when read, no pickle anywhere.
+
+A checkpoint is a folder checkpoints/STEP with model.safetensors, optimizer.safetensors and state.json, which holds
+the step, whatever else the loop must remember, and a checksum of each file and of itself. It is written beside its
+place, flushed to disk and renamed, so that it exists whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from config import Config, UserError, load_config
+from data.loader import read_meta
+from data.tokenizer import Tokenizer, load_tokenizer
+from model import GPT, pick_device
+
+FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Write checkpoints/STEP, then delete all but the newest `keep`. Raises OSError with the older ones untouched."""
+    folder = run_dir / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary, final = folder / f".tmp-{step:08d}", folder / f"{step:08d}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        save_file(_contiguous(model.state_dict()), temporary / FILES[0])
+        save_file(_contiguous(_optimizer_tensors(model, optimizer)), temporary / FILES[1])
+        state = {**state, "step": step, "sha256": {name: _sha256(temporary / name) for name in FILES}}
+        (temporary / "state.json").write_text(json.dumps({**state, "check": _check(state)}, indent=1))
+        for path in (*temporary.iterdir(), temporary):
+            _flush(path)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        _flush(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in sorted(_checkpoints(run_dir))[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
+    """Read the newest sound checkpoint into model and optimizer, strictly; return its state, None where there is none.
+
+    A damaged one is named on the screen and the next older one is used. Raises UserError if all are damaged.
+    """
+    damaged = []
+    for folder in sorted(_checkpoints(run_dir), reverse=True):
+        try:
+            state = _verified_state(folder)
+            model_tensors = load_file(folder / FILES[0])
+            optimizer_tensors = load_file(folder / FILES[1]) if optimizer else {}
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            damaged.append(folder.name)
+            print(f"warning: checkpoint {folder} is damaged ({error}); trying the one before", flush=True)
+            continue
+        _load_strictly(model, model_tensors, folder)
+        if optimizer:
+            _restore_optimizer(model, optimizer, optimizer_tensors)
+        return state
+    if damaged:
+        raise UserError(f"run {run_dir}: every checkpoint is damaged ({', '.join(damaged)}); nothing was deleted; "
+                        "restore one from a backup, or train again in another run.dir")
+    return None
+
+
+def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
+    """The model of a run, at its newest checkpoint, in evaluation mode, on the configured device."""
+    run_dir = Path(run_dir)
+    if not (run_dir / "config.toml").is_file():
+        raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
+                        "such as runs/quick")
+    config = load_config(run_dir / "config.toml")
+    tokenizer = load_tokenizer(read_meta(run_dir / "corpus.json")["tokenizer"]["name"])
+    model = GPT(config)
+    if load_newest(run_dir, model) is None:
+        raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")
+    return model.to(pick_device(config.train)).eval(), config, tokenizer
+
+
+def _checkpoints(run_dir: Path) -> list[Path]:
+    return [p for p in (run_dir / "checkpoints").glob("[0-9]*") if p.name.isdigit() and p.is_dir()]
+
+
+def _verified_state(folder: Path) -> dict[str, Any]:
+    """state.json after checking its own checksum and those of the files beside it. Raises ValueError."""
+    state = json.loads((folder / "state.json").read_text())
+    check = state.pop("check")
+    if check != _check(state):
+        raise ValueError("state.json: checksum differs")
+    for name in FILES:
+        if _sha256(folder / name) != state["sha256"][name]:
+            raise ValueError(f"{name}: checksum differs")
+    return state
+
+
+def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:           # missing, unexpected or misshapen weights, listed over several lines
+        raise UserError(f"checkpoint {folder}: does not fit the model of this config: "
+                        + " ".join(str(error).split())) from error
+
+
+def _optimizer_tensors(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
+    """AdamW's moments and step counts, named after the parameters they belong to."""
+    names = {p: name for name, p in model.named_parameters()}
+    return {f"{names[p]}/{key}": torch.as_tensor(value)
+            for p, moments in optimizer.state.items() for key, value in moments.items()}
+
+
+def _restore_optimizer(model: GPT, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
+    for name, p in model.named_parameters():
+        moments = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
+        optimizer.state[p] = {key: value.to(p.device) for key, value in moments.items()}
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _check(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """fsync a file or a folder, so that a rename is not seen before what it renames."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

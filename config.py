@@ -1,0 +1,363 @@
+"""Configuration: TOML files that extend one another, key=value overrides, one strict schema, all problems at once.
+
+A config is data: it is parsed, never executed. Every key, its type, default and meaning stands in the classes below
+(and, for [position], in the encodings of positions.py), and `--help` prints them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
+
+from positions import ENCODINGS, Options
+
+
+class UserError(ValueError):
+    """What a user can mend: one line a problem. The commands print each as `error: ...` and exit with 2."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class Section(BaseModel):
+    """One table of the config; unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    dir: str = Field("", description="folder of the run (default: runs/<the config's file name>)")
+    log_every: int = Field(10, ge=1, description="steps between lines on the screen and in metrics.jsonl")
+    eval_every: int = Field(250, ge=1, description="steps between validations")
+    save_every: int = Field(250, ge=1, description="steps between checkpoints; one is always saved at the end")
+    keep: int = Field(2, ge=1, description="how many of the newest checkpoints stay")
+    wandb: bool = Field(False, description="log to Weights & Biases as well; offline where it has no key or network")
+    wandb_project: str = Field("nanorope", min_length=1, description="project to log to")
+
+
+class Data(Section):
+    dir: str = Field(description="a prepared corpus: what `python data/prepare.py SOURCE --out DIR` wrote")
+
+
+class Model(Section):
+    n_layer: int = Field(4, ge=1, description="layers")
+    n_head: int = Field(4, ge=1, description="attention heads; divides n_embd")
+    n_embd: int = Field(256, ge=1, description="width of the residual stream")
+    n_hidden: int | None = Field(
+        None, ge=1, description="width inside the MLP (default: 4 n_embd; for swiglu 8/3 n_embd, rounded up to a "
+                                "multiple of 64, which has as many parameters)")
+    vocab_size: int | None = Field(None, ge=2, description="tokens in the vocabulary (default: the corpus')")
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before each sublayer")
+    norm_eps: float = Field(1e-5, gt=0, lt=1, description="added to the variance under the root")
+    mlp: Literal["swiglu", "gelu", "relu2"] = Field(
+        "swiglu", description="activation: swiglu (Llama), gelu (GPT-2, tanh form), relu2 (squared ReLU)")
+    bias: bool = Field(False, description="biases in linear layers, and in layernorm")
+    tied: bool = Field(False, description="the output matrix is the token embedding")
+    qk_norm: bool = Field(False, description="RMSNorm of each head's q and k before their product")
+    dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings, attention weights and sublayer outputs")
+
+
+class Train(Section):
+    steps: int = Field(1000, ge=1, description="updates in all")
+    batch_size: int = Field(32, ge=1, description="sequences an update")
+    accumulate: int = Field(1, ge=1, description="split each batch into this many parts to save memory; divides it")
+    seq_len: int = Field(256, ge=2, description="tokens a sequence: the training length L")
+    seed: int = Field(0, ge=0, description="initialisation, data order and dropout are functions of it")
+    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
+    warmup: int = Field(100, ge=0, description="steps of linear warm-up")
+    schedule: Literal["cosine", "wsd"] = Field(
+        "cosine", description="after the warm-up: cosine to min_lr, or wsd: constant, then linear to min_lr")
+    decay: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decays")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW, on matrices only")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
+    grad_clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: no limit")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of matrix products (weights stay fp32). auto: bfloat16 where the chip has it")
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto", description="torch.compile. auto: on CUDA, and on a CPU when the run is long enough to win the "
+                            "time back")
+    val_windows: int = Field(64, ge=0, description="validation windows of seq_len, evenly spaced, always the same; "
+                                                   "0: the whole split")
+
+
+class Config(Section):
+    """A resolved, valid configuration."""
+
+    run: Run
+    data: Data
+    model: Model
+    position: SerializeAsAny[Options]
+    train: Train
+
+
+SECTIONS: dict[str, type[BaseModel]] = {"run": Run, "data": Data, "model": Model, "position": Options, "train": Train}
+Raw = dict[str, dict[str, Any]]     # section -> key -> value
+Origin = dict[str, str]             # "section.key" -> where it was said
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, what it extends, and section.key=value overrides. Raises one UserError with all problems."""
+    problems: list[str] = []
+    raw, origin = _read(Path(path), problems, ())
+    is_whole = not problems     # else a missing key may stand in the part that could not be read
+    _apply_overrides(raw, origin, overrides, problems)
+    sections = {name: _validate(name, raw.get(name, {}), origin, problems, str(path), is_whole) for name in SECTIONS}
+    problems += _cross_checks(sections, origin)
+    if problems:
+        raise UserError(*problems)
+    if not sections["run"].dir:
+        sections["run"] = sections["run"].model_copy(update={"dir": str(Path("runs") / Path(path).stem)})
+    return Config(**sections)
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as TOML that load_config reads back to an equal one; unset keys are left out."""
+    lines = []
+    for section, keys in config.model_dump(exclude_none=True).items():
+        lines += [f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in keys.items()), ""]
+    return "\n".join(lines)
+
+
+def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
+    """`section.key: old -> new` for each key whose value differs; sections in `ignore` are not compared."""
+    before, after = _flat(old), _flat(new)
+    return [f"{key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}"
+            for key in dict.fromkeys([*before, *after])
+            if before.get(key) != after.get(key) and key.split(".")[0] not in ignore]
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run a command's main and exit with its code; a UserError or a file that cannot be used ends in one line, 2."""
+    try:
+        sys.exit(main())
+    except UserError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error.filename or 'input/output'}: {(error.strerror or str(error)).lower()}",
+              file=sys.stderr)
+    sys.exit(2)
+
+
+def argument_parser(description: str, usage_of_config: bool = False) -> argparse.ArgumentParser:
+    """An ArgumentParser that ends a wrong call like every other mistake: one `error:` line, exit code 2."""
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> None:
+            raise UserError(f"{message}; see {self.prog} --help")
+
+    return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                  epilog=describe_schema() if usage_of_config else None)
+
+
+def describe_schema() -> str:
+    """Every key, type, default and meaning, for --help."""
+    lines = ["configuration keys (in CONFIG.toml, or as section.key=value on the command line):"]
+    for name, schema in SECTIONS.items():
+        lines += ["", f"[{name}]", *_describe_fields(schema.model_fields)]
+    lines += ["", "encodings, and the keys that each adds to [position]:"]
+    for name, encoding in ENCODINGS.items():
+        summary = (encoding.__doc__ or "").strip().splitlines()[0]
+        own = {k: f for k, f in encoding.Options.model_fields.items() if k not in Options.model_fields}
+        lines += ["", f"{name}: {summary}", *_describe_fields(own)]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw, Origin]:
+    """The tables of a file on top of those it extends, and where each key was said."""
+    if path.resolve() in seen:
+        problems.append(f"extends in {seen[-1]}: {path} extends itself in a circle; remove one of the links")
+        return {}, {}
+    try:
+        text = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+        hint = f"; did you mean {path.with_name(near[0])}?" if near else "; give the path of a .toml file"
+        problems.append(f"config {path}: no such file{hint}")
+        return {}, {}
+    except (IsADirectoryError, PermissionError) as error:
+        problems.append(f"config {path}: {(error.strerror or '').lower()}; give the path of a readable .toml file")
+        return {}, {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        problems.append(f"config {path}: not valid TOML: {error}; see https://toml.io")
+        return {}, {}
+    raw: Raw = {}
+    origin: Origin = {}
+    parent = text.pop("extends", None)
+    if isinstance(parent, str):
+        raw, origin = _read(path.parent / parent, problems, (*seen, path.resolve()))
+    elif parent is not None:
+        problems.append(f'extends in {path}: must be a file name such as "quick.toml", got {parent!r}')
+    for section, keys in text.items():
+        if section not in SECTIONS:
+            problems.append(f"[{section}] in {path}: unknown section or key{_did_you_mean(section, SECTIONS)}")
+        elif not isinstance(keys, dict):
+            problems.append(f"{section} in {path}: must be a table, got {keys!r}; write [{section}] and its keys below")
+        else:
+            _merge(raw, origin, section, keys, f"in {path}")
+    return raw, origin
+
+
+def _merge(raw: Raw, origin: Origin, section: str, keys: dict[str, Any], where: str) -> None:
+    old = raw.setdefault(section, {})
+    if section == "position" and keys.get("encoding", old.get("encoding")) != old.get("encoding"):
+        old.clear()         # another encoding: the parent's options belong to its own encoding
+    old.update(keys)
+    origin.update({f"{section}.{key}": where for key in keys})
+
+
+def _apply_overrides(raw: Raw, origin: Origin, overrides: Sequence[str], problems: list[str]) -> None:
+    said: Raw = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        section, *names = key.strip().split(".")
+        if not equals or not names or not all((section, *names)):
+            problems.append(f"override {text!r}: must read section.key=value, such as train.lr=1e-3")
+        elif section not in SECTIONS:
+            problems.append(f"override {text!r}: unknown section {section!r}{_did_you_mean(section, SECTIONS)}")
+        elif len(names) > 1:
+            problems.append(f"override {text!r}: {section}.{names[0]} is a value, not a table; "
+                            f"write {section}.{names[0]}=...")
+        else:
+            said.setdefault(section, {})[names[0]] = _parse_value(value.strip())
+    for section, keys in said.items():
+        _merge(raw, origin, section, keys, "on the command line")
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value; a bare word is a string, so that quotes need no quoting in a shell."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checking
+
+
+def _validate(name: str, keys: dict[str, Any], origin: Origin, problems: list[str], path: str,
+              is_whole: bool) -> Any:
+    """The section's model, or None after adding what is wrong with it to problems."""
+    schema = SECTIONS[name]
+    if name == "position":
+        encoding = keys.get("encoding")
+        if isinstance(encoding, str) and encoding not in ENCODINGS:
+            where = origin["position.encoding"]
+            hint = _did_you_mean(encoding, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
+            problems.append(f"position.encoding {where}: unknown encoding {encoding!r}{hint}")
+            return None
+        schema = ENCODINGS[encoding].Options if isinstance(encoding, str) else Options
+    try:
+        return schema.model_validate(keys)
+    except ValidationError as errors:
+        by_key: dict[str, list[Any]] = {}
+        for error in errors.errors():
+            if error["type"] == "missing" and not is_whole:
+                continue
+            by_key.setdefault(str(error["loc"][0]), []).append(error)
+        for key, found in by_key.items():
+            where = origin.get(f"{name}.{key}", f"in {path}")
+            problems.append(_explain(name, key, found, where, schema))
+    return None
+
+
+def _explain(section: str, key: str, errors: list[Any], where: str, schema: type[BaseModel]) -> str:
+    kind = errors[0]["type"]
+    if kind == "missing":
+        return f"{section}.{key} {where}: missing; add {key} = ... under [{section}]"
+    if kind == "extra_forbidden":
+        hint = _did_you_mean(key, schema.model_fields)
+        if not hint:
+            homes = [f"{s}.{key}" for s, m in SECTIONS.items() if key in m.model_fields]
+            hint = f"; did you mean {homes[0]}?" if homes else ""
+        owner = f"[{section}]" if section != "position" else "[position] with this encoding"
+        return f"{section}.{key} {where}: unknown key of {owner}{hint or '; --help lists every key'}"
+    field = schema.model_fields[key]
+    return (f"{section}.{key} {where}: must be {_type_name(field.annotation)}{_bounds(field)}, "
+            f"got {errors[0]['input']!r}")
+
+
+def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
+    """Rules between keys; those of a section with errors of its own are left until these are mended."""
+    model, position, train = sections["model"], sections["position"], sections["train"]
+
+    def at(key: str) -> str:
+        return f"{key} {origin[key]}" if key in origin else f"{key} (default)"
+
+    if train:
+        if train.batch_size % train.accumulate:
+            yield f"{at('train.accumulate')}: must divide train.batch_size = {train.batch_size}, got {train.accumulate}"
+        if train.min_lr > train.lr:
+            yield f"{at('train.min_lr')}: must be at most train.lr = {train.lr}, got {train.min_lr}"
+    if model and model.n_embd % model.n_head:
+        yield f"{at('model.n_head')}: must divide model.n_embd = {model.n_embd}, got {model.n_head}"
+    elif model and position:
+        for key, problem in position.problems(model.n_embd, model.n_head).items():
+            yield f"{at(f'position.{key}')}: {problem}"
+    if model and position and position.layers != "all":
+        if not ENCODINGS[position.encoding].acts_in_layers():
+            yield f"{at('position.layers')}: {position.encoding} does not act in layers; remove this key"
+        elif position.layers != "first" and not all(0 <= i < model.n_layer for i in position.layers):
+            yield (f"{at('position.layers')}: layers are 0 ... {model.n_layer - 1} (model.n_layer = {model.n_layer}), "
+                   f"got {position.layers}")
+
+
+def _did_you_mean(word: str, known: Any) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
+
+
+def _toml_value(value: Any) -> str:
+    return json.dumps(value).replace("\x7f", "\\u007f")     # JSON's strings, numbers, booleans and lists are TOML's
+
+
+def _type_name(annotation: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
+    if get_origin(annotation) is list:
+        return "a list of integers"
+    if annotation in names:
+        return names[annotation]
+    return " or ".join(_type_name(part) for part in get_args(annotation) if part is not NoneType)
+
+
+def _bounds(field: Any) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    limits = [f"{sign} {getattr(rule, name):g}" for rule in field.metadata for name, sign in signs.items()
+              if hasattr(rule, name)]
+    return " " + " and ".join(limits) if limits else ""
+
+
+def _describe_fields(fields: dict[str, Any]) -> Iterator[str]:
+    for key, field in fields.items():
+        default = "required" if field.is_required() else "unset" if field.default is None else repr(field.default)
+        yield f"  {key:14} {_type_name(field.annotation)}{_bounds(field)}; default {default}"
+        yield f"  {'':14} {field.description}"

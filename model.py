@@ -1,0 +1,273 @@
+"""The decoder: pre-norm transformer blocks around a position encoding that it knows only by its hooks.
+
+The default is Llama's block: RMSNorm, SwiGLU, no biases, untied output. GPT-2's block is configs/gpt2-block.toml.
+There is no length limit here; only an encoding may have one.
+
+Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H, V vocabulary. Loss in nats per token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from positions import ENCODINGS, At, Encoding, NoPE
+
+if TYPE_CHECKING:
+    from config import Config, Model, Train
+
+MAX_BLOCK = 2**24       # logits held at a time where an encoding changes them, 64 MB in fp32
+
+
+def hidden_width(model: Model) -> int:
+    """Width inside the MLP: as configured, else 4 C, or the equally large 8/3 C (up to a multiple of 64) for SwiGLU."""
+    if model.n_hidden:
+        return model.n_hidden
+    return 64 * math.ceil(8 * model.n_embd / 3 / 64) if model.mlp == "swiglu" else 4 * model.n_embd
+
+
+def make_norm(model: Model) -> nn.Module:
+    """RMSNorm or LayerNorm over C."""
+    if model.norm == "rmsnorm":
+        return nn.RMSNorm(model.n_embd, eps=model.norm_eps)
+    return nn.LayerNorm(model.n_embd, eps=model.norm_eps, bias=model.bias)
+
+
+class Cache:
+    """Keys (before rotation), values and positions seen so far, so that decoding feeds each token once.
+
+    Unrotated keys cost a rotation at each step and buy correctness for every encoding, those included whose angles
+    change with the length.
+    """
+
+    def __init__(self, n_layer: int) -> None:
+        self.positions: Tensor | None = None                            # (1 or B, Tk)
+        self.layers: list[tuple[Tensor, Tensor] | None] = [None] * n_layer
+
+    def __len__(self) -> int:
+        return 0 if self.positions is None else self.positions.shape[-1]
+
+    def append_positions(self, positions: Tensor) -> Tensor:
+        """Positions of all keys after those of the new tokens are added."""
+        self.positions = positions if self.positions is None else torch.cat((self.positions, positions), dim=-1)
+        return self.positions
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer (B, H, Tk, D) after the new ones are added."""
+        old = self.layers[layer]
+        if old is not None:
+            k, v = torch.cat((old[0], k), dim=2), torch.cat((old[1], v), dim=2)
+        self.layers[layer] = k, v
+        return k, v
+
+
+class Attention(nn.Module):
+    """Multi-head attention: softmax(encoding(q k^T / sqrt(D))) v. Causal by index; `is_causal = False` lifts the mask."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        C = model.n_embd
+        self.n_head, self.head_dim, self.dropout = model.n_head, C // model.n_head, model.dropout
+        self.is_causal = True
+        self.q = nn.Linear(C, C, bias=model.bias)
+        self.k = nn.Linear(C, C, bias=model.bias)
+        self.v = nn.Linear(C, C, bias=model.bias)
+        self.o = nn.Linear(C, C, bias=model.bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, encoding: Encoding, at: At, cache: Cache | None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (p(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)
+                   for p in (self.q, self.k, self.v))                   # (B, H, T, D) each
+        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if cache is not None:
+            k, v = cache.append(at.layer, k, v)                         # (B, H, Tk, D)
+        attend = attend_in_blocks if encoding.has_scores() else attend_fused
+        y = attend(q, k, v, encoding, at, self.is_causal, self.dropout if self.training else 0.0)
+        return self.o(y.transpose(1, 2).reshape(B, T, C))
+
+
+def causal_mask(Tq: int, Tk: int, device: torch.device) -> Tensor:
+    """True where a query may look: at keys up to its own index. The queries are the last Tq of the Tk, (Tq, Tk)."""
+    return torch.ones(Tq, Tk, dtype=torch.bool, device=device).tril(Tk - Tq)
+
+
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
+                 dropout: float) -> Tensor:
+    """The fused kernel, O(T) memory, for encodings that leave the logits alone. -> (B, H, Tq, D)."""
+    q, k = encoding.rotate(q, k, at)
+    Tq, Tk = q.shape[2], k.shape[2]
+    if not is_causal or Tq == 1:                                        # the last query may look at every key
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+    if Tq == Tk:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+    mask = causal_mask(Tq, Tk, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
+                     dropout: float) -> Tensor:
+    """Explicit softmax over blocks of query rows, so that T x T logits never exist for all heads. -> (B, H, Tq, D)."""
+    B, H, Tq, D = q.shape
+    Tk = k.shape[2]
+    n_rows = max(1, MAX_BLOCK // (B * H * Tk))
+    q_turned, k_turned = encoding.rotate(q, k, at)
+    blocks = []
+    for start in range(0, Tq, n_rows):
+        rows = slice(start, min(start + n_rows, Tq))
+        seen = Tk - Tq + rows.stop if is_causal else Tk                 # no query of this block looks further
+        logits = (q_turned[:, :, rows] @ k_turned[:, :, :seen].mT).float() * D**-0.5        # (B, H, rows, seen)
+        if is_causal:
+            mask = causal_mask(rows.stop - rows.start, seen, q.device)
+            logits = logits.masked_fill(~mask, -torch.inf)
+        block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, :seen])
+        logits = encoding.scores(logits, q[:, :, rows], k[:, :, :seen], block_at)
+        weights = logits.softmax(dim=-1).to(v.dtype)
+        if dropout:
+            weights = F.dropout(weights, dropout)
+        blocks.append(weights @ v[:, :, :seen])                         # (B, H, rows, D)
+    return torch.cat(blocks, dim=2)
+
+
+class MLP(nn.Module):
+    """SwiGLU down(silu(gate x) * up x) (Shazeer 2020, arXiv:2002.05202), or down(activation(up x))."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        C, width = model.n_embd, hidden_width(model)
+        self.kind = model.mlp
+        self.gate = nn.Linear(C, width, bias=model.bias) if self.kind == "swiglu" else None
+        self.up = nn.Linear(C, width, bias=model.bias)
+        self.down = nn.Linear(width, C, bias=model.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is not None:
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.kind == "gelu":
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(F.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = make_norm(model), Attention(model)
+        self.mlp_norm, self.mlp = make_norm(model), MLP(model)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, x: Tensor, encoding: Encoding, at: At, cache: Cache | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), encoding, at, cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are not scored.
+
+    `positions` (T,) or (B, T), any integers, default 0 ... T - 1 (or on from the cache's last); `cache` as made by
+    `new_cache`. Raises ValueError for positions beyond an encoding's limit.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        model = config.model
+        assert model.vocab_size, "the corpus' vocabulary must be filled in first"
+        self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
+        self.dropout = nn.Dropout(model.dropout)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.n_layer))
+        self.norm = make_norm(model)
+        self.head = None if model.tied else nn.Linear(model.n_embd, model.vocab_size, bias=False)
+        self._init_weights()
+        self.encoding = ENCODINGS[config.position.encoding](config)     # last: equal seeds, equal other weights
+        layers = config.position.layers
+        self.encoded_layers = set({"all": range(model.n_layer), "first": [0]}[layers] if isinstance(layers, str)
+                                  else layers)
+        self.no_encoding = NoPE(config)
+
+    def _init_weights(self) -> None:
+        """Normal, std 0.02; the last matrix of each sublayer over sqrt(2 n_layer). Radford et al. 2019, section 2.3."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                is_last = name.endswith(("attention.o", "mlp.down"))
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * len(self.blocks)) if is_last else 0.02)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def new_cache(self) -> Cache:
+        """An empty key-value cache."""
+        return Cache(len(self.blocks))
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
+                cache: Cache | None = None) -> Tensor:
+        logits = self.logits(self.hidden(tokens, positions, cache))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Tokens (B, T) -> the normalised residual stream (B, T, C) from which logits are read."""
+        q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
+        k_pos = q_pos if cache is None else cache.append_positions(q_pos)
+        tables = self.encoding.tables(q_pos, k_pos)
+        x = self.dropout(self.encoding.embed(self.embedding(tokens), q_pos))
+        for layer, block in enumerate(self.blocks):
+            encoding = self.encoding if layer in self.encoded_layers else self.no_encoding
+            x = block(x, encoding, At(q_pos, k_pos, layer, tables), cache)
+        return self.norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Output of `hidden` (..., C) -> logits (..., V)."""
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+
+    def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
+        """The positions given, or the ones that follow the cache's, (1 or B, T); checked against the encoding's limit."""
+        limit = self.encoding.max_length
+        if positions is None:
+            first = int(cache.positions.max()) + 1 if cache else 0
+            last = first + tokens.shape[1] - 1
+            positions = torch.arange(first, last + 1, device=tokens.device)
+        else:
+            last = int(positions.max()) if limit else 0
+        if limit and last >= limit:
+            raise ValueError(f"{type(self.encoding).__name__} knows positions 0 ... {limit - 1} only, got {last}")
+        return positions if positions.dim() == 2 else positions[None]
+
+    def n_parameters(self) -> int:
+        """Trained numbers, shared ones counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, T: int) -> int:
+        """Multiplications and additions of a training step per token at length T, forward and backward.
+
+        6 for each weight of a matrix product (2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361, 2.1), and
+        for each layer 6 C (T + 1) of causal attention: q k^T and weights v take 2 C each for (T + 1) / 2 keys on
+        average, times 3. Half of what PaLM's and nanoGPT's count gives, which includes the masked half.
+        """
+        weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
+        return 6 * (weights + self.embedding.weight.numel()) + 6 * len(self.blocks) * self.embedding.embedding_dim * (T + 1)
+
+
+def pick_device(train: Train) -> torch.device:
+    """The configured device; "auto" is CUDA where there is one."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if train.device == "auto" else train.device)
+
+
+def pick_dtype(train: Train, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products; "auto" is bfloat16 where the chip has it."""
+    if train.dtype != "auto":
+        return getattr(torch, train.dtype)
+    has_bf16 = (torch.cuda.is_bf16_supported() if device.type == "cuda" else
+                torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def autocast(train: Train, device: torch.device) -> torch.autocast:
+    """The context in which matrix products run in that dtype; weights and the residual stream stay fp32."""
+    dtype = pick_dtype(train, device)
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)

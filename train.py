@@ -1,0 +1,319 @@
+"""Train a decoder: `python train.py CONFIG.toml [section.key=value ...]`.
+
+The same command again goes on where an unfinished run stopped, exactly; a finished run says so. The run's folder
+holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
+Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 130 or 143 stopped by a signal after saving.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import checkpoint
+from config import Config, Train, UserError, argument_parser, differences, load_config, run_command, to_toml
+from data.loader import Corpus, read_meta
+from data.tokenizer import byte_lengths, load_tokenizer
+from model import GPT, autocast, pick_device, pick_dtype
+
+# On two CPU cores compiling takes 20 to 40 s and then saves 10 % (bfloat16) to 30 % (float32): see README, speed.
+COMPILE_WORTH_FLOPS = 1e14
+
+
+def train(config: Config, stop: list[int]) -> int:
+    """Train to the end, or until a signal number appears in `stop`; return the exit code."""
+    corpus = Corpus(config.data.dir)
+    config = with_vocabulary(config, corpus)
+    run_dir = Path(config.run.dir)
+    if is_finished(run_dir, config, corpus):
+        print(f"{run_dir} is finished: " + (run_dir / "summary.json").read_text())
+        return 0
+    device = pick_device(config.train)
+    torch.manual_seed(config.train.seed)
+    model = GPT(config).to(device)
+    optimizer = make_optimizer(model, config.train)
+    state = checkpoint.load_newest(run_dir, model, optimizer) or {"step": 0, "wall_s": 0.0}
+    if state["step"]:
+        print(f"resuming {run_dir} at step {state['step']}")
+    val_batches = corpus.val_batches(config.train.seq_len, config.train.batch_size // config.train.accumulate,
+                                     config.train.val_windows)
+    is_compiled = worth_compiling(model, config.train, device)
+    step_model = torch.compile(model) if is_compiled else model
+    lengths = torch.from_numpy(byte_lengths(load_tokenizer(corpus.meta["tokenizer"]["name"]))).to(device)
+    for line in describe(config, corpus, model, device, is_compiled):
+        print(line, flush=True)
+    log = Log(run_dir, config, state)
+
+    steps = config.train.steps
+    for step in range(state["step"], steps):
+        lr = learning_rate(step, config.train)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss, grad_norm = update(step_model, optimizer, corpus, config, step, device)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            print(f"error: training diverged at step {step + 1}: loss {loss}, gradient norm {grad_norm}, lr {lr:.3g}; "
+                  f"the update was not applied, {run_dir}/checkpoints is untouched; lower train.lr", file=sys.stderr)
+            return 3
+        optimizer.step()
+        done = step + 1
+        metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+        if done % config.run.eval_every == 0 or done == steps:
+            metrics |= validate(model, val_batches, lengths, config.train, device)
+        if done % config.run.log_every == 0 or "val_loss" in metrics:
+            log.write(done, metrics)
+        if done % config.run.save_every == 0 or done == steps or stop:
+            checkpoint.save(run_dir, model, optimizer, done, {"wall_s": log.wall_s()}, config.run.keep)
+        if stop and done < steps:
+            print(f"\nstopped by {signal.Signals(stop[0]).name}, saved at step {done} of {steps}; "
+                  "the same command goes on from there")
+            return 128 + stop[0]
+    write_summary(run_dir, config, model, metrics, log)
+    return 0
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config, step: int,
+           device: torch.device) -> tuple[float, float]:
+    """Gradients of one batch, in config.train.accumulate parts, clipped; return the loss and the gradient's norm."""
+    t = config.train
+    torch.manual_seed(t.seed * 2**32 + step)                            # dropout is a function of (seed, step)
+    inputs, targets = corpus.batch(t.seq_len, t.batch_size, t.seed, step)
+    if device.type == "cuda":
+        inputs, targets = inputs.pin_memory(), targets.pin_memory()
+    inputs, targets = (x.to(device, non_blocking=True) for x in (inputs, targets))
+    model.train()
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for x, y in zip(inputs.chunk(t.accumulate), targets.chunk(t.accumulate), strict=True):
+        with autocast(t, device):
+            loss = model(x, y) / t.accumulate
+        loss.backward()
+        total += loss.detach()
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
+    return float(total), float(grad_norm)
+
+
+@torch.no_grad()
+def validate(model: GPT, batches: list[Any], byte_lengths: torch.Tensor, t: Train,
+             device: torch.device) -> dict[str, float]:
+    """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers."""
+    model.eval()
+    nll, n_tokens, n_bytes = 0.0, 0, 0
+    for inputs, targets in batches:
+        inputs, targets = inputs.to(device), targets.to(device)
+        with autocast(t, device):
+            nll += float(model(inputs, targets)) * targets.numel()
+        n_tokens += targets.numel()
+        n_bytes += int(byte_lengths[targets].sum())
+    return {"val_loss": nll / n_tokens, "val_bpb": nll / math.log(2) / n_bytes}
+
+
+def learning_rate(step: int, t: Train) -> float:
+    """Linear warm-up to lr; then half a cosine to min_lr, or ("wsd") constant and a linear end to min_lr."""
+    if step < t.warmup:
+        return t.lr * (step + 1) / t.warmup
+    if t.schedule == "cosine":
+        progress = (step - t.warmup) / max(1, t.steps - t.warmup)
+        return t.min_lr + (t.lr - t.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+    left = (t.steps - step) / max(1, t.decay * t.steps)
+    return t.min_lr + (t.lr - t.min_lr) * min(1.0, left)
+
+
+def make_optimizer(model: GPT, t: Train) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on the matrices of linear layers and embeddings, not on norms, biases or scalars."""
+    matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    groups = [{"params": [p for p in model.parameters() if p in matrices], "weight_decay": t.weight_decay},
+              {"params": [p for p in model.parameters() if p not in matrices], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+
+
+def worth_compiling(model: GPT, t: Train, device: torch.device) -> bool:
+    """Does torch.compile pay? A function of the config and the machine, so that a resumed run decides alike."""
+    if t.compile != "auto" or device.type == "cuda":
+        return t.compile != "off"
+    total_flops = model.flops_per_token(t.seq_len) * t.seq_len * t.batch_size * t.steps
+    return total_flops > COMPILE_WORTH_FLOPS and shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run's folder
+
+
+def with_vocabulary(config: Config, corpus: Corpus) -> Config:
+    """The config with the corpus' vocabulary size, unless it names one at least as large."""
+    needed = corpus.meta["vocab_size"]
+    size = config.model.vocab_size or needed
+    if size < needed:
+        raise UserError(f"model.vocab_size: the corpus {config.data.dir} has {needed} tokens, got {size}; "
+                        "leave it out or raise it")
+    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
+
+
+def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
+    """Make the run's folder, or check that the one there is a run of the same config and corpus."""
+    config_path, corpus_path = run_dir / "config.toml", run_dir / "corpus.json"
+    if not config_path.exists():
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        corpus_path.write_text(json.dumps(corpus.meta, indent=1))
+        config_path.write_text(to_toml(config))
+        return False
+    changes = differences(load_config(config_path), config, ignore=["run"])
+    if changes:
+        raise UserError(*(f"run {run_dir}: was started with another config: {change}; give another run.dir or "
+                          "delete the folder" for change in changes))
+    if read_meta(corpus_path) != corpus.meta:
+        raise UserError(f"run {run_dir}: was started on another corpus than {config.data.dir} now holds; "
+                        "prepare that one again, give another run.dir, or delete the folder")
+    return (run_dir / "summary.json").exists()
+
+
+class Log:
+    """Progress to the screen, metrics.jsonl, and W&B where asked for."""
+
+    def __init__(self, run_dir: Path, config: Config, state: dict[str, Any]) -> None:
+        self.config = config
+        self.path = run_dir / "metrics.jsonl"
+        self.tokens_per_step = config.train.batch_size * config.train.seq_len
+        self.first_step = self.last_step = state["step"]
+        self.first_time = self.last_time = time.perf_counter()
+        self.wall_before = state["wall_s"]
+        self._drop_lines_after(state["step"])
+        self.wandb = start_wandb(run_dir, config) if config.run.wandb else None
+
+    def wall_s(self) -> float:
+        """Seconds spent in the loop, those before a resume included."""
+        return self.wall_before + time.perf_counter() - self.first_time
+
+    def tokens_per_s(self) -> float:
+        """Mean since this start, validation and checkpoints included."""
+        return (self.last_step - self.first_step) * self.tokens_per_step / (self.last_time - self.first_time)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """A line for step (updates done) in each place."""
+        now = time.perf_counter()
+        speed = (step - self.last_step) * self.tokens_per_step / (now - self.last_time)
+        self.last_step, self.last_time = step, now
+        line = {"step": step, "tokens": step * self.tokens_per_step, **metrics, "tokens_per_s": round(speed),
+                "wall_s": round(self.wall_s(), 3)}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.wandb:
+            self.wandb.log(line, step=step)
+        steps = self.config.train.steps
+        eta = (steps - step) * self.tokens_per_step / self.tokens_per_s()
+        text = (f"step {step}/{steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
+                f"grad {metrics['grad_norm']:.2f}  {speed:,.0f} tokens/s  ETA {eta // 60:.0f}m{eta % 60:02.0f}s")
+        if "val_loss" in metrics:
+            text += f"  val {metrics['val_loss']:.4f} nats/token  {metrics['val_bpb']:.4f} bits/byte"
+        stays = "val_loss" in metrics or not sys.stdout.isatty()
+        print(f"\r{text:<110}" if sys.stdout.isatty() else text, end="\n" if stays else "", flush=True)
+
+    def _drop_lines_after(self, step: int) -> None:
+        """Lines of steps that a resume repeats, and a line cut short, go: each step stands once."""
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text().splitlines(keepends=True)
+                if line.endswith("\n") and json.loads(line)["step"] <= step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(kept))
+        temporary.replace(self.path)
+
+
+def start_wandb(run_dir: Path, config: Config) -> Any:
+    """A W&B run, offline where there is no key or no network; None where even that fails. Training goes on."""
+    try:
+        import wandb
+        options = {"project": config.run.wandb_project, "name": run_dir.name, "dir": str(run_dir),
+                   "config": config.model_dump(), "settings": wandb.Settings(init_timeout=30)}
+        if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists():
+            try:
+                return wandb.init(**options)
+            except wandb.errors.Error as error:
+                reason = str(error).splitlines()[0]
+        else:
+            reason = "no API key (run `wandb login`)"
+        print(f"warning: W&B: {reason}; logging offline to {run_dir}/wandb, upload it with `wandb sync`")
+        return wandb.init(**options, mode="offline")
+    except Exception as error:      # a logger's fault, whatever it is, must not cost a training run
+        print(f"warning: W&B is off: {type(error).__name__}: {error}")
+        return None
+
+
+def describe(config: Config, corpus: Corpus, model: GPT, device: torch.device, is_compiled: bool) -> Iterator[str]:
+    """What is about to be trained, for the screen."""
+    m, t = config.model, config.train
+    n_tokens = t.steps * t.batch_size * t.seq_len
+    dtype = str(pick_dtype(t, device)).removeprefix("torch.")
+    yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} parameters, "
+           f"{model.flops_per_token(t.seq_len):,} FLOPs a token")
+    yield f"position  {config.position.encoding}, layers {config.position.layers}, trained at L = {t.seq_len}"
+    yield (f"data      {corpus.folder}, {len(corpus.tokens['train']):,} tokens; {n_tokens:,} to train on "
+           f"({n_tokens / len(corpus.tokens['train']):.2f} epochs)")
+    yield f"machine   {device}, {dtype}, compile {'on' if is_compiled else 'off'}, seed {t.seed}"
+
+
+def write_summary(run_dir: Path, config: Config, model: GPT, metrics: dict[str, float], log: Log) -> None:
+    """summary.json, which marks the run as finished."""
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    summary = {
+        "steps": config.train.steps,
+        "tokens": config.train.steps * log.tokens_per_step,
+        "wall_s": round(log.wall_s(), 3),
+        "loss": metrics["loss"], "val_loss": metrics["val_loss"], "val_bpb": metrics["val_bpb"],
+        "tokens_per_s": round(log.tokens_per_s()),
+        "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss,
+        "parameters": model.n_parameters(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "git_revision": revision.stdout.strip() or None,
+    }
+    temporary = run_dir / "summary.tmp"
+    temporary.write_text(json.dumps(summary, indent=1) + "\n")
+    temporary.replace(run_dir / "summary.json")
+    if log.wandb:
+        log.wandb.summary.update(summary)
+        log.wandb.finish()
+    print(f"finished {run_dir}: validation loss {summary['val_loss']:.4f} nats/token, {summary['val_bpb']:.4f} "
+          f"bits/byte, {summary['wall_s']:.0f} s, {summary['tokens_per_s']:,} tokens/s")
+
+
+def main() -> int:
+    parser = argument_parser(__doc__, usage_of_config=True)
+    parser.add_argument("config", metavar="CONFIG.toml", help="see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as train.lr=1e-3")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
+    args = parser.parse_args()
+    config = load_config(args.config, args.overrides)
+    if args.dry_run:
+        print(to_toml(config), end="")
+        return 0
+    stop: list[int] = []
+
+    def on_signal(number: int, frame: Any) -> None:
+        if stop:                                                        # the second time, at once
+            raise KeyboardInterrupt
+        stop.append(number)
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    return train(config, stop)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -225,8 +225,8 @@ class Evaluation:
 
 
 def position_buckets(longest: int) -> list[tuple[int, int]]:
-    """[from, to) of context lengths, four to an octave, from position 0 to the last."""
-    edges = {0, longest, *(round(2 ** (i / 4)) for i in range(4 * (longest.bit_length() + 1)))}
+    """[from, to) of positions, two to an octave, from 0 to the last: position i has i + 1 tokens of context."""
+    edges = {0, longest, *(round(2 ** (i / 2)) for i in range(2 * (longest.bit_length() + 1)))}
     edges = sorted(e for e in edges if e <= longest)
     return list(zip(edges, edges[1:], strict=False))
 
@@ -258,6 +258,7 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, ScalarFormatter
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for protocol, style in (("nonoverlap", "o--"), ("fixed", "s-")):
@@ -278,6 +279,8 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
     ticks = sorted({r["length"] for r in records if r["protocol"] != "position"}) or [L]
     left.set_xticks(ticks, [str(t) for t in ticks])
     left.minorticks_off()
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    left.yaxis.set_major_formatter(ScalarFormatter())
     for axis in (left, right):
         axis.axvline(L, color="grey", linewidth=1)
         axis.annotate(f" L = {L}", (L, 1), xycoords=("data", "axes fraction"), va="top", color="grey")
@@ -332,7 +335,7 @@ def main() -> None:
     parser.add_argument("--data", metavar="DIR_OR_FILE", help="corpus or text file (default: the run's corpus)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored in a window (default min(256, L/4))")
     parser.add_argument("--windows", type=int, default=16, help="fixed, position: windows (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=2**17, help="nonoverlap: tokens scored (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2**16, help="nonoverlap: tokens scored (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="chooses windows; the same for every model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write (default RUN/eval/DATA.json)")
     args = parser.parse_args()

@@ -28,10 +28,11 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
     """Turning speed of each channel pair: f_i = base^(-2i / dim), i = 0 ... dim/2 - 1. Radians per position, (dim/2,).
 
     From 1 (a turn every 2 pi positions) down to nearly 1 / base. RoFormer, section 3.2.2, where f is called theta.
+    The order of operations is that of Hugging Face and the others: far from 0, one bit of f is a visible angle.
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"rotary dimension must be a positive even number, got {dim}")
-    return base ** (-torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
+    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
 
 
 def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""What the tests share: a small corpus, small configs and models whose logits are far from zero."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import Config, load_config
+from data.prepare import prepare
+from model import GPT
+from positions import ENCODINGS
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("NANOROPE_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+TINY = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "train.seq_len=32", "train.batch_size=4",
+        "train.steps=12", "train.warmup=2", "train.val_windows=8", "train.dtype=float32", "train.compile=off",
+        "train.device=cpu", "run.log_every=1", "run.save_every=4", "run.eval_every=6"]
+
+
+def needs(*parts: str) -> Path:
+    """A file of the optional test data; the test is skipped where it is absent."""
+    path = DATA.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"no {path}: set NANOROPE_TEST_DATA to a folder with {'/'.join(parts)}")
+    return path
+
+
+def words(seed: int, n_bytes: int) -> bytes:
+    """Text with structure to learn: a few words in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(8, (n_bytes // 3,), generator=generator)
+    vocabulary = ["dog", "cat", "the ", "chased ", "another ", "\n", "a ", "b"]
+    return "".join(vocabulary[i] for i in picks).encode()[:n_bytes]
+
+
+@pytest.fixture(scope="session")
+def corpus_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared byte corpus: documents of 1,500 bytes and more."""
+    source = tmp_path_factory.mktemp("source")
+    for i in range(24):
+        (source / f"doc{i:02}.txt").write_bytes(words(i, 1500 + 100 * i))
+    out = tmp_path_factory.mktemp("corpora") / "words"
+    prepare(str(source), out, "byte")
+    return out
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, corpus_dir: Path) -> Callable[..., Config]:
+    """tiny("rope", "train.lr=1e-2", ...) -> a small config on the small corpus, its run in tmp_path/run."""
+    def make(encoding: str = "rope", *overrides: str) -> Config:
+        path = tmp_path / f"{encoding}.toml"
+        path.write_text(f'[data]\ndir = "{corpus_dir}"\n[position]\nencoding = "{encoding}"\n')
+        return load_config(path, [*TINY, "model.vocab_size=257", f"run.dir={tmp_path / 'run'}", *overrides])
+    return make
+
+
+def lively(config: Config, seed: int = 0) -> GPT:
+    """A model in evaluation mode whose parameters are large and random, so that what ought to matter does."""
+    torch.manual_seed(seed)
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * (0.3 if p.dim() > 1 else 1.0))
+    return model
+
+
+def tokens(shape: tuple[int, int], seed: int = 0, vocab_size: int = 257) -> torch.Tensor:
+    """Random ids."""
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+every_encoding = pytest.mark.parametrize("name", ENCODINGS)

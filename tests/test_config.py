@@ -1,0 +1,149 @@
+"""Configs: inheritance, overrides, and one clear line for each mistake, all at once."""
+
+from pathlib import Path
+from types import NoneType
+from typing import Literal, get_args, get_origin
+
+import pytest
+
+from conftest import ROOT, every_encoding
+from config import SECTIONS, UserError, describe_schema, differences, load_config, to_toml
+from positions import ENCODINGS
+
+MINIMAL = '[data]\ndir = "x"\n[position]\nencoding = "rope"\n'
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def problems(*arguments) -> tuple[str, ...]:
+    with pytest.raises(UserError) as caught:
+        load_config(*arguments)
+    assert all("\n" not in problem for problem in caught.value.problems)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
+def test_every_shipped_config_is_valid_and_survives_the_round_trip(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    assert load_config(write(tmp_path / "again.toml", to_toml(config))) == config
+    assert config.run.dir == f"runs/{path.stem}"
+
+
+def test_strings_survive_the_round_trip(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path / "a.toml", MINIMAL), ['run.dir="a \\"quoted\\" \\\\ path\\u007f ü"'])
+    assert config.run.dir == 'a "quoted" \\ path\x7f ü'
+    assert load_config(write(tmp_path / "b.toml", to_toml(config))) == config
+
+
+def test_extends_inherits_and_overrides_come_last(tmp_path: Path) -> None:
+    write(tmp_path / "base.toml", MINIMAL + "base = 500.0\n[train]\nlr = 0.5\nsteps = 7\n")
+    child = write(tmp_path / "child.toml", 'extends = "base.toml"\n[train]\nlr = 0.25\n')
+    config = load_config(child)
+    assert (config.train.lr, config.train.steps, config.position.base) == (0.25, 7, 500.0)
+    assert load_config(child, ["train.lr=0.125"]).train.lr == 0.125
+    assert load_config(child, ["position.encoding=none"]).position.encoding == "none"    # base went with rope
+
+
+def test_bare_words_and_lists_need_no_quotes(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", MINIMAL)
+    config = load_config(path, ["position.layers=[0, 2]", "train.dtype=float32", "run.wandb=true", "train.lr=1"])
+    assert (config.position.layers, config.train.dtype, config.run.wandb, config.train.lr) == ([0, 2], "float32", True, 1)
+
+
+def test_all_problems_come_at_once_each_with_its_fix(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", '[data]\ndir = "x"\n[position]\nencoding = "rop"\n[train]\nlearning_rate = 1\n'
+                                      'steps = 2.5\nlr = -1.0\n[modle]\nn_layer = 2\n[model]\nn_head = "4"\n')
+    found = problems(path, ["train.lr.x=1", "train.bach_size=3", "nonsense", "run.lr=1"])
+    expected = ["[modle]", "did you mean model?", "position.encoding", "'rop'; did you mean rope?",
+                "train.learning_rate", "unknown key", "train.steps", "must be an integer >= 1, got 2.5",
+                f"train.lr in {path}: must be a number > 0, got -1.0", "model.n_head", "must be an integer",
+                "train.lr is a value, not a table", "train.bach_size on the command line", "did you mean batch_size?",
+                "'nonsense': must read section.key=value", "run.lr", "did you mean train.lr?"]
+    text = "\n".join(found)
+    assert [e for e in expected if e not in text] == []
+    assert len(found) == 10
+
+
+def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
+    write(tmp_path / "quick.toml", MINIMAL)
+    assert problems(tmp_path / "quik.toml") == (f"config {tmp_path / 'quik.toml'}: no such file; did you mean "
+                                                f"{tmp_path / 'quick.toml'}?",)
+    assert "valid TOML" in problems(write(tmp_path / "bad.toml", "[train\n"))[0]
+    assert "readable" in problems(tmp_path)[0]
+
+
+def test_extends_in_a_circle_ends(tmp_path: Path) -> None:
+    write(tmp_path / "a.toml", 'extends = "b.toml"')
+    write(tmp_path / "b.toml", 'extends = "a.toml"')
+    assert "circle" in problems(tmp_path / "a.toml")[0]
+
+
+@pytest.mark.parametrize(("overrides", "key"), [
+    (["model.n_head=5"], "model.n_head"),
+    (["train.accumulate=3"], "train.accumulate"),
+    (["train.min_lr=1"], "train.min_lr"),
+    (["position.layers=[7]"], "position.layers"),
+    (["position.encoding=none", "position.layers=first"], "position.layers"),
+    (["position.fraction=0.1"], "position.fraction"),
+    (["model.n_embd=36", "model.n_head=4"], "position.fraction"),
+])
+def test_rules_between_keys(overrides: list[str], key: str, tmp_path: Path) -> None:
+    found = problems(write(tmp_path / "a.toml", MINIMAL), overrides)
+    assert len(found) == 1 and found[0].startswith(key)
+
+
+def wrong_values(field) -> list[str]:
+    """Overrides of a wrong type or out of range, made from the schema."""
+    kinds = {int: ["1.5", "true", '"x"', "[]"], float: ["true", '"x"', "nan", "inf"], bool: ["1", '"yes"'],
+             str: ["1", "true", "[]"]}
+    parts = [part for part in get_args(field.annotation) if part is not NoneType] or [field.annotation]
+    if any(get_origin(part) in (Literal, list) for part in (field.annotation, *parts)):
+        return ["1", '"no such choice"', "[1.5]"]
+    bounds = [rule.ge - 1 for rule in field.metadata if hasattr(rule, "ge")]
+    bounds += [rule.gt for rule in field.metadata if hasattr(rule, "gt")]
+    bounds += [rule.lt for rule in field.metadata if hasattr(rule, "lt")]
+    bounds += [rule.le + 1 for rule in field.metadata if hasattr(rule, "le")]
+    return kinds[parts[0]] + [str(bound) for bound in bounds]
+
+
+def test_every_field_refuses_wrong_types_and_values(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", MINIMAL)
+    schemas = {name: schema for name, schema in SECTIONS.items() if name != "position"}
+    cases = [(name, [], schema) for name, schema in schemas.items()]
+    cases += [("position", [f"position.encoding={name}"], encoding.Options) for name, encoding in ENCODINGS.items()]
+    n_cases = 0
+    for section, context, schema in cases:
+        for key, field in schema.model_fields.items():
+            if (section, key) == ("position", "encoding"):
+                continue
+            for value in wrong_values(field):
+                found = problems(path, [*context, f"{section}.{key}={value}"])
+                assert len(found) == 1 and found[0].startswith(f"{section}.{key} on the command line: must be"), found
+                n_cases += 1
+    assert n_cases > 100
+
+
+def test_help_lists_every_key_and_encoding() -> None:
+    text = describe_schema()
+    for schema in (*SECTIONS.values(), *(e.Options for e in ENCODINGS.values())):
+        for key, field in schema.model_fields.items():
+            assert f"  {key} " in text and field.description in text
+    assert all(f"\n{name}: " in text for name in ENCODINGS)
+
+
+@every_encoding
+def test_help_says_where_an_encoding_comes_from(name: str) -> None:
+    summary = ENCODINGS[name].__doc__.splitlines()[0]
+    assert summary.endswith(".") and len(summary) > 40
+
+
+def test_differences_name_what_changed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", MINIMAL)
+    old, new = load_config(path), load_config(path, ["train.lr=0.5", "run.log_every=3", "position.encoding=none"])
+    assert "train.lr: 0.001 -> 0.5" in differences(old, new, ignore=["run"])
+    assert "position.base: 10000.0 -> unset" in differences(old, new)
+    assert not any("run." in d for d in differences(old, new, ignore=["run"]))
+    assert differences(old, old) == []

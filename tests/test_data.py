@@ -1,0 +1,243 @@
+"""Corpora: what goes in comes out, whole or not at all; batches are functions of (seed, step)."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import needs, words
+from config import UserError
+from data import prepare as prepare_module
+from data.loader import Corpus
+from data.prepare import find_documents, prepare, why_left_out
+from data.tokenizer import ByteTokenizer, byte_lengths, decode, load_tokenizer
+
+
+def write_texts(folder: Path, texts: dict[str, bytes]) -> Path:
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    return folder
+
+
+def documents_of(corpus: Corpus, split: str) -> list[bytes]:
+    tokenizer, offsets = ByteTokenizer(), corpus.offsets[split]
+    return [b"".join(map(tokenizer.token_bytes, corpus.tokens[split][a:b].tolist()))
+            for a, b in zip(offsets, offsets[1:], strict=False)]
+
+
+def test_every_byte_of_every_document_comes_back(tmp_path: Path) -> None:
+    texts = {f"{i}.txt": words(i, 50 + i) for i in range(30)} | {"deep/er/b.txt": bytes(range(256)), "empty.txt": b""}
+    meta = prepare(str(write_texts(tmp_path / "source", texts)), tmp_path / "out", "byte")
+    corpus = Corpus(tmp_path / "out")
+    found = documents_of(corpus, "train") + documents_of(corpus, "val")
+    assert sorted(found) == sorted(text for text in texts.values() if text)
+    assert meta["splits"]["train"]["bytes"] + meta["splits"]["val"]["bytes"] == sum(map(len, texts.values()))
+    for split in ("train", "val"):
+        starts = corpus.offsets[split][:-1]
+        assert (corpus.tokens[split][starts] == corpus.meta["eot"]).all()       # each opens with the separator
+        assert (corpus.tokens[split] == corpus.meta["eot"]).sum() == len(starts)
+
+
+def test_the_split_is_a_hash_of_the_path_alone(tmp_path: Path) -> None:
+    names = {f"{i:03}.txt": b"x" for i in range(300)}
+    small = find_documents(str(write_texts(tmp_path / "a", names)))
+    large = find_documents(str(write_texts(tmp_path / "b", {**names, **{f"more/{i}.txt": b"y" for i in range(99)}})))
+    in_val = {d.path.name for d in small["val"]}
+    assert in_val == {d.path.name for d in large["val"] if d.path.parent.name == "b"}    # additions move nothing
+    assert 10 <= len(in_val) <= 60
+    assert {"007.txt", "024.txt"} <= in_val and "000.txt" not in in_val                 # the same on every machine
+
+
+def test_train_and_val_folders_are_the_splits(tmp_path: Path) -> None:
+    found = find_documents(str(write_texts(tmp_path, {"train/a.txt": b"a", "train/b.txt": b"b", "val/c.txt": b"c"})))
+    assert [d.path.name for d in found["train"]] == ["a.txt", "b.txt"] and [d.path.name for d in found["val"]] == ["c.txt"]
+
+
+def test_a_single_text_is_cut_between_characters(tmp_path: Path) -> None:
+    text = "äöü€𝄞".encode() * 7
+    for n in range(60, len(text)):
+        (tmp_path / "a.txt").write_bytes(text[:n].decode(errors="ignore").encode())
+        found = find_documents(str(tmp_path / "a.txt"))
+        parts = [(tmp_path / "a.txt").read_bytes()[d.start:d.end] for d in (found["train"][0], found["val"][0])]
+        assert b"".join(parts) == (tmp_path / "a.txt").read_bytes()
+        assert all(part.decode() for part in parts)
+
+
+def test_stdlib_is_there_with_long_documents_and_without_tests() -> None:
+    found = find_documents("stdlib")
+    paths = [d.path for documents in found.values() for d in documents]
+    assert len(paths) > 400 and sum(p.stat().st_size > 100_000 for p in paths) >= 5
+    assert not any("/test/" in p.as_posix() or "/site-packages/" in p.as_posix() for p in paths)
+    assert any(p.name == "typing.py" for p in paths) and len(found["val"]) > 20
+    assert why_left_out("test/test_os.py") == why_left_out("tkinter/test/x.py") == "tests"
+    assert why_left_out("unittest/mock.py") is why_left_out("contest/a.py") is None
+
+
+def test_an_interrupted_preparation_leaves_nothing_that_loads(tmp_path: Path, monkeypatch) -> None:
+    source, out = write_texts(tmp_path / "s", {f"{i}.txt": b"text" for i in range(20)}), tmp_path / "data" / "out"
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    for function in ("write_split", "read"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(prepare_module, function, interrupt)
+            prepare(str(source), out, "byte")
+        assert list(out.parent.iterdir()) == []
+    prepare(str(source), out, "byte")
+    before = (out / "meta.json").read_text()
+    (source / "more.txt").write_bytes(b"new text")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module, "write_split", interrupt)
+        prepare(str(source), out, "byte")
+    assert (out / "meta.json").read_text() == before and Corpus(out)           # the older one is untouched
+    prepare(str(source), out, "byte")
+    assert (out / "meta.json").read_text() != before and list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.idx.npy", "meta.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_path: Path, corpus_dir: Path) -> None:
+    folder = tmp_path / "corpus"
+    shutil.copytree(corpus_dir, folder)
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[:len(content) // 2])
+    else:
+        content[content.index(b'"format_version": 1') + 18 if name == "meta.json" else len(content) // 2] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        Corpus(folder)
+    assert str(folder) in str(caught.value) and "prepare" in str(caught.value)
+
+
+@pytest.mark.parametrize(("make", "expected"), [
+    (lambda p: "no/such/place", "no such file or folder"),
+    (lambda p: str(write_texts(p, {"a.pdf": b"x"}) / "a.pdf"), "is not a .txt file"),
+    (lambda p: str(write_texts(p / "s", {"a.md": b"x"})), "no .txt files"),
+    (lambda p: str(write_texts(p / "s", {"a.txt": b"", "b.txt": b""})), "empty"),
+    (lambda p: str(write_texts(p / "s", {"train/a.txt": b"x", "val/a.md": b"x"})), "for val"),
+])
+def test_a_bad_source_is_one_line(make, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=expected) as caught:
+        prepare(make(tmp_path), tmp_path / "out", "byte")
+    assert len(caught.value.problems) == 1 and not (tmp_path / "out").exists()
+
+
+def test_other_peoples_folders_are_not_overwritten(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "s", {"a.txt": b"text" * 9})
+    write_texts(tmp_path / "mine", {"thesis.tex": b"x"})
+    with pytest.raises(UserError, match="is not a prepared corpus"):
+        prepare(str(source), tmp_path / "mine", "byte")
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+
+
+def test_a_batch_is_a_function_of_seed_and_step(corpus_dir: Path) -> None:
+    a, b = Corpus(corpus_dir), Corpus(corpus_dir)
+    for step in (0, 5, 1000, 5):
+        assert torch.equal(torch.stack(a.batch(32, 4, 7, step)), torch.stack(b.batch(32, 4, 7, step)))
+    x, y = a.batch(32, 4, 7, 0)
+    assert torch.equal(x[:, 1:], y[:, :-1]) and x.shape == y.shape == (4, 32)
+    assert not torch.equal(x, a.batch(32, 4, 8, 0)[0]) and not torch.equal(x, a.batch(32, 4, 7, 1)[0])
+
+
+def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
+    corpus = Corpus(corpus_dir)
+    n = corpus.windows("train", 32) - 1
+    seen: list[set[tuple[int, ...]]] = []
+    for epoch in range(2):
+        stream = corpus.batch(32, n, 3, epoch)[0]                       # a batch the size of an epoch is the epoch
+        text = np.asarray(corpus.tokens["train"]).astype(np.int64)
+        offset = next(o for o in range(64) if {tuple(text[o + 32 * w:o + 32 * w + 32]) for w in range(n)}
+                      == {tuple(row) for row in stream.tolist()})
+        assert offset < 64
+        seen.append({tuple(row) for row in stream.tolist()})
+    assert seen[0] != seen[1]                                           # another offset, another order
+
+
+def test_ranks_share_a_batch_whatever_their_number(corpus_dir: Path) -> None:
+    corpus = Corpus(corpus_dir)
+    whole = corpus.batch(32, 8, 0, 3)[0]
+    for world_size in (2, 4):
+        parts = [corpus.batch(32, 8, 0, 3, rank, world_size)[0] for rank in range(world_size)]
+        assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), whole)
+
+
+def test_validation_windows_are_fixed_spread_and_disjoint(corpus_dir: Path) -> None:
+    corpus = Corpus(corpus_dir)
+    n = corpus.windows("val", 32)
+    everything = torch.cat([x for x, _ in corpus.val_batches(32, 5, 0)])
+    assert everything.shape == (n, 32)
+    assert torch.equal(everything.flatten(), torch.from_numpy(corpus.tokens["val"][:n * 32].astype(np.int64)))
+    few = torch.cat([x for x, _ in corpus.val_batches(32, 5, 7)])
+    assert len(few) == 7 and len({tuple(row) for row in few.tolist()}) == 7
+
+
+def test_too_little_text_for_a_window_is_said(tmp_path: Path) -> None:
+    prepare(str(write_texts(tmp_path / "s", {"a.txt": b"short text"})), tmp_path / "out", "byte")
+    with pytest.raises(UserError, match="too few for one window"):
+        Corpus(tmp_path / "out").batch(32, 1, 0, 0)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_bytes_survive_the_byte_tokenizer(text: bytes) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text).tolist()
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text and all(i < 256 for i in ids)
+    assert byte_lengths(tokenizer)[ids].sum() == len(text)
+    assert decode(tokenizer, [256, *ids, 256]) == text.decode(errors="replace")
+
+
+def test_gpt2_tokenizer_from_its_cache(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(needs("tiktoken")))
+    tokenizer = load_tokenizer("gpt2")
+    assert tokenizer.encode(b"hello world").tolist() == [31373, 995] and tokenizer.vocab_size == 50_257
+    text = "naïve 日本 <|endoftext|> \n\t x" * 3
+    ids = tokenizer.encode(text.encode())
+    assert decode(tokenizer, ids.tolist()) == text and tokenizer.eot not in ids     # in text it is only text
+    assert byte_lengths(tokenizer)[ids].sum() == len(text.encode())
+    source = write_texts(tmp_path / "s", {f"{i}.txt": words(i, 90) for i in range(20)})
+    meta = prepare(str(source), tmp_path / "out", "gpt2")
+    assert meta["dtype"] == "uint16" and meta["tokenizer"]["name"] == "gpt2" and Corpus(tmp_path / "out")
+    (source / "bad.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="bad.txt: not UTF-8 at byte 0"):
+        prepare(str(source), tmp_path / "out2", "gpt2")
+
+
+def test_gpt2_tokenizer_without_files_says_how_to_provide_them(tmp_path: Path, monkeypatch) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    import requests
+
+    def offline(*arguments, **options):
+        raise requests.ConnectionError("no network")
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(requests, "get", offline)
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
+        load_tokenizer("gpt2")
+
+
+def test_unknown_tokenizer() -> None:
+    with pytest.raises(UserError, match="choose from byte, gpt2"):
+        load_tokenizer("bpe")
+
+
+def test_meta_is_the_documented_format(corpus_dir: Path) -> None:
+    meta = json.loads((corpus_dir / "meta.json").read_text())
+    assert {"format_version", "dtype", "vocab_size", "tokenizer", "eot", "source", "revision", "splits"} == set(meta)
+    assert set(meta["splits"]["train"]) == {"tokens", "bytes", "documents", "sha256"}
+    assert np.load(corpus_dir / "val.idx.npy").dtype == np.uint64
+    assert (corpus_dir / "val.bin").stat().st_size == 2 * meta["splits"]["val"]["tokens"]

@@ -1,0 +1,257 @@
+"""Protocols: each target once, the same at every length, sums that anyone can recompute."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import eval as eval_module
+from conftest import ROOT, every_encoding, lively, needs
+from config import UserError
+from data.loader import Corpus
+from data.tokenizer import ByteTokenizer
+from eval import (Evaluation, Text, choose_lengths, ended_windows, fixed_ends, nonoverlap_windows, open_text,
+                  position_buckets, token_losses)
+from model import GPT
+from positions import ENCODINGS
+from train import train
+
+LENGTHS = [16, 32, 50, 64, 128, 256]
+
+
+def text_of(corpus_dir: Path) -> Text:
+    return open_text(None, str(corpus_dir), ByteTokenizer())
+
+
+def evaluate(model: GPT, config, text: Text, protocols=eval_module.PROTOCOLS, lengths=LENGTHS, seed: int = 0,
+             n_scored: int = 8) -> Evaluation:
+    return Evaluation(model, text, ByteTokenizer(), config.train, protocols, lengths, n_scored, 6, 1024, seed)
+
+
+def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(tiny, corpus_dir: Path) -> None:
+    model = lively(tiny())
+    torch.nn.init.zeros_(model.head.weight)
+    records = evaluate(model, tiny(), text_of(corpus_dir)).run()
+    assert {r["protocol"] for r in records} == set(eval_module.PROTOCOLS)
+    for r in records:
+        assert r["ppl"] == pytest.approx(257, rel=1e-5)
+        assert r["nll_sum"] == pytest.approx(r["tokens"] * math.log(257), rel=1e-6)
+        assert r["bytes"] == r["tokens"] and r["bpb"] == pytest.approx(math.log2(257), rel=1e-5)
+
+
+def scored(windows) -> list[tuple[int, int]]:
+    """(document, index) of every scored target."""
+    return [(w.document, i) for w in windows for i in range(w.end + 1 - w.n_scored, w.end + 1)]
+
+
+@pytest.mark.parametrize("longest", [64, 100, 256])
+def test_each_target_is_scored_once_and_the_same_at_every_length(longest: int, corpus_dir: Path) -> None:
+    text = text_of(corpus_dir)
+    windows = nonoverlap_windows(text, longest, [7, 16, longest], 1024, 0)
+    targets = [scored(w) for w in windows.values()]
+    assert all(len(set(t)) == len(t) >= 1024 - longest for t in targets)
+    assert set(targets[0]) == set(targets[1]) == set(targets[2])
+    ends = fixed_ends(text, longest, 8, 40, 0)
+    targets = [scored(ended_windows(ends, length, 8)) for length in (16, longest)]
+    assert targets[0] == targets[1] and len(set(targets[0])) == len(targets[0]) == 40 * 8
+    for w in (*sum(windows.values(), []), *ended_windows(ends, longest, 8)):
+        assert 0 <= w.start and w.end < len(text.documents[w.document])        # inside one document, first token never scored
+
+
+def test_windows_depend_on_the_seed_and_the_text_alone(tiny, corpus_dir: Path) -> None:
+    text = text_of(corpus_dir)
+    assert fixed_ends(text, 64, 8, 9, 1) == fixed_ends(text, 64, 8, 9, 1) != fixed_ends(text, 64, 8, 9, 2)
+    a = evaluate(lively(tiny("rope"), 1), tiny(), text)
+    b = evaluate(lively(tiny("alibi"), 2), tiny(), text)
+    a.run(), b.run()
+    for key in a.per_window:
+        if not key.endswith("nll"):
+            assert np.array_equal(a.per_window[key], b.per_window[key])
+
+
+def test_fixed_targets_visit_every_document(corpus_dir: Path) -> None:
+    text = text_of(corpus_dir)
+    assert len(text.documents) > 1
+    ends = fixed_ends(text, 64, 8, len(text.documents), 0)
+    assert {d for d, _ in ends} == set(range(len(text.documents)))
+
+
+@every_encoding
+def test_fixed_is_slice_and_forward(name: str, tiny, corpus_dir: Path) -> None:
+    model, text = lively(tiny(name)), text_of(corpus_dir)
+    evaluation = evaluate(model, tiny(name), text, lengths=[16, 32] if ENCODINGS[name](tiny(name)).max_length else LENGTHS)
+    records = {(r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
+    expected = {}
+    for length in {*evaluation.lengths, 32}:
+        total = 0.0
+        for document, end in evaluation.ends:
+            piece = torch.tensor(text.documents[document][end - length:end + 1].astype(np.int64))[None]
+            logits = model(piece[:, :-1])[0, -8:]
+            total += torch.nn.functional.cross_entropy(logits, piece[0, -8:], reduction="sum").item()
+        expected[length] = total
+    for length in evaluation.lengths:
+        r = records["fixed", length]
+        assert r["nll_sum"] == pytest.approx(expected[length], rel=1e-4)
+        assert r["truncated_nll_sum"] == pytest.approx(expected[32], rel=1e-4)
+        assert r["gain"] == pytest.approx((expected[32] - expected[length]) / r["tokens"], abs=1e-4)
+        assert r["tokens"] == 8 * 6 and r["ppl"] == pytest.approx(math.exp(r["nll_sum"] / r["tokens"]))
+    assert records["fixed", 32]["gain"] == 0
+
+
+def test_a_model_that_sees_one_token_gains_nothing_from_context(tiny, corpus_dir: Path) -> None:
+    model = lively(tiny("rope"))
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attention.o.weight)
+    records = evaluate(model, tiny(), text_of(corpus_dir), ["fixed"]).run()
+    assert all(abs(r["gain"]) < 1e-6 for r in records) and len(records) == len(LENGTHS)
+
+
+def test_position_buckets_cover_each_position_once(tiny, corpus_dir: Path) -> None:
+    for longest in (1, 2, 3, 100, 256, 16_384):
+        buckets = position_buckets(longest)
+        assert buckets[0][0] == 0 and buckets[-1][1] == longest and all(a < b for a, b in buckets)
+        assert all(left[1] == right[0] for left, right in zip(buckets, buckets[1:], strict=False))
+    model, text = lively(tiny("rope")), text_of(corpus_dir)
+    evaluation = evaluate(model, tiny(), text)
+    records = [r for r in evaluation.run() if r["protocol"] == "position"]
+    losses = []
+    for document, end in evaluation.ends:
+        piece = torch.tensor(text.documents[document][end - 256:end + 1].astype(np.int64))[None]
+        losses.append(token_losses(model, piece[:, :-1], piece[:, 1:])[0])
+    losses = torch.stack(losses)
+    for r in records:
+        start, end = r["bucket"]
+        assert r["nll_sum"] == pytest.approx(losses[:, start:end].sum().item(), rel=1e-4)
+        assert r["tokens"] == 6 * (end - start) and r["length"] == 256
+    assert sum(r["tokens"] for r in records) == 6 * 256
+
+
+def test_sharing_a_forward_changes_no_figure(tiny, corpus_dir: Path) -> None:
+    model, text = lively(tiny()), text_of(corpus_dir)
+    together = [r["nll_sum"] for r in evaluate(model, tiny(), text).run() if r["protocol"] == "fixed"]
+    alone = [r["nll_sum"] for r in evaluate(model, tiny(), text, ["fixed"]).run()]
+    assert together == pytest.approx(alone, rel=1e-5)
+
+
+def test_sums_are_per_window_and_add_up(tiny, corpus_dir: Path) -> None:
+    evaluation = evaluate(lively(tiny()), tiny(), text_of(corpus_dir))
+    for r in evaluation.run():
+        if r["protocol"] != "position":
+            columns = {c: evaluation.per_window[f"{r['protocol']}/{r['length']}/{c}"]
+                       for c in ("nll", "tokens", "bytes", "document")}
+            assert columns["nll"].sum() == pytest.approx(r["nll_sum"]) and columns["tokens"].sum() == r["tokens"]
+            assert len(set(columns["document"])) == r["documents"] and columns["bytes"].sum() == r["bytes"]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_chunked_losses_equal_full_logits(chunk: int, tiny, monkeypatch) -> None:
+    monkeypatch.setattr(eval_module, "CHUNK", chunk)
+    model, x = lively(tiny()), torch.randint(257, (3, 41))
+    expected = torch.nn.functional.cross_entropy(model(x[:, :-1]).transpose(1, 2), x[:, 1:], reduction="none")
+    torch.testing.assert_close(token_losses(model, x[:, :-1], x[:, 1:]), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(token_losses(model, x[:, :-1], x[:, -5:]), expected[:, -5:], atol=1e-4, rtol=1e-4)
+
+
+def test_only_documents_long_enough_take_part(tiny, corpus_dir: Path) -> None:
+    text = text_of(corpus_dir)
+    sizes = sorted(len(d) - 1 for d in text.documents)
+    evaluation = evaluate(lively(tiny()), tiny(), text, lengths=[32, sizes[-1]])
+    assert len(evaluation.text.documents) == 1 and all(r["documents"] == 1 for r in evaluation.run())
+
+
+def test_lengths_default_to_the_multiples_that_fit(corpus_dir: Path) -> None:
+    text = text_of(corpus_dir)
+    longest = max(map(len, text.documents)) - 1
+    assert choose_lengths(None, 32, text) == [n for n in (16, 32, 64, 128, 256, 512, 1024, 2048) if n <= longest]
+    assert choose_lengths("64,16", 32, text) == [64, 16]
+    for wanted, L in (("16,x", 32), ("0", 32), (str(longest + 1), 32), ("16", longest + 1), (None, longest + 1)):
+        with pytest.raises(UserError):
+            choose_lengths(wanted, L, text)
+
+
+def test_a_text_file_is_one_document_and_a_foreign_corpus_is_refused(tmp_path: Path, corpus_dir: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"hello")
+    text = open_text(str(tmp_path / "a.txt"), "unused", ByteTokenizer())
+    assert text.name == "a" and text.documents[0].tolist() == [256, *b"hello"]
+    other = ByteTokenizer()
+    other.name = "other"
+    with pytest.raises(UserError, match="trained with other"):
+        open_text(None, str(corpus_dir), other)
+
+
+def run_eval(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(ROOT / "eval.py"), *arguments], capture_output=True, text=True)
+
+
+def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, corpus_dir: Path) -> None:
+    train(tiny("learned"), [])
+    done = run_eval(str(tmp_path / "run"), "--lengths", "16,32,64", "--windows", "3", "--tokens", "256")
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()[:2] in ("16", "32", "64")}
+    assert "<- training length" in rows["32"] and rows["64"].split("|")[1].split() == ["-", "-"]
+    assert "learned is not defined beyond position 31" in done.stdout
+    written = json.loads((tmp_path / "run" / "eval" / "words.json").read_text())
+    assert {k: written[k] for k in ("encoding", "seq_len", "tokenizer", "data", "seed")} == {
+        "encoding": "learned", "seq_len": 32, "tokenizer": "byte", "data": "words", "seed": 0}
+    assert {r["length"] for r in written["records"] if r["protocol"] != "position"} == {16, 32}
+    assert all({"extend", "protocol", "length", "nll_sum", "tokens", "bytes", "documents", "ppl", "bpb", "seconds"} <= set(r)
+               for r in written["records"])
+    picture = (tmp_path / "run" / "eval" / "words.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert "fixed/16/nll" in np.load(tmp_path / "run" / "eval" / "words.npz")
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["RUN", "--lengths", "16,99999"], "--lengths 16,99999"), (["RUN", "--protocol", "sliding,x"], "--protocol"),
+    (["RUN", "--targets", "999"], "--targets"), (["nowhere"], "run nowhere: no run there"),
+    (["RUN", "--data", "nowhere"], "data.dir nowhere"), (["RUN", "--lenghts", "16"], "unrecognized arguments"),
+    (["RUN", "--windows", "x"], "invalid int value"), (["EMPTY"], "no checkpoint yet"), ([], "RUN")])
+def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, tiny, tmp_path: Path, monkeypatch,
+                                          capsys) -> None:
+    from config import run_command
+
+    train(tiny(), [])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for name in ("config.toml", "corpus.json"):
+        (empty / name).write_bytes((tmp_path / "run" / name).read_bytes())
+    places = {"RUN": str(tmp_path / "run"), "EMPTY": str(empty)}
+    monkeypatch.setattr(sys, "argv", ["eval.py", *(places.get(a, a) for a in arguments)])
+    with pytest.raises(SystemExit) as end:
+        run_command(eval_module.main)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and expected in error
+
+
+def test_books_are_long_enough_for_64_times_a_thousand() -> None:
+    """Frankenstein as one document: 64 L at L = 1024 fits."""
+    text = open_text(str(needs("books", "val", "frankenstein.txt")), "unused", ByteTokenizer())
+    assert choose_lengths(None, 1024, text)[-1] == 65_536
+
+
+def test_memory_of_a_long_window_does_not_hold_its_logits(tiny, monkeypatch) -> None:
+    """No tensor of T x V elements is made, whatever T: the largest the losses see is CHUNK x V."""
+    model, largest = lively(tiny()), 0
+    logits = model.logits
+
+    def spy(x: torch.Tensor) -> torch.Tensor:
+        nonlocal largest
+        made = logits(x)
+        largest = max(largest, made.numel())
+        return made
+
+    monkeypatch.setattr(model, "logits", spy)
+    x = torch.randint(257, (1, 5000))
+    assert token_losses(model, x, x).shape == (1, 5000)
+    assert largest == eval_module.CHUNK * 257
+
+
+def test_the_run_evaluates_on_its_own_validation_documents(tiny, tmp_path: Path, corpus_dir: Path) -> None:
+    corpus, text = Corpus(corpus_dir), text_of(corpus_dir)
+    assert len(text.documents) == corpus.meta["splits"]["val"]["documents"]
+    assert all(document[0] == 256 for document in text.documents)

@@ -1,0 +1,134 @@
+"""The decoder: its blocks against transformers' Llama and GPT-2, its size and cost against the closed form."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import rope
+from conftest import lively, tokens
+from model import GPT, hidden_width
+
+LLAMA = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+         "attention_norm": "input_layernorm", "attention": "self_attn", "mlp_norm": "post_attention_layernorm",
+         "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj",
+         "down": "down_proj", "blocks": "model.layers"}
+GPT2 = {"embedding": "transformer.wte", "encoding.table": "transformer.wpe", "norm": "transformer.ln_f",
+        "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj", "blocks": "transformer.h"}
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_the_default_block_is_llamas(tied: str, tiny) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = lively(tiny("rope", f"model.tied={tied}"))
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        rms_norm_eps=1e-5, tie_word_embeddings=tied == "true", rope_theta=10_000.0)).eval()
+    renamed = {".".join(LLAMA.get(part, part) for part in name.split(".")): weight
+               for name, weight in model.state_dict().items()}
+    missing = theirs.load_state_dict(renamed, strict=False)
+    assert not missing.unexpected_keys and missing.missing_keys == (["lm_head.weight"] if tied == "true" else [])
+    x = tokens((2, 90))
+    torch.testing.assert_close(model(x), theirs(x).logits, atol=1e-3, rtol=1e-4)
+
+
+def test_gpt2s_block_is_one_config(tiny) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = lively(tiny("learned", "model.norm=layernorm", "model.mlp=gelu", "model.bias=true", "model.tied=true"))
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=257, n_positions=32, n_embd=32, n_layer=2, n_head=2, layer_norm_epsilon=1e-5)).eval()
+    renamed = {}
+    weights = model.state_dict()
+    for name in [n for n in weights if ".attention.q." in n]:           # theirs: q, k, v side by side, transposed
+        parts = [weights.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
+        renamed[name.replace("blocks", "transformer.h").replace("attention.q", "attn.c_attn")] = torch.cat(parts).t()
+    for name, weight in weights.items():
+        is_linear = ".attention.o." in name or ".mlp." in name
+        for ours, other in GPT2.items():
+            name = name.replace(f"{ours}.", f"{other}.") if f".{ours}." in f".{name}" else name
+        renamed[name] = weight.t() if is_linear else weight
+    missing = theirs.load_state_dict(renamed, strict=False)
+    assert not missing.unexpected_keys and missing.missing_keys == ["lm_head.weight"]
+    x = tokens((2, 32))
+    torch.testing.assert_close(model(x), theirs(x).logits, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("mlp", "matrices"), [("swiglu", 3), ("gelu", 2), ("relu2", 2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_and_flops_are_the_closed_form(mlp: str, matrices: int, tied: bool, tiny) -> None:
+    config = tiny("rope", f"model.mlp={mlp}", f"model.tied={str(tied).lower()}", "model.n_embd=48", "model.n_layer=3")
+    model = GPT(config)
+    C, V, n_layer, T, width = 48, 257, 3, 40, 128 if mlp == "swiglu" else 192
+    assert hidden_width(config.model) == width
+    block = 4 * C * C + matrices * C * width
+    assert model.n_parameters() == n_layer * (block + 2 * C) + C + V * C * (1 if tied else 2)
+    assert model.flops_per_token(T) == 6 * (n_layer * block + V * C) + 6 * n_layer * C * (T + 1)
+    with FlopCounterMode(display=False) as counter:                     # an independent count of the matrix products
+        model(tokens((1, T)), tokens((1, T))).backward()
+    attention = 6 * n_layer * C * (T + 1)
+    products = sum(n for operation, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(operation))
+    assert products == (model.flops_per_token(T) - attention) * T
+
+
+def test_attention_flops_are_the_visible_pairs() -> None:
+    """6 C (T + 1) a token and layer is 3 x 4 C for each of T (T + 1) / 2 visible pairs, over T tokens."""
+    for T in (1, 7, 256):
+        assert 6 * (T + 1) * T == 3 * 4 * sum(i + 1 for i in range(T))
+
+
+def test_qk_norm_normalises_each_head(tiny) -> None:
+    model = lively(tiny("none", "model.qk_norm=true"))
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.q_norm.weight.fill_(1.0)
+    seen = []
+    rotate = model.encoding.rotate
+    model.encoding.rotate = lambda q, k, at: seen.append(q) or rotate(q, k, at)
+    model(tokens((2, 8)))
+    torch.testing.assert_close(seen[0].square().mean(-1), torch.ones(2, 2, 8), atol=1e-3, rtol=0)
+
+
+def test_relu2_squares(tiny) -> None:
+    model = lively(tiny("rope", "model.mlp=relu2"))
+    mlp, x = model.blocks[0].mlp, torch.randn(2, 3, 32)
+    torch.testing.assert_close(mlp(x), mlp.down(mlp.up(x).clamp(min=0) ** 2))
+
+
+def test_dropout_acts_in_training_only(tiny) -> None:
+    for name in ("rope", "alibi"):                                      # the fused path and the blocks
+        model = lively(tiny(name, "model.dropout=0.5"))
+        x = tokens((1, 16))
+        assert torch.equal(model(x), model(x))
+        model.train()
+        assert not torch.equal(model(x), model(x))
+
+
+def test_initial_loss_is_that_of_a_uniform_guess(tiny) -> None:
+    torch.manual_seed(0)
+    loss = GPT(tiny("rope"))(tokens((4, 32)), tokens((4, 32), 1))
+    assert loss.item() == pytest.approx(math.log(257), abs=0.05)
+
+
+def test_targets_of_minus_100_are_not_scored(tiny) -> None:
+    model, x, y = lively(tiny("rope")), tokens((1, 8)), tokens((1, 8), 1)
+    masked = y.clone()
+    masked[:, :4] = -100
+    expected = torch.nn.functional.cross_entropy(model(x)[0, 4:], y[0, 4:])
+    torch.testing.assert_close(model(x, masked), expected)
+
+
+def test_compiled_training_gives_the_same_loss(tiny) -> None:
+    for name in ("rope", "alibi"):
+        model = lively(tiny(name, "model.n_layer=1"))
+        x, y = tokens((2, 32)), tokens((2, 32), 1)
+        torch.testing.assert_close(torch.compile(model)(x, y), model(x, y), atol=1e-4, rtol=1e-4)
+
+
+def test_rope_has_no_table_to_outgrow(tiny) -> None:
+    """Far positions are computed, not looked up: the same logits at a million as at zero, within fp32's angles."""
+    model = lively(tiny("rope", "model.n_layer=1", "position.base=100"))
+    x, at = tokens((1, 8)), torch.arange(8)
+    assert rope.inv_freq(16, 100).max() == 1
+    torch.testing.assert_close(model(x, positions=at + 4096), model(x), atol=2e-2, rtol=1e-2)

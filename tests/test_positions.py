@@ -1,0 +1,205 @@
+"""Laws that every encoding in the registry obeys, and those that it declares. A new encoding is covered by itself."""
+
+import math
+
+import pytest
+import torch
+
+import model as model_module
+import rope
+from conftest import ROOT, every_encoding, lively, tokens
+from config import load_config
+from model import GPT, autocast, attend_fused, attend_in_blocks
+from positions import ENCODINGS, ALiBi, At
+
+
+@every_encoding
+def test_the_future_cannot_leak(name: str, tiny) -> None:
+    model = lively(tiny(name))
+    x = tokens((2, 32))
+    before = model(x)
+    for t in (1, 17, 31):
+        changed = x.clone()
+        changed[:, t] = (changed[:, t] + 1) % 257
+        after = model(changed)
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any()
+
+
+@every_encoding
+def test_relative_encodings_see_distances_alone_and_others_do_not(name: str, tiny) -> None:
+    model = lively(tiny(name)).double()
+    x, at = tokens((2, 20)), torch.arange(20)
+    change = (model(x, positions=at + 11) - model(x, positions=at)).abs().max()
+    assert change < 1e-4 if ENCODINGS[name].is_relative else change > 1e-2
+
+
+@every_encoding
+def test_cached_decoding_equals_the_full_forward(name: str, tiny) -> None:
+    model = lively(tiny(name))
+    x = tokens((2, 30))
+    whole = model(x)
+    cache = model.new_cache()
+    parts, start = [], 0
+    for size in (7, 1, 1, 5, 1, 15):                                    # prefill, single tokens, chunks
+        parts.append(model(x[:, start:start + size], cache=cache))
+        start += size
+    assert len(cache) == 30
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-4, rtol=1e-4)
+
+
+@every_encoding
+def test_positions_may_skip(name: str, tiny) -> None:
+    """Positions are what is said, not an index: cached decoding with gaps equals the full forward with the same."""
+    model = lively(tiny(name))
+    x, at = tokens((1, 10)), torch.tensor([0, 1, 2, 9, 10, 11, 20, 21, 29, 31])
+    cache = model.new_cache()
+    parts = [model(x[:, i:j], positions=at[i:j], cache=cache) for i, j in ((0, 4), (4, 5), (5, 10))]
+    torch.testing.assert_close(torch.cat(parts, 1), model(x, positions=at), atol=2e-4, rtol=1e-4)
+    batch = model(x.repeat(2, 1), positions=torch.stack((at, torch.arange(10))))
+    torch.testing.assert_close(batch[:1], model(x, positions=at), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(batch[1:], model(x), atol=2e-4, rtol=1e-4)
+
+
+@every_encoding
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_parameter_learns(name: str, dtype: str, tiny) -> None:
+    config = tiny(name, f"train.dtype={dtype}")
+    model = lively(config).train()
+    with autocast(config.train, torch.device("cpu")):
+        loss = model(tokens((2, 32)), tokens((2, 32), 1))
+    loss.backward()
+    assert math.isfinite(loss.item())
+    for parameter_name, p in model.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all() and (p.grad != 0).any(), parameter_name
+
+
+@every_encoding
+def test_both_attention_paths_equal_the_explicit_softmax(name: str, tiny, monkeypatch) -> None:
+    config = tiny(name)
+    encoding = lively(config).double().encoding
+    q, k, v = torch.randn(3, 2, 2, 24, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    at = torch.arange(24)[None] + 5
+    at = At(at, at, 0, encoding.tables(at, at))
+    turned_q, turned_k = encoding.rotate(q, k, at)
+    logits = torch.einsum("bhid,bhjd->bhij", turned_q, turned_k) / math.sqrt(16)
+    mask = torch.arange(24)[:, None] >= torch.arange(24)
+    logits = encoding.scores(logits.masked_fill(~mask, -torch.inf), q, k, at)
+    expected = torch.einsum("bhij,bhjd->bhid", logits.exp() / logits.exp().sum(-1, keepdim=True), v)
+    monkeypatch.setattr(model_module, "MAX_BLOCK", 2 * 2 * 24 * 5)      # blocks of 5 rows, the last one shorter
+    torch.testing.assert_close(attend_in_blocks(q, k, v, encoding, at, True, 0.0), expected, atol=1e-6, rtol=1e-6)
+    if not encoding.has_scores():
+        torch.testing.assert_close(attend_fused(q, k, v, encoding, at, True, 0.0), expected, atol=1e-6, rtol=1e-6)
+
+
+def two_dogs(name: str, tiny, *overrides: str) -> float:
+    """How far apart the outputs at the two dogs of "The dog chased another dog" are, without a causal mask."""
+    model = lively(tiny(name, *overrides))
+    for block in model.blocks:
+        block.attention.is_causal = False
+    the, dog, chased, another = 1, 2, 3, 4
+    logits = model(torch.tensor([[the, dog, chased, another, dog]]))[0]
+    return (logits[1] - logits[4]).abs().max().item()
+
+
+@every_encoding
+def test_order_is_seen_only_through_the_encoding(name: str, tiny) -> None:
+    distance = two_dogs(name, tiny)
+    assert distance < 1e-4 if name == "none" else distance > 1e-2
+
+
+def test_no_mask_and_no_encoding_make_a_bag_of_words(tiny) -> None:
+    model = lively(tiny("none"))
+    for block in model.blocks:
+        block.attention.is_causal = False
+    x, order = tokens((1, 12)), torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(x[:, order]), model(x)[:, order], atol=1e-4, rtol=1e-4)
+
+
+@every_encoding
+def test_nothing_derived_enters_a_checkpoint(name: str, tiny) -> None:
+    model = lively(tiny(name))
+    assert set(model.state_dict()) == {n for n, _ in model.named_parameters()}
+
+
+@every_encoding
+def test_equal_seeds_give_equal_other_weights(name: str, tiny) -> None:
+    torch.manual_seed(0)
+    model = GPT(tiny(name))
+    torch.manual_seed(0)
+    plain = GPT(tiny("none")).state_dict()
+    for parameter_name, weight in plain.items():
+        assert torch.equal(model.state_dict()[parameter_name], weight), parameter_name
+
+
+@every_encoding
+def test_every_encoding_has_a_config(name: str) -> None:
+    used = {load_config(path).position.encoding for path in (ROOT / "configs").glob("*.toml")}
+    assert name in used
+
+
+@pytest.mark.parametrize(("layers", "rotated"), [("all", [0, 1, 2]), ("first", [0]), ("[0, 2]", [0, 2])])
+def test_layers_choose_where_it_acts(layers: str, rotated: list[int], tiny, monkeypatch) -> None:
+    model = lively(tiny("rope", "model.n_layer=3", f"position.layers={layers}"))
+    calls = []
+    turn = rope.turn
+    monkeypatch.setattr(rope, "turn", lambda *args: calls.append(1) or turn(*args))
+    counts = []
+
+    def count(*_) -> None:
+        counts.append(len(calls))
+        calls.clear()
+
+    for block in model.blocks:
+        block.register_forward_hook(count)
+    model(tokens((1, 8)))
+    assert [layer for layer, count in enumerate(counts) if count] == rotated
+    assert set(counts) <= {0, 2}                                        # q once and k once
+
+
+def test_first_layer_only_differs_from_all_and_none(tiny) -> None:
+    x = tokens((1, 16))
+    outputs = [lively(tiny("rope", *o))(x) for o in ((), ("position.layers=first",), ("position.layers=[]",))]
+    torch.testing.assert_close(outputs[2], lively(tiny("none"))(x))
+    assert all((a - b).abs().max() > 1e-2 for a, b in ((outputs[0], outputs[1]), (outputs[1], outputs[2])))
+
+
+def test_learned_refuses_what_it_never_saw(tiny) -> None:
+    model = lively(tiny("learned"))
+    assert model.encoding.max_length == 32
+    for arguments in ({"tokens": tokens((1, 33))}, {"tokens": tokens((1, 2)), "positions": torch.tensor([0, 32])}):
+        with pytest.raises(ValueError, match=r"positions 0 \.\.\. 31 only, got 32"):
+            model(**arguments)
+
+
+@every_encoding
+def test_other_encodings_have_no_length_limit(name: str, tiny) -> None:
+    model = lively(tiny(name))
+    if model.encoding.max_length is None:
+        assert model(tokens((1, 200))).isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_sinusoidal_is_the_papers_table(layout: str, tiny) -> None:
+    encoding = lively(tiny("sinusoidal", f"position.layout={layout}")).encoding
+    added = encoding.embed(torch.zeros(1, 3, 32), torch.tensor([[0, 5, 1000]]))[0]
+    for row, t in enumerate((0, 5, 1000)):
+        for i in range(16):
+            a = t / 10_000 ** (2 * i / 32)
+            sin_at, cos_at = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, i + 16)
+            assert added[row, sin_at].item() == pytest.approx(math.sin(a), abs=1e-4)
+            assert added[row, cos_at].item() == pytest.approx(math.cos(a), abs=1e-4)
+
+
+@pytest.mark.parametrize("n_head", [1, 2, 6, 8, 12, 40])
+def test_alibi_slopes_are_bloom_and_mpt_slopes(n_head: int) -> None:
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
+    ours = torch.tensor(ALiBi.slopes(n_head))
+    at = torch.arange(50)
+    theirs = bloom.build_alibi_tensor(torch.ones(1, 50), n_head, torch.float32).view(n_head, 50)   # slope * key
+    torch.testing.assert_close(ours[:, None] * at, theirs, atol=1e-5, rtol=1e-5)
+    if n_head & (n_head - 1) == 0 or n_head == 12:                      # MPT orders the others differently
+        theirs = mpt.build_mpt_alibi_tensor(n_head, 50).view(n_head, 50)
+        torch.testing.assert_close(ours.sort().values[:, None] * (at - 49),
+                                   theirs[theirs[:, 0].argsort(descending=True)], atol=1e-5, rtol=1e-5)

@@ -1,0 +1,273 @@
+"""Training: it learns, resumes bit for bit, stops on a signal, and says what is wrong."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checkpoint
+import train as train_module
+from conftest import ROOT, every_encoding, lively, words
+from config import Config, UserError, to_toml
+from data.loader import Corpus
+from data.prepare import prepare
+from model import GPT
+from train import learning_rate, make_optimizer, train, update
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    """Lines of metrics.jsonl without what a clock decides."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("wall_s", "tokens_per_s")} for line in lines]
+
+
+def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"{step:08d}"
+    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+
+
+def assert_equal_runs(a: Path, b: Path, step: int) -> None:
+    assert metrics(a) == metrics(b)
+    left, right = weights(a, step), weights(b, step)
+    assert left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+@every_encoding
+def test_a_run_learns_and_leaves_what_is_documented(name: str, tiny, tmp_path: Path) -> None:
+    assert train(tiny(name, "train.steps=60", "train.lr=1e-2", "run.save_every=30"), []) == 0
+    lines, run_dir = metrics(tmp_path / "run"), tmp_path / "run"
+    assert lines[-1]["val_loss"] < 2.9 < lines[0]["loss"] and [line["step"] for line in lines] == list(range(1, 61))
+    assert lines[-1]["val_bpb"] == pytest.approx(lines[-1]["val_loss"] / math.log(2), rel=0.03)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert {"steps", "tokens", "wall_s", "val_loss", "val_bpb", "tokens_per_s", "peak_memory", "parameters", "versions",
+            "git_revision"} <= set(summary)
+    assert (summary["tokens"], summary["val_loss"]) == (60 * 4 * 32, lines[-1]["val_loss"])
+    model, config, tokenizer = checkpoint.load_run(run_dir)
+    assert config == tiny(name, "train.steps=60", "train.lr=1e-2", "run.save_every=30") and tokenizer.name == "byte"
+    assert model.n_parameters() == summary["parameters"] and not model.training
+
+
+def test_a_finished_run_says_so_and_a_changed_config_is_refused(tiny, tmp_path: Path, capsys) -> None:
+    train(tiny(), [])
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    assert train(tiny(), []) == 0 and "is finished" in capsys.readouterr().out
+    with pytest.raises(UserError) as caught:
+        train(tiny("rope", "train.lr=0.5", "position.base=50"), [])
+    assert len(caught.value.problems) == 2 and "train.lr: 0.001 -> 0.5" in str(caught.value)
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
+def stop_after(n: int) -> list[int]:
+    """A `stop` that holds SIGINT from the n-th look on."""
+    class Stop(list):
+        looks = 0
+
+        def __bool__(self) -> bool:
+            self.looks += 1
+            if self.looks >= n and not len(self):
+                self.append(signal.SIGINT)
+            return len(self) > 0
+    return Stop()
+
+
+@pytest.mark.parametrize("overrides", [
+    (), ("model.dropout=0.3", "train.accumulate=2"), ("train.dtype=bfloat16", "train.schedule=wsd"),
+    ("train.batch_size=64", "train.seq_len=128", "train.steps=9")])     # the last one crosses epochs
+def test_resume_is_bit_equal_to_an_uninterrupted_run(overrides: tuple[str, ...], tiny, tmp_path: Path) -> None:
+    straight = tiny("learned", *overrides, f"run.dir={tmp_path / 'straight'}")
+    stopped = tiny("learned", *overrides, f"run.dir={tmp_path / 'stopped'}", "run.save_every=100")
+    steps = straight.train.steps
+    assert train(straight, []) == 0
+    codes = [train(stopped, stop_after(n)) for n in (3, 2)]             # stopped twice, at other steps than it saves
+    assert codes == [130, 130] and not (tmp_path / "stopped" / "summary.json").exists()
+    assert train(stopped, []) == 0
+    assert_equal_runs(tmp_path / "straight", tmp_path / "stopped", steps)
+
+
+def test_lines_after_the_checkpoint_are_not_repeated(tiny, tmp_path: Path) -> None:
+    """A kill loses what came after the newest checkpoint; the lines of those steps are written anew, once."""
+    config = tiny("rope", "run.keep=9")
+    train(config, [])
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "00000012")
+    (tmp_path / "run" / "summary.json").unlink()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "lo')                                  # cut in the middle of a write
+    train(config, [])
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run", 12)
+
+
+def test_a_real_signal_saves_and_exits_130_and_the_same_command_goes_on(tiny, tmp_path: Path) -> None:
+    path = tmp_path / "signal.toml"
+    path.write_text(to_toml(tiny("rope", "train.steps=100000", "run.save_every=100000")))
+    command = [sys.executable, str(ROOT / "train.py"), str(path)]
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for line in process.stdout:
+            if line.startswith("step"):
+                break
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == code and "saved at step" in out
+    saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert 1 <= len(saved) <= 2 and int(saved[-1].name) == metrics(tmp_path / "run")[-1]["step"] > 1
+    assert "resuming" not in out and len({line["step"] for line in metrics(tmp_path / "run")}) == int(saved[-1].name)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no state"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage: str, tiny, tmp_path: Path, capsys) -> None:
+    config = tiny("rope", "run.keep=3")
+    train(config, [])
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    newest = tmp_path / "run" / "checkpoints" / "00000012"
+    name = "state.json" if damage == "no state" else "model.safetensors"
+    content = bytearray((newest / name).read_bytes())
+    content[len(content) // 2] ^= 4
+    (newest / name).write_bytes({"empty": b"", "cut": content[:-1], "flipped": content, "no state": content}[damage])
+    capsys.readouterr()
+    assert train(config, []) == 0
+    out = capsys.readouterr().out
+    assert f"{newest} is damaged" in out and "resuming" in out and "at step 8" in out
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run", 12)
+
+
+def test_if_every_checkpoint_is_damaged_nothing_is_deleted(tiny, tmp_path: Path) -> None:
+    train(tiny(), [])
+    (tmp_path / "run" / "summary.json").unlink()
+    files = list((tmp_path / "run" / "checkpoints").glob("*/model.safetensors"))
+    for path in files:
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="every checkpoint is damaged"):
+        train(tiny(), [])
+    assert len(files) == 2 and all(path.exists() for path in files)
+
+
+def test_a_failed_save_leaves_the_older_checkpoints(tiny, tmp_path: Path, monkeypatch) -> None:
+    config = tiny()
+    train(config, [])
+    model = lively(config)
+    folder = tmp_path / "run" / "checkpoints"
+    before = sorted(p.name for p in folder.iterdir())
+
+    def full(*arguments) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_flush", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(tmp_path / "run", model, make_optimizer(model, config.train), 99, {"wall_s": 0.0}, keep=1)
+    assert sorted(p.name for p in folder.iterdir()) == before
+
+
+def test_a_diverged_run_ends_with_3_and_keeps_its_checkpoint(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+    losses = iter([(2.0, 1.0)] * 5 + [(math.nan, 1.0)])
+    real = train_module.update
+    monkeypatch.setattr(train_module, "update", lambda *a: (real(*a), next(losses))[1])
+    assert train(tiny(), []) == 3
+    assert "diverged at step 6" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["00000004"]
+
+
+def test_accumulation_changes_memory_not_the_gradient(tiny) -> None:
+    gradients = []
+    for parts in (1, 2, 4):
+        config = tiny("rope", f"train.accumulate={parts}")
+        model = lively(config)
+        update(model, make_optimizer(model, config.train), Corpus(config.data.dir), config, 0, torch.device("cpu"))
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_are_clipped(tiny) -> None:
+    for limit, bound in ((0.5, 0.5), (0.0, math.inf)):
+        config = tiny("rope", f"train.grad_clip={limit}")
+        model = lively(config)
+        _, norm = update(model, make_optimizer(model, config.train), Corpus(config.data.dir), config, 0,
+                         torch.device("cpu"))
+        after = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+        assert norm > 0.5 and after == pytest.approx(min(norm, bound), rel=1e-3)
+
+
+def test_only_matrices_decay(tiny) -> None:
+    model = GPT(tiny("learned", "model.bias=true", "model.norm=layernorm"))
+    optimizer = make_optimizer(model, tiny().train)
+    decayed = {p for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    names = {name: p in decayed for name, p in model.named_parameters()}
+    assert all(decays == (p.dim() == 2) for p, decays in zip(model.parameters(), names.values(), strict=True))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names) and any(names.values())
+
+
+def test_learning_rates(tiny) -> None:
+    t = tiny("rope", "train.steps=100", "train.warmup=10", "train.lr=1.0", "train.min_lr=0.1").train
+    rates = [learning_rate(step, t) for step in range(100)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and rates[55] == pytest.approx(0.55)
+    assert rates[10:] == sorted(rates[10:], reverse=True) and 0.1 < rates[99] < 0.101
+    t = t.model_copy(update={"schedule": "wsd"})
+    rates = [learning_rate(step, t) for step in range(100)]
+    assert set(rates[10:81]) == {1.0} and rates[90] == pytest.approx(0.55) and rates[99] == pytest.approx(0.145)
+
+
+def test_a_run_and_a_corpus_that_do_not_belong_together(tiny, tmp_path: Path) -> None:
+    source = tmp_path / "source.txt"
+    source.write_bytes(words(0, 4000))
+    prepare(str(source), tmp_path / "corpus", "byte")
+    config = tiny("rope", f"data.dir={tmp_path / 'corpus'}")
+    train(config, stop_after(1))
+    source.write_bytes(words(1, 4000))
+    prepare(str(source), tmp_path / "corpus", "byte")
+    with pytest.raises(UserError, match="another corpus"):
+        train(config, [])
+    with pytest.raises(UserError, match="vocab_size"):
+        train(tiny("rope", "model.vocab_size=100", f"run.dir={tmp_path / 'other'}"), [])
+
+
+def test_a_folder_that_is_no_run_is_never_written_into(tiny, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="holds no run"):
+        train(tiny(), [])
+    assert os.listdir(tmp_path / "run") == ["thesis.tex"]
+
+
+def test_wandb_without_a_key_goes_offline_and_training_goes_on(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for variable in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    assert train(tiny("rope", "run.wandb=true", "train.steps=2"), []) == 0
+    out = capsys.readouterr().out
+    assert out.count("warning: W&B: no API key") == 1 and len(metrics(tmp_path / "run")) == 2
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_wandb_missing_altogether_costs_one_warning(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train(tiny("rope", "run.wandb=true", "train.steps=2"), []) == 0
+    assert capsys.readouterr().out.count("warning: W&B is off") == 1
+
+
+def test_compile_pays_only_on_long_cpu_runs(tiny, monkeypatch) -> None:
+    def decision(config: Config, device: str) -> bool:
+        return train_module.worth_compiling(GPT(config), config.train, torch.device(device))
+
+    short, long = (tiny("rope", f"train.steps={n}", "train.compile=auto") for n in (10, 10**9))
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")
+    assert [decision(short, "cpu"), decision(long, "cpu"), decision(short, "cuda")] == [False, True, True]
+    monkeypatch.setattr(shutil, "which", lambda name: None)             # no compiler on this machine
+    assert decision(long, "cpu") is False
+    assert decision(tiny("rope", "train.compile=on"), "cpu") and not decision(tiny("rope", "train.compile=off"), "cuda")
+
+
+def test_train_and_model_import_without_the_optional_packages() -> None:
+    code = ("import sys\nfor name in ('wandb', 'datasets', 'matplotlib', 'tqdm', 'tiktoken', 'tokenizers'):\n"
+            "    sys.modules[name] = None\nimport train, model\n")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

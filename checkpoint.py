@@ -1,8 +1,8 @@
 """Checkpoints: saved atomically, verified when read, no pickle anywhere.
 
-A checkpoint is a folder checkpoints/STEP with model.safetensors, optimizer.safetensors and state.json, which holds
-the step, whatever else the loop must remember, and a checksum of each file and of itself. It is written beside its
-place, flushed to disk and renamed, so that it exists whole or not at all.
+A checkpoint is a folder checkpoints/STEP with model.safetensors, optimizer.safetensors and state.json, which
+holds the step, whatever else the loop must remember, and a checksum of each file and of itself. It is written
+beside its place, flushed to disk and renamed, so that it exists whole or not at all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from model import GPT, pick_device
 FILES = ("model.safetensors", "optimizer.safetensors")
 
 
-def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write checkpoints/STEP, then delete all but the newest `keep`. Raises OSError with the older ones untouched."""
+def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict[str, Any],
+         keep: int) -> Path:
+    """Write checkpoints/STEP, then delete all but the newest `keep`. Raises OSError, older ones untouched."""
     folder = run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     temporary, final = folder / f".tmp-{step:08d}", folder / f"{step:08d}"
@@ -53,7 +54,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
 
 
 def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
-    """Read the newest sound checkpoint into model and optimizer, strictly; return its state, None where there is none.
+    """Read the newest sound checkpoint into model and optimizer, strictly; return its state or None.
 
     A damaged one is named on the screen and the next older one is used. Raises UserError if all are damaged.
     """
@@ -72,8 +73,8 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
             _restore_optimizer(model, optimizer, optimizer_tensors)
         return state
     if damaged:
-        raise UserError(f"run {run_dir}: every checkpoint is damaged ({', '.join(damaged)}); nothing was deleted; "
-                        "restore one from a backup, or train again in another run.dir")
+        raise UserError(f"run {run_dir}: every checkpoint is damaged ({', '.join(damaged)}); "
+                        "nothing was deleted; restore one from a backup, or train again in another run.dir")
     return None
 
 
@@ -110,21 +111,22 @@ def _verified_state(folder: Path) -> dict[str, Any]:
 def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:
     try:
         model.load_state_dict(tensors)
-    except RuntimeError as error:           # missing, unexpected or misshapen weights, listed over several lines
+    except RuntimeError as error:   # missing, unexpected or misshapen weights, listed over several lines
         raise UserError(f"checkpoint {folder}: does not fit the model of this config: "
                         + " ".join(str(error).split())) from error
 
 
 def _optimizer_tensors(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
     """AdamW's moments and step counts, named after the parameters they belong to."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {f"{names[p]}/{key}": torch.as_tensor(value)
             for p, moments in optimizer.state.items() for key, value in moments.items()}
 
 
 def _restore_optimizer(model: GPT, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     for name, p in model.named_parameters():
-        moments = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
+        moments = {key.rpartition("/")[2]: value for key, value in tensors.items()
+                   if key.rpartition("/")[0] == name}
         optimizer.state[p] = {key: value.to(p.device) for key, value in moments.items()}
 
 
@@ -142,7 +144,7 @@ def _sha256(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """fsync a file or a folder, so that a rename is not seen before what it renames."""
+    """Fsync a file or a folder, so that a rename is not seen before what it renames."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,8 @@
-"""Configuration: TOML files that extend one another, key=value overrides, one strict schema, all problems at once.
+"""Configuration: TOML files that extend one another, key=value overrides, one strict schema.
 
-A config is data: it is parsed, never executed. Every key, its type, default and meaning stands in the classes below
-(and, for [position], in the encodings of positions.py), and `--help` prints them.
+A config is data: it is parsed, never executed. Every key, its type, default and meaning stands in the classes
+below (and, for [position], in the encodings of positions.py), and `--help` prints them. All problems of a
+config are reported at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
@@ -39,9 +40,9 @@ class Run(Section):
     dir: str = Field("", description="folder of the run (default: runs/<the config's file name>)")
     log_every: int = Field(10, ge=1, description="steps between lines on the screen and in metrics.jsonl")
     eval_every: int = Field(250, ge=1, description="steps between validations")
-    save_every: int = Field(250, ge=1, description="steps between checkpoints; one is always saved at the end")
+    save_every: int = Field(250, ge=1, description="steps between checkpoints; the last step is saved too")
     keep: int = Field(2, ge=1, description="how many of the newest checkpoints stay")
-    wandb: bool = Field(False, description="log to Weights & Biases as well; offline where it has no key or network")
+    wandb: bool = Field(False, description="log to Weights & Biases too; offline without a key or network")
     wandb_project: str = Field("nanorope", min_length=1, description="project to log to")
 
 
@@ -54,8 +55,8 @@ class Model(Section):
     n_head: int = Field(4, ge=1, description="attention heads; divides n_embd")
     n_embd: int = Field(256, ge=1, description="width of the residual stream")
     n_hidden: int | None = Field(
-        None, ge=1, description="width inside the MLP (default: 4 n_embd; for swiglu 8/3 n_embd, rounded up to a "
-                                "multiple of 64, which has as many parameters)")
+        None, ge=1, description="width inside the MLP (default: 4 n_embd; for swiglu 8/3 n_embd, rounded up "
+                                "to a multiple of 64, which has as many parameters)")
     vocab_size: int | None = Field(None, ge=2, description="tokens in the vocabulary (default: the corpus')")
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before each sublayer")
     norm_eps: float = Field(1e-5, gt=0, lt=1, description="added to the variance under the root")
@@ -64,13 +65,13 @@ class Model(Section):
     bias: bool = Field(False, description="biases in linear layers, and in layernorm")
     tied: bool = Field(False, description="the output matrix is the token embedding")
     qk_norm: bool = Field(False, description="RMSNorm of each head's q and k before their product")
-    dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings, attention weights and sublayer outputs")
+    dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings, attention weights, sublayer outputs")
 
 
 class Train(Section):
     steps: int = Field(1000, ge=1, description="updates in all")
     batch_size: int = Field(32, ge=1, description="sequences an update")
-    accumulate: int = Field(1, ge=1, description="split each batch into this many parts to save memory; divides it")
+    accumulate: int = Field(1, ge=1, description="parts of a batch, one at a time to save memory; divides it")
     seq_len: int = Field(256, ge=2, description="tokens a sequence: the training length L")
     seed: int = Field(0, ge=0, description="initialisation, data order and dropout are functions of it")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
@@ -87,10 +88,10 @@ class Train(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of matrix products (weights stay fp32). auto: bfloat16 where the chip has it")
     compile: Literal["auto", "on", "off"] = Field(
-        "auto", description="torch.compile. auto: on CUDA, and on a CPU when the run is long enough to win the "
-                            "time back")
-    val_windows: int = Field(64, ge=0, description="validation windows of seq_len, evenly spaced, always the same; "
-                                                   "0: the whole split")
+        "auto", description="torch.compile. auto: on CUDA, and on a CPU when the run is long enough to win "
+                            "the time back")
+    val_windows: int = Field(
+        64, ge=0, description="validation windows of seq_len, evenly spaced, always the same; 0: all")
 
 
 class Config(Section):
@@ -103,18 +104,20 @@ class Config(Section):
     train: Train
 
 
-SECTIONS: dict[str, type[BaseModel]] = {"run": Run, "data": Data, "model": Model, "position": Options, "train": Train}
+SECTIONS: dict[str, type[BaseModel]] = {
+    "run": Run, "data": Data, "model": Model, "position": Options, "train": Train}
 Raw = dict[str, dict[str, Any]]     # section -> key -> value
 Origin = dict[str, str]             # "section.key" -> where it was said
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, what it extends, and section.key=value overrides. Raises one UserError with all problems."""
+    """Read a TOML file, what it extends, and overrides. Raises one UserError with all problems."""
     problems: list[str] = []
     raw, origin = _read(Path(path), problems, ())
     is_whole = not problems     # else a missing key may stand in the part that could not be read
     _apply_overrides(raw, origin, overrides, problems)
-    sections = {name: _validate(name, raw.get(name, {}), origin, problems, str(path), is_whole) for name in SECTIONS}
+    sections = {name: _validate(name, raw.get(name, {}), origin, problems, str(path), is_whole)
+                for name in SECTIONS}
     problems += _cross_checks(sections, origin)
     if problems:
         raise UserError(*problems)
@@ -124,7 +127,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration as TOML that load_config reads back to an equal one; unset keys are left out."""
+    """The whole configuration as TOML that load_config reads back; unset keys are left out."""
     lines = []
     for section, keys in config.model_dump(exclude_none=True).items():
         lines += [f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in keys.items()), ""]
@@ -140,7 +143,7 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a command's main and exit with its code; a UserError or a file that cannot be used ends in one line, 2."""
+    """Exit with main's code; a UserError, or a file that cannot be used, ends in one line and code 2."""
     try:
         sys.exit(main())
     except UserError as error:
@@ -156,7 +159,7 @@ def argument_parser(description: str, usage_of_config: bool = False) -> argparse
     """An ArgumentParser that ends a wrong call like every other mistake: one `error:` line, exit code 2."""
 
     class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> None:
+        def error(self, message: str) -> NoReturn:
             raise UserError(f"{message}; see {self.prog} --help")
 
     return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -176,7 +179,7 @@ def describe_schema() -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Reading
 
 
@@ -193,7 +196,8 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw,
         problems.append(f"config {path}: no such file{hint}")
         return {}, {}
     except (IsADirectoryError, PermissionError) as error:
-        problems.append(f"config {path}: {(error.strerror or '').lower()}; give the path of a readable .toml file")
+        reason = (error.strerror or "").lower()
+        problems.append(f"config {path}: {reason}; give the path of a readable .toml file")
         return {}, {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         problems.append(f"config {path}: not valid TOML: {error}; see https://toml.io")
@@ -207,9 +211,11 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw,
         problems.append(f'extends in {path}: must be a file name such as "quick.toml", got {parent!r}')
     for section, keys in text.items():
         if section not in SECTIONS:
-            problems.append(f"[{section}] in {path}: unknown section or key{_did_you_mean(section, SECTIONS)}")
+            hint = _did_you_mean(section, SECTIONS)
+            problems.append(f"[{section}] in {path}: unknown section or key{hint}")
         elif not isinstance(keys, dict):
-            problems.append(f"{section} in {path}: must be a table, got {keys!r}; write [{section}] and its keys below")
+            problems.append(f"{section} in {path}: must be a table, got {keys!r}; write [{section}] and its "
+                            "keys below")
         else:
             _merge(raw, origin, section, keys, f"in {path}")
     return raw, origin
@@ -231,7 +237,8 @@ def _apply_overrides(raw: Raw, origin: Origin, overrides: Sequence[str], problem
         if not equals or not names or not all((section, *names)):
             problems.append(f"override {text!r}: must read section.key=value, such as train.lr=1e-3")
         elif section not in SECTIONS:
-            problems.append(f"override {text!r}: unknown section {section!r}{_did_you_mean(section, SECTIONS)}")
+            hint = _did_you_mean(section, SECTIONS)
+            problems.append(f"override {text!r}: unknown section {section!r}{hint}")
         elif len(names) > 1:
             problems.append(f"override {text!r}: {section}.{names[0]} is a value, not a table; "
                             f"write {section}.{names[0]}=...")
@@ -250,7 +257,7 @@ def _parse_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Checking
 
 
@@ -305,7 +312,8 @@ def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
 
     if train:
         if train.batch_size % train.accumulate:
-            yield f"{at('train.accumulate')}: must divide train.batch_size = {train.batch_size}, got {train.accumulate}"
+            yield (f"{at('train.accumulate')}: must divide train.batch_size = {train.batch_size}, "
+                   f"got {train.accumulate}")
         if train.min_lr > train.lr:
             yield f"{at('train.min_lr')}: must be at most train.lr = {train.lr}, got {train.min_lr}"
     if model and model.n_embd % model.n_head:
@@ -317,8 +325,8 @@ def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
         if not ENCODINGS[position.encoding].acts_in_layers():
             yield f"{at('position.layers')}: {position.encoding} does not act in layers; remove this key"
         elif position.layers != "first" and not all(0 <= i < model.n_layer for i in position.layers):
-            yield (f"{at('position.layers')}: layers are 0 ... {model.n_layer - 1} (model.n_layer = {model.n_layer}), "
-                   f"got {position.layers}")
+            yield (f"{at('position.layers')}: layers are 0 ... {model.n_layer - 1} "
+                   f"(model.n_layer = {model.n_layer}), got {position.layers}")
 
 
 def _did_you_mean(word: str, known: Any) -> str:
@@ -326,16 +334,18 @@ def _did_you_mean(word: str, known: Any) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Writing
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
+    return {f"{section}.{key}": value for section, keys in config.model_dump().items()
+            for key, value in keys.items()}
 
 
 def _toml_value(value: Any) -> str:
-    return json.dumps(value).replace("\x7f", "\\u007f")     # JSON's strings, numbers, booleans and lists are TOML's
+    # JSON's strings, numbers, booleans and lists are TOML's, but for this one character
+    return json.dumps(value).replace("\x7f", "\\u007f")
 
 
 def _type_name(annotation: Any) -> str:
@@ -358,6 +368,6 @@ def _bounds(field: Any) -> str:
 
 def _describe_fields(fields: dict[str, Any]) -> Iterator[str]:
     for key, field in fields.items():
-        default = "required" if field.is_required() else "unset" if field.default is None else repr(field.default)
-        yield f"  {key:14} {_type_name(field.annotation)}{_bounds(field)}; default {default}"
+        default = "required" if field.is_required() else f"default {_toml_value(field.default)}"
+        yield f"  {key:14} {_type_name(field.annotation)}{_bounds(field)}; {default.replace('null', 'unset')}"
         yield f"  {'':14} {field.description}"

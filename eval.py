@@ -1,21 +1,27 @@
-"""Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256,...] [--protocol nonoverlap,fixed,position]`.
+"""Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--protocol nonoverlap,fixed]`.
 
-Three protocols, because the usual number flatters. In all of them each target is scored once, no window crosses a
-document, the same documents and targets are used at every length, and sums and counts are kept, never means of means.
+Three protocols, because the usual number flatters. In all of them each target is scored once, no window
+crosses a document, the same documents and targets are used at every length, and sums and counts are kept,
+never means of means. Windows begin wherever they fall, as in training: nothing is put in front of them.
 
-  nonoverlap  The text is cut into blocks of the length and every token is scored (the ALiBi paper's number). Longer
-              blocks have fewer tokens with little context, so it falls even for a model that ignores far context.
-  fixed       Windows of every length end at the same place and only the last k tokens are scored: the same targets,
-              with more context to their left. truncated is that figure at L, the training length, where nothing is
-              new to the model: what a longer context must beat. gain = loss(truncated) - loss, nats a token:
-              positive where more context helps, 0 where it is ignored, negative where it breaks the model.
+  nonoverlap  The text is cut into blocks of the length and every token is scored (the ALiBi paper's number).
+              Longer blocks have fewer tokens with little context, so it falls even for a model that ignores
+              far context.
+  fixed       Windows of every length end at the same place and only the last k tokens are scored: the same
+              targets, with more context to their left. truncated is that figure at L, the training length,
+              where nothing is new to the model: what a longer context must beat. gain = loss(truncated) -
+              loss, nats a token: positive where more context helps, 0 where it is ignored, negative where it
+              breaks the model. Kazemnejad et al. 2023, arXiv:2305.19466, appendix F.
   position    Loss by position in one forward over the longest windows: shows where it breaks.
 
 Writes RUN/eval/DATA.json (records), .npz (sums for each window) and .png (the picture).
+
+Legend: B batch, T time, C = n_embd, V vocabulary. Loss in nats per token.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -31,6 +37,7 @@ from torch import Tensor
 from checkpoint import load_run
 from config import Train, UserError, argument_parser, run_command
 from data.loader import Corpus
+from data.prepare import Document, read
 from data.tokenizer import Tokenizer, byte_lengths
 from model import GPT, autocast
 
@@ -41,7 +48,7 @@ TOKENS_PER_FORWARD = 16_384                     # short windows share a forward
 
 
 class Window(NamedTuple):
-    """A stretch of a document: inputs document[start:end], targets one further on, of which the last n are scored."""
+    """Inputs document[start:end] and the targets one token further on, of which the last n_scored count."""
 
     document: int
     start: int
@@ -56,8 +63,8 @@ class Text(NamedTuple):
     documents: list[np.ndarray]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which tokens are scored: functions of the text, the lengths and the evaluation seed alone, never of the model
+# -----------------------------------------------------------------------------------------------------------
+# Which tokens are scored: functions of text, lengths and the evaluation seed alone, never of the model
 
 
 def nonoverlap_windows(text: Text, longest: int, lengths: Sequence[int], max_tokens: int,
@@ -78,9 +85,10 @@ def nonoverlap_windows(text: Text, longest: int, lengths: Sequence[int], max_tok
 
 
 def fixed_ends(text: Text, longest: int, n_scored: int, n_windows: int, seed: int) -> list[tuple[int, int]]:
-    """(document, end) of windows whose last n_scored targets are all different tokens, spread over the documents.
+    """(document, end) of windows of up to `longest` inputs; no token is a scored target twice.
 
-    Documents take turns, so that a few long ones do not decide the figure; places inside one are drawn at random.
+    Documents take turns, so that a few long ones do not decide the figure; places inside one are drawn at
+    random.
     """
     rng = np.random.default_rng(seed)
     turns = []
@@ -95,7 +103,7 @@ def ended_windows(ends: Sequence[tuple[int, int]], length: int, n_scored: int) -
     return [Window(document, end - length, end, n_scored) for document, end in ends]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Scoring
 
 
@@ -116,20 +124,19 @@ def token_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
 def score(model: GPT, text: Text, windows: Sequence[Window], train: Train) -> Iterator[np.ndarray]:
     """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward."""
     device = next(model.parameters()).device
-    start = 0
-    while start < len(windows):
-        first = windows[start]
-        length = first.end - first.start
-        stop = start + 1
-        while (stop < len(windows) and (stop + 1 - start) * length <= TOKENS_PER_FORWARD
-               and windows[stop].end - windows[stop].start == length and windows[stop].n_scored == first.n_scored):
-            stop += 1
-        rows = np.stack([text.documents[w.document][w.start:w.end + 1] for w in windows[start:stop]])
-        tokens = torch.from_numpy(rows.astype(np.int64)).to(device)     # (B, length + 1)
-        with autocast(train, device):
-            losses = token_losses(model, tokens[:, :-1], tokens[:, -first.n_scored:])
-        yield from losses.double().cpu().numpy()
-        start = stop
+    for (length, n_scored), alike in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
+        for batch in batched(list(alike), max(1, TOKENS_PER_FORWARD // length)):
+            rows = np.stack([text.documents[w.document][w.start:w.end + 1] for w in batch])
+            tokens = torch.from_numpy(rows.astype(np.int64)).to(device)     # (B, length + 1)
+            with autocast(train, device):
+                losses = token_losses(model, tokens[:, :-1], tokens[:, -n_scored:])
+            yield from losses.double().cpu().numpy()
+
+
+def batched(windows: list[Window], size: int) -> Iterator[list[Window]]:
+    """Consecutive parts of at most this size."""
+    for start in range(0, len(windows), size):
+        yield windows[start:start + size]
 
 
 def record(protocol: str, length: int, nll: np.ndarray, n_tokens: int, n_bytes: int, documents: set[int],
@@ -146,7 +153,8 @@ class Evaluation:
 
     def __init__(self, model: GPT, text: Text, tokenizer: Tokenizer, train: Train, protocols: Sequence[str],
                  lengths: Sequence[int], n_scored: int, n_windows: int, max_tokens: int, seed: int) -> None:
-        self.model, self.train, self.protocols, self.seed, self.max_tokens = model, train, protocols, seed, max_tokens
+        self.model, self.train, self.protocols = model, train, protocols
+        self.max_tokens, self.seed = max_tokens, seed
         self.L, self.lengths, self.n_scored = train.seq_len, sorted(set(lengths)), n_scored
         self.longest = max(*self.lengths, self.L)       # truncated needs L tokens even if no length does
         self.text = Text(text.name, [document for document in text.documents if len(document) > self.longest])
@@ -159,7 +167,9 @@ class Evaluation:
 
     def run(self) -> list[dict[str, Any]]:
         """All records, in the order of the protocols."""
-        return [line for protocol in self.protocols for line in getattr(self, protocol)()] if self.possible else []
+        if not self.possible:
+            return []
+        return [line for protocol in self.protocols for line in getattr(self, protocol)()]
 
     def nonoverlap(self) -> Iterator[dict[str, Any]]:
         """A record for each possible length."""
@@ -177,17 +187,20 @@ class Evaluation:
             losses = [x[-k:] for x in losses]
             gain = (truncated - float(sum(x.sum() for x in losses))) / (len(self.ends) * k)
             windows = ended_windows(self.ends, length, k)
-            yield self._record("fixed", length, windows, losses, seconds, truncated_nll_sum=truncated, gain=gain)
+            yield self._record("fixed", length, windows, losses, seconds, truncated_nll_sum=truncated,
+                               gain=gain)
 
     def position(self) -> Iterator[dict[str, Any]]:
         """A record for each bucket of positions in the longest windows."""
         longest = max(self.possible)
         losses, seconds = self._score_ended(longest)
         windows = ended_windows(self.ends, longest, longest)
-        n_bytes = np.array([self._bytes(window) for window in windows]).sum(axis=0)         # (longest,)
+        n_bytes = np.array([self._bytes(window) for window in windows]).sum(axis=0)     # (longest,)
+        documents = {w.document for w in windows}
         for start, end in position_buckets(longest):
-            yield record("position", longest, np.array([x[start:end] for x in losses]), (end - start) * len(windows),
-                         int(n_bytes[start:end].sum()), {w.document for w in windows}, seconds, bucket=[start, end])
+            nll = np.array([x[start:end] for x in losses])              # (windows, bucket)
+            yield record("position", longest, nll, nll.size, int(n_bytes[start:end].sum()), documents,
+                         seconds, bucket=[start, end])
 
     def _score_ended(self, length: int) -> tuple[list[np.ndarray], float]:
         """Losses of the windows that end at self.ends, and the seconds they took: the last n_scored at least.
@@ -204,8 +217,8 @@ class Evaluation:
         from tqdm import tqdm
 
         began = time.perf_counter()
-        bar = tqdm(score(self.model, self.text, windows, self.train), total=len(windows), unit="window", delay=3,
-                   desc=f"{protocol} {windows[0].end - windows[0].start}", leave=False)
+        bar = tqdm(score(self.model, self.text, windows, self.train), total=len(windows), unit="window",
+                   desc=f"{protocol} {windows[0].end - windows[0].start}", delay=3, leave=False)
         return list(bar), time.perf_counter() - began
 
     def _bytes(self, window: Window) -> np.ndarray:
@@ -219,19 +232,19 @@ class Evaluation:
         n_bytes = np.array([self._bytes(window).sum() for window in windows])
         columns = {"nll": nll, "tokens": [w.n_scored for w in windows], "bytes": n_bytes,
                    "document": [w.document for w in windows], "end": [w.end for w in windows]}
-        self.per_window |= {f"{protocol}/{length}/{name}": np.array(column) for name, column in columns.items()}
+        for name, column in columns.items():
+            self.per_window[f"{protocol}/{length}/{name}"] = np.array(column)
         return record(protocol, length, nll, sum(w.n_scored for w in windows), int(n_bytes.sum()),
                       {w.document for w in windows}, seconds, **more)
 
 
 def position_buckets(longest: int) -> list[tuple[int, int]]:
-    """[from, to) of positions, two to an octave, from 0 to the last: position i has i + 1 tokens of context."""
-    edges = {0, longest, *(round(2 ** (i / 2)) for i in range(2 * (longest.bit_length() + 1)))}
-    edges = sorted(e for e in edges if e <= longest)
-    return list(zip(edges, edges[1:], strict=False))
+    """[from, to) of positions, two to an octave, from 0 on; position i has i + 1 tokens of context."""
+    steps = (round(2 ** (i / 2)) for i in range(2 * longest.bit_length()))
+    return list(itertools.pairwise(sorted({0, longest, *(step for step in steps if step < longest)})))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Showing
 
 
@@ -245,7 +258,8 @@ def table(records: Sequence[dict[str, Any]], lengths: Sequence[int], L: int) -> 
         line = f"{length:7} {length / L:4g}|{_cell(plain, 'ppl')} {_cell(plain, 'bpb')} |"
         line += f"{_cell(fixed, 'ppl')} {_cell(fixed, 'bpb')}"
         if fixed:
-            line += f"     {math.exp(fixed['truncated_nll_sum'] / fixed['tokens']):11.4g}    {fixed['gain']:+17.4f}"
+            truncated = math.exp(fixed["truncated_nll_sum"] / fixed["tokens"])
+            line += f"     {truncated:11.4g}    {fixed['gain']:+17.4f}"
         yield line + ("   <- training length" if length == L else "")
 
 
@@ -261,10 +275,9 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for protocol, style in (("nonoverlap", "o--"), ("fixed", "s-")):
+    for protocol, style, color in (("nonoverlap", "o--", "#0072b2"), ("fixed", "s-", "#d55e00")):
         lines = [r for r in records if r["protocol"] == protocol]
-        left.plot([r["length"] for r in lines], [r["ppl"] for r in lines], style, label=protocol, color={
-            "nonoverlap": "#0072b2", "fixed": "#d55e00"}[protocol])
+        left.plot([r["length"] for r in lines], [r["ppl"] for r in lines], style, color=color, label=protocol)
     fixed = [r for r in records if r["protocol"] == "fixed"]
     if fixed:
         truncated = math.exp(fixed[0]["truncated_nll_sum"] / fixed[0]["tokens"])
@@ -274,8 +287,8 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
     by_position = [r for r in records if r["protocol"] == "position"]
     right.plot([math.sqrt((r["bucket"][0] + 1) * r["bucket"][1]) for r in by_position],
                [math.log(r["ppl"]) for r in by_position], ".-", color="#009e73")
-    right.set(xscale="log", xlabel="position in the window (tokens of context)", ylabel="loss (nats per token)",
-              title="loss by position")
+    right.set(xscale="log", xlabel="position in the window (tokens of context)",
+              ylabel="loss (nats per token)", title="loss by position")
     ticks = sorted({r["length"] for r in records if r["protocol"] != "position"}) or [L]
     left.set_xticks(ticks, [str(t) for t in ticks])
     left.minorticks_off()
@@ -291,39 +304,39 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
     plt.close(figure)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # Command
 
 
 def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
-    """The validation documents of a prepared corpus (the run's own by default), or a text file as one document."""
+    """Validation documents of a prepared corpus (default: the run's own), or a text file as one document."""
     path = Path(source or data_dir)
     if path.is_file():
-        return Text(path.stem, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
+        return Text(path.stem, [read(Document(path), tokenizer)])
     corpus = Corpus(path)
-    if corpus.meta["tokenizer"] != {"name": tokenizer.name, "sha256": tokenizer.sha256}:
-        raise UserError(f"--data {path}: tokenizer {corpus.meta['tokenizer']['name']}, but the run was trained with "
+    theirs = corpus.meta["tokenizer"]
+    if theirs != {"name": tokenizer.name, "sha256": tokenizer.sha256}:
+        raise UserError(f"--data {path}: tokenizer {theirs['name']}, but the run was trained with "
                         f"{tokenizer.name}; prepare it with --tokenizer {tokenizer.name}")
-    tokens, offsets = corpus.tokens["val"], corpus.offsets["val"]
-    return Text(path.name, [tokens[a:b] for a, b in zip(offsets, offsets[1:], strict=False)])
+    return Text(path.name, [corpus.tokens["val"][a:b] for a, b in itertools.pairwise(corpus.offsets["val"])])
 
 
 def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:
-    """The lengths asked for, or L/2 ... 64 L as far as the documents go. Raises UserError for impossible ones."""
+    """The lengths asked for, or L/2 ... 64 L as far as documents go. Raises UserError for the impossible."""
     longest = max(len(document) for document in text.documents) - 1
     if wanted is None:
         lengths = [int(m * L) for m in MULTIPLES if m * L <= longest]
         if L not in lengths:
-            raise UserError(f"data {text.name}: its longest document has {longest} tokens, fewer than the training "
-                            f"length {L}; give longer text with --data, or --lengths")
+            raise UserError(f"data {text.name}: its longest document has {longest} tokens, fewer than the "
+                            f"training length {L}; give longer text with --data")
         return lengths
     try:
         lengths = [int(part) for part in wanted.split(",")]
     except ValueError as error:
-        raise UserError(f"--lengths {wanted}: must be integers with commas between, such as 256,512") from error
+        raise UserError(f"--lengths {wanted}: must be integers and commas, such as 256,512") from error
     if min(lengths) < 1 or max(*lengths, L) > longest:
-        raise UserError(f"--lengths {wanted}: these and the training length {L} must lie in 1 ... {longest}, the "
-                        f"longest document of {text.name}")
+        raise UserError(f"--lengths {wanted}: these and the training length {L} must lie in 1 ... {longest}, "
+                        f"the longest document of {text.name}")
     return lengths
 
 
@@ -332,12 +345,12 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", help="a folder that train.py made")
     parser.add_argument("--lengths", help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L)")
     parser.add_argument("--protocol", default=",".join(PROTOCOLS), help="default %(default)s")
-    parser.add_argument("--data", metavar="DIR_OR_FILE", help="corpus or text file (default: the run's corpus)")
-    parser.add_argument("--targets", type=int, help="fixed: k, tokens scored in a window (default min(256, L/4))")
-    parser.add_argument("--windows", type=int, default=16, help="fixed, position: windows (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=2**16, help="nonoverlap: tokens scored (default %(default)s)")
+    parser.add_argument("--data", metavar="DIR_OR_FILE", help="corpus or text (default: the run's corpus)")
+    parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
+    parser.add_argument("--windows", type=int, default=16, help="fixed, position: windows (default 16)")
+    parser.add_argument("--tokens", type=int, default=2**16, help="nonoverlap: tokens scored (default 65536)")
     parser.add_argument("--seed", type=int, default=0, help="chooses windows; the same for every model")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write (default RUN/eval/DATA.json)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written (default RUN/eval/DATA.json)")
     args = parser.parse_args()
     protocols = args.protocol.split(",")
     for protocol in protocols:
@@ -349,24 +362,25 @@ def main() -> None:
     lengths = choose_lengths(args.lengths, L, text)
     n_scored = args.targets or max(1, min(256, L // 4))
     if not 0 < n_scored <= min(lengths) or args.windows < 1 or args.tokens < 1:
-        raise UserError(f"--targets {n_scored} --windows {args.windows} --tokens {args.tokens}: must be positive, and "
-                        f"--targets at most the shortest length, {min(lengths)}")
+        raise UserError(f"--targets {n_scored} --windows {args.windows} --tokens {args.tokens}: must be "
+                        f"positive, and --targets at most the shortest length, {min(lengths)}")
     evaluation = Evaluation(model, text, tokenizer, config.train, protocols, lengths, n_scored, args.windows,
                             args.tokens, args.seed)
     print(f"{args.run}: {config.position.encoding}, trained at L = {L}, on {text.name}: "
           f"{len(evaluation.text.documents)} documents of more than {evaluation.longest} tokens")
     records = evaluation.run()
     print("\n".join(table(records, evaluation.lengths, L)))
-    if evaluation.possible != evaluation.lengths:
-        print(f"{config.position.encoding} is not defined beyond position {model.encoding.max_length - 1}: those "
-              "cells stay empty")
+    limit = model.encoding.max_length
+    if limit and max(lengths) > limit:
+        print(f"{config.position.encoding} is not defined beyond position {limit - 1}: empty cells")
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    head = {"run": str(args.run), "encoding": config.position.encoding, "seq_len": L, "tokenizer": tokenizer.name,
-            "data": text.name, "seed": args.seed}
+    head = {"run": str(args.run), "encoding": config.position.encoding, "seq_len": L,
+            "tokenizer": tokenizer.name, "data": text.name, "seed": args.seed}
     path.write_text(json.dumps({**head, "records": records}, indent=1) + "\n")
-    np.savez(path.with_suffix(".npz"), **evaluation.per_window)
-    plot(records, f"{config.position.encoding}, trained at L = {L} on {text.name}", L, path.with_suffix(".png"))
+    np.savez(path.with_suffix(".npz"), **evaluation.per_window)  # type: ignore[arg-type]
+    title = f"{config.position.encoding}, trained at L = {L}, evaluated on {text.name}"
+    plot(records, title, L, path.with_suffix(".png"))
     print(f"wrote {path}, .npz and .png")
 
 

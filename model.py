@@ -1,9 +1,10 @@
 """The decoder: pre-norm transformer blocks around a position encoding that it knows only by its hooks.
 
-The default is Llama's block: RMSNorm, SwiGLU, no biases, untied output. GPT-2's block is configs/gpt2-block.toml.
+The default is Llama's block: RMSNorm, SwiGLU, no biases, untied output. configs/gpt2-block.toml is GPT-2's.
 There is no length limit here; only an encoding may have one.
 
-Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H, V vocabulary. Loss in nats per token.
+Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H, V vocabulary. Loss in nats
+per token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_BLOCK = 2**24       # logits held at a time where an encoding changes them, 
 
 
 def hidden_width(model: Model) -> int:
-    """Width inside the MLP: as configured, else 4 C, or the equally large 8/3 C (up to a multiple of 64) for SwiGLU."""
+    """Width inside the MLP: as configured, else 4 C, or 8/3 C up to a multiple of 64 for SwiGLU."""
     if model.n_hidden:
         return model.n_hidden
     return 64 * math.ceil(8 * model.n_embd / 3 / 64) if model.mlp == "swiglu" else 4 * model.n_embd
@@ -40,21 +41,24 @@ def make_norm(model: Model) -> nn.Module:
 class Cache:
     """Keys (before rotation), values and positions seen so far, so that decoding feeds each token once.
 
-    Unrotated keys cost a rotation at each step and buy correctness for every encoding, those included whose angles
-    change with the length.
+    Unrotated keys cost a rotation at each step and buy correctness for every encoding, those included whose
+    angles change with the length.
     """
 
     def __init__(self, n_layer: int) -> None:
         self.positions: Tensor | None = None                            # (1 or B, Tk)
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * n_layer
 
-    def __len__(self) -> int:
-        return 0 if self.positions is None else self.positions.shape[-1]
+    def next_position(self) -> int:
+        """One more than the largest so far; 0 where there is none."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1
 
     def append_positions(self, positions: Tensor) -> Tensor:
         """Positions of all keys after those of the new tokens are added."""
-        self.positions = positions if self.positions is None else torch.cat((self.positions, positions), dim=-1)
-        return self.positions
+        if self.positions is not None:
+            positions = torch.cat((self.positions, positions), dim=-1)
+        self.positions = positions
+        return positions
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of a layer (B, H, Tk, D) after the new ones are added."""
@@ -66,7 +70,10 @@ class Cache:
 
 
 class Attention(nn.Module):
-    """Multi-head attention: softmax(encoding(q k^T / sqrt(D))) v. Causal by index; `is_causal = False` lifts the mask."""
+    """Multi-head attention: softmax(encoding(q k^T / sqrt(D))) v. Vaswani et al. 2017, section 3.2.
+
+    Causal by index, whatever the positions; `is_causal = False` lifts the mask.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -93,7 +100,7 @@ class Attention(nn.Module):
 
 
 def causal_mask(Tq: int, Tk: int, device: torch.device) -> Tensor:
-    """True where a query may look: at keys up to its own index. The queries are the last Tq of the Tk, (Tq, Tk)."""
+    """True where a query may look: keys up to its own index. Queries are the last Tq of the Tk. (Tq, Tk)."""
     return torch.ones(Tq, Tk, dtype=torch.bool, device=device).tril(Tk - Tq)
 
 
@@ -112,7 +119,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
                      dropout: float) -> Tensor:
-    """Explicit softmax over blocks of query rows, so that T x T logits never exist for all heads. -> (B, H, Tq, D)."""
+    """Explicit softmax in blocks of query rows: T x T logits never exist at once. -> (B, H, Tq, D)."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
     n_rows = max(1, MAX_BLOCK // (B * H * Tk))
@@ -121,7 +128,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     for start in range(0, Tq, n_rows):
         rows = slice(start, min(start + n_rows, Tq))
         seen = Tk - Tq + rows.stop if is_causal else Tk                 # no query of this block looks further
-        logits = (q_turned[:, :, rows] @ k_turned[:, :, :seen].mT).float() * D**-0.5        # (B, H, rows, seen)
+        logits = (q_turned[:, :, rows] @ k_turned[:, :, :seen].mT).float() / D**0.5     # (B, H, rows, seen)
         if is_causal:
             mask = causal_mask(rows.stop - rows.start, seen, q.device)
             logits = logits.masked_fill(~mask, -torch.inf)
@@ -170,8 +177,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are not scored.
 
-    `positions` (T,) or (B, T), any integers, default 0 ... T - 1 (or on from the cache's last); `cache` as made by
-    `new_cache`. Raises ValueError for positions beyond an encoding's limit.
+    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those after the cache's. `cache`
+    is what `new_cache` made. Raises ValueError for positions beyond an encoding's limit.
     """
 
     def __init__(self, config: Config) -> None:
@@ -184,18 +191,19 @@ class GPT(nn.Module):
         self.norm = make_norm(model)
         self.head = None if model.tied else nn.Linear(model.n_embd, model.vocab_size, bias=False)
         self._init_weights()
-        self.encoding = ENCODINGS[config.position.encoding](config)     # last: equal seeds, equal other weights
+        self.encoding = ENCODINGS[config.position.encoding](config)     # last: the other weights are the same
         layers = config.position.layers
-        self.encoded_layers = set({"all": range(model.n_layer), "first": [0]}[layers] if isinstance(layers, str)
-                                  else layers)
+        named = {"all": range(model.n_layer), "first": range(1)}
+        self.encoded_layers = set(named[layers] if isinstance(layers, str) else layers)
         self.no_encoding = NoPE(config)
 
     def _init_weights(self) -> None:
-        """Normal, std 0.02; the last matrix of each sublayer over sqrt(2 n_layer). Radford et al. 2019, section 2.3."""
+        """Normal, std 0.02, sublayers' last matrix over sqrt(2 n_layer). Radford et al. 2019, section 2.3."""
+        residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 is_last = name.endswith(("attention.o", "mlp.down"))
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * len(self.blocks)) if is_last else 0.02)
+                nn.init.normal_(module.weight, std=residual_std if is_last else 0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
@@ -226,16 +234,17 @@ class GPT(nn.Module):
         return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
-        """The positions given, or the ones that follow the cache's, (1 or B, T); checked against the encoding's limit."""
+        """The positions given, or those that follow the cache's, within the encoding's limit, (1 or B, T)."""
         limit = self.encoding.max_length
         if positions is None:
-            first = int(cache.positions.max()) + 1 if cache else 0
+            first = cache.next_position() if cache is not None else 0
             last = first + tokens.shape[1] - 1
             positions = torch.arange(first, last + 1, device=tokens.device)
         else:
             last = int(positions.max()) if limit else 0
         if limit and last >= limit:
-            raise ValueError(f"{type(self.encoding).__name__} knows positions 0 ... {limit - 1} only, got {last}")
+            name = type(self.encoding).__name__
+            raise ValueError(f"{name} knows positions 0 ... {limit - 1} only, got {last}")
         return positions if positions.dim() == 2 else positions[None]
 
     def n_parameters(self) -> int:
@@ -245,17 +254,21 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> int:
         """Multiplications and additions of a training step per token at length T, forward and backward.
 
-        6 for each weight of a matrix product (2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361, 2.1), and
-        for each layer 6 C (T + 1) of causal attention: q k^T and weights v take 2 C each for (T + 1) / 2 keys on
-        average, times 3. Half of what PaLM's and nanoGPT's count gives, which includes the masked half.
+        6 for each weight of a matrix product, the output's V C included (2 forward, 4 backward; Kaplan et al.
+        2020, arXiv:2001.08361, section 2.1), and for each layer 6 C (T + 1) of causal attention: q k^T and
+        weights v take 2 C each for (T + 1) / 2 keys on average, times 3. PaLM and nanoGPT count the masked
+        half too: twice that.
         """
+        C = self.embedding.embedding_dim
         weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
-        return 6 * (weights + self.embedding.weight.numel()) + 6 * len(self.blocks) * self.embedding.embedding_dim * (T + 1)
+        return 6 * (weights + self.embedding.weight.numel()) + 6 * len(self.blocks) * C * (T + 1)
 
 
 def pick_device(train: Train) -> torch.device:
     """The configured device; "auto" is CUDA where there is one."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if train.device == "auto" else train.device)
+    if train.device != "auto":
+        return torch.device(train.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pick_dtype(train: Train, device: torch.device) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""Position encodings: the contract, every encoding as one small class, and the registry that finds them by name.
+"""Position encodings: the contract, each encoding as a small class, and the registry that finds them by name.
 
-To add one: subclass Encoding, override the hooks it needs, put it into ENCODINGS, and give it a config. --help, the
-tests, eval.py and sample.py read the registry.
+To add one: subclass Encoding, override the hooks it needs, put it into ENCODINGS, and give it a config.
+--help, the tests, eval.py and sample.py read the registry.
 
 Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H. Angles in radians.
 """
@@ -52,11 +52,11 @@ class Options(BaseModel):
 
 
 class Encoding(nn.Module):
-    """Tells a decoder where its tokens stand. Override any of the three hooks; each is the identity by default.
+    """Tells a decoder where its tokens stand. Override any of three hooks; each is the identity by default.
 
-    Positions are integers given to every call, never implied by a tensor's length, so offsets, gaps and cached
-    decoding need nothing extra. Keep derived tensors (frequencies, slopes, angles) out of the state dict: compute
-    them in `tables`, in fp32, so that a checkpoint can be read back under other options.
+    Positions are integers given to every call, never implied by a tensor's length, so offsets, gaps and
+    cached decoding need nothing extra. Keep derived tensors (frequencies, slopes, angles) out of the state
+    dict: compute them in `tables`, in fp32, so that a checkpoint can be read back under other options.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -64,7 +64,7 @@ class Encoding(nn.Module):
     max_length: int | None = None  # positions it is defined for are 0 ... max_length - 1; None: all
 
     def __init__(self, config: Config) -> None:
-        """Make the parameters. One instance serves all layers; parameters for each layer are stacked on axis 0."""
+        """Make the parameters. One instance serves all layers; those of each layer are stacked on axis 0."""
         super().__init__()
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -72,38 +72,38 @@ class Encoding(nn.Module):
         return x
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
-        """Whatever depends on positions alone, computed once a forward and handed to each layer as at.tables."""
+        """What depends on positions alone, computed once a forward and handed to each layer as at.tables."""
         return None
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """Queries (B, H, Tq, D) and keys (B, H, Tk, D) before their product. The key cache holds unrotated keys."""
+        """Queries (B, H, Tq, D) and keys (B, H, Tk, D) before the product. The cache holds unrotated keys."""
         return q, k
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        """Logits (B, H, Tq, Tk), fp32 and already over sqrt(D), of a block of queries against all keys up to theirs.
+        """Logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries against all keys up to theirs.
 
-        -inf stands where a query may not look, and must stay. q (B, H, Tq, D) and k (B, H, Tk, D) are as they were
-        before `rotate`. Overriding this leaves the fused kernel for explicit softmax in blocks of query rows.
+        -inf stands where a query may not look, and must stay. q (B, H, Tq, D) and k (B, H, Tk, D) are as they
+        were before `rotate`. Overriding this leaves the fused kernel for explicit softmax in query blocks.
         """
         return logits
 
     @classmethod
     def acts_in_layers(cls) -> bool:
-        """Is it more than something added to the embeddings, so that `layers` means something?"""
+        """Whether it is more than something added to the embeddings, so that `layers` means something."""
         return cls.rotate is not Encoding.rotate or cls.has_scores()
 
     @classmethod
     def has_scores(cls) -> bool:
-        """Does it change the logits themselves?"""
+        """Whether it changes the logits themselves."""
         return cls.scores is not Encoding.scores
 
 
 class NoPE(Encoding):
-    """No encoding: the causal mask alone tells a decoder about order. Kazemnejad et al. 2023, arXiv:2305.19466."""
+    """No encoding: the causal mask alone tells the order. Kazemnejad et al. 2023, arXiv:2305.19466."""
 
 
 class Learned(Encoding):
-    """One learned vector for each position: x_t + E[t], E (train.seq_len, C). GPT-2; Vaswani et al. 2017, section 3.5.
+    """One learned vector per position: x_t + E[t], E (train.seq_len, C). GPT-2; Vaswani et al. 2017, 3.5.
 
     The one encoding with a hard limit: no row exists for a position that was never trained.
     """
@@ -122,8 +122,8 @@ class Learned(Encoding):
 class SinusoidalOptions(Options):
     base: float = Field(10_000.0, gt=1, description="wavelengths run from 2 pi to 2 pi * base positions")
     layout: Literal["interleaved", "half"] = Field(
-        "interleaved", description="interleaved: sin, cos, sin, cos ... as in the paper; half: all sines, then all "
-                                   "cosines, as in fairseq")
+        "interleaved", description="interleaved: sin, cos, sin, cos ... as in the paper; half: all sines, "
+                                   "then all cosines, as in fairseq")
 
     def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
         if n_embd % 2:
@@ -132,10 +132,10 @@ class SinusoidalOptions(Options):
 
 
 class Sinusoidal(Encoding):
-    """sqrt(C) * x_t + [sin(t f_i), cos(t f_i)], f_i = base^(-2i / C). Vaswani et al. 2017, arXiv:1706.03762, 3.4, 3.5.
+    """sqrt(C) * x_t + [sin(t f_i), cos(t f_i)], f_i = base^(-2i / C). Vaswani et al. 2017, arXiv:1706.03762.
 
-    No parameters, defined at every t. The factor sqrt(C) on the embeddings is the paper's: without it, sinusoids of
-    amplitude 1 drown embeddings that start small.
+    No parameters, defined at every t (section 3.5). The factor sqrt(C) on the embeddings is the paper's
+    (section 3.4): without it, sinusoids of amplitude 1 drown embeddings that start small.
     """
 
     Options = SinusoidalOptions
@@ -156,12 +156,14 @@ class Sinusoidal(Encoding):
 
 
 class RoPEOptions(Options):
-    base: float = Field(10_000.0, gt=1, description="slowest pair turns by 1 / base radians a position, nearly")
-    fraction: float = Field(1.0, gt=0, le=1, description="share of each head's channels that rotate: GPT-NeoX 0.25, "
-                                                         "ChatGLM2 0.5; the rest carry no position")
+    base: float = Field(
+        10_000.0, gt=1, description="slowest pair turns by 1 / base radians a position, nearly")
+    fraction: float = Field(
+        1.0, gt=0, le=1, description="share of each head's channels that rotate: GPT-NeoX 0.25, "
+                                     "ChatGLM2 0.5; the rest carry no position")
     layout: Literal["half", "interleaved"] = Field(
-        "half", description="which channels form a pair. half: i and i + R/2 (Hugging Face); interleaved: 2i and "
-                            "2i + 1 (the paper, Meta). R = fraction * head dimension")
+        "half", description="which channels form a pair. half: i and i + R/2 (Hugging Face); interleaved: "
+                            "2i and 2i + 1 (the paper, Meta). R = fraction * head dimension")
 
     def rotary_dim(self, n_embd: int, n_head: int) -> int:
         """R, the number of channels of each head that rotate."""
@@ -177,10 +179,10 @@ class RoPEOptions(Options):
 
 
 class RoPE(Encoding):
-    """Turn q and k by their position times f_i = base^(-2i / R): the logit depends on the distance. RoFormer, section 3.
+    """Turn q and k by position times f_i = base^(-2i / R): logits depend on distance. RoFormer, section 3.
 
-    `layers = "first"` is told of ChatGLM, wrongly: ChatGLM-6B and its successors rotate in every layer (the angles are
-    computed once and shared, which may be how the story began). It stays a worthwhile ablation.
+    `layers = "first"` is told of ChatGLM, wrongly: ChatGLM-6B and its successors rotate in every layer (the
+    angles are computed once and shared, which may be how the story began). It stays a worthwhile ablation.
     """
 
     Options = RoPEOptions
@@ -201,7 +203,7 @@ class RoPE(Encoding):
 
 
 class ALiBi(Encoding):
-    """Linear distance penalty: logits[h, i, j] -= slope[h] * (i - j). Press et al. 2022, arXiv:2108.12409, section 3.
+    """Linear penalty: logits[h, i, j] -= slope[h] * (i - j). Press et al. 2022, arXiv:2108.12409, section 3.
 
     No parameters, any T; the penalty is not divided by sqrt(D). Slopes are the paper's, see `slopes`.
     """
@@ -212,7 +214,7 @@ class ALiBi(Encoding):
 
     @staticmethod
     def slopes(n_head: int) -> list[float]:
-        """2^(-8 (h + 1) / H) for a power of two; else those of the power below, then every other one of twice that.
+        """2^(-8 (h + 1) / H) for a power of two; else the power below's, then every other one of twice that.
 
         The second rule is the authors' code (and BLOOM's and MPT's), not the plain formula with H = 12, say.
         """

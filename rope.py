@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies, angles, rotation in both layouts, conversion between the layouts.
 
-RoPE turns the channel pair number i of a query at position m by the angle m * f_i, and of a key at n by n * f_i.
-A rotation R satisfies R(a)^T R(b) = R(b - a), so the logit q_m . k_n depends on m - n alone.
+RoPE turns the channel pair number i of a query at position m by the angle m * f_i, and of a key at n by
+n * f_i. A rotation R satisfies R(a)^T R(b) = R(b - a), so the logit q_m . k_n depends on m - n alone.
 Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.4.
 
 Which channels form a pair is a convention, and the silent cause of most RoPE bugs:
@@ -9,8 +9,8 @@ Which channels form a pair is a convention, and the silent cause of most RoPE bu
   half          pairs (i, i + R/2): GPT-NeoX, Hugging Face's Llama, ChatGLM-6B (within each half of its heads)
   interleaved   pairs (2i, 2i + 1): the paper, GPT-J, Meta's LLaMA, ChatGLM2 and later
 
-where R <= D is the number of channels that rotate. Both are the same function up to a permutation of the channels,
-so trained weights carry over with `to_half` and `to_interleaved`.
+where R <= D is the number of channels that rotate. Both are the same function up to a permutation of the
+channels, so trained weights carry over with `to_half` and `to_interleaved`.
 
 Legend: B batch, T time, H = n_head, D = C // H, R = rotated channels, A position axes. Angles in radians.
 """
@@ -25,10 +25,11 @@ LAYOUTS = ("half", "interleaved")
 
 def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.float32,
              device: torch.device | str | None = None) -> Tensor:
-    """Turning speed of each channel pair: f_i = base^(-2i / dim), i = 0 ... dim/2 - 1. Radians per position, (dim/2,).
+    """Each pair's turning speed: f_i = base^(-2i / dim), i = 0 ... dim/2 - 1. Radians per position, (dim/2,).
 
-    From 1 (a turn every 2 pi positions) down to nearly 1 / base. RoFormer, section 3.2.2, where f is called theta.
-    The order of operations is that of Hugging Face and the others: far from 0, one bit of f is a visible angle.
+    From 1 (a turn every 2 pi positions) down to nearly 1 / base. RoFormer, section 3.2.2, where f is called
+    theta. The order of operations is that of Hugging Face and the others: far from 0, one bit of f is a
+    visible angle.
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"rotary dimension must be a positive even number, got {dim}")
@@ -36,10 +37,10 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
 
 
 def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """angle[..., t, i] = positions[..., t] * inv_freq[i]. Positions (..., T), any integers -> radians (..., T, R/2).
+    """angle[..., t, i] = positions[..., t] * inv_freq[i]. Any integers (..., T) -> radians (..., T, R/2).
 
-    Computed in inv_freq's dtype (fp32, or fp64 where exactness is the point), never in the model's: bf16 holds
-    integers exactly only to 256. Offsets, gaps and repeats are fine: a position is a number, not an index.
+    Computed in inv_freq's dtype (fp32, or fp64 where exactness is the point), never in the model's: bf16
+    holds integers exactly only to 256. Offsets, gaps, repeats are fine: a position is a number, not an index.
     """
     return positions.to(inv_freq.dtype)[..., None] * inv_freq
 
@@ -47,34 +48,35 @@ def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
 def axial_angles(positions: Tensor, inv_freqs: Sequence[Tensor]) -> Tensor:
     """Angles of positions with A axes: axis a drives its own share of the channel pairs, side by side.
 
-    Positions (..., T, A) and one inv_freq (R_a/2,) for each axis -> radians (..., T, sum_a R_a/2). A logit then
+    Positions (..., T, A) and one inv_freq (R_a/2,) per axis -> radians (..., T, sum_a R_a/2). A logit then
     depends on the difference along each axis alone. This is the 2-D form of ChatGLM-6B (axes: position in the
-    text, position in the answer) and of vision transformers (row, column). ChatGLM-6B pairs (i, i + D/4) inside
-    each half of the head; in layout "half" here the pairs are (i, i + D/2): the same up to a permutation.
+    text, position in the answer) and of vision transformers (row, column). ChatGLM-6B pairs (i, i + D/4)
+    inside each half of the head; in layout "half" here the pairs are (i, i + D/2): equal up to a permutation.
     """
     if positions.shape[-1] != len(inv_freqs):
-        raise ValueError(f"positions have {positions.shape[-1]} axes, but {len(inv_freqs)} inv_freqs were given")
+        raise ValueError(f"positions have {positions.shape[-1]} axes, "
+                         f"but {len(inv_freqs)} inv_freqs were given")
     return torch.cat([angles(positions[..., a], f) for a, f in enumerate(inv_freqs)], dim=-1)
 
 
 def rotate(x: Tensor, angle: Tensor, layout: str = "half") -> Tensor:
-    """Turn the channel pairs of x (..., T, D) by +angle (..., T, R/2), counter-clockwise; channels from R on pass.
+    """Turn the pairs of x (..., T, D) by +angle (..., T, R/2), counter-clockwise; channels from R on pass.
 
-    layout "half" pairs (i, i + R/2), "interleaved" pairs (2i, 2i + 1). Computed in angle's precision, returned in
-    x's dtype. The inverse is rotate(x, -angle).
+    layout "half" pairs (i, i + R/2), "interleaved" pairs (2i, 2i + 1). Computed in angle's precision,
+    returned in x's dtype. The inverse is rotate(x, -angle).
     """
     return turn(x, angle.cos(), angle.sin(), layout)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
-    """`rotate` with the cosines and sines (..., T, R/2) at hand: they are made once a forward, and used in each layer.
+    """`rotate` with the cosines and sines (..., T, R/2) at hand: made once a forward, used in each layer.
 
     (a, b) -> (a cos - b sin, b cos + a sin) for each pair.
     """
     R = 2 * cos.shape[-1]
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if R > x.shape[-1]:
+    if x.shape[-1] < R:
         raise ValueError(f"{R} channels to rotate, but x has only {x.shape[-1]}")
     turned, passed = x[..., :R], x[..., R:]
     if layout == "half":
@@ -88,7 +90,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
 
 
 def _half_order(n_rows: int, n_head: int, rotary_dim: int | None) -> Tensor:
-    """Row order that turns interleaved pairs into half pairs: first the even channels of each head, then the odd."""
+    """Row order from interleaved pairs to half pairs: first the even channels of each head, then the odd."""
     if n_rows % n_head:
         raise ValueError(f"{n_rows} rows do not divide into {n_head} heads")
     D = n_rows // n_head
@@ -102,14 +104,14 @@ def _half_order(n_rows: int, n_head: int, rotary_dim: int | None) -> Tensor:
 def to_half(weight: Tensor, n_head: int, rotary_dim: int | None = None) -> Tensor:
     """Convert a query or key projection trained with interleaved rotation for half rotation: same logits.
 
-    weight (H * D, C), or a bias (H * D,), or a norm over the head dimension (D,) with n_head=1. Only the first
-    rotary_dim channels of each head are permuted (default: all). Values must not be converted.
+    weight (H * D, C), or a bias (H * D,), or a norm over the head dimension (D,) with n_head=1. Only the
+    first rotary_dim channels of each head are permuted (default: all). Values must not be converted.
     """
     return weight[_half_order(len(weight), n_head, rotary_dim).to(weight.device)]
 
 
 def to_interleaved(weight: Tensor, n_head: int, rotary_dim: int | None = None) -> Tensor:
-    """Convert a query or key projection trained with half rotation for interleaved rotation; inverse of `to_half`."""
+    """Convert a query or key projection trained with half rotation for interleaved; inverse of `to_half`."""
     order = _half_order(len(weight), n_head, rotary_dim)
     return weight[order.argsort().to(weight.device)]
 
@@ -117,7 +119,8 @@ def to_interleaved(weight: Tensor, n_head: int, rotary_dim: int | None = None) -
 def long_term_decay(distance: Tensor, inv_freq: Tensor) -> Tensor:
     """sum_i cos(distance * f_i) / (R/2) for distances (...): the logit of all-ones q and k, 1 at distance 0.
 
-    It falls with distance in the mean, not monotonically, and slower for a larger base. RoFormer, section 3.4.3,
-    bounds the logit by the mean |S_j| of partial sums of the same terms; this is the plainer curve usually drawn.
+    It falls with distance in the mean, not monotonically, and slower for a larger base. RoFormer,
+    section 3.4.3, bounds the logit by the mean |S_j| of partial sums of the same terms; this is the plainer
+    curve usually drawn.
     """
     return angles(distance, inv_freq).cos().mean(dim=-1)

@@ -1,7 +1,7 @@
 """Train a decoder: `python train.py CONFIG.toml [section.key=value ...]`.
 
-The same command again goes on where an unfinished run stopped, exactly; a finished run says so. The run's folder
-holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
+The same command again goes on where an unfinished run stopped, exactly; a finished run says so. The run's
+folder holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
 Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 130 or 143 stopped by a signal after saving.
 """
 
@@ -31,7 +31,7 @@ from data.loader import Corpus, read_meta
 from data.tokenizer import byte_lengths, load_tokenizer
 from model import GPT, autocast, pick_device, pick_dtype
 
-# On two CPU cores compiling takes 20 to 40 s and then saves 10 % (bfloat16) to 30 % (float32): see README, speed.
+# On two CPU cores compiling took 20 to 40 s and then saved 0 to 10 % (bfloat16) or 30 % (float32) of a step.
 COMPILE_WORTH_FLOPS = 1e14
 
 
@@ -41,33 +41,35 @@ def train(config: Config, stop: list[int]) -> int:
     config = with_vocabulary(config, corpus)
     run_dir = Path(config.run.dir)
     if is_finished(run_dir, config, corpus):
-        print(f"{run_dir} is finished: " + (run_dir / "summary.json").read_text())
+        summary = json.loads((run_dir / "summary.json").read_text())
+        print(f"{run_dir} is finished: {describe_summary(summary)}; delete it to train again")
         return 0
     device = pick_device(config.train)
     torch.manual_seed(config.train.seed)
     model = GPT(config).to(device)
     optimizer = make_optimizer(model, config.train)
-    state = checkpoint.load_newest(run_dir, model, optimizer) or {"step": 0, "wall_s": 0.0}
+    state = checkpoint.load_newest(run_dir, model, optimizer) or {"step": 0, "wall_s": 0.0, "metrics": {}}
     if state["step"]:
         print(f"resuming {run_dir} at step {state['step']}")
     val_batches = corpus.val_batches(config.train.seq_len, config.train.batch_size // config.train.accumulate,
                                      config.train.val_windows)
     is_compiled = worth_compiling(model, config.train, device)
-    step_model = torch.compile(model) if is_compiled else model
+    step_model: Any = torch.compile(model) if is_compiled else model
     lengths = torch.from_numpy(byte_lengths(load_tokenizer(corpus.meta["tokenizer"]["name"]))).to(device)
     for line in describe(config, corpus, model, device, is_compiled):
         print(line, flush=True)
     log = Log(run_dir, config, state)
 
-    steps = config.train.steps
+    steps, metrics = config.train.steps, state["metrics"]
     for step in range(state["step"], steps):
         lr = learning_rate(step, config.train)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss, grad_norm = update(step_model, optimizer, corpus, config, step, device)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            print(f"error: training diverged at step {step + 1}: loss {loss}, gradient norm {grad_norm}, lr {lr:.3g}; "
-                  f"the update was not applied, {run_dir}/checkpoints is untouched; lower train.lr", file=sys.stderr)
+            print(f"error: training diverged at step {step + 1}: loss {loss}, gradient norm {grad_norm}, lr "
+                  f"{lr:.3g}; the update was not applied, {run_dir}/checkpoints is untouched; lower train.lr",
+                  file=sys.stderr)
             return 3
         optimizer.step()
         done = step + 1
@@ -77,7 +79,8 @@ def train(config: Config, stop: list[int]) -> int:
         if done % config.run.log_every == 0 or "val_loss" in metrics:
             log.write(done, metrics)
         if done % config.run.save_every == 0 or done == steps or stop:
-            checkpoint.save(run_dir, model, optimizer, done, {"wall_s": log.wall_s()}, config.run.keep)
+            checkpoint.save(run_dir, model, optimizer, done, {"wall_s": log.wall_s(), "metrics": metrics},
+                            config.run.keep)
         if stop and done < steps:
             print(f"\nstopped by {signal.Signals(stop[0]).name}, saved at step {done} of {steps}; "
                   "the same command goes on from there")
@@ -88,23 +91,23 @@ def train(config: Config, stop: list[int]) -> int:
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config, step: int,
            device: torch.device) -> tuple[float, float]:
-    """Gradients of one batch, in config.train.accumulate parts, clipped; return the loss and the gradient's norm."""
+    """Gradients of one batch, in train.accumulate parts, clipped; return the loss and the gradient's norm."""
     t = config.train
-    torch.manual_seed(t.seed * 2**32 + step)                            # dropout is a function of (seed, step)
+    torch.manual_seed(t.seed * 2**32 + step)    # dropout is a function of (seed, step)
     inputs, targets = corpus.batch(t.seq_len, t.batch_size, t.seed, step)
     if device.type == "cuda":
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
     inputs, targets = (x.to(device, non_blocking=True) for x in (inputs, targets))
     model.train()
     optimizer.zero_grad(set_to_none=True)
-    total = 0.0
+    losses = []
     for x, y in zip(inputs.chunk(t.accumulate), targets.chunk(t.accumulate), strict=True):
         with autocast(t, device):
             loss = model(x, y) / t.accumulate
         loss.backward()
-        total += loss.detach()
+        losses.append(loss.detach())
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
-    return float(total), float(grad_norm)
+    return float(sum(losses)), float(grad_norm)
 
 
 @torch.no_grad()
@@ -134,7 +137,7 @@ def learning_rate(step: int, t: Train) -> float:
 
 
 def make_optimizer(model: GPT, t: Train) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on the matrices of linear layers and embeddings, not on norms, biases or scalars."""
+    """Fused AdamW; weight decay on the matrices of linear layers and embeddings alone."""
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     groups = [{"params": [p for p in model.parameters() if p in matrices], "weight_decay": t.weight_decay},
               {"params": [p for p in model.parameters() if p not in matrices], "weight_decay": 0.0}]
@@ -142,14 +145,14 @@ def make_optimizer(model: GPT, t: Train) -> torch.optim.AdamW:
 
 
 def worth_compiling(model: GPT, t: Train, device: torch.device) -> bool:
-    """Does torch.compile pay? A function of the config and the machine, so that a resumed run decides alike."""
+    """Whether torch.compile pays: a function of config and machine, so that a resumed run decides alike."""
     if t.compile != "auto" or device.type == "cuda":
         return t.compile != "off"
     total_flops = model.flops_per_token(t.seq_len) * t.seq_len * t.batch_size * t.steps
     return total_flops > COMPILE_WORTH_FLOPS and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # The run's folder
 
 
@@ -167,16 +170,16 @@ def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
     """Make the run's folder, or check that the one there is a run of the same config and corpus."""
     config_path, corpus_path = run_dir / "config.toml", run_dir / "corpus.json"
     if not config_path.exists():
-        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        if run_dir.exists() and (not run_dir.is_dir() or set(os.listdir(run_dir)) - {corpus_path.name}):
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         run_dir.mkdir(parents=True, exist_ok=True)
-        corpus_path.write_text(json.dumps(corpus.meta, indent=1))
-        config_path.write_text(to_toml(config))
+        write_whole(corpus_path, json.dumps(corpus.meta, indent=1))
+        write_whole(config_path, to_toml(config))   # last: it makes the folder a run
         return False
     changes = differences(load_config(config_path), config, ignore=["run"])
     if changes:
-        raise UserError(*(f"run {run_dir}: was started with another config: {change}; give another run.dir or "
-                          "delete the folder" for change in changes))
+        raise UserError(*(f"run {run_dir}: was started with another config: {change}; give another run.dir "
+                          "or delete the folder" for change in changes))
     if read_meta(corpus_path) != corpus.meta:
         raise UserError(f"run {run_dir}: was started on another corpus than {config.data.dir} now holds; "
                         "prepare that one again, give another run.dir, or delete the folder")
@@ -217,8 +220,8 @@ class Log:
             self.wandb.log(line, step=step)
         steps = self.config.train.steps
         eta = (steps - step) * self.tokens_per_step / self.tokens_per_s()
-        text = (f"step {step}/{steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
-                f"grad {metrics['grad_norm']:.2f}  {speed:,.0f} tokens/s  ETA {eta // 60:.0f}m{eta % 60:02.0f}s")
+        text = (f"step {step}/{steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  grad "
+                f"{metrics['grad_norm']:.2f}  {speed:,.0f} tokens/s  ETA {eta // 60:.0f}m{eta % 60:02.0f}s")
         if "val_loss" in metrics:
             text += f"  val {metrics['val_loss']:.4f} nats/token  {metrics['val_bpb']:.4f} bits/byte"
         stays = "val_loss" in metrics or not sys.stdout.isatty()
@@ -230,24 +233,22 @@ class Log:
             return
         kept = [line for line in self.path.read_text().splitlines(keepends=True)
                 if line.endswith("\n") and json.loads(line)["step"] <= step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        temporary.replace(self.path)
+        write_whole(self.path, "".join(kept))
 
 
 def start_wandb(run_dir: Path, config: Config) -> Any:
-    """A W&B run, offline where there is no key or no network; None where even that fails. Training goes on."""
+    """A W&B run, offline where there is no key or network; None where even that fails. Training goes on."""
     try:
         import wandb
-        options = {"project": config.run.wandb_project, "name": run_dir.name, "dir": str(run_dir),
-                   "config": config.model_dump(), "settings": wandb.Settings(init_timeout=30)}
-        if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists():
+        options: dict[str, Any] = {
+            "project": config.run.wandb_project, "name": run_dir.name, "dir": str(run_dir),
+            "config": config.model_dump(), "settings": wandb.Settings(init_timeout=30)}
+        reason = "no API key (run `wandb login`)"
+        if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists():
             try:
                 return wandb.init(**options)
             except wandb.errors.Error as error:
                 reason = str(error).splitlines()[0]
-        else:
-            reason = "no API key (run `wandb login`)"
         print(f"warning: W&B: {reason}; logging offline to {run_dir}/wandb, upload it with `wandb sync`")
         return wandb.init(**options, mode="offline")
     except Exception as error:      # a logger's fault, whatever it is, must not cost a training run
@@ -255,13 +256,14 @@ def start_wandb(run_dir: Path, config: Config) -> Any:
         return None
 
 
-def describe(config: Config, corpus: Corpus, model: GPT, device: torch.device, is_compiled: bool) -> Iterator[str]:
+def describe(config: Config, corpus: Corpus, model: GPT, device: torch.device,
+             is_compiled: bool) -> Iterator[str]:
     """What is about to be trained, for the screen."""
     m, t = config.model, config.train
     n_tokens = t.steps * t.batch_size * t.seq_len
     dtype = str(pick_dtype(t, device)).removeprefix("torch.")
-    yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} parameters, "
-           f"{model.flops_per_token(t.seq_len):,} FLOPs a token")
+    yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
+           f"parameters, {model.flops_per_token(t.seq_len):,} FLOPs a token")
     yield f"position  {config.position.encoding}, layers {config.position.layers}, trained at L = {t.seq_len}"
     yield (f"data      {corpus.folder}, {len(corpus.tokens['train']):,} tokens; {n_tokens:,} to train on "
            f"({n_tokens / len(corpus.tokens['train']):.2f} epochs)")
@@ -269,28 +271,48 @@ def describe(config: Config, corpus: Corpus, model: GPT, device: torch.device, i
 
 
 def write_summary(run_dir: Path, config: Config, model: GPT, metrics: dict[str, float], log: Log) -> None:
-    """summary.json, which marks the run as finished."""
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    """Write summary.json, which marks the run as finished."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     summary = {
         "steps": config.train.steps,
         "tokens": config.train.steps * log.tokens_per_step,
         "wall_s": round(log.wall_s(), 3),
         "loss": metrics["loss"], "val_loss": metrics["val_loss"], "val_bpb": metrics["val_bpb"],
-        "tokens_per_s": round(log.tokens_per_s()),
+        "tokens_per_s": round(config.train.steps * log.tokens_per_step / log.wall_s()),
         "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss,
         "parameters": model.n_parameters(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-        "git_revision": revision.stdout.strip() or None,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "numpy": np.__version__},
+        "git_revision": git_revision(),
     }
-    temporary = run_dir / "summary.tmp"
-    temporary.write_text(json.dumps(summary, indent=1) + "\n")
-    temporary.replace(run_dir / "summary.json")
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
     if log.wandb:
         log.wandb.summary.update(summary)
         log.wandb.finish()
-    print(f"finished {run_dir}: validation loss {summary['val_loss']:.4f} nats/token, {summary['val_bpb']:.4f} "
-          f"bits/byte, {summary['wall_s']:.0f} s, {summary['tokens_per_s']:,} tokens/s")
+    print(f"finished {run_dir}: {describe_summary(summary)}")
+
+
+def describe_summary(summary: dict[str, Any]) -> str:
+    """The figures that one looks for first."""
+    return (f"validation loss {summary['val_loss']:.4f} nats/token, {summary['val_bpb']:.4f} bits/byte; "
+            f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, {summary['tokens_per_s']:,}/s")
+
+
+def git_revision() -> str | None:
+    """The commit of this code; None outside a checkout, or without git."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], cwd=Path(__file__).parent,
+                              capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it exists whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
 """Reading a prepared corpus: checks, memory-mapped tokens, document bounds, and batches as pure functions.
 
-A corpus is a folder with, for each split (train, val), SPLIT.bin (token ids, uint16 or uint32) and SPLIT.idx.npy
-(uint64 offsets, document d is tokens[offsets[d]:offsets[d + 1]]), and meta.json, written last. Each document opens
-with the separator, so its first token has something to be predicted from, and every byte of text is a target.
+A corpus is a folder with, for each split (train, val), SPLIT.bin (token ids, uint16 or uint32) and
+SPLIT.idx.npy (uint64 offsets, document d is tokens[offsets[d]:offsets[d + 1]]), and meta.json, written last.
+Each document opens with the separator, so its first token has something to be predicted from, and every byte
+of text is a target.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ SPLITS = ("train", "val")
 
 
 class Corpus:
-    """A prepared corpus, verified: every file's size and checksum. Raises UserError with what is wrong and the fix."""
+    """A prepared corpus, verified: every file's size and checksum. Raises UserError with fault and fix."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -34,7 +35,8 @@ class Corpus:
             for name in (f"{split}.bin", f"{split}.idx.npy"):
                 self._verify(name, about["sha256"][name])
             self.tokens[split] = np.memmap(self.folder / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
-            self.offsets[split] = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False).astype(np.int64)
+            offsets = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False)
+            self.offsets[split] = offsets.astype(np.int64)
 
     def _verify(self, name: str, sha256: str) -> None:
         path = self.folder / name
@@ -46,19 +48,20 @@ class Corpus:
                                 "prepare it again with data/prepare.py")
 
     def windows(self, split: str, seq_len: int) -> int:
-        """How many non-overlapping windows of seq_len inputs and their targets the split holds, at least 1."""
+        """How many non-overlapping windows of seq_len inputs and targets the split holds, at least 1."""
         n_windows = (len(self.tokens[split]) - 1) // seq_len
         if n_windows < 1:
-            raise UserError(f"corpus {self.folder}: {split} has {len(self.tokens[split])} tokens, too few for one "
-                            f"window of train.seq_len = {seq_len} and its last target; shorten it or add text")
+            raise UserError(f"corpus {self.folder}: {split} has {len(self.tokens[split])} tokens, "
+                            f"too few for one window of train.seq_len = {seq_len} and its last target; "
+                            "shorten it or add text")
         return n_windows
 
     def batch(self, seq_len: int, batch_size: int, seed: int, step: int,
               rank: int = 0, world_size: int = 1) -> tuple[Tensor, Tensor]:
         """Inputs and targets (batch_size / world_size, seq_len) of a step: a pure function of its arguments.
 
-        An epoch is a permutation of the windows, which start at an offset of its own, so that tokens fall on other
-        positions each time. Ranks take turns, so the union over ranks is the same whatever the world size.
+        An epoch is a permutation of the windows, which start at an offset of its own, so that tokens fall on
+        other positions each time. Ranks take turns, so their union is the same whatever the world size.
         """
         tokens = self.tokens["train"]
         n_windows = max(1, self.windows("train", seq_len) - 1)          # one less: room for the offset
@@ -78,8 +81,8 @@ class Corpus:
         return [self._gather("val", starts[i:i + batch_size], seq_len) for i in range(0, count, batch_size)]
 
     def _gather(self, split: str, starts: Any, seq_len: int) -> tuple[Tensor, Tensor]:
-        rows = np.stack([self.tokens[split][s:s + seq_len + 1] for s in starts]).astype(np.int64)
-        rows = torch.from_numpy(rows)
+        windows = np.stack([self.tokens[split][s:s + seq_len + 1] for s in starts])
+        rows = torch.from_numpy(windows.astype(np.int64))
         return rows[:, :-1], rows[:, 1:]                                # (B, T) each
 
 
@@ -97,11 +100,12 @@ def read_meta(path: Path) -> dict[str, Any]:
         version = meta["format_version"]
     except FileNotFoundError as error:
         raise UserError(f"data.dir {folder}: no prepared corpus there (no {path.name}); make one with "
-                        f"`python data/prepare.py SOURCE --out {folder}`, SOURCE being stdlib, a .txt file or a folder") \
-            from error
+                        f"`python data/prepare.py SOURCE --out {folder}`, SOURCE being stdlib, a .txt file "
+                        "or a folder") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged ({error}); prepare the corpus again with data/prepare.py") from error
+        raise UserError(f"{path}: damaged ({error}); "
+                        "prepare the corpus again with data/prepare.py") from error
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {version!r}, this code reads {FORMAT_VERSION}; prepare the corpus "
-                        "again with data/prepare.py")
+        raise UserError(f"{path}: format version {version!r}, this code reads {FORMAT_VERSION}; "
+                        "prepare the corpus again with data/prepare.py")
     return meta

@@ -1,18 +1,17 @@
-"""Turn text into a corpus that train.py reads: `python data/prepare.py SOURCE [--tokenizer byte|gpt2] [--out DIR]`.
+"""Turn text into a corpus for train.py: `python data/prepare.py SOURCE [--tokenizer byte|gpt2] [--out DIR]`.
 
 SOURCE is one of
   stdlib      the source text of the running Python's own standard library: always there, public, no download
   FILE.txt    one text; its last tenth is for validation
-  FOLDER      its .txt files, a document each. Subfolders train/ and val/ are the splits where both exist; else a
-              hash of each file's path inside the folder picks a tenth of the files for validation
+  FOLDER      its .txt files, a document each. Subfolders train/ and val/ are the splits where both exist;
+              else a hash of each file's path inside the folder picks a tenth of the files for validation
 
-The corpus appears at DIR all at once when it is complete; an interrupted preparation leaves nothing that loads.
+The corpus appears at DIR all at once when complete; an interrupted preparation leaves nothing that loads.
 """
 
 import hashlib
 import json
 import os
-import shutil
 import sys
 import sysconfig
 import tempfile
@@ -23,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))     # `python data/prepare.py` finds the root's modules
+# `python data/prepare.py` finds the root's modules
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import UserError, argument_parser, run_command  # noqa: E402
 from data.loader import FORMAT_VERSION, SPLITS  # noqa: E402
@@ -60,7 +60,8 @@ def find_documents(source: str) -> dict[str, list[Document]]:
     """Split -> documents of a SOURCE, in an order that depends on their names alone."""
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        return split_by_hash(root, [p for p in root.rglob("*.py") if not why_left_out(p.relative_to(root).as_posix())])
+        return split_by_hash(root, [p for p in root.rglob("*.py")
+                                    if not why_left_out(p.relative_to(root).as_posix())])
     root = Path(source)
     if root.is_file() and root.suffix == ".txt":
         return split_inside(root)
@@ -84,7 +85,7 @@ def why_left_out(path: str) -> str | None:
 
 
 def split_by_hash(root: Path, paths: Any) -> dict[str, list[Document]]:
-    """A file is for validation if the hash of its path inside root says so: stable across machines and additions."""
+    """The hash of its path inside root puts a file into a split: stable across machines and additions."""
     def rank(path: Path) -> float:
         return int(hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest()[:8], 16) / 2**32
 
@@ -110,14 +111,15 @@ def read(document: Document, tokenizer: Tokenizer) -> np.ndarray:
     try:
         ids = tokenizer.encode(text)
     except UnicodeDecodeError as error:
-        raise UserError(f"{document.path}: not UTF-8 at byte {error.start}, which tokenizer {tokenizer.name} needs; "
-                        "convert the file or use --tokenizer byte") from error
+        raise UserError(f"{document.path}: not UTF-8 at byte {error.start}, which tokenizer {tokenizer.name} "
+                        "needs; convert the file or use --tokenizer byte") from error
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
         raise UserError(f"{document.path}: id {ids.max()} is beyond the vocabulary of {tokenizer.vocab_size}")
     return np.concatenate(([tokenizer.eot], ids))
 
 
-def write_split(folder: Path, split: str, documents: list[Document], tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+def write_split(folder: Path, split: str, documents: list[Document], tokenizer: Tokenizer,
+                dtype: str) -> dict[str, Any]:
     """Write SPLIT.bin and SPLIT.idx.npy, a document at a time; return what meta.json says of them."""
     from tqdm import tqdm
 
@@ -158,7 +160,8 @@ def prepare(source: str, out: Path, tokenizer_name: str) -> dict[str, Any]:
             "revision": f"Python {'.'.join(map(str, sys.version_info[:3]))}" if source == "stdlib" else None,
             "dtype": dtype, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
-            "splits": {split: write_split(new, split, documents[split], tokenizer, dtype) for split in SPLITS},
+            "splits": {split: write_split(new, split, documents[split], tokenizer, dtype)
+                       for split in SPLITS},
         }
         with (new / "meta.json").open("w", encoding="utf-8") as file:
             json.dump(meta, file, indent=1)
@@ -186,7 +189,8 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out or Path("data") / Path(args.source).stem
     if args.source == "stdlib":
-        print("left out of stdlib: " + ", ".join(f"{pattern} ({why})" for pattern, why in STDLIB_LEFT_OUT.items()))
+        print("left out of stdlib: "
+              + ", ".join(f"{pattern} ({why})" for pattern, why in STDLIB_LEFT_OUT.items()))
     for line in describe(prepare(args.source, out, args.tokenizer), out):
         print(line)
 

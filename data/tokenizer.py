@@ -47,17 +47,18 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte pair encoding, 50,257 ids, through tiktoken, which fetches its two files once and caches them."""
+    """GPT-2's byte pair encoding, 50,257 ids, by tiktoken, which fetches two files once and caches them."""
 
     name = "gpt2"
 
     def __init__(self) -> None:
-        import tiktoken             # imported here: a run on bytes needs neither the package nor the network
+        import tiktoken  # imported here: a run on bytes needs neither the package nor the network
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
         except OSError as error:    # requests' exceptions are OSErrors
-            raise UserError("tokenizer gpt2: its two files are neither cached nor reachable; put them into a folder "
-                            "under tiktoken's names and set TIKTOKEN_CACHE_DIR to it, or use --tokenizer byte") from error
+            raise UserError("tokenizer gpt2: its two files are neither cached nor reachable; put them into a "
+                            "folder under tiktoken's names and set TIKTOKEN_CACHE_DIR to it, "
+                            "or use --tokenizer byte") from error
         self.vocab_size, self.eot = self.encoding.n_vocab, self.encoding.eot_token
 
     @cached_property
@@ -74,7 +75,7 @@ class GPT2Tokenizer:
         return b"" if token == self.eot else self.encoding.decode_single_token_bytes(token)
 
 
-TOKENIZERS = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
+TOKENIZERS: dict[str, type[Tokenizer]] = {"byte": ByteTokenizer, "gpt2": GPT2Tokenizer}
 
 
 def load_tokenizer(name: str) -> Tokenizer:

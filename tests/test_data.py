@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import needs, words
 from config import UserError
 from data import prepare as prepare_module
 from data.loader import Corpus
@@ -34,7 +34,8 @@ def documents_of(corpus: Corpus, split: str) -> list[bytes]:
 
 
 def test_every_byte_of_every_document_comes_back(tmp_path: Path) -> None:
-    texts = {f"{i}.txt": words(i, 50 + i) for i in range(30)} | {"deep/er/b.txt": bytes(range(256)), "empty.txt": b""}
+    texts = {f"{i}.txt": words(i, 50 + i) for i in range(30)}
+    texts |= {"deep/er/b.txt": bytes(range(256)), "empty.txt": b""}
     meta = prepare(str(write_texts(tmp_path / "source", texts)), tmp_path / "out", "byte")
     corpus = Corpus(tmp_path / "out")
     found = documents_of(corpus, "train") + documents_of(corpus, "val")
@@ -42,23 +43,27 @@ def test_every_byte_of_every_document_comes_back(tmp_path: Path) -> None:
     assert meta["splits"]["train"]["bytes"] + meta["splits"]["val"]["bytes"] == sum(map(len, texts.values()))
     for split in ("train", "val"):
         starts = corpus.offsets[split][:-1]
-        assert (corpus.tokens[split][starts] == corpus.meta["eot"]).all()       # each opens with the separator
+        assert (corpus.tokens[split][starts] == corpus.meta["eot"]).all()  # each opens with the separator
         assert (corpus.tokens[split] == corpus.meta["eot"]).sum() == len(starts)
 
 
 def test_the_split_is_a_hash_of_the_path_alone(tmp_path: Path) -> None:
     names = {f"{i:03}.txt": b"x" for i in range(300)}
     small = find_documents(str(write_texts(tmp_path / "a", names)))
-    large = find_documents(str(write_texts(tmp_path / "b", {**names, **{f"more/{i}.txt": b"y" for i in range(99)}})))
+    more = {f"more/{i}.txt": b"y" for i in range(99)}
+    large = find_documents(str(write_texts(tmp_path / "b", {**names, **more})))
     in_val = {d.path.name for d in small["val"]}
-    assert in_val == {d.path.name for d in large["val"] if d.path.parent.name == "b"}    # additions move nothing
+    assert in_val == {d.path.name for d in large["val"]
+                      if d.path.parent.name == "b"}                     # additions move nothing
     assert 10 <= len(in_val) <= 60
-    assert {"007.txt", "024.txt"} <= in_val and "000.txt" not in in_val                 # the same on every machine
+    assert {"007.txt", "024.txt"} <= in_val and "000.txt" not in in_val  # the same on every machine
 
 
 def test_train_and_val_folders_are_the_splits(tmp_path: Path) -> None:
-    found = find_documents(str(write_texts(tmp_path, {"train/a.txt": b"a", "train/b.txt": b"b", "val/c.txt": b"c"})))
-    assert [d.path.name for d in found["train"]] == ["a.txt", "b.txt"] and [d.path.name for d in found["val"]] == ["c.txt"]
+    texts = {"train/a.txt": b"a", "train/b.txt": b"b", "val/c.txt": b"c"}
+    found = find_documents(str(write_texts(tmp_path, texts)))
+    assert [d.path.name for d in found["train"]] == ["a.txt", "b.txt"]
+    assert [d.path.name for d in found["val"]] == ["c.txt"]
 
 
 def test_a_single_text_is_cut_between_characters(tmp_path: Path) -> None:
@@ -66,7 +71,8 @@ def test_a_single_text_is_cut_between_characters(tmp_path: Path) -> None:
     for n in range(60, len(text)):
         (tmp_path / "a.txt").write_bytes(text[:n].decode(errors="ignore").encode())
         found = find_documents(str(tmp_path / "a.txt"))
-        parts = [(tmp_path / "a.txt").read_bytes()[d.start:d.end] for d in (found["train"][0], found["val"][0])]
+        parts = [(tmp_path / "a.txt").read_bytes()[d.start:d.end]
+                 for d in (found["train"][0], found["val"][0])]
         assert b"".join(parts) == (tmp_path / "a.txt").read_bytes()
         assert all(part.decode() for part in parts)
 
@@ -82,7 +88,8 @@ def test_stdlib_is_there_with_long_documents_and_without_tests() -> None:
 
 
 def test_an_interrupted_preparation_leaves_nothing_that_loads(tmp_path: Path, monkeypatch) -> None:
-    source, out = write_texts(tmp_path / "s", {f"{i}.txt": b"text" for i in range(20)}), tmp_path / "data" / "out"
+    source = write_texts(tmp_path / "s", {f"{i}.txt": b"text" for i in range(20)})
+    out = tmp_path / "data" / "out"
 
     def interrupt(*arguments):
         raise KeyboardInterrupt
@@ -105,7 +112,8 @@ def test_an_interrupted_preparation_leaves_nothing_that_loads(tmp_path: Path, mo
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.idx.npy", "meta.json"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
-def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_path: Path, corpus_dir: Path) -> None:
+def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_path: Path,
+                                                    corpus_dir: Path) -> None:
     folder = tmp_path / "corpus"
     shutil.copytree(corpus_dir, folder)
     path = folder / name
@@ -157,7 +165,7 @@ def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
     n = corpus.windows("train", 32) - 1
     seen: list[set[tuple[int, ...]]] = []
     for epoch in range(2):
-        stream = corpus.batch(32, n, 3, epoch)[0]                       # a batch the size of an epoch is the epoch
+        stream = corpus.batch(32, n, 3, epoch)[0]               # a batch the size of an epoch is the epoch
         text = np.asarray(corpus.tokens["train"]).astype(np.int64)
         offset = next(o for o in range(64) if {tuple(text[o + 32 * w:o + 32 * w + 32]) for w in range(n)}
                       == {tuple(row) for row in stream.tolist()})
@@ -237,7 +245,8 @@ def test_unknown_tokenizer() -> None:
 
 def test_meta_is_the_documented_format(corpus_dir: Path) -> None:
     meta = json.loads((corpus_dir / "meta.json").read_text())
-    assert {"format_version", "dtype", "vocab_size", "tokenizer", "eot", "source", "revision", "splits"} == set(meta)
+    assert {"format_version", "dtype", "vocab_size", "tokenizer", "eot", "source", "revision",
+            "splits"} == set(meta)
     assert set(meta["splits"]["train"]) == {"tokens", "bytes", "documents", "sha256"}
     assert np.load(corpus_dir / "val.idx.npy").dtype == np.uint64
     assert (corpus_dir / "val.bin").stat().st_size == 2 * meta["splits"]["val"]["tokens"]

@@ -9,14 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, every_encoding, lively, needs
 
 import eval as eval_module
-from conftest import ROOT, every_encoding, lively, needs
 from config import UserError
 from data.loader import Corpus
 from data.tokenizer import ByteTokenizer
-from eval import (Evaluation, Text, choose_lengths, ended_windows, fixed_ends, nonoverlap_windows, open_text,
-                  position_buckets, token_losses)
+from eval import (
+    Evaluation,
+    Text,
+    choose_lengths,
+    ended_windows,
+    fixed_ends,
+    nonoverlap_windows,
+    open_text,
+    position_buckets,
+    token_losses,
+)
 from model import GPT
 from positions import ENCODINGS
 from train import train
@@ -60,7 +69,8 @@ def test_each_target_is_scored_once_and_the_same_at_every_length(longest: int, c
     targets = [scored(ended_windows(ends, length, 8)) for length in (16, longest)]
     assert targets[0] == targets[1] and len(set(targets[0])) == len(targets[0]) == 40 * 8
     for w in (*sum(windows.values(), []), *ended_windows(ends, longest, 8)):
-        assert 0 <= w.start and w.end < len(text.documents[w.document])        # inside one document, first token never scored
+        # inside one document, first token never scored
+        assert w.start >= 0 and w.end < len(text.documents[w.document])
 
 
 def test_windows_depend_on_the_seed_and_the_text_alone(tiny, corpus_dir: Path) -> None:
@@ -84,7 +94,8 @@ def test_fixed_targets_visit_every_document(corpus_dir: Path) -> None:
 @every_encoding
 def test_fixed_is_slice_and_forward(name: str, tiny, corpus_dir: Path) -> None:
     model, text = lively(tiny(name)), text_of(corpus_dir)
-    evaluation = evaluate(model, tiny(name), text, lengths=[16, 32] if ENCODINGS[name](tiny(name)).max_length else LENGTHS)
+    lengths = [16, 32] if ENCODINGS[name](tiny(name)).max_length else LENGTHS
+    evaluation = evaluate(model, tiny(name), text, lengths=lengths)
     records = {(r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
     expected = {}
     for length in {*evaluation.lengths, 32}:
@@ -144,7 +155,8 @@ def test_sums_are_per_window_and_add_up(tiny, corpus_dir: Path) -> None:
         if r["protocol"] != "position":
             columns = {c: evaluation.per_window[f"{r['protocol']}/{r['length']}/{c}"]
                        for c in ("nll", "tokens", "bytes", "document")}
-            assert columns["nll"].sum() == pytest.approx(r["nll_sum"]) and columns["tokens"].sum() == r["tokens"]
+            assert columns["nll"].sum() == pytest.approx(r["nll_sum"])
+            assert columns["tokens"].sum() == r["tokens"]
             assert len(set(columns["document"])) == r["documents"] and columns["bytes"].sum() == r["bytes"]
 
 
@@ -154,7 +166,8 @@ def test_chunked_losses_equal_full_logits(chunk: int, tiny, monkeypatch) -> None
     model, x = lively(tiny()), torch.randint(257, (3, 41))
     expected = torch.nn.functional.cross_entropy(model(x[:, :-1]).transpose(1, 2), x[:, 1:], reduction="none")
     torch.testing.assert_close(token_losses(model, x[:, :-1], x[:, 1:]), expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(token_losses(model, x[:, :-1], x[:, -5:]), expected[:, -5:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(token_losses(model, x[:, :-1], x[:, -5:]), expected[:, -5:],
+                               atol=1e-4, rtol=1e-4)
 
 
 def test_only_documents_long_enough_take_part(tiny, corpus_dir: Path) -> None:
@@ -167,14 +180,17 @@ def test_only_documents_long_enough_take_part(tiny, corpus_dir: Path) -> None:
 def test_lengths_default_to_the_multiples_that_fit(corpus_dir: Path) -> None:
     text = text_of(corpus_dir)
     longest = max(map(len, text.documents)) - 1
-    assert choose_lengths(None, 32, text) == [n for n in (16, 32, 64, 128, 256, 512, 1024, 2048) if n <= longest]
+    assert choose_lengths(None, 32, text) == [n for n in (16, 32, 64, 128, 256, 512, 1024, 2048)
+                                              if n <= longest]
     assert choose_lengths("64,16", 32, text) == [64, 16]
-    for wanted, L in (("16,x", 32), ("0", 32), (str(longest + 1), 32), ("16", longest + 1), (None, longest + 1)):
+    for wanted, L in (("16,x", 32), ("0", 32), (str(longest + 1), 32), ("16", longest + 1),
+                      (None, longest + 1)):
         with pytest.raises(UserError):
             choose_lengths(wanted, L, text)
 
 
-def test_a_text_file_is_one_document_and_a_foreign_corpus_is_refused(tmp_path: Path, corpus_dir: Path) -> None:
+def test_a_text_file_is_one_document_and_a_foreign_corpus_is_refused(tmp_path: Path,
+                                                                     corpus_dir: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"hello")
     text = open_text(str(tmp_path / "a.txt"), "unused", ByteTokenizer())
     assert text.name == "a" and text.documents[0].tolist() == [256, *b"hello"]
@@ -192,27 +208,35 @@ def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, cor
     train(tiny("learned"), [])
     done = run_eval(str(tmp_path / "run"), "--lengths", "16,32,64", "--windows", "3", "--tokens", "256")
     assert done.returncode == 0, done.stderr
-    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()[:2] in ("16", "32", "64")}
+    rows = {line.split()[0]: line for line in done.stdout.splitlines()
+            if line.strip()[:2] in ("16", "32", "64")}
     assert "<- training length" in rows["32"] and rows["64"].split("|")[1].split() == ["-", "-"]
     assert "learned is not defined beyond position 31" in done.stdout
     written = json.loads((tmp_path / "run" / "eval" / "words.json").read_text())
     assert {k: written[k] for k in ("encoding", "seq_len", "tokenizer", "data", "seed")} == {
         "encoding": "learned", "seq_len": 32, "tokenizer": "byte", "data": "words", "seed": 0}
     assert {r["length"] for r in written["records"] if r["protocol"] != "position"} == {16, 32}
-    assert all({"extend", "protocol", "length", "nll_sum", "tokens", "bytes", "documents", "ppl", "bpb", "seconds"} <= set(r)
-               for r in written["records"])
+    keys = {"extend", "protocol", "length", "nll_sum", "tokens", "bytes", "documents", "ppl", "bpb",
+            "seconds"}
+    assert all(keys <= set(r) for r in written["records"])
     picture = (tmp_path / "run" / "eval" / "words.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     assert "fixed/16/nll" in np.load(tmp_path / "run" / "eval" / "words.npz")
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
-    (["RUN", "--lengths", "16,99999"], "--lengths 16,99999"), (["RUN", "--protocol", "sliding,x"], "--protocol"),
-    (["RUN", "--targets", "999"], "--targets"), (["nowhere"], "run nowhere: no run there"),
-    (["RUN", "--data", "nowhere"], "data.dir nowhere"), (["RUN", "--lenghts", "16"], "unrecognized arguments"),
-    (["RUN", "--windows", "x"], "invalid int value"), (["EMPTY"], "no checkpoint yet"), ([], "RUN")])
-def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, tiny, tmp_path: Path, monkeypatch,
-                                          capsys) -> None:
+    (["RUN", "--lengths", "16,99999"], "--lengths 16,99999"),
+    (["RUN", "--protocol", "sliding,x"], "--protocol"),
+    (["RUN", "--targets", "999"], "--targets"),
+    (["nowhere"], "run nowhere: no run there"),
+    (["RUN", "--data", "nowhere"], "data.dir nowhere"),
+    (["RUN", "--lenghts", "16"], "unrecognized arguments"),
+    (["RUN", "--windows", "x"], "invalid int value"),
+    (["EMPTY"], "no checkpoint yet"),
+    ([], "RUN"),
+])
+def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, tiny, tmp_path: Path,
+                                          monkeypatch, capsys) -> None:
     from config import run_command
 
     train(tiny(), [])
@@ -225,7 +249,8 @@ def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, t
     with pytest.raises(SystemExit) as end:
         run_command(eval_module.main)
     error = capsys.readouterr().err
-    assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and expected in error
+    assert end.value.code == 2 and error.startswith("error: ")
+    assert error.count("\n") == 1 and expected in error
 
 
 def test_books_are_long_enough_for_64_times_a_thousand() -> None:

@@ -1,19 +1,19 @@
-"""The decoder: its blocks against transformers' Llama and GPT-2, its size and cost against the closed form."""
+"""The decoder: its blocks against transformers' Llama and GPT-2, size and cost against the closed form."""
 
 import math
 
 import pytest
 import torch
+from conftest import lively, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import rope
-from conftest import lively, tokens
 from model import GPT, hidden_width
 
 LLAMA = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
-         "attention_norm": "input_layernorm", "attention": "self_attn", "mlp_norm": "post_attention_layernorm",
-         "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj",
-         "down": "down_proj", "blocks": "model.layers"}
+         "attention_norm": "input_layernorm", "attention": "self_attn",
+         "mlp_norm": "post_attention_layernorm", "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj",
+         "gate": "gate_proj", "up": "up_proj", "down": "down_proj", "blocks": "model.layers"}
 GPT2 = {"embedding": "transformer.wte", "encoding.table": "transformer.wpe", "norm": "transformer.ln_f",
         "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
         "mlp.down": "mlp.c_proj", "blocks": "transformer.h"}
@@ -29,21 +29,24 @@ def test_the_default_block_is_llamas(tied: str, tiny) -> None:
     renamed = {".".join(LLAMA.get(part, part) for part in name.split(".")): weight
                for name, weight in model.state_dict().items()}
     missing = theirs.load_state_dict(renamed, strict=False)
-    assert not missing.unexpected_keys and missing.missing_keys == (["lm_head.weight"] if tied == "true" else [])
+    assert not missing.unexpected_keys
+    assert missing.missing_keys == (["lm_head.weight"] if tied == "true" else [])
     x = tokens((2, 90))
     torch.testing.assert_close(model(x), theirs(x).logits, atol=1e-3, rtol=1e-4)
 
 
 def test_gpt2s_block_is_one_config(tiny) -> None:
     transformers = pytest.importorskip("transformers")
-    model = lively(tiny("learned", "model.norm=layernorm", "model.mlp=gelu", "model.bias=true", "model.tied=true"))
+    model = lively(tiny("learned", "model.norm=layernorm", "model.mlp=gelu", "model.bias=true",
+                        "model.tied=true"))
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=257, n_positions=32, n_embd=32, n_layer=2, n_head=2, layer_norm_epsilon=1e-5)).eval()
     renamed = {}
     weights = model.state_dict()
-    for name in [n for n in weights if ".attention.q." in n]:           # theirs: q, k, v side by side, transposed
+    for name in [n for n in weights if ".attention.q." in n]:       # theirs: q, k, v side by side, transposed
         parts = [weights.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
-        renamed[name.replace("blocks", "transformer.h").replace("attention.q", "attn.c_attn")] = torch.cat(parts).t()
+        their_name = name.replace("blocks", "transformer.h").replace("attention.q", "attn.c_attn")
+        renamed[their_name] = torch.cat(parts).t()
     for name, weight in weights.items():
         is_linear = ".attention.o." in name or ".mlp." in name
         for ours, other in GPT2.items():
@@ -58,24 +61,26 @@ def test_gpt2s_block_is_one_config(tiny) -> None:
 @pytest.mark.parametrize(("mlp", "matrices"), [("swiglu", 3), ("gelu", 2), ("relu2", 2)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_and_flops_are_the_closed_form(mlp: str, matrices: int, tied: bool, tiny) -> None:
-    config = tiny("rope", f"model.mlp={mlp}", f"model.tied={str(tied).lower()}", "model.n_embd=48", "model.n_layer=3")
+    config = tiny("rope", f"model.mlp={mlp}", f"model.tied={str(tied).lower()}", "model.n_embd=48",
+                  "model.n_layer=3")
     model = GPT(config)
     C, V, n_layer, T, width = 48, 257, 3, 40, 128 if mlp == "swiglu" else 192
     assert hidden_width(config.model) == width
     block = 4 * C * C + matrices * C * width
     assert model.n_parameters() == n_layer * (block + 2 * C) + C + V * C * (1 if tied else 2)
     assert model.flops_per_token(T) == 6 * (n_layer * block + V * C) + 6 * n_layer * C * (T + 1)
-    with FlopCounterMode(display=False) as counter:                     # an independent count of the matrix products
+    with FlopCounterMode(display=False) as counter:             # an independent count of the matrix products
         model(tokens((1, T)), tokens((1, T))).backward()
     attention = 6 * n_layer * C * (T + 1)
-    products = sum(n for operation, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(operation))
+    products = sum(n for operation, n in counter.get_flop_counts()["Global"].items()
+                   if "attention" not in str(operation))
     assert products == (model.flops_per_token(T) - attention) * T
 
 
 def test_attention_flops_are_the_visible_pairs() -> None:
     """6 C (T + 1) a token and layer is 3 x 4 C for each of T (T + 1) / 2 visible pairs, over T tokens."""
     for T in (1, 7, 256):
-        assert 6 * (T + 1) * T == 3 * 4 * sum(i + 1 for i in range(T))
+        assert 3 * 4 * sum(i + 1 for i in range(T)) == 6 * (T + 1) * T
 
 
 def test_qk_norm_normalises_each_head(tiny) -> None:
@@ -127,7 +132,7 @@ def test_compiled_training_gives_the_same_loss(tiny) -> None:
 
 
 def test_rope_has_no_table_to_outgrow(tiny) -> None:
-    """Far positions are computed, not looked up: the same logits at a million as at zero, within fp32's angles."""
+    """Far positions are computed, not looked up: the same logits at 4096 as at zero, within fp32's angles."""
     model = lively(tiny("rope", "model.n_layer=1", "position.base=100"))
     x, at = tokens((1, 8)), torch.arange(8)
     assert rope.inv_freq(16, 100).max() == 1

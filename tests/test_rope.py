@@ -1,14 +1,14 @@
-"""Laws of rotations, both layouts against explicit matrices, complex numbers and two other implementations."""
+"""Laws of rotation, both layouts against explicit matrices, complex numbers and two other implementations."""
 
 import math
 
 import pytest
 import torch
+from conftest import lively, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope
-from conftest import lively, tokens
 from model import GPT, autocast
 from train import make_optimizer
 
@@ -42,9 +42,11 @@ def test_rotations_form_a_group_that_preserves_norms(layout: str, a: int, b: int
     x, y = vectors(2, D)
     turned = rope.rotate(x, angle(a), layout)
     assert turned.norm().item() == pytest.approx(x.norm().item(), abs=1e-10)
-    torch.testing.assert_close(rope.rotate(turned, angle(b), layout), rope.rotate(x, angle(a) + angle(b), layout),
-                               atol=1e-10, rtol=0)                              # R(a) R(b) = R(a + b)
-    torch.testing.assert_close(turned @ y, x @ rope.rotate(y, -angle(a), layout), atol=1e-10, rtol=0)   # R(a)^T = R(-a)
+    torch.testing.assert_close(rope.rotate(turned, angle(b), layout),
+                               rope.rotate(x, angle(a) + angle(b), layout),
+                               atol=1e-10, rtol=0)                      # R(a) R(b) = R(a + b)
+    torch.testing.assert_close(turned @ y, x @ rope.rotate(y, -angle(a), layout),
+                               atol=1e-10, rtol=0)                      # R(a)^T = R(-a)
 
 
 @layouts
@@ -61,8 +63,8 @@ def test_the_logit_depends_on_the_distance_alone(layout: str, m: int, n: int, sh
 def test_rotation_is_the_block_diagonal_matrix(layout: str) -> None:
     for position in (0, 1, 7, 1000, -3):
         x = vectors(5, D)
-        torch.testing.assert_close(rope.rotate(x, angle(position), layout), x @ matrix(angle(position), layout).T,
-                                   atol=1e-12, rtol=0)
+        torch.testing.assert_close(rope.rotate(x, angle(position), layout),
+                                   x @ matrix(angle(position), layout).T, atol=1e-12, rtol=0)
 
 
 def test_interleaved_rotation_is_complex_multiplication() -> None:
@@ -83,8 +85,8 @@ def test_half_is_interleaved_with_channels_permuted(dim: int) -> None:
     a = rope.angles(torch.arange(7), rope.inv_freq(dim, dtype=torch.float64))
     x = vectors(7, D)
     to_half = rope.to_half(torch.eye(D, dtype=torch.float64), 1, dim)           # as a matrix: x_half = P x
-    torch.testing.assert_close(rope.rotate(x @ to_half.T, a, "half"), rope.rotate(x, a, "interleaved") @ to_half.T,
-                               atol=1e-12, rtol=0)
+    torch.testing.assert_close(rope.rotate(x @ to_half.T, a, "half"),
+                               rope.rotate(x, a, "interleaved") @ to_half.T, atol=1e-12, rtol=0)
 
 
 @settings(deadline=None)
@@ -94,12 +96,13 @@ def test_layout_conversion_inverts(n_head: int, pairs: int, passed: int) -> None
     there = rope.to_half(weight, n_head, 2 * pairs)
     assert torch.equal(rope.to_interleaved(there, n_head, 2 * pairs), weight)
     assert pairs == 1 or not torch.equal(there, weight)
-    assert torch.equal(rope.to_half(weight[:, 0], n_head, 2 * pairs), there[:, 0])       # a bias converts alike
+    assert torch.equal(rope.to_half(weight[:, 0], n_head, 2 * pairs), there[:, 0])  # a bias converts alike
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_a_trained_model_converts_between_layouts(tiny, fraction: float) -> None:
-    options = (f"position.fraction={fraction}", "model.qk_norm=true", "model.bias=true", "model.norm=layernorm")
+    options = (f"position.fraction={fraction}", "model.qk_norm=true", "model.bias=true",
+               "model.norm=layernorm")
     config = tiny("rope", "position.layout=interleaved", *options)
     model = lively(config)
     optimizer = make_optimizer(model, config.train)
@@ -116,7 +119,7 @@ def test_a_trained_model_converts_between_layouts(tiny, fraction: float) -> None
             weights[name] = rope.to_half(weight, 1, rotary_dim)
     other.load_state_dict(model.state_dict())
     x = tokens((2, 100), 9)
-    assert (other(x) - model(x)).abs().max() > 1e-2                     # unconverted: shapes fit, logits do not
+    assert (other(x) - model(x)).abs().max() > 1e-2                 # unconverted: shapes fit, logits do not
     other.load_state_dict(weights)
     torch.testing.assert_close(other(x), model(x), atol=1e-5, rtol=1e-5)
 
@@ -136,8 +139,10 @@ def test_axial_angles_turn_each_share_by_its_own_axis() -> None:
     x = vectors(6, D)
     rows, columns = torch.tensor([0, 0, 1, 1, 5, 5]), torch.tensor([3, 1, 4, 1, 5, 9])
     turned = rope.rotate(x, rope.axial_angles(torch.stack((rows, columns), -1), (f, f)), "interleaved")
-    torch.testing.assert_close(turned[:, :D // 2], rope.rotate(x[:, :D // 2], rope.angles(rows, f), "interleaved"))
-    torch.testing.assert_close(turned[:, D // 2:], rope.rotate(x[:, D // 2:], rope.angles(columns, f), "interleaved"))
+    torch.testing.assert_close(turned[:, :D // 2],
+                               rope.rotate(x[:, :D // 2], rope.angles(rows, f), "interleaved"))
+    torch.testing.assert_close(turned[:, D // 2:],
+                               rope.rotate(x[:, D // 2:], rope.angles(columns, f), "interleaved"))
     with pytest.raises(ValueError, match="axes"):
         rope.axial_angles(rows[:, None], (f, f))
 
@@ -171,7 +176,8 @@ def test_angles_do_not_follow_the_model_to_bfloat16(tiny) -> None:
     at = torch.tensor([[0, 257, 4099, 65_537]])                         # none but 0 is a bfloat16
     expected = model.encoding.tables(at, at)
     for made in (GPT(config).to(torch.bfloat16).encoding.tables(at, at),):
-        assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(made, expected, strict=True))
+        assert all(torch.equal(a, b) and a.dtype == torch.float32
+                   for a, b in zip(made, expected, strict=True))
     seen = []
     model.encoding.rotate = lambda q, k, at: seen.append(at.tables) or (q, k)
     with autocast(config.train, torch.device("cpu")):

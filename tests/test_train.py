@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, every_encoding, lively, words
 from safetensors.torch import load_file
 
 import checkpoint
 import train as train_module
-from conftest import ROOT, every_encoding, lively, words
 from config import Config, UserError, to_toml
 from data.loader import Corpus
 from data.prepare import prepare
@@ -44,14 +44,16 @@ def assert_equal_runs(a: Path, b: Path, step: int) -> None:
 def test_a_run_learns_and_leaves_what_is_documented(name: str, tiny, tmp_path: Path) -> None:
     assert train(tiny(name, "train.steps=60", "train.lr=1e-2", "run.save_every=30"), []) == 0
     lines, run_dir = metrics(tmp_path / "run"), tmp_path / "run"
-    assert lines[-1]["val_loss"] < 2.9 < lines[0]["loss"] and [line["step"] for line in lines] == list(range(1, 61))
+    assert lines[-1]["val_loss"] < 2.9 < lines[0]["loss"]
+    assert [line["step"] for line in lines] == list(range(1, 61))
     assert lines[-1]["val_bpb"] == pytest.approx(lines[-1]["val_loss"] / math.log(2), rel=0.03)
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert {"steps", "tokens", "wall_s", "val_loss", "val_bpb", "tokens_per_s", "peak_memory", "parameters", "versions",
-            "git_revision"} <= set(summary)
+    assert {"steps", "tokens", "wall_s", "val_loss", "val_bpb", "tokens_per_s", "peak_memory", "parameters",
+            "versions", "git_revision"} <= set(summary)
     assert (summary["tokens"], summary["val_loss"]) == (60 * 4 * 32, lines[-1]["val_loss"])
     model, config, tokenizer = checkpoint.load_run(run_dir)
-    assert config == tiny(name, "train.steps=60", "train.lr=1e-2", "run.save_every=30") and tokenizer.name == "byte"
+    assert config == tiny(name, "train.steps=60", "train.lr=1e-2", "run.save_every=30")
+    assert tokenizer.name == "byte"
     assert model.n_parameters() == summary["parameters"] and not model.training
 
 
@@ -81,12 +83,13 @@ def stop_after(n: int) -> list[int]:
 @pytest.mark.parametrize("overrides", [
     (), ("model.dropout=0.3", "train.accumulate=2"), ("train.dtype=bfloat16", "train.schedule=wsd"),
     ("train.batch_size=64", "train.seq_len=128", "train.steps=9")])     # the last one crosses epochs
-def test_resume_is_bit_equal_to_an_uninterrupted_run(overrides: tuple[str, ...], tiny, tmp_path: Path) -> None:
+def test_resume_is_bit_equal_to_an_uninterrupted_run(overrides: tuple[str, ...], tiny,
+                                                     tmp_path: Path) -> None:
     straight = tiny("learned", *overrides, f"run.dir={tmp_path / 'straight'}")
     stopped = tiny("learned", *overrides, f"run.dir={tmp_path / 'stopped'}", "run.save_every=100")
     steps = straight.train.steps
     assert train(straight, []) == 0
-    codes = [train(stopped, stop_after(n)) for n in (3, 2)]             # stopped twice, at other steps than it saves
+    codes = [train(stopped, stop_after(n)) for n in (3, 2)]     # stopped twice, at other steps than it saves
     assert codes == [130, 130] and not (tmp_path / "stopped" / "summary.json").exists()
     assert train(stopped, []) == 0
     assert_equal_runs(tmp_path / "straight", tmp_path / "stopped", steps)
@@ -119,7 +122,8 @@ def test_a_real_signal_saves_and_exits_130_and_the_same_command_goes_on(tiny, tm
         assert process.returncode == code and "saved at step" in out
     saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert 1 <= len(saved) <= 2 and int(saved[-1].name) == metrics(tmp_path / "run")[-1]["step"] > 1
-    assert "resuming" not in out and len({line["step"] for line in metrics(tmp_path / "run")}) == int(saved[-1].name)
+    assert "resuming" not in out
+    assert len({line["step"] for line in metrics(tmp_path / "run")}) == int(saved[-1].name)
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no state"])
@@ -132,7 +136,8 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage: str, tiny, tmp
     name = "state.json" if damage == "no state" else "model.safetensors"
     content = bytearray((newest / name).read_bytes())
     content[len(content) // 2] ^= 4
-    (newest / name).write_bytes({"empty": b"", "cut": content[:-1], "flipped": content, "no state": content}[damage])
+    written = {"empty": b"", "cut": content[:-1], "flipped": content, "no state": content}
+    (newest / name).write_bytes(written[damage])
     capsys.readouterr()
     assert train(config, []) == 0
     out = capsys.readouterr().out
@@ -163,11 +168,13 @@ def test_a_failed_save_leaves_the_older_checkpoints(tiny, tmp_path: Path, monkey
 
     monkeypatch.setattr(checkpoint, "_flush", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(tmp_path / "run", model, make_optimizer(model, config.train), 99, {"wall_s": 0.0}, keep=1)
+        checkpoint.save(tmp_path / "run", model, make_optimizer(model, config.train), 99, {"wall_s": 0.0},
+                        keep=1)
     assert sorted(p.name for p in folder.iterdir()) == before
 
 
-def test_a_diverged_run_ends_with_3_and_keeps_its_checkpoint(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_a_diverged_run_ends_with_3_and_keeps_its_checkpoint(tiny, tmp_path: Path, capsys,
+                                                             monkeypatch) -> None:
     losses = iter([(2.0, 1.0)] * 5 + [(math.nan, 1.0)])
     real = train_module.update
     monkeypatch.setattr(train_module, "update", lambda *a: (real(*a), next(losses))[1])
@@ -181,7 +188,8 @@ def test_accumulation_changes_memory_not_the_gradient(tiny) -> None:
     for parts in (1, 2, 4):
         config = tiny("rope", f"train.accumulate={parts}")
         model = lively(config)
-        update(model, make_optimizer(model, config.train), Corpus(config.data.dir), config, 0, torch.device("cpu"))
+        update(model, make_optimizer(model, config.train), Corpus(config.data.dir), config, 0,
+               torch.device("cpu"))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], atol=1e-5, rtol=1e-4)
@@ -213,7 +221,8 @@ def test_learning_rates(tiny) -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True) and 0.1 < rates[99] < 0.101
     t = t.model_copy(update={"schedule": "wsd"})
     rates = [learning_rate(step, t) for step in range(100)]
-    assert set(rates[10:81]) == {1.0} and rates[90] == pytest.approx(0.55) and rates[99] == pytest.approx(0.145)
+    assert set(rates[10:81]) == {1.0} and rates[90] == pytest.approx(0.55)
+    assert rates[99] == pytest.approx(0.145)
 
 
 def test_a_run_and_a_corpus_that_do_not_belong_together(tiny, tmp_path: Path) -> None:
@@ -238,7 +247,8 @@ def test_a_folder_that_is_no_run_is_never_written_into(tiny, tmp_path: Path) -> 
     assert os.listdir(tmp_path / "run") == ["thesis.tex"]
 
 
-def test_wandb_without_a_key_goes_offline_and_training_goes_on(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_wandb_without_a_key_goes_offline_and_training_goes_on(tiny, tmp_path: Path, monkeypatch,
+                                                               capsys) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))
     for variable in ("WANDB_MODE", "WANDB_API_KEY"):
@@ -264,7 +274,8 @@ def test_compile_pays_only_on_long_cpu_runs(tiny, monkeypatch) -> None:
     assert [decision(short, "cpu"), decision(long, "cpu"), decision(short, "cuda")] == [False, True, True]
     monkeypatch.setattr(shutil, "which", lambda name: None)             # no compiler on this machine
     assert decision(long, "cpu") is False
-    assert decision(tiny("rope", "train.compile=on"), "cpu") and not decision(tiny("rope", "train.compile=off"), "cuda")
+    assert decision(tiny("rope", "train.compile=on"), "cpu")
+    assert not decision(tiny("rope", "train.compile=off"), "cuda")
 
 
 def test_train_and_model_import_without_the_optional_packages() -> None:

@@ -1,0 +1,35 @@
+# make train   set up .venv, prepare the corpus if missing, train the quick config, evaluate it at longer contexts
+# make test    set up .venv with the test packages, run the tests
+# make lint    ruff and mypy
+PYTHON ?= python3
+PY := .venv/bin/python
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test lint
+.DELETE_ON_ERROR:
+
+train: .venv/.installed data/stdlib/meta.json
+	$(PY) train.py configs/quick.toml
+	$(PY) eval.py runs/quick
+
+test: .venv/.installed-test
+	$(PY) -m pytest
+
+lint: .venv/.installed-test
+	$(PY) -m ruff check
+	$(PY) -m mypy
+
+data/stdlib/meta.json: | .venv/.installed
+	$(PY) data/prepare.py stdlib
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) -e .
+	touch $@
+
+.venv/.installed-test: .venv/.installed
+	$(INSTALL) -e '.[test]'
+	touch $@

@@ -239,8 +239,8 @@ class Evaluation:
 
 
 def position_buckets(longest: int) -> list[tuple[int, int]]:
-    """[from, to) of positions, two to an octave, from 0 on; position i has i + 1 tokens of context."""
-    steps = (round(2 ** (i / 2)) for i in range(2 * longest.bit_length()))
+    """[from, to) of positions, two to an octave from 4 on; position i has i + 1 tokens of context."""
+    steps = (round(2 ** (i / 2)) for i in range(4, 2 * longest.bit_length()))
     return list(itertools.pairwise(sorted({0, longest, *(step for step in steps if step < longest)})))
 
 
@@ -296,9 +296,9 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
     left.yaxis.set_major_formatter(ScalarFormatter())
     for axis in (left, right):
         axis.axvline(L, color="grey", linewidth=1)
-        axis.annotate(f" L = {L}", (L, 1), xycoords=("data", "axes fraction"), va="top", color="grey")
+        axis.annotate(f" L = {L}", (L, 0), xycoords=("data", "axes fraction"), va="bottom", color="grey")
         axis.grid(alpha=0.3)
-    left.legend()
+    left.legend(loc="upper left")
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)

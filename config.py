@@ -1,8 +1,8 @@
 """Configuration: TOML files that extend one another, key=value overrides, one strict schema.
 
 A config is data: it is parsed, never executed. Every key, its type, default and meaning stands in the classes
-below (and, for [position], in the encodings of positions.py), and `--help` prints them. All problems of a
-config are reported at once.
+below (and, for [position], in those of positions/), and `--help` prints them. All problems of a config are
+reported at once.
 """
 
 from __future__ import annotations

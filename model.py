@@ -47,7 +47,7 @@ class Cache:
 
     def __init__(self, n_layer: int) -> None:
         self.positions: Tensor | None = None                            # (1 or B, Tk)
-        self.layers: list[tuple[Tensor, Tensor] | None] = [None] * n_layer
+        self.layers: list[list[Tensor] | None] = [None] * n_layer
 
     def next_position(self) -> int:
         """One more than the largest so far; 0 where there is none."""
@@ -60,13 +60,13 @@ class Cache:
         self.positions = positions
         return positions
 
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer (B, H, Tk, D) after the new ones are added."""
+    def append(self, layer: int, new: list[Tensor]) -> list[Tensor]:
+        """All keys, values and features of a layer (B, H, Tk, D or F) after the new ones are added."""
         old = self.layers[layer]
         if old is not None:
-            k, v = torch.cat((old[0], k), dim=2), torch.cat((old[1], v), dim=2)
-        self.layers[layer] = k, v
-        return k, v
+            new = [torch.cat(pair, dim=2) for pair in zip(old, new, strict=True)]
+        self.layers[layer] = new
+        return new
 
 
 class Attention(nn.Module):
@@ -92,8 +92,12 @@ class Attention(nn.Module):
         q, k, v = (p(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)
                    for p in (self.q, self.k, self.v))                   # (B, H, T, D) each
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        features = encoding.features(x, at.layer)                       # (B, H, T, F) or None
         if cache is not None:
-            k, v = cache.append(at.layer, k, v)                         # (B, H, Tk, D)
+            new = [k, v] if features is None else [k, v, features]
+            k, v, *rest = cache.append(at.layer, new)                   # (B, H, Tk, D)
+            features = rest[0] if rest else None
+        at = at._replace(features=features)
         attend = attend_in_blocks if encoding.has_scores() else attend_fused
         y = attend(q, k, v, encoding, at, self.is_causal, self.dropout if self.training else 0.0)
         return self.o(y.transpose(1, 2).reshape(B, T, C))
@@ -122,7 +126,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     """Explicit softmax in blocks of query rows: T x T logits never exist at once. -> (B, H, Tq, D)."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
-    n_rows = max(1, MAX_BLOCK // (B * H * Tk))
+    n_rows = max(1, MAX_BLOCK // (B * H * Tk * encoding.numbers_per_logit))
     q_turned, k_turned = encoding.rotate(q, k, at)
     blocks = []
     for start in range(0, Tq, n_rows):
@@ -132,7 +136,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
         if is_causal:
             mask = causal_mask(rows.stop - rows.start, seen, q.device)
             logits = logits.masked_fill(~mask, -torch.inf)
-        block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, :seen])
+        features = at.features[:, :, :seen] if at.features is not None else None
+        block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, :seen], features=features)
         logits = encoding.scores(logits, q[:, :, rows], k[:, :, :seen], block_at)
         weights = logits.softmax(dim=-1).to(v.dtype)
         if dropout:

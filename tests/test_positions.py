@@ -10,7 +10,8 @@ import model as model_module
 import rope
 from config import load_config
 from model import GPT, attend_fused, attend_in_blocks, autocast
-from positions import ENCODINGS, ALiBi, At
+from positions import ENCODINGS, At
+from positions.distance import ALiBi
 
 
 @every_encoding

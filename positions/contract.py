@@ -1,0 +1,105 @@
+"""What a position encoding is: three places at which it may act, and the options it declares.
+
+Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H. Angles in radians.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from config import Config
+
+
+class At(NamedTuple):
+    """Where a hook is called. Queries and keys differ in number when cached keys precede the queries."""
+
+    q_pos: Tensor  # (1 or B, Tq) positions of the queries
+    k_pos: Tensor  # (1 or B, Tk) positions of the keys
+    layer: int  # 0 is the layer next to the embeddings
+    tables: Any  # what the encoding's `tables` returned for this forward
+    features: Tensor | None = None  # what its `features` returned for the keys, (B, H, Tk, F)
+
+    def distance(self) -> Tensor:
+        """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
+
+        At least 0: keys ahead of the query are masked, and log(distance) must not make NaN of them.
+        """
+        return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)[:, None]
+
+
+class Options(BaseModel):
+    """The keys of [position] that every encoding has; an encoding declares its own in a subclass."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    encoding: str = Field(description="which encoding; see the list below")
+    layers: Literal["all", "first"] | list[int] = Field(
+        "all", description="which layers it acts in: all, the first only, or a list of layer numbers from 0; "
+                           "the others get no position information of their own")
+
+    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
+        """Key -> what is wrong with it for heads of this size; empty where all is well."""
+        return {}
+
+
+class Encoding(nn.Module):
+    """Tells a decoder where its tokens stand. Override any of three hooks; each is the identity by default.
+
+    Positions are integers given to every call, never implied by a tensor's length, so offsets, gaps and
+    cached decoding need nothing extra. Keep derived tensors (frequencies, slopes, angles) out of the state
+    dict: compute them in `tables`, in fp32, so that a checkpoint can be read back under other options.
+    """
+
+    Options: ClassVar[type[Options]] = Options
+    is_relative: ClassVar[bool] = True  # do the logits depend on distances alone (tested)?
+    max_length: int | None = None  # positions it is defined for are 0 ... max_length - 1; None: all
+    numbers_per_logit: int = 1  # that `scores` holds at a time; more of them, smaller blocks of queries
+
+    def __init__(self, config: Config) -> None:
+        """Make the parameters. One instance serves all layers; those of each layer are stacked on axis 0."""
+        super().__init__()
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Token embeddings x (B, T, C) at positions (1 or B, T) -> the input of the first layer (B, T, C)."""
+        return x
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
+        """What depends on positions alone, computed once a forward and handed to each layer as at.tables."""
+        return None
+
+    def features(self, x: Tensor, layer: int) -> Tensor | None:
+        """What a token carries beside its key, from the layer's input x (B, T, C): (B, H, T, F), or None.
+
+        It is cached with the key, and handed to `scores` as at.features.
+        """
+        return None
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        """Queries (B, H, Tq, D) and keys (B, H, Tk, D) before the product. The cache holds unrotated keys."""
+        return q, k
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        """Logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries against all keys up to theirs.
+
+        -inf stands where a query may not look, and must stay. q (B, H, Tq, D) and k (B, H, Tk, D) are as they
+        were before `rotate`. Overriding this leaves the fused kernel for explicit softmax in query blocks.
+        """
+        return logits
+
+    @classmethod
+    def acts_in_layers(cls) -> bool:
+        """Whether it is more than something added to the embeddings, so that `layers` means something."""
+        return cls.rotate is not Encoding.rotate or cls.has_scores()
+
+    @classmethod
+    def has_scores(cls) -> bool:
+        """Whether it changes the logits themselves."""
+        return cls.scores is not Encoding.scores
+
+
+class NoPE(Encoding):
+    """No encoding: the causal mask alone tells the order. Kazemnejad et al. 2023, arXiv:2305.19466."""

@@ -73,7 +73,7 @@ class Train(Section):
     batch_size: int = Field(32, ge=1, description="sequences an update")
     accumulate: int = Field(1, ge=1, description="parts of a batch, one at a time to save memory; divides it")
     seq_len: int = Field(256, ge=2, description="tokens a sequence: the training length L")
-    seed: int = Field(0, ge=0, description="initialisation, data order and dropout are functions of it")
+    seed: int = Field(0, ge=0, lt=2**31, description="initialisation, data order, dropout follow from it")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
     warmup: int = Field(100, ge=0, description="steps of linear warm-up")

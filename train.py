@@ -72,16 +72,16 @@ def train(config: Config, stop: list[int]) -> int:
                   file=sys.stderr)
             return 3
         optimizer.step()
-        done = step + 1
+        done, is_stopping = step + 1, bool(stop)    # looked at once: a signal may come between two looks
         metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
         if done % config.run.eval_every == 0 or done == steps:
             metrics |= validate(model, val_batches, lengths, config.train, device)
         if done % config.run.log_every == 0 or "val_loss" in metrics:
             log.write(done, metrics)
-        if done % config.run.save_every == 0 or done == steps or stop:
+        if done % config.run.save_every == 0 or done == steps or is_stopping:
             checkpoint.save(run_dir, model, optimizer, done, {"wall_s": log.wall_s(), "metrics": metrics},
                             config.run.keep)
-        if stop and done < steps:
+        if is_stopping and done < steps:
             print(f"\nstopped by {signal.Signals(stop[0]).name}, saved at step {done} of {steps}; "
                   "the same command goes on from there")
             return 128 + stop[0]

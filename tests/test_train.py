@@ -67,6 +67,16 @@ def test_a_finished_run_says_so_and_a_changed_config_is_refused(tiny, tmp_path: 
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
 
 
+def test_a_kill_between_the_last_save_and_the_summary_is_made_good(tiny, tmp_path: Path) -> None:
+    train(tiny(), [])
+    path = tmp_path / "run" / "summary.json"
+    before = json.loads(path.read_text())
+    path.unlink()
+    assert train(tiny(), []) == 0
+    after = json.loads(path.read_text())
+    assert all(after[k] == before[k] for k in ("steps", "tokens", "loss", "val_loss", "val_bpb", "parameters"))
+
+
 def stop_after(n: int) -> list[int]:
     """A `stop` that holds SIGINT from the n-th look on."""
     class Stop(list):
@@ -124,6 +134,28 @@ def test_a_real_signal_saves_and_exits_130_and_the_same_command_goes_on(tiny, tm
     assert 1 <= len(saved) <= 2 and int(saved[-1].name) == metrics(tmp_path / "run")[-1]["step"] > 1
     assert "resuming" not in out
     assert len({line["step"] for line in metrics(tmp_path / "run")}) == int(saved[-1].name)
+
+
+def test_sigkill_leaves_only_whole_checkpoints_and_the_run_goes_on(tiny, tmp_path: Path) -> None:
+    """Killed while it saves after every step: whatever is named like a checkpoint is one."""
+    path = tmp_path / "kill.toml"
+    path.write_text(to_toml(tiny("rope", "train.steps=100000", "run.save_every=1", "run.keep=50")))
+    steps = [0]
+    for n_lines in (3, 9):
+        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), str(path)], stdout=subprocess.PIPE,
+                                   text=True)
+        for _ in range(4 + n_lines):
+            line = process.stdout.readline()
+        process.kill()
+        process.communicate()
+        assert line.startswith("step")
+        folders = sorted(p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit())
+        for folder in folders:
+            assert checkpoint._verified_state(folder)["step"] == int(folder.name)
+        steps.append(int(folders[-1].name))
+    assert steps == sorted(set(steps))                  # each start went on from where the last one was killed
+    written = [line["step"] for line in metrics(tmp_path / "run")]
+    assert written == sorted(set(written))
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "no state"])

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +216,7 @@ class Log:
                 "wall_s": round(self.wall_s(), 3)}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if self.wandb:
-            self.wandb.log(line, step=step)
+        self.to_wandb(lambda run: run.log(line, step=step))
         steps = self.config.train.steps
         eta = (steps - step) * self.tokens_per_step / self.tokens_per_s()
         text = (f"step {step}/{steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  grad "
@@ -226,6 +225,15 @@ class Log:
             text += f"  val {metrics['val_loss']:.4f} nats/token  {metrics['val_bpb']:.4f} bits/byte"
         stays = "val_loss" in metrics or not sys.stdout.isatty()
         print(f"\r{text:<110}" if sys.stdout.isatty() else text, end="\n" if stays else "", flush=True)
+
+    def to_wandb(self, send: Callable[[Any], None]) -> None:
+        """Hand the W&B run to `send`; if that fails, warn once and go on without W&B."""
+        try:
+            if self.wandb:
+                send(self.wandb)
+        except Exception as error:  # a logger's fault, whatever it is, must not cost a training run
+            print(f"warning: W&B failed and is off from here: {type(error).__name__}: {error}")
+            self.wandb = None
 
     def _drop_lines_after(self, step: int) -> None:
         """Lines of steps that a resume repeats, and a line cut short, go: each step stands once."""
@@ -251,7 +259,7 @@ def start_wandb(run_dir: Path, config: Config) -> Any:
                 reason = str(error).splitlines()[0]
         print(f"warning: W&B: {reason}; logging offline to {run_dir}/wandb, upload it with `wandb sync`")
         return wandb.init(**options, mode="offline")
-    except Exception as error:      # a logger's fault, whatever it is, must not cost a training run
+    except Exception as error:  # as in Log.to_wandb
         print(f"warning: W&B is off: {type(error).__name__}: {error}")
         return None
 
@@ -286,9 +294,8 @@ def write_summary(run_dir: Path, config: Config, model: GPT, metrics: dict[str, 
         "git_revision": git_revision(),
     }
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
-    if log.wandb:
-        log.wandb.summary.update(summary)
-        log.wandb.finish()
+    log.to_wandb(lambda run: run.summary.update(summary))
+    log.to_wandb(lambda run: run.finish())
     print(f"finished {run_dir}: {describe_summary(summary)}")
 
 

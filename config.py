@@ -64,6 +64,10 @@ class Model(Section):
         "swiglu", description="activation: swiglu (Llama), gelu (GPT-2, tanh form), relu2 (squared ReLU)")
     bias: bool = Field(False, description="biases in linear layers, and in layernorm")
     tied: bool = Field(False, description="the output matrix is the token embedding")
+    window: int | None = Field(
+        None, ge=1, description="keys that a query sees, its own among them (default: all up to its own)")
+    full_every: int = Field(
+        0, ge=0, description="k: every k-th layer has no window, from the k-th on (Cohere2: 4); 0: none")
     qk_norm: bool = Field(False, description="RMSNorm of each head's q and k before their product")
     dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings, attention weights, sublayer outputs")
 
@@ -224,7 +228,8 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw,
 def _merge(raw: Raw, origin: Origin, section: str, keys: dict[str, Any], where: str) -> None:
     old = raw.setdefault(section, {})
     if section == "position" and keys.get("encoding", old.get("encoding")) != old.get("encoding"):
-        old.clear()         # another encoding: the parent's options belong to its own encoding
+        for key in set(old) - set(Options.model_fields):
+            del old[key]    # another encoding: the parent's own options went with its encoding
     old.update(keys)
     origin.update({f"{section}.{key}": where for key in keys})
 
@@ -321,12 +326,17 @@ def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
     elif model and position:
         for key, problem in position.problems(model.n_embd, model.n_head).items():
             yield f"{at(f'position.{key}')}: {problem}"
-    if model and position and position.layers != "all":
-        if not ENCODINGS[position.encoding].acts_in_layers():
-            yield f"{at('position.layers')}: {position.encoding} does not act in layers; remove this key"
-        elif position.layers != "first" and not all(0 <= i < model.n_layer for i in position.layers):
-            yield (f"{at('position.layers')}: layers are 0 ... {model.n_layer - 1} "
-                   f"(model.n_layer = {model.n_layer}), got {position.layers}")
+    if model and model.full_every and model.window is None:
+        yield f"{at('model.full_every')}: says which layers have no window; set model.window"
+    if not model or not position:
+        return
+    if not ENCODINGS[position.encoding].acts_in_layers():
+        for key, default in (("layers", "all"), ("skip_every", 0)):
+            if getattr(position, key) != default:
+                yield f"{at(f'position.{key}')}: {position.encoding} does not act in layers; remove this key"
+    elif isinstance(position.layers, list) and not all(0 <= i < model.n_layer for i in position.layers):
+        yield (f"{at('position.layers')}: layers are 0 ... {model.n_layer - 1} "
+               f"(model.n_layer = {model.n_layer}), got {position.layers}")
 
 
 def _did_you_mean(word: str, known: Any) -> str:

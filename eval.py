@@ -218,7 +218,8 @@ class Evaluation:
 
         began = time.perf_counter()
         bar = tqdm(score(self.model, self.text, windows, self.train), total=len(windows), unit="window",
-                   desc=f"{protocol} {windows[0].end - windows[0].start}", delay=3, leave=False)
+                   desc=f"{protocol} {windows[0].end - windows[0].start}", delay=3, leave=False,
+                   disable=None)
         return list(bar), time.perf_counter() - began
 
     def _bytes(self, window: Window) -> np.ndarray:

@@ -10,6 +10,7 @@ per token.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from positions import ENCODINGS, At, Encoding, NoPE
+from positions.temperature import TEMPERATURES
 
 if TYPE_CHECKING:
     from config import Config, Model, Train
 
 MAX_BLOCK = 2**24       # logits held at a time where an encoding changes them, 64 MB in fp32
+MIN_ROWS = 256          # queries that share a window's keys
 
 
 def hidden_width(model: Model) -> int:
@@ -29,6 +32,11 @@ def hidden_width(model: Model) -> int:
     if model.n_hidden:
         return model.n_hidden
     return 64 * math.ceil(8 * model.n_embd / 3 / 64) if model.mlp == "swiglu" else 4 * model.n_embd
+
+
+def is_every(k: int, layer: int) -> bool:
+    """Whether a layer, from 0, is the k-th, 2k-th, ...; none is for k = 0."""
+    return k > 0 and (layer + 1) % k == 0
 
 
 def make_norm(model: Model) -> nn.Module:
@@ -72,14 +80,15 @@ class Cache:
 class Attention(nn.Module):
     """Multi-head attention: softmax(encoding(q k^T / sqrt(D))) v. Vaswani et al. 2017, section 3.2.
 
-    Causal by index, whatever the positions; `is_causal = False` lifts the mask.
+    Causal by index, whatever the positions; `is_causal = False` lifts the mask. With a window W a query sees
+    W keys at most, its own among them (Hugging Face's convention).
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, window: int | None) -> None:
         super().__init__()
         C = model.n_embd
         self.n_head, self.head_dim, self.dropout = model.n_head, C // model.n_head, model.dropout
-        self.is_causal = True
+        self.is_causal, self.window = True, window
         self.q = nn.Linear(C, C, bias=model.bias)
         self.k = nn.Linear(C, C, bias=model.bias)
         self.v = nn.Linear(C, C, bias=model.bias)
@@ -92,6 +101,8 @@ class Attention(nn.Module):
         q, k, v = (p(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)
                    for p in (self.q, self.k, self.v))                   # (B, H, T, D) each
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if at.temperature is not None:
+            q = (q * at.temperature).to(q.dtype)
         features = encoding.features(x, at.layer)                       # (B, H, T, F) or None
         if cache is not None:
             new = [k, v] if features is None else [k, v, features]
@@ -99,51 +110,66 @@ class Attention(nn.Module):
             features = rest[0] if rest else None
         at = at._replace(features=features)
         attend = attend_in_blocks if encoding.has_scores() else attend_fused
-        y = attend(q, k, v, encoding, at, self.is_causal, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, encoding, at, self.is_causal, self.window, dropout)
         return self.o(y.transpose(1, 2).reshape(B, T, C))
 
 
-def causal_mask(Tq: int, Tk: int, device: torch.device) -> Tensor:
-    """True where a query may look: keys up to its own index. Queries are the last Tq of the Tk. (Tq, Tk)."""
-    return torch.ones(Tq, Tk, dtype=torch.bool, device=device).tril(Tk - Tq)
+def row_blocks(Tq: int, Tk: int, n_rows: int, is_causal: bool, window: int | None,
+               device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Blocks of n_rows queries: which, the keys they may see, and where (True) among these, (rows, keys).
+
+    The queries are the last Tq of the Tk. Each sees the keys up to its own index, at most `window` of them
+    counting its own; keys that no query of a block sees are not in it.
+    """
+    offset = Tk - Tq
+    for start in range(0, Tq, n_rows):
+        rows = slice(start, min(start + n_rows, Tq))
+        if not is_causal:
+            yield rows, slice(0, Tk), None
+            continue
+        keys = slice(max(0, offset + start + 1 - window) if window else 0, offset + rows.stop)
+        i = torch.arange(offset + start, keys.stop, device=device)[:, None]
+        j = torch.arange(keys.start, keys.stop, device=device)
+        yield rows, keys, (j <= i) & (j > i - window) if window else j <= i
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
-                 dropout: float) -> Tensor:
+                 window: int | None, dropout: float) -> Tensor:
     """The fused kernel, O(T) memory, for encodings that leave the logits alone. -> (B, H, Tq, D)."""
     q, k = encoding.rotate(q, k, at)
     Tq, Tk = q.shape[2], k.shape[2]
-    if not is_causal or Tq == 1:                                        # the last query may look at every key
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-    if Tq == Tk:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-    mask = causal_mask(Tq, Tk, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    if window is None or window >= Tk:
+        if Tq in (1, Tk):                                               # one query: the last, which sees all
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal and Tq > 1, dropout_p=dropout)
+        window = None
+    blocks = row_blocks(Tq, Tk, max(window, MIN_ROWS) if window else Tq, is_causal, window, q.device)
+    attend = F.scaled_dot_product_attention
+    return torch.cat([attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, dropout)
+                      for rows, keys, mask in blocks], dim=2)
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
-                     dropout: float) -> Tensor:
+                     window: int | None, dropout: float) -> Tensor:
     """Explicit softmax in blocks of query rows: T x T logits never exist at once. -> (B, H, Tq, D)."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
     n_rows = max(1, MAX_BLOCK // (B * H * Tk * encoding.numbers_per_logit))
     q_turned, k_turned = encoding.rotate(q, k, at)
-    blocks = []
-    for start in range(0, Tq, n_rows):
-        rows = slice(start, min(start + n_rows, Tq))
-        seen = Tk - Tq + rows.stop if is_causal else Tk                 # no query of this block looks further
-        logits = (q_turned[:, :, rows] @ k_turned[:, :, :seen].mT).float() / D**0.5     # (B, H, rows, seen)
-        if is_causal:
-            mask = causal_mask(rows.stop - rows.start, seen, q.device)
+    outputs = []
+    for rows, keys, mask in row_blocks(Tq, Tk, n_rows, is_causal, window, q.device):
+        logits = q_turned[:, :, rows] @ k_turned[:, :, keys].mT         # (B, H, rows, keys)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / D**0.5
+        if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf)
-        features = at.features[:, :, :seen] if at.features is not None else None
-        block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, :seen], features=features)
-        logits = encoding.scores(logits, q[:, :, rows], k[:, :, :seen], block_at)
+        features = at.features[:, :, keys] if at.features is not None else None
+        block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, keys], features=features, keys=keys)
+        logits = encoding.scores(logits, q[:, :, rows], k[:, :, keys], block_at)
         weights = logits.softmax(dim=-1).to(v.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)
-        blocks.append(weights @ v[:, :, :seen])                         # (B, H, rows, D)
-    return torch.cat(blocks, dim=2)
+        outputs.append(weights @ v[:, :, keys])                         # (B, H, rows, D)
+    return torch.cat(outputs, dim=2)
 
 
 class MLP(nn.Module):
@@ -168,9 +194,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, window: int | None) -> None:
         super().__init__()
-        self.attention_norm, self.attention = make_norm(model), Attention(model)
+        self.attention_norm, self.attention = make_norm(model), Attention(model, window)
         self.mlp_norm, self.mlp = make_norm(model), MLP(model)
         self.dropout = nn.Dropout(model.dropout)
 
@@ -192,15 +218,18 @@ class GPT(nn.Module):
         assert model.vocab_size, "the corpus' vocabulary must be filled in first"
         self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
         self.dropout = nn.Dropout(model.dropout)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.n_layer))
+        self.blocks = nn.ModuleList(Block(model, None if is_every(model.full_every, layer) else model.window)
+                                    for layer in range(model.n_layer))
         self.norm = make_norm(model)
         self.head = None if model.tied else nn.Linear(model.n_embd, model.vocab_size, bias=False)
         self._init_weights()
         self.encoding = ENCODINGS[config.position.encoding](config)     # last: the other weights are the same
         layers = config.position.layers
         named = {"all": range(model.n_layer), "first": range(1)}
-        self.encoded_layers = set(named[layers] if isinstance(layers, str) else layers)
+        self.encoded_layers = {layer for layer in (named[layers] if isinstance(layers, str) else layers)
+                               if not is_every(config.position.skip_every, layer)}
         self.no_encoding = NoPE(config)
+        self.temperature = TEMPERATURES[config.position.temperature](config)
 
     def _init_weights(self) -> None:
         """Normal, std 0.02, sublayers' last matrix over sqrt(2 n_layer). Radford et al. 2019, section 2.3."""
@@ -229,9 +258,10 @@ class GPT(nn.Module):
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
         tables = self.encoding.tables(q_pos, k_pos)
         x = self.dropout(self.encoding.embed(self.embedding(tokens), q_pos))
+        temperatures = self.temperature(q_pos)
         for layer, block in enumerate(self.blocks):
             encoding = self.encoding if layer in self.encoded_layers else self.no_encoding
-            x = block(x, encoding, At(q_pos, k_pos, layer, tables), cache)
+            x = block(x, encoding, At(q_pos, k_pos, layer, tables, None, temperatures[layer]), cache)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -36,6 +36,17 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
     return 1.0 / base ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
 
 
+def p_inv_freq(dim: int, p: float, base: float = 10_000.0, *, dtype: torch.dtype = torch.float32,
+               device: torch.device | str | None = None) -> Tensor:
+    """`inv_freq` with the slowest pairs stopped: 0 from pair floor(p * dim / 2) on. p = 1: RoPE, p = 0: NoPE.
+
+    Unlike a rotation of p * dim channels, whose frequencies span the whole range, the rest are RoPE's own.
+    """
+    f = inv_freq(dim, base, dtype=dtype, device=device)
+    f[int(p * dim // 2):] = 0.0
+    return f
+
+
 def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
     """angle[..., t, i] = positions[..., t] * inv_freq[i]. Any integers (..., T) -> radians (..., T, R/2).
 

@@ -125,7 +125,7 @@ def write_split(folder: Path, split: str, documents: list[Document], tokenizer: 
 
     offsets, n_bytes = [0], 0
     with (folder / f"{split}.bin").open("wb") as file:
-        for document in tqdm(documents, desc=split, unit="file", leave=False, delay=1):
+        for document in tqdm(documents, desc=split, unit="file", leave=False, delay=1, disable=None):
             ids = read(document, tokenizer)
             if len(ids) == 1:
                 continue                                                # an empty file is no document

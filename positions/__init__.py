@@ -3,17 +3,33 @@
 --help, the tests, eval.py and sample.py read this registry; nothing else knows an encoding by name.
 """
 
-from positions.absolute import Learned, Sinusoidal
+from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal
+from positions.content import CoPE, Forgetting, RelativeKey, RelativeKeyQuery, TransformerXL
 from positions.contract import At, Encoding, NoPE, Options
-from positions.distance import ALiBi
-from positions.rotary import RoPE
+from positions.distance import FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
+from positions.rotary import PRoPE, RoPE, XPos
 
 __all__ = ["ENCODINGS", "At", "Encoding", "NoPE", "Options"]
 
 ENCODINGS: dict[str, type[Encoding]] = {
     "none": NoPE,
     "learned": Learned,
+    "integer": Integer,
+    "integer_normalised": IntegerNormalised,
+    "binary": Binary,
     "sinusoidal": Sinusoidal,
     "rope": RoPE,
+    "p_rope": PRoPE,
+    "xpos": XPos,
     "alibi": ALiBi,
+    "t5": T5,
+    "kerple_log": KerpleLog,
+    "kerple_power": KerplePower,
+    "fire": FIRE,
+    "sandwich": Sandwich,
+    "relative_key": RelativeKey,
+    "relative_key_query": RelativeKeyQuery,
+    "transformer_xl": TransformerXL,
+    "cope": CoPE,
+    "forgetting": Forgetting,
 }

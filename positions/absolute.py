@@ -1,5 +1,9 @@
 """Absolute encodings: something added to the token embeddings at each position.
 
+Integer, IntegerNormalised and Binary are first attempts that lead up to the sinusoids, as told by C.
+Fleetwood 2024 (huggingface.co/blog/designing-positional-encoding) and A. Kazemnejad 2019
+(kazemnejad.com/blog/transformer_architecture_positional_encoding).
+
 Legend: B batch, T time, C = n_embd.
 """
 
@@ -8,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -69,3 +74,54 @@ class Sinusoidal(Encoding):
         else:
             wave = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
         return x * C**0.5 + wave.to(x.dtype)                            # (B, T, C)
+
+
+class Integer(Encoding):
+    """The raw position, added to every channel: x_t + t. A first attempt: Fleetwood 2024, Kazemnejad 2019.
+
+    What one would try first, and would not keep: t dwarfs embeddings of size 0.02, and by t = 2^20 fp32 has
+    rounded them away. The norm before each sublayer keeps what follows finite.
+    """
+
+    is_relative = False
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + positions[..., None]                                 # (B, T, C)
+
+
+class IntegerNormalised(Encoding):
+    """The position over L = train.seq_len, added to every channel: x_t + t / L. Kazemnejad 2019.
+
+    In [0, 1) when trained, and above it at what was never seen. L is the training length: with the current
+    one, every new token would change the encoding of all before it, and cached keys would be wrong.
+    """
+
+    is_relative = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.seq_len = config.train.seq_len
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + (positions / self.seq_len)[..., None].to(x.dtype)    # (B, T, C)
+
+
+class Binary(Encoding):
+    """The position's bits, added to the first channels: x_t[c] + bit c of t, lowest first. Fleetwood 2024.
+
+    Sinusoids are its smooth form. There are 2^C positions where C < 63, else all of int64. Beyond L, bits
+    turn 1 that never were in training.
+    """
+
+    is_relative = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        C = config.model.n_embd
+        self.n_bits = min(C, 63)                                        # positions are of int64
+        self.max_length = 2**C if C < 63 else None
+
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        place = torch.arange(self.n_bits, device=x.device)
+        bits = (positions[..., None] >> place) & 1                      # (1 or B, T, n_bits)
+        return x + F.pad(bits, (0, x.shape[-1] - self.n_bits))          # (B, T, C)

@@ -22,6 +22,8 @@ class At(NamedTuple):
     layer: int  # 0 is the layer next to the embeddings
     tables: Any  # what the encoding's `tables` returned for this forward
     features: Tensor | None = None  # what its `features` returned for the keys, (B, H, Tk, F)
+    temperature: Tensor | None = None  # factor of the queries, (1 or B, 1 or H, Tq, 1)
+    keys: slice = slice(None)  # which of all keys these are: tables by key want slicing with it
 
     def distance(self) -> Tensor:
         """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
@@ -40,6 +42,11 @@ class Options(BaseModel):
     layers: Literal["all", "first"] | list[int] = Field(
         "all", description="which layers it acts in: all, the first only, or a list of layer numbers from 0; "
                            "the others get no position information of their own")
+    skip_every: int = Field(
+        0, ge=0, description="k: each k-th layer goes without, (SmolLM3, Llama 4: 4); 0: none")
+    temperature: Literal["none", "log_n", "ssmax"] = Field(
+        "none", description="factor of the query at m, in all layers: log_n, max(1, ln(m + 1) / ln L), "
+                            "by Su; ssmax, s ln(m + 1), s learned by head and layer (Nakanishi 2025)")
 
     def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
         """Key -> what is wrong with it for heads of this size; empty where all is well."""

@@ -1,30 +1,47 @@
 """Biases on the logits that depend on the distance between query and key, not on what stands there.
 
+All are added after the division by sqrt(D), unscaled.
+
 Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from pydantic import Field
+from torch import Tensor, nn
 
-from positions.contract import At, Encoding
+import rope
+from positions.contract import At, Encoding, Options
 
 if TYPE_CHECKING:
     from config import Config
 
 
+class ALiBiOptions(Options):
+    learned: bool = Field(
+        False, description="train the slopes, one a head for all layers, starting from the fixed ones")
+
+
 class ALiBi(Encoding):
     """Linear penalty: logits[h, i, j] -= slope[h] * (i - j). Press et al. 2022, arXiv:2108.12409, section 3.
 
-    No parameters, any T; the penalty is not divided by sqrt(D). Slopes are the paper's, see `slopes`.
+    No parameters, any T; the penalty is not divided by sqrt(D). Slopes are the paper's, see `slopes`. With
+    `learned` their logarithms are trained, which keeps them positive (x-transformers, McGill's
+    length-generalization); the paper tried learned slopes and found that they extrapolate worse.
     """
+
+    Options = ALiBiOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.n_head = config.model.n_head
+        self.log_slopes: nn.Parameter | None = None
+        if config.position.learned:
+            self.log_slopes = nn.Parameter(torch.tensor(self.slopes(self.n_head)).log())     # (H,)
 
     @staticmethod
     def slopes(n_head: int) -> list[float]:
@@ -37,7 +54,170 @@ class ALiBi(Encoding):
         return slopes + [2 ** (-4 * (2 * h + 1) / P) for h in range(n_head - P)]
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return torch.tensor(self.slopes(self.n_head), device=q_pos.device)[:, None, None]      # (H, 1, 1)
+        if self.log_slopes is not None:
+            return self.log_slopes.exp()[:, None, None]                 # (H, 1, 1)
+        return torch.tensor(self.slopes(self.n_head), device=q_pos.device)[:, None, None]
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         return logits - at.tables * at.distance()
+
+
+class T5Options(Options):
+    num_buckets: int = Field(
+        32, ge=2, description="biases a head; distances below half of it have one each, the others share")
+    max_distance: int = Field(
+        128, ge=2, description="tokens; from here on all distances share the last bucket. Must exceed "
+                               "num_buckets / 2")
+
+    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
+        n_exact = self.num_buckets // 2
+        if self.max_distance <= n_exact:
+            return {"max_distance": f"must exceed the {n_exact} distances with buckets of their own "
+                                    f"(num_buckets / 2), got {self.max_distance}"}
+        return {}
+
+
+class T5(Encoding):
+    """Learned bias by distance: logits += b[h, bucket(i - j)]. Raffel et al. 2020, arXiv:1910.10683, 2.1.
+
+    The buckets are the authors' for a decoder: half of them one distance each, half logarithmically wider.
+    One table serves all layers, std C^-0.5 at the start (Hugging Face's T5). T5 itself omits the 1 / sqrt(D)
+    on q k^T and starts with smaller queries instead; here the factor stays, as in all encodings.
+    x-transformers and KERPLE's GPT-NeoX multiply the bias by sqrt(D); neither the paper nor T5's code does.
+    """
+
+    Options = T5Options
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.num_buckets, self.max_distance = config.position.num_buckets, config.position.max_distance
+        self.table = nn.Embedding(self.num_buckets, config.model.n_head)
+        nn.init.normal_(self.table.weight, std=config.model.n_embd**-0.5)
+
+    @staticmethod
+    def bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+        """Distances, integers >= 0 -> buckets 0 ... num_buckets - 1. In fp32, as T5 rounds at the edges."""
+        n_exact = num_buckets // 2
+        far = torch.log(distance.clamp(min=n_exact).float() / n_exact)
+        wide = n_exact + (far / math.log(max_distance / n_exact) * (num_buckets - n_exact)).long()
+        return torch.where(distance < n_exact, distance, wide.clamp(max=num_buckets - 1))
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        distance = torch.arange(self.max_distance + 1, device=q_pos.device)     # the last: all longer
+        return self.table(self.bucket(distance, self.num_buckets, self.max_distance)).T     # (H, max + 1)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        bias = at.tables[:, at.distance()[:, 0].clamp(max=self.max_distance)]   # (H, 1 or B, Tq, Tk)
+        return logits + bias.transpose(0, 1)
+
+
+class Kerple(Encoding):
+    """What both kernels of KERPLE share: numbers p, a > 0 for each head. Chi et al. 2022, arXiv:2205.09921.
+
+    From the authors' code: one set for all layers, p ~ U(0, 2) and a ~ U(0, 1) at the start, and at each
+    forward the parameters themselves are clamped to at least 0.01 (and the power's p to at most 2).
+    """
+
+    numbers_per_logit = 3
+    max_p: float | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.p = nn.Parameter(2 * torch.rand(config.model.n_head))      # (H,)
+        self.a = nn.Parameter(torch.rand(config.model.n_head))          # (H,)
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():           # in place: at the bound a gradient still arrives, and can lead away
+            self.p.clamp_(min=0.01, max=self.max_p)
+            self.a.clamp_(min=0.01)
+        return self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
+
+
+class KerpleLog(Kerple):
+    """Logarithmic penalty: logits -= p[h] log(1 + a[h] (i - j)). KERPLE, Chi et al. 2022, arXiv:2205.09921.
+
+    The better of the paper's two kernels. p and a: see Kerple.
+    """
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        p, a = at.tables
+        return logits - p * torch.log1p(a * at.distance())
+
+
+class KerplePower(Kerple):
+    """Power penalty: logits -= a[h] (i - j)^p[h], 0 < p <= 2. KERPLE, Chi et al. 2022, arXiv:2205.09921.
+
+    ALiBi is p = 1 with fixed a, though the clamp keeps a from its slopes below 0.01. p and a: see Kerple.
+    """
+
+    max_p = 2.0         # the kernel is conditionally positive definite no further
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        p, a = at.tables
+        return logits - a * at.distance() ** p
+
+
+class FIRE(Encoding):
+    """Learned curve: logits += MLP(log(1 + c (i - j)) / log(1 + c max(i, L))). Li 2024, arXiv:2310.04418.
+
+    By Li et al. The MLP is 1 -> 32 -> H with ReLU, c starts at 0.1 and is learned, as is the threshold L
+    through a factor that starts at 1 on train.seq_len. Each layer has its own of all these and absolute
+    values keep c and L positive, as in the public code (mcleish7/arithmetic), where L starts at 512. Up
+    to L the bias depends on the distance alone, beyond it on the position too.
+    """
+
+    is_relative = False
+    n_hidden = 32
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        n_layer, n_head = config.model.n_layer, config.model.n_head
+        self.seq_len = config.train.seq_len
+        self.numbers_per_logit = 3 + 2 * self.n_hidden // n_head        # heads share the hidden units
+        self.c = nn.Parameter(torch.full((n_layer,), 0.1))
+        self.threshold = nn.Parameter(torch.ones(n_layer))              # over train.seq_len
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(1, self.n_hidden), nn.ReLU(), nn.Linear(self.n_hidden, n_head))
+            for _ in range(n_layer))
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        c = self.c[at.layer].abs()
+        longest = torch.maximum(at.q_pos, (self.threshold[at.layer] * self.seq_len).abs())[:, None, :, None]
+        share = torch.log1p(c * at.distance()) / (torch.log1p(c * longest) + 1e-6)      # (1 or B, 1, Tq, Tk)
+        with torch.autocast(logits.device.type, enabled=False):         # bf16 cannot tell far distances apart
+            bias = self.mlps[at.layer](share.movedim(1, -1))            # (1 or B, Tq, Tk, H)
+        return logits + bias.movedim(-1, 1)
+
+
+class SandwichOptions(Options):
+    dim: int = Field(
+        128, ge=2, multiple_of=2, description="channels of the sinusoids, two a frequency; the paper's only "
+                                              "hyperparameter. The bias at distance 0 grows with it")
+
+
+class Sandwich(Encoding):
+    """Sinusoids' products: logits += H / (8 h) sum_k cos((i - j) f_k). Chi et al. 2023, arXiv:2212.10356.
+
+    Heads h = 1 ... H, f_k = 10000^(-2k / dim) for k = 0 ... dim/2 - 1, which are those of Vaswani et al. and
+    of PyTorch's attention-gym; NVIDIA's NeMo sums from 1 to dim/2 and subtracts dim/2, which the softmax does
+    not see. No parameters; falls roughly as the logarithm of the distance.
+    """
+
+    Options = SandwichOptions
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.n_head, self.dim = config.model.n_head, config.position.dim
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        n = int((q_pos.max() - k_pos.min()).clamp(min=0)) + 1
+        distance = torch.arange(n, device=q_pos.device, dtype=torch.float32)
+        total = torch.zeros_like(distance)
+        for f in rope.inv_freq(self.dim, 10_000.0, device=q_pos.device):        # never (n, dim/2) numbers
+            total += (distance * f).cos()
+        ratio = 8 / self.n_head * torch.arange(1, self.n_head + 1, device=q_pos.device)
+        return total / ratio[:, None]                                   # (H, n)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        bias = at.tables[:, at.distance()[:, 0]]                        # (H, 1 or B, Tq, Tk)
+        return logits + bias.transpose(0, 1)

@@ -6,8 +6,9 @@ radians.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -18,15 +19,28 @@ if TYPE_CHECKING:
     from config import Config
 
 
-class RoPEOptions(Options):
+class RotaryOptions(Options):
     base: float = Field(
         10_000.0, gt=1, description="slowest pair turns by 1 / base radians a position, nearly")
-    fraction: float = Field(
-        1.0, gt=0, le=1, description="share of each head's channels that rotate: GPT-NeoX 0.25, "
-                                     "ChatGLM2 0.5; the rest carry no position")
     layout: Literal["half", "interleaved"] = Field(
         "half", description="which channels form a pair. half: i and i + R/2 (Hugging Face); interleaved: "
-                            "2i and 2i + 1 (the paper, Meta). R = fraction * head dimension")
+                            "2i and 2i + 1 (the paper, Meta). R channels of each head rotate")
+
+    def rotary_dim(self, n_embd: int, n_head: int) -> int:
+        """R, the number of channels of each head that rotate: all, here."""
+        return n_embd // n_head
+
+    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
+        D = n_embd // n_head
+        if D % 2:
+            return {"encoding": f"needs an even number of channels of a head (n_embd / n_head), got {D}"}
+        return {}
+
+
+class RoPEOptions(RotaryOptions):
+    fraction: float = Field(
+        1.0, gt=0, le=1, description="share of each head's channels that rotate, R of them: GPT-NeoX 0.25, "
+                                     "ChatGLM2 0.5; the rest carry no position")
 
     def rotary_dim(self, n_embd: int, n_head: int) -> int:
         """R, the number of channels of each head that rotate."""
@@ -48,18 +62,77 @@ class RoPE(Encoding):
     angles are computed once and shared, which may be how the story began). It stays a worthwhile ablation.
     """
 
-    Options = RoPEOptions
+    Options: ClassVar[type[RotaryOptions]] = RoPEOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.base, self.layout = config.position.base, config.position.layout
         self.rotary_dim = config.position.rotary_dim(config.model.n_embd, config.model.n_head)
 
+    def inv_freq(self, device: torch.device) -> Tensor:
+        """What each pair turns by at each position, in radians, (R/2,)."""
+        return rope.inv_freq(self.rotary_dim, self.base, device=device)
+
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        f = rope.inv_freq(self.rotary_dim, self.base, device=q_pos.device)
+        f = self.inv_freq(q_pos.device)
         q_angle, k_angle = (rope.angles(p[:, None], f) for p in (q_pos, k_pos))     # (1 or B, 1, T, R/2)
         return q_angle.cos(), q_angle.sin(), k_angle.cos(), k_angle.sin()
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         q_cos, q_sin, k_cos, k_sin = at.tables
         return rope.turn(q, q_cos, q_sin, self.layout), rope.turn(k, k_cos, k_sin, self.layout)
+
+
+class PRoPEOptions(RotaryOptions):
+    p: float = Field(
+        0.75, ge=0, le=1, description="share of the pairs that turn, the fastest; the paper's best is 0.75, "
+                                      "Gemma 4 has 0.25. 1: rope; 0: none")
+
+
+class PRoPE(RoPE):
+    """RoPE whose slowest pairs stand still: f_i = 0 for i >= p D/2. Barbero et al. 2024, arXiv:2410.06205.
+
+    The slow pairs carry meaning, and over a long context even they turn away from it; so they become NoPE's.
+    Not rope's `fraction`, which spreads all frequencies, slow ones too, over fewer channels. Where p D/2 is
+    no whole number it is rounded down, as in transformers ("proportional").
+    """
+
+    Options = PRoPEOptions
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.p = config.position.p
+
+    def inv_freq(self, device: torch.device) -> Tensor:
+        return rope.p_inv_freq(self.rotary_dim, self.p, self.base, device=device)
+
+
+class XPosOptions(RotaryOptions):
+    scale_base: float = Field(
+        512.0, ge=1, description="positions over which the fastest pair shrinks to 2/7; larger is nearer to "
+                                 "rope. fp32 overflows at sequences of 70 times it")
+
+
+class XPos(RoPE):
+    """RoPE with pair i of the logit times zeta_i^((m - n) / 512), a decay. Sun et al. 2022, arXiv:2212.10554.
+
+    xPos. zeta_i = (2i / D + 0.4) / 1.4, to the power m / scale_base on q and -n / scale_base on k: the fast
+    pairs fade out with distance first. The paper's blockwise attention at inference is not part of it here.
+    """
+
+    Options = XPosOptions
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.scale_base = config.position.scale_base
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q_cos, q_sin, k_cos, k_sin = super().tables(q_pos, k_pos)
+        R = self.rotary_dim
+        zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4                   # (R/2,)
+        # distances alone matter, so any origin will do; amid the queries the powers of both stay in range,
+        # and keys far behind them underflow to 0, as they should
+        origin = (q_pos.amin(-1, keepdim=True) + q_pos.amax(-1, keepdim=True)) // 2             # (1 or B, 1)
+        q_power, k_power = ((p - origin)[:, None, :, None] / self.scale_base for p in (q_pos, k_pos))
+        q_scale, k_scale = zeta ** q_power, zeta ** -k_power            # (1 or B, 1, T, R/2)
+        return q_cos * q_scale, q_sin * q_scale, k_cos * k_scale, k_sin * k_scale

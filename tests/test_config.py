@@ -91,6 +91,8 @@ def test_extends_in_a_circle_ends(tmp_path: Path) -> None:
     (["train.min_lr=1"], "train.min_lr"),
     (["position.layers=[7]"], "position.layers"),
     (["position.encoding=none", "position.layers=first"], "position.layers"),
+    (["position.encoding=none", "position.skip_every=2"], "position.skip_every"),
+    (["model.full_every=2"], "model.full_every"),
     (["position.fraction=0.1"], "position.fraction"),
     (["model.n_embd=36", "model.n_head=4"], "position.fraction"),
 ])

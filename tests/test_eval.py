@@ -122,6 +122,14 @@ def test_a_model_that_sees_one_token_gains_nothing_from_context(tiny, corpus_dir
     assert all(abs(r["gain"]) < 1e-6 for r in records) and len(records) == len(LENGTHS)
 
 
+def test_a_bounded_receptive_field_gains_exactly_nothing(tiny, corpus_dir: Path) -> None:
+    """Window 8 in 2 layers sees 15 tokens: 8 targets at the end of 32 inputs see 22 of them, and no more."""
+    model = lively(tiny("rope", "model.window=8"))
+    records = evaluate(model, tiny(), text_of(corpus_dir), ["fixed"]).run()
+    gains = {r["length"]: r["gain"] for r in records}
+    assert abs(gains.pop(16)) > 1e-3 and all(abs(gain) < 1e-6 for gain in gains.values())
+
+
 def test_position_buckets_cover_each_position_once(tiny, corpus_dir: Path) -> None:
     for longest in (1, 2, 3, 100, 256, 16_384):
         buckets = position_buckets(longest)

@@ -1,0 +1,67 @@
+"""Query temperature: how sharply a query looks may grow with the number of keys it sees, under any encoding.
+
+Softmax over more keys spreads thinner. A factor on the query at position m multiplies all its logits before
+any bias, and leaves the fused kernel as it is. It depends on m alone: cached decoding agrees, shifts do not.
+
+Legend: B batch, T time, H = n_head, L = train.seq_len.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from config import Config
+
+
+class Temperature(nn.Module):
+    """The softmax as it is: no factor. Override `forward` for one."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.n_layer = config.model.n_layer
+
+    def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
+        """Positions (1 or B, T) -> each layer's factor of the queries, (1 or B, 1 or H, T, 1), or None."""
+        return [None] * self.n_layer
+
+
+class LogN(Temperature):
+    """q *= max(1, ln(m + 1) / ln L), against attention's spread beyond L. J. Su, github.com/bojone/rerope.
+
+    No parameters, and exactly 1 at m < L: a trained model is unchanged there, so this may be switched on
+    after training too.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.seq_len = config.train.seq_len
+
+    def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
+        # ln n / ln L = 1 + ln(n / L) / ln L, which unlike the former rounds to exactly 1 at n = L
+        n_over_L = ((q_pos + 1) / self.seq_len).clamp(min=1)
+        factor = 1 + n_over_L.log() / math.log(self.seq_len)            # (1 or B, T)
+        return [factor[:, None, :, None]] * self.n_layer
+
+
+class SSMax(Temperature):
+    """softmax(s ln(n) z), n = m + 1 keys, s learned by head and layer. Nakanishi 2025, arXiv:2501.19399.
+
+    Without the bias that the paper tries and drops. s begins at 0.43, the value of the paper's figure 1.
+    A query at position 0, with ln 1 = 0, has one key to look at.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.s = nn.Parameter(torch.full((config.model.n_layer, config.model.n_head), 0.43))
+
+    def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
+        log_n = (q_pos + 1).clamp(min=1).log()                          # (1 or B, T)
+        return [s[:, None, None] * log_n[:, None, :, None] for s in self.s]
+
+
+TEMPERATURES: dict[str, type[Temperature]] = {"none": Temperature, "log_n": LogN, "ssmax": SSMax}

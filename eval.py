@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--protocol", default=",".join(PROTOCOLS), help="default %(default)s")
     parser.add_argument("--data", metavar="DIR_OR_FILE", help="corpus or text (default: the run's corpus)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
-    parser.add_argument("--windows", type=int, default=16, help="fixed, position: windows (default 16)")
+    parser.add_argument("--windows", type=int, default=32, help="fixed, position: windows (default 32)")
     parser.add_argument("--tokens", type=int, default=2**16, help="nonoverlap: tokens scored (default 65536)")
     parser.add_argument("--seed", type=int, default=0, help="chooses windows; the same for every model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written (default RUN/eval/DATA.json)")

@@ -35,6 +35,7 @@ class Learned(Encoding):
         super().__init__(config)
         self.max_length = config.train.seq_len
         self.table = nn.Embedding(self.max_length, config.model.n_embd)
+        nn.init.normal_(self.table.weight, std=0.02)    # as the tokens: PyTorch's 1 would drown them
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return x + self.table(positions)

@@ -203,6 +203,11 @@ def test_learned_refuses_what_it_never_saw(tiny) -> None:
             model(**arguments)
 
 
+def test_learned_starts_as_small_as_the_tokens(tiny) -> None:
+    model = GPT(tiny("learned"))
+    assert 0.9 < model.encoding.table.weight.std() / model.embedding.weight.std() < 1.1
+
+
 @every_encoding
 def test_other_encodings_have_no_length_limit(name: str, tiny) -> None:
     model = lively(tiny(name))

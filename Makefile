@@ -1,11 +1,12 @@
 # make train   set up .venv, prepare the corpus if missing, train the quick config, evaluate it at longer contexts
 # make test    set up .venv with the test packages, run the tests
 # make lint    ruff and mypy
+# make bench   a training step of every encoding over RoPE's -> results/bench-encodings.md
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test lint
+.PHONY: train test lint bench
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -18,6 +19,9 @@ test: .venv/.installed-test
 lint: .venv/.installed-test
 	$(PY) -m ruff check
 	$(PY) -m mypy
+
+bench: .venv/.installed
+	$(PY) bench/encodings.py --out results/bench-encodings.md
 
 data/stdlib/meta.json: | .venv/.installed
 	$(PY) data/prepare.py stdlib

@@ -8,7 +8,6 @@ a fresh process which takes three steps of one encoding, less that of one which 
 
 from __future__ import annotations
 
-import resource
 import statistics
 import subprocess
 import sys
@@ -79,15 +78,17 @@ def peak_bytes(name: str, shape: tuple[int, int], n_steps: int) -> int:
 
 
 def print_peak(name: str, seq_len: int, batch_size: int, n_steps: int) -> None:
-    """Print the peak memory of this process after n_steps; on CUDA that of the device."""
+    """Print the peak memory of this process (Linux) after n_steps; on CUDA that of the device."""
     step = Step(make_config(name, seq_len, batch_size))
     for _ in range(n_steps):
         step.seconds()
     if step.device.type == "cuda":
         print(torch.cuda.max_memory_allocated())
     else:
-        scale = 1 if sys.platform == "darwin" else 1024
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
+        # not ru_maxrss: Linux hands the parent's down to a child, and the parent holds every model
+        high_water = next(line for line in Path("/proc/self/status").read_text().splitlines()
+                          if line.startswith("VmHWM:"))
+        print(1024 * int(high_water.split()[1]))
 
 
 def report(names: Sequence[str], rounds: int) -> str:

@@ -282,7 +282,7 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
     fixed = [r for r in records if r["protocol"] == "fixed"]
     if fixed:
         truncated = math.exp(fixed[0]["truncated_nll_sum"] / fixed[0]["tokens"])
-        left.axhline(truncated, color="black", linestyle=":", label="fixed, context cut to L (truncated)")
+        left.axhline(truncated, color="black", linestyle=":", label="fixed, truncated to L")
     left.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="perplexity per token",
              title="perplexity against context")
     by_position = [r for r in records if r["protocol"] == "position"]
@@ -299,7 +299,7 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
         axis.axvline(L, color="grey", linewidth=1)
         axis.annotate(f" L = {L}", (L, 0), xycoords=("data", "axes fraction"), va="bottom", color="grey")
         axis.grid(alpha=0.3)
-    left.legend(loc="upper left")
+    figure.legend(loc="outside lower center", ncols=3)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -199,8 +199,8 @@ class Sandwich(Encoding):
     """Sinusoids' products: logits += H / (8 h) sum_k cos((i - j) f_k). Chi et al. 2023, arXiv:2212.10356.
 
     Heads h = 1 ... H, f_k = 10000^(-2k / dim) for k = 0 ... dim/2 - 1, which are those of Vaswani et al. and
-    of PyTorch's attention-gym; NVIDIA's NeMo sums from 1 to dim/2 and subtracts dim/2, which the softmax does
-    not see. No parameters; falls roughly as the logarithm of the distance.
+    of PyTorch's attention-gym; NVIDIA's NeMo takes k = 1 ... dim/2, slightly other frequencies, and subtracts
+    dim/2, which the softmax does not see. No parameters; falls roughly as the logarithm of the distance.
     """
 
     Options = SandwichOptions

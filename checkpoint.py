@@ -48,7 +48,8 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
         _flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in sorted(_checkpoints(run_dir))[:-keep]:
+    # one of a later step is damaged, or this run would have gone on from it: it does not count
+    for old in sorted(path for path in _checkpoints(run_dir) if path.name <= final.name)[:-keep]:
         shutil.rmtree(old)
     return final
 

@@ -57,7 +57,7 @@ class Window(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Documents to evaluate on, each opening with the separator, and how they came to their ids."""
+    """Documents to evaluate on, ids that open with the separator."""
 
     name: str
     documents: list[np.ndarray]

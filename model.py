@@ -261,7 +261,8 @@ class GPT(nn.Module):
         temperatures = self.temperature(q_pos)
         for layer, block in enumerate(self.blocks):
             encoding = self.encoding if layer in self.encoded_layers else self.no_encoding
-            x = block(x, encoding, At(q_pos, k_pos, layer, tables, None, temperatures[layer]), cache)
+            at = At(q_pos, k_pos, layer, tables, temperature=temperatures[layer])
+            x = block(x, encoding, at, cache)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Options(BaseModel):
         "all", description="which layers it acts in: all, the first only, or a list of layer numbers from 0; "
                            "the others get no position information of their own")
     skip_every: int = Field(
-        0, ge=0, description="k: each k-th layer goes without, (SmolLM3, Llama 4: 4); 0: none")
+        0, ge=0, description="k: every k-th layer goes without, from the k-th on (SmolLM3: 4); 0: none")
     temperature: Literal["none", "log_n", "ssmax"] = Field(
         "none", description="factor of the query at m, in all layers: log_n, max(1, ln(m + 1) / ln L), "
                             "by Su; ssmax, s ln(m + 1), s learned by head and layer (Nakanishi 2025)")

@@ -177,6 +177,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(damage: str, tiny, tmp
     assert_equal_runs(tmp_path / "straight", tmp_path / "run", 12)
 
 
+def test_a_damaged_newer_checkpoint_does_not_crowd_out_the_sound_ones(tiny, tmp_path: Path) -> None:
+    train(tiny("rope", "run.keep=9"), [])
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "checkpoints" / "00000012" / "model.safetensors").write_bytes(b"")
+    config = tiny("rope", "run.keep=1", "run.save_every=3")
+    assert train(config, stop_after(1)) == 130                          # from 8, stopped and saved at 9
+    assert checkpoint.load_newest(tmp_path / "run", lively(config))["step"] == 9
+
+
 def test_if_every_checkpoint_is_damaged_nothing_is_deleted(tiny, tmp_path: Path) -> None:
     train(tiny(), [])
     (tmp_path / "run" / "summary.json").unlink()

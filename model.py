@@ -163,7 +163,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
         if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf)
         features = at.features[:, :, keys] if at.features is not None else None
-        block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, keys], features=features, keys=keys)
+        block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, keys], features=features)
         logits = encoding.scores(logits, q[:, :, rows], k[:, :, keys], block_at)
         weights = logits.softmax(dim=-1).to(v.dtype)
         if dropout:

@@ -23,7 +23,6 @@ class At(NamedTuple):
     tables: Any  # what the encoding's `tables` returned for this forward
     features: Tensor | None = None  # what its `features` returned for the keys, (B, H, Tk, F)
     temperature: Tensor | None = None  # factor of the queries, (1 or B, 1 or H, Tq, 1)
-    keys: slice = slice(None)  # which of all keys these are: tables by key want slicing with it
 
     def distance(self) -> Tensor:
         """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.

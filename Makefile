@@ -1,12 +1,15 @@
 # make train   set up .venv, prepare the corpus if missing, train the quick config, evaluate it at longer contexts
 # make test    set up .venv with the test packages, run the tests
 # make lint    ruff and mypy
+# make compare train and evaluate four encodings at the quick size, about 25 minutes on two CPU cores (an
+#              interrupted one goes on) -> runs/compare/report/report.html
 # make bench   a training step of every encoding over RoPE's -> results/bench-encodings.md
+# make gallery pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test lint bench
+.PHONY: train test lint compare bench gallery
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -20,8 +23,14 @@ lint: .venv/.installed-test
 	$(PY) -m ruff check
 	$(PY) -m mypy
 
+compare: .venv/.installed data/stdlib/meta.json
+	$(PY) sweep.py configs/quick.toml configs/alibi.toml configs/sinusoidal.toml configs/none.toml --runs runs/compare
+
 bench: .venv/.installed
 	$(PY) bench/encodings.py --out results/bench-encodings.md
+
+gallery: .venv/.installed
+	$(PY) docs/gallery.py
 
 data/stdlib/meta.json: | .venv/.installed
 	$(PY) data/prepare.py stdlib

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from config import Config, UserError, load_config
+from config import Config, UserError, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, pick_device
@@ -91,6 +91,19 @@ def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
     if load_newest(run_dir, model) is None:
         raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")
     return model.to(pick_device(config.train)).eval(), config, tokenizer
+
+
+def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer) -> None:
+    """Read another run's newest weights into a model of the same shape, encoding and tokenizer."""
+    source, theirs, their_tokenizer = load_run(run_dir)
+    changes = [line for line in differences(theirs, config)
+               if line.startswith(("model.", "position.encoding:")) and not line.startswith("model.dropout:")]
+    if their_tokenizer.sha256 != tokenizer.sha256:
+        changes.append(f"tokenizer: {their_tokenizer.name} -> {tokenizer.name}")
+    if changes:
+        raise UserError(*(f"train.init_from {run_dir}: its model is another: {line}; make this the same"
+                          for line in changes))
+    _load_strictly(model, source.state_dict(), Path(run_dir))
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:

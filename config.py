@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from positions import ENCODINGS, Options
+from positions.scaling import SCALINGS, Scaling
 
 
 class UserError(ValueError):
@@ -77,6 +78,11 @@ class Train(Section):
     batch_size: int = Field(32, ge=1, description="sequences an update")
     accumulate: int = Field(1, ge=1, description="parts of a batch, one at a time to save memory; divides it")
     seq_len: int = Field(256, ge=2, description="tokens a sequence: the training length L")
+    init_from: str = Field("", description="a run to start from in place of random weights, such as "
+                                           "runs/quick; with a longer seq_len, to fine-tune it there")
+    pose_length: int | None = Field(
+        None, ge=2, description="PoSE: each sequence skips ahead once, so that its seq_len tokens stand "
+                                "anywhere in so many positions (default: no skip). At least seq_len")
     seed: int = Field(0, ge=0, lt=2**31, description="initialisation, data order, dropout follow from it")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
@@ -159,7 +165,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     sys.exit(2)
 
 
-def argument_parser(description: str, usage_of_config: bool = False) -> argparse.ArgumentParser:
+def argument_parser(description: str, epilog: str | None = None) -> argparse.ArgumentParser:
     """An ArgumentParser that ends a wrong call like every other mistake: one `error:` line, exit code 2."""
 
     class Parser(argparse.ArgumentParser):
@@ -167,19 +173,25 @@ def argument_parser(description: str, usage_of_config: bool = False) -> argparse
             raise UserError(f"{message}; see {self.prog} --help")
 
     return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-                  epilog=describe_schema() if usage_of_config else None)
+                  epilog=epilog)
 
 
 def describe_schema() -> str:
     """Every key, type, default and meaning, for --help."""
     lines = ["configuration keys (in CONFIG.toml, or as section.key=value on the command line):"]
     for name, schema in SECTIONS.items():
-        lines += ["", f"[{name}]", *_describe_fields(schema.model_fields)]
+        lines += ["", f"[{name}]", *describe_fields(schema.model_fields)]
     lines += ["", "encodings, and the keys that each adds to [position]:"]
     for name, encoding in ENCODINGS.items():
         summary = (encoding.__doc__ or "").strip().splitlines()[0]
         own = {k: f for k, f in encoding.Options.model_fields.items() if k not in Options.model_fields}
-        lines += ["", f"{name}: {summary}", *_describe_fields(own)]
+        lines += ["", f"{name}: {summary}", *describe_fields(own)]
+    lines += ["", "scaling methods, and the keys of position.scaling = { method = ... }, of all and of each:",
+              *describe_fields(Scaling.model_fields)]
+    for name, scaling in SCALINGS.items():
+        summary = (scaling.__doc__ or "").strip().splitlines()[0]
+        own = {k: f for k, f in scaling.model_fields.items() if k not in Scaling.model_fields}
+        lines += ["", f"{name}: {summary}", *describe_fields(own)]
     return "\n".join(lines)
 
 
@@ -215,7 +227,7 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw,
         problems.append(f'extends in {path}: must be a file name such as "quick.toml", got {parent!r}')
     for section, keys in text.items():
         if section not in SECTIONS:
-            hint = _did_you_mean(section, SECTIONS)
+            hint = did_you_mean(section, SECTIONS)
             problems.append(f"[{section}] in {path}: unknown section or key{hint}")
         elif not isinstance(keys, dict):
             problems.append(f"{section} in {path}: must be a table, got {keys!r}; write [{section}] and its "
@@ -242,10 +254,10 @@ def _apply_overrides(raw: Raw, origin: Origin, overrides: Sequence[str], problem
         if not equals or not names or not all((section, *names)):
             problems.append(f"override {text!r}: must read section.key=value, such as train.lr=1e-3")
         elif section not in SECTIONS:
-            hint = _did_you_mean(section, SECTIONS)
+            hint = did_you_mean(section, SECTIONS)
             problems.append(f"override {text!r}: unknown section {section!r}{hint}")
         elif len(names) > 1:
-            problems.append(f"override {text!r}: {section}.{names[0]} is a value, not a table; "
+            problems.append(f"override {text!r}: {section}.{names[0]} is set as a whole; "
                             f"write {section}.{names[0]}=...")
         else:
             said.setdefault(section, {})[names[0]] = _parse_value(value.strip())
@@ -274,34 +286,46 @@ def _validate(name: str, keys: dict[str, Any], origin: Origin, problems: list[st
         encoding = keys.get("encoding")
         if isinstance(encoding, str) and encoding not in ENCODINGS:
             where = origin["position.encoding"]
-            hint = _did_you_mean(encoding, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
+            hint = did_you_mean(encoding, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
             problems.append(f"position.encoding {where}: unknown encoding {encoding!r}{hint}")
             return None
         schema = ENCODINGS[encoding].Options if isinstance(encoding, str) else Options
     try:
         return schema.model_validate(keys)
     except ValidationError as errors:
-        by_key: dict[str, list[Any]] = {}
+        by_key: dict[tuple[Any, ...], list[Any]] = {}
         for error in errors.errors():
             if error["type"] == "missing" and not is_whole:
                 continue
-            by_key.setdefault(str(error["loc"][0]), []).append(error)
-        for key, found in by_key.items():
+            by_key.setdefault(error["loc"][:3 if error["loc"][0] == "scaling" else 1], []).append(error)
+        for (key, *inner), found in by_key.items():
             where = origin.get(f"{name}.{key}", f"in {path}")
-            problems.append(_explain(name, key, found, where, schema))
+            if inner:
+                method, key = inner
+                problems.append(explain(f"{name}.scaling", key, found, where, SCALINGS[method]))
+            else:
+                problems.append(explain(name, key, found, where, schema))
     return None
 
 
-def _explain(section: str, key: str, errors: list[Any], where: str, schema: type[BaseModel]) -> str:
+def explain(section: str, key: str, errors: list[Any], where: str, schema: type[BaseModel]) -> str:
+    """One line on what pydantic says is wrong with a key of a table: where, got what, the fix."""
     kind = errors[0]["type"]
+    if kind == "union_tag_not_found":
+        return f"{section}.{key}.method {where}: missing; choose from {', '.join(SCALINGS)}"
+    if kind == "union_tag_invalid":
+        method = errors[0]["ctx"]["tag"]
+        hint = did_you_mean(method, SCALINGS) or f"; choose from {', '.join(SCALINGS)}"
+        return f"{section}.{key}.method {where}: unknown method {method!r}{hint}"
     if kind == "missing":
         return f"{section}.{key} {where}: missing; add {key} = ... under [{section}]"
     if kind == "extra_forbidden":
-        hint = _did_you_mean(key, schema.model_fields)
+        hint = did_you_mean(key, schema.model_fields)
         if not hint:
             homes = [f"{s}.{key}" for s, m in SECTIONS.items() if key in m.model_fields]
             hint = f"; did you mean {homes[0]}?" if homes else ""
-        owner = f"[{section}]" if section != "position" else "[position] with this encoding"
+        owner = {"position": "[position] with this encoding",
+                 "position.scaling": "position.scaling with this method"}.get(section, f"[{section}]")
         return f"{section}.{key} {where}: unknown key of {owner}{hint or '; --help lists every key'}"
     field = schema.model_fields[key]
     return (f"{section}.{key} {where}: must be {_type_name(field.annotation)}{_bounds(field)}, "
@@ -319,6 +343,9 @@ def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
         if train.batch_size % train.accumulate:
             yield (f"{at('train.accumulate')}: must divide train.batch_size = {train.batch_size}, "
                    f"got {train.accumulate}")
+        if train.pose_length and train.pose_length < train.seq_len:
+            yield (f"{at('train.pose_length')}: must be at least train.seq_len = {train.seq_len}, "
+                   f"got {train.pose_length}")
         if train.min_lr > train.lr:
             yield f"{at('train.min_lr')}: must be at most train.lr = {train.lr}, got {train.min_lr}"
     if model and model.n_embd % model.n_head:
@@ -339,7 +366,8 @@ def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
                f"(model.n_layer = {model.n_layer}), got {position.layers}")
 
 
-def _did_you_mean(word: str, known: Any) -> str:
+def did_you_mean(word: str, known: Any) -> str:
+    """The end of an error message: the known word that is nearest, if one is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -354,19 +382,26 @@ def _flat(config: Config) -> dict[str, Any]:
 
 
 def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml_value(inner)}" for key, inner in value.items()) + " }"
     # JSON's strings, numbers, booleans and lists are TOML's, but for this one character
     return json.dumps(value).replace("\x7f", "\\u007f")
 
 
 def _type_name(annotation: Any) -> str:
     names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    item_names = {int: "integers", float: "numbers"}
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
     if get_origin(annotation) is list:
-        return "a list of integers"
+        item, *rules = get_args(get_args(annotation)[0]) or get_args(annotation)    # Annotated, or plain
+        return f"a list of {item_names[item]}" + "".join(_bounds(rule) for rule in rules)
     if annotation in names:
         return names[annotation]
-    return " or ".join(_type_name(part) for part in get_args(annotation) if part is not NoneType)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a table"
+    parts = [_type_name(part) for part in get_args(annotation) if part is not NoneType]
+    return " or ".join(dict.fromkeys(parts))
 
 
 def _bounds(field: Any) -> str:
@@ -376,8 +411,9 @@ def _bounds(field: Any) -> str:
     return " " + " and ".join(limits) if limits else ""
 
 
-def _describe_fields(fields: dict[str, Any]) -> Iterator[str]:
+def describe_fields(fields: dict[str, Any]) -> Iterator[str]:
+    """Two lines on each key: type, limits, default; meaning."""
     for key, field in fields.items():
         default = "required" if field.is_required() else f"default {_toml_value(field.default)}"
-        yield f"  {key:14} {_type_name(field.annotation)}{_bounds(field)}; {default.replace('null', 'unset')}"
-        yield f"  {'':14} {field.description}"
+        yield f"  {key:16} {_type_name(field.annotation)}{_bounds(field)}; {default.replace('null', 'unset')}"
+        yield f"  {'':16} {field.description}"

@@ -1,18 +1,24 @@
-"""Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--protocol nonoverlap,fixed]`.
+"""Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--protocol fixed] [--extend yarn]`.
 
-Three protocols, because the usual number flatters. In all of them each target is scored once, no window
+Several protocols, because the usual number flatters. In all of them each target is scored once, no window
 crosses a document, the same documents and targets are used at every length, and sums and counts are kept,
 never means of means. Windows begin wherever they fall, as in training: nothing is put in front of them.
 
   nonoverlap  The text is cut into blocks of the length and every token is scored (the ALiBi paper's number).
               Longer blocks have fewer tokens with little context, so it falls even for a model that ignores
               far context.
+  sliding     The window moves by a stride S and only what is new is scored: each target has at least
+              length - S tokens before it. S = 1 is exact, and costs length forwards a token.
   fixed       Windows of every length end at the same place and only the last k tokens are scored: the same
               targets, with more context to their left. truncated is that figure at L, the training length,
               where nothing is new to the model: what a longer context must beat. gain = loss(truncated) -
               loss, nats a token: positive where more context helps, 0 where it is ignored, negative where it
               breaks the model. Kazemnejad et al. 2023, arXiv:2305.19466, appendix F.
   position    Loss by position in one forward over the longest windows: shows where it breaks.
+  repeat, copy, passkey   Probes: is far context used, not merely survived? See probes.py.
+
+Each --extend METHOD[:key=value,...] adds a curve of the same model under a method that stretches its context
+(positions/extension.py); METHOD+METHOD applies both. Forwards are full ones, no key is cached.
 
 Writes RUN/eval/DATA.json (records), .npz (sums for each window) and .png (the picture).
 
@@ -34,14 +40,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import probes
 from checkpoint import load_run
-from config import Train, UserError, argument_parser, run_command
+from config import Config, Train, UserError, argument_parser, run_command
 from data.loader import Corpus
 from data.prepare import Document, read
 from data.tokenizer import Tokenizer, byte_lengths
 from model import GPT, autocast
+from positions.extension import Extend, describe_extensions, extended, original_length, parse
 
-PROTOCOLS = ("nonoverlap", "fixed", "position")
+PROTOCOLS = ("nonoverlap", "sliding", "fixed", "position")
+PROBES = ("repeat", "copy", "passkey")
+DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
+PLAIN = Extend("plain", [])
 MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32, 64)      # of L, the default lengths
 CHUNK = 1024                                    # positions whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward
@@ -81,6 +92,23 @@ def nonoverlap_windows(text: Text, longest: int, lengths: Sequence[int], max_tok
             for block in range(start, start + longest, length):
                 end = min(block + length, start + longest)              # the last block is shorter if need be
                 windows[length].append(Window(document, block, end, end - block))
+    return windows
+
+
+def sliding_windows(text: Text, longest: int, lengths: Sequence[int], stride: int | None, max_tokens: int,
+                    seed: int) -> dict[int, list[Window]]:
+    """Length -> windows that step through the same targets, by `stride` or else a quarter of the length."""
+    piece = max(1, longest // 4)                                        # targets in a row
+    ends = fixed_ends(text, longest + piece, piece, max(1, max_tokens // piece), seed)
+    if not ends:
+        raise UserError(f"data {text.name}: no document has the {longest + piece + 1} tokens that sliding "
+                        f"needs for a length of {longest}; give shorter --lengths")
+    windows: dict[int, list[Window]] = {}
+    for length in lengths:
+        step = min(stride or max(1, length // 4), length)
+        stops = [(d, start, min(start + step, end)) for d, end in ends
+                 for start in range(end - piece, end, step)]
+        windows[length] = [Window(d, stop - length, stop, stop - start) for d, start, stop in stops]
     return windows
 
 
@@ -139,88 +167,156 @@ def batched(windows: list[Window], size: int) -> Iterator[list[Window]]:
         yield windows[start:start + size]
 
 
-def record(protocol: str, length: int, nll: np.ndarray, n_tokens: int, n_bytes: int, documents: set[int],
-           seconds: float, **more: Any) -> dict[str, Any]:
+def record(extend: Extend, protocol: str, length: int, nll: np.ndarray, n_tokens: int, n_bytes: int | None,
+           n_documents: int | None, seconds: float, **more: Any) -> dict[str, Any]:
     """One line of the JSON: perplexity exp(nll / tokens), and bits per byte nll / ln 2 / bytes."""
     nll_sum = float(nll.sum())
-    return {"extend": None, "protocol": protocol, "length": length, "nll_sum": nll_sum, "tokens": n_tokens,
-            "bytes": n_bytes, "documents": len(documents), "ppl": math.exp(nll_sum / n_tokens),
-            "bpb": nll_sum / math.log(2) / n_bytes, "seconds": round(seconds, 3), **more}
+    return {"extend": None if extend is PLAIN else extend.spec, "protocol": protocol, "length": length,
+            "nll_sum": nll_sum, "tokens": n_tokens, "bytes": n_bytes, "documents": n_documents,
+            "ppl": math.exp(nll_sum / n_tokens), "bpb": nll_sum / math.log(2) / n_bytes if n_bytes else None,
+            "seconds": round(seconds, 3), **more}
 
 
 class Evaluation:
-    """One model on one text under some protocols: the lengths it can take, and its records."""
+    """One model on one text under some protocols and extensions: the lengths it can take, and its records."""
 
-    def __init__(self, model: GPT, text: Text, tokenizer: Tokenizer, train: Train, protocols: Sequence[str],
-                 lengths: Sequence[int], n_scored: int, n_windows: int, max_tokens: int, seed: int) -> None:
-        self.model, self.train, self.protocols = model, train, protocols
-        self.max_tokens, self.seed = max_tokens, seed
-        self.L, self.lengths, self.n_scored = train.seq_len, sorted(set(lengths)), n_scored
+    def __init__(self, model: GPT, text: Text, tokenizer: Tokenizer, config: Config, protocols: Sequence[str],
+                 lengths: Sequence[int], n_scored: int, n_windows: int, max_tokens: int, seed: int,
+                 extends: Sequence[Extend] = (), stride: int | None = None) -> None:
+        self.model, self.tokenizer, self.config, self.protocols = model, tokenizer, config, protocols
+        self.max_tokens, self.seed, self.stride, self.n_windows = max_tokens, seed, stride, n_windows
+        self.L, self.lengths, self.n_scored = config.train.seq_len, sorted(set(lengths)), n_scored
         self.longest = max(*self.lengths, self.L)       # truncated needs L tokens even if no length does
         self.text = Text(text.name, [document for document in text.documents if len(document) > self.longest])
         limit = model.encoding.max_length
         self.possible = [length for length in self.lengths if not limit or length <= limit]
         self.byte_lengths = byte_lengths(tokenizer)
         self.ends = fixed_ends(self.text, self.longest, n_scored, n_windows, seed)
-        self.per_window: dict[str, np.ndarray] = {}     # "protocol/length/what" -> one number a window
-        self._ended: dict[int, tuple[list[np.ndarray], float]] = {}
+        self.extends = [PLAIN, *extends]                # plain first: its figure at L is truncated's
+        self.extend = PLAIN                             # the one that is being measured
+        self.per_window: dict[str, np.ndarray] = {}     # "extend/protocol/length/column" -> a number a window
+        self._ended: dict[tuple[str, int], tuple[list[np.ndarray], float]] = {}
 
     def run(self) -> list[dict[str, Any]]:
-        """All records, in the order of the protocols."""
-        if not self.possible:
-            return []
-        return [line for protocol in self.protocols for line in getattr(self, protocol)()]
+        """All records, in the order of extensions and protocols."""
+        records: list[dict[str, Any]] = []
+        for extend in self.extends if self.possible else []:
+            self.extend = extend
+            for protocol in self.protocols:
+                records += getattr(self, protocol)()
+        return records
 
     def nonoverlap(self) -> Iterator[dict[str, Any]]:
         """A record for each possible length."""
         windows = nonoverlap_windows(self.text, self.longest, self.lengths, self.max_tokens, self.seed)
         for length in self.possible:
-            losses, seconds = self._score("nonoverlap", windows[length])
+            losses, seconds = self._score("nonoverlap", length, windows[length])
             yield self._record("nonoverlap", length, windows[length], losses, seconds)
+
+    def sliding(self) -> Iterator[dict[str, Any]]:
+        """A record for each possible length."""
+        windows = sliding_windows(self.text, self.longest, self.lengths, self.stride, self.max_tokens,
+                                  self.seed)
+        for length in self.possible:
+            losses, seconds = self._score("sliding", length, windows[length])
+            yield self._record("sliding", length, windows[length], losses, seconds,
+                               stride=max(w.n_scored for w in windows[length]))
 
     def fixed(self) -> Iterator[dict[str, Any]]:
         """A record for each possible length, with the truncated control and the gain over it."""
         k = self.n_scored
-        truncated = float(sum(losses[-k:].sum() for losses in self._score_ended(self.L)[0]))
+        truncated = np.array([x[-k:].sum() for x in self._score_ended(PLAIN, self.L)[0]])       # (windows,)
         for length in self.possible:
-            losses, seconds = self._score_ended(length)
+            losses, seconds = self._score_ended(self.extend, length)
             losses = [x[-k:] for x in losses]
-            gain = (truncated - float(sum(x.sum() for x in losses))) / (len(self.ends) * k)
+            total = float(truncated.sum())
+            gain = (total - float(sum(x.sum() for x in losses))) / (len(self.ends) * k)
             windows = ended_windows(self.ends, length, k)
-            yield self._record("fixed", length, windows, losses, seconds, truncated_nll_sum=truncated,
-                               gain=gain)
+            yield self._record("fixed", length, windows, losses, seconds, truncated_nll_sum=total, gain=gain)
+            self.per_window[f"{self.extend.spec}/fixed/{length}/truncated_nll"] = truncated
 
     def position(self) -> Iterator[dict[str, Any]]:
         """A record for each bucket of positions in the longest windows."""
         longest = max(self.possible)
-        losses, seconds = self._score_ended(longest)
+        losses, seconds = self._score_ended(self.extend, longest)
         windows = ended_windows(self.ends, longest, longest)
         n_bytes = np.array([self._bytes(window) for window in windows]).sum(axis=0)     # (longest,)
         documents = {w.document for w in windows}
         for start, end in position_buckets(longest):
             nll = np.array([x[start:end] for x in losses])              # (windows, bucket)
-            yield record("position", longest, nll, nll.size, int(n_bytes[start:end].sum()), documents,
-                         seconds, bucket=[start, end])
+            yield record(self.extend, "position", longest, nll, nll.size, int(n_bytes[start:end].sum()),
+                         len(documents), seconds, bucket=[start, end])
 
-    def _score_ended(self, length: int) -> tuple[list[np.ndarray], float]:
+    def repeat(self) -> Iterator[dict[str, Any]]:
+        """A record for each distance between the two copies of a passage of the text."""
+        stretches = [self.text.documents[d][end - self.longest:end] for d, end in self.ends]
+        yield from self._repeated("repeat", stretches)
+
+    def copy(self) -> Iterator[dict[str, Any]]:
+        """The same on shuffled text, where nothing but the first copy helps."""
+        rng = np.random.default_rng(self.seed)
+        stretches = [rng.choice(self.text.documents[d][1:], self.longest) for d, _ in self.ends]
+        yield from self._repeated("copy", stretches)
+
+    def _repeated(self, protocol: str, stretches: list[np.ndarray]) -> Iterator[dict[str, Any]]:
+        for length in self.possible:
+            distance = probes.distance(length, self.L)
+            if distance is None:
+                continue
+            tokens, first, second = probes.repeated(stretches, length, self.L)
+            (losses, _), seconds = self._probe(protocol, length, tokens, np.concatenate((first, second)))
+            nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
+            n_bytes = int(self.byte_lengths[tokens[:, second]].sum()) if protocol == "repeat" else None
+            yield record(self.extend, protocol, length, nll, nll.size, n_bytes,
+                         len({d for d, _ in self.ends}) if n_bytes else None, seconds, distance=distance,
+                         first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()))
+
+    def passkey(self) -> Iterator[dict[str, Any]]:
+        """A record for each length and depth: how often all digits of the key are the likeliest."""
+        trials = max(1, self.n_windows // 4)
+        for length, depth in itertools.product(self.possible, probes.DEPTHS):
+            if length < probes.shortest(self.tokenizer):
+                continue
+            tokens, answer = probes.passkeys(self.tokenizer, length, depth, trials, self.seed)
+            (nll, is_top), seconds = self._probe("passkey", length, tokens, answer)
+            yield record(self.extend, "passkey", length, nll, nll.size, None, None, seconds, depth=depth,
+                         correct=int(is_top.all(axis=1).sum()), trials=trials)
+
+    def _probe(self, protocol: str, length: int, tokens: np.ndarray,
+               at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], float]:
+        """Losses and hits of the tokens (n, length) at these places (n_at,) under the current extension."""
+        began = time.perf_counter()
+        size = max(1, TOKENS_PER_FORWARD // length)
+        pieces = [tokens[i:i + size] for i in range(0, len(tokens), size)]
+        with extended(self.model, self.config, self.extend.methods, length):
+            scored = [probes.losses_at(self.model, self.config.train, piece, at)
+                      for piece in self._bar(pieces, f"{protocol} {length}", "batch")]
+        losses, is_top = (np.concatenate(parts) for parts in zip(*scored, strict=True))
+        return (losses, is_top), time.perf_counter() - began
+
+    def _score_ended(self, extend: Extend, length: int) -> tuple[list[np.ndarray], float]:
         """Losses of the windows that end at self.ends, and the seconds they took: the last n_scored at least.
 
         All positions of the longest ones where `position` is wanted too, so that both share these forwards.
         """
-        if length not in self._ended:
+        if (extend.spec, length) not in self._ended:
             share = "position" in self.protocols and length == max(self.possible)
             windows = ended_windows(self.ends, length, length if share else self.n_scored)
-            self._ended[length] = self._score("fixed", windows)
-        return self._ended[length]
+            self._ended[extend.spec, length] = self._score("fixed", length, windows)
+        return self._ended[extend.spec, length]
 
-    def _score(self, protocol: str, windows: Sequence[Window]) -> tuple[list[np.ndarray], float]:
+    def _score(self, protocol: str, length: int, windows: Sequence[Window]) -> tuple[list[np.ndarray], float]:
+        began = time.perf_counter()
+        with extended(self.model, self.config, self.extend.methods, length):
+            scores = score(self.model, self.text, windows, self.config.train)
+            return list(self._bar(scores, f"{protocol} {length}", "window", len(windows))), (
+                time.perf_counter() - began)
+
+    def _bar(self, things: Any, what: str, unit: str, total: int | None = None) -> Any:
         from tqdm import tqdm
 
-        began = time.perf_counter()
-        bar = tqdm(score(self.model, self.text, windows, self.train), total=len(windows), unit="window",
-                   desc=f"{protocol} {windows[0].end - windows[0].start}", delay=3, leave=False,
-                   disable=None)
-        return list(bar), time.perf_counter() - began
+        return tqdm(things, total=total, unit=unit, desc=f"{self.extend.spec} {what}", delay=3, leave=False,
+                    disable=None)
 
     def _bytes(self, window: Window) -> np.ndarray:
         """Bytes of each scored target (n_scored,)."""
@@ -234,9 +330,10 @@ class Evaluation:
         columns = {"nll": nll, "tokens": [w.n_scored for w in windows], "bytes": n_bytes,
                    "document": [w.document for w in windows], "end": [w.end for w in windows]}
         for name, column in columns.items():
-            self.per_window[f"{protocol}/{length}/{name}"] = np.array(column)
-        return record(protocol, length, nll, sum(w.n_scored for w in windows), int(n_bytes.sum()),
-                      {w.document for w in windows}, seconds, **more)
+            self.per_window[f"{self.extend.spec}/{protocol}/{length}/{name}"] = np.array(column)
+        n_documents = len({w.document for w in windows})
+        return record(self.extend, protocol, length, nll, sum(w.n_scored for w in windows),
+                      int(n_bytes.sum()), n_documents, seconds, **more)
 
 
 def position_buckets(longest: int) -> list[tuple[int, int]]:
@@ -251,21 +348,43 @@ def position_buckets(longest: int) -> list[tuple[int, int]]:
 
 def table(records: Sequence[dict[str, Any]], lengths: Sequence[int], L: int) -> Iterator[str]:
     """The figures by length, for the screen; "-" where the encoding cannot go."""
-    cells = {(r["protocol"], r["length"]): r for r in records if "bucket" not in r}
-    yield "           |      nonoverlap      |               fixed targets"
-    yield " length  xL|        ppl  bits/byte |        ppl  bits/byte   truncated ppl    gain (nats/token)"
-    for length in lengths:
-        plain, fixed = cells.get(("nonoverlap", length)), cells.get(("fixed", length))
-        line = f"{length:7} {length / L:4g}|{_cell(plain, 'ppl')} {_cell(plain, 'bpb')} |"
-        line += f"{_cell(fixed, 'ppl')} {_cell(fixed, 'bpb')}"
-        if fixed:
-            truncated = math.exp(fixed["truncated_nll_sum"] / fixed["tokens"])
-            line += f"     {truncated:11.4g}    {fixed['gain']:+17.4f}"
-        yield line + ("   <- training length" if length == L else "")
+    protocols = [p for p in ("nonoverlap", "sliding", "fixed") if any(r["protocol"] == p for r in records)]
+    for extend in dict.fromkeys(r["extend"] for r in records):
+        mine = [r for r in records if r["extend"] == extend]
+        cells = {(r["protocol"], r["length"]): r for r in mine if r["protocol"] in protocols}
+        if extend:
+            yield f"\n--extend {extend}"
+        if protocols:
+            yield "           |" + "|".join(f"{p:^24}" for p in protocols).rstrip()
+            yield " length  xL|" + "|".join(f"{'ppl':>11}{'bits/byte':>11}  " for _ in protocols) + (
+                "truncated ppl   gain (nats/token)" if "fixed" in protocols else "")
+        for length in lengths if protocols else ():
+            row = {p: cells.get((p, length)) for p in protocols}
+            line = f"{length:7} {length / L:4g}|" + "|".join(f"{_cell(r, 'ppl')}{_cell(r, 'bpb')}  "
+                                                            for r in row.values())
+            fixed = row.get("fixed")
+            if fixed:
+                truncated = math.exp(fixed["truncated_nll_sum"] / fixed["tokens"])
+                line += f"{truncated:13.4g}{fixed['gain']:+20.4f}"
+            yield line + ("   <- training length" if length == L else "")
+        yield from probe_table(mine)
 
 
 def _cell(line: dict[str, Any] | None, key: str) -> str:
     return f"{line[key]:11.4g}" if line else f"{'-':>11}"
+
+
+def probe_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each distance of repeat and copy, and for each length of passkey, of one curve."""
+    for protocol in ("repeat", "copy"):
+        for r in (r for r in records if r["protocol"] == protocol):
+            first = r["first_nll_sum"] / r["tokens"]
+            yield (f"{protocol:7} {r['distance']:6} tokens apart: first copy {first:6.3f} nats/token, second "
+                   f"{first - r['gain']:6.3f}, gain {r['gain']:+.3f}")
+    asked = [r for r in records if r["protocol"] == "passkey"]
+    for length in dict.fromkeys(r["length"] for r in asked):
+        found = [f"{r['correct']}/{r['trials']} at {r['depth']:g}" for r in asked if r["length"] == length]
+        yield f"passkey {length:6} tokens: found, by depth: {', '.join(found)}"
 
 
 def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> None:
@@ -275,22 +394,29 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for protocol, style, color in (("nonoverlap", "o--", "#0072b2"), ("fixed", "s-", "#d55e00")):
-        lines = [r for r in records if r["protocol"] == protocol]
-        left.plot([r["length"] for r in lines], [r["ppl"] for r in lines], style, color=color, label=protocol)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    curves = dict.fromkeys((r["extend"], r["protocol"]) for r in records if r["protocol"] in PROTOCOLS)
+    colors = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+    colour = {extend: colors[i % len(colors)]
+              for i, extend in enumerate(dict.fromkeys(extend for extend, _ in curves))}
+    styles = {"nonoverlap": "o--", "sliding": "^-.", "fixed": "s-"}
+    for extend, protocol in curves:
+        lines = [r for r in records if (r["extend"], r["protocol"]) == (extend, protocol)]
+        if protocol in styles:
+            left.plot([r["length"] for r in lines], [r["ppl"] for r in lines], styles[protocol],
+                      color=colour[extend], label=f"{protocol}, {extend}" if extend else protocol)
+        else:
+            right.plot([math.sqrt((r["bucket"][0] + 1) * r["bucket"][1]) for r in lines],
+                       [math.log(r["ppl"]) for r in lines], ".-", color=colour[extend])
     fixed = [r for r in records if r["protocol"] == "fixed"]
     if fixed:
         truncated = math.exp(fixed[0]["truncated_nll_sum"] / fixed[0]["tokens"])
         left.axhline(truncated, color="black", linestyle=":", label="fixed, truncated to L")
     left.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="perplexity per token",
              title="perplexity against context")
-    by_position = [r for r in records if r["protocol"] == "position"]
-    right.plot([math.sqrt((r["bucket"][0] + 1) * r["bucket"][1]) for r in by_position],
-               [math.log(r["ppl"]) for r in by_position], ".-", color="#009e73")
     right.set(xscale="log", xlabel="position in the window (tokens of context)",
               ylabel="loss (nats per token)", title="loss by position")
-    ticks = sorted({r["length"] for r in records if r["protocol"] != "position"}) or [L]
+    ticks = sorted({r["length"] for r in records if r["protocol"] in styles}) or [L]
     left.set_xticks(ticks, [str(t) for t in ticks])
     left.minorticks_off()
     left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
@@ -299,7 +425,7 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
         axis.axvline(L, color="grey", linewidth=1)
         axis.annotate(f" L = {L}", (L, 0), xycoords=("data", "axes fraction"), va="bottom", color="grey")
         axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=4)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -341,32 +467,58 @@ def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:
     return lengths
 
 
+def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int]) -> list[Extend]:
+    """What the --extend flags ask for. Raises UserError for what does not fit the model; prints warnings."""
+    L, extends = original_length(model, config), [parse(spec) for spec in dict.fromkeys(specs)]
+    for extend, length in itertools.product(extends, lengths):
+        for method in extend.methods:
+            problem = method.problem(model, L, length)
+            if problem:
+                raise UserError(f"--extend {extend.spec}: {problem}, this run has {config.position.encoding}"
+                                f" at L = {L}; leave it out")
+    for extend in extends:
+        for method in extend.methods:
+            warning = method.warning(model, L, max(lengths))
+            if warning:
+                print(f"warning: --extend {extend.spec}: {warning}")
+    return extends
+
+
 def main() -> None:
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__ or "", describe_extensions())
     parser.add_argument("run", metavar="RUN", help="a folder that train.py made")
     parser.add_argument("--lengths", help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L)")
-    parser.add_argument("--protocol", default=",".join(PROTOCOLS), help="default %(default)s")
+    parser.add_argument("--protocol", default=",".join(DEFAULT_PROTOCOLS),
+                        help=f"from {','.join((*PROTOCOLS, *PROBES))} (default %(default)s)")
+    parser.add_argument("--extend", action="append", default=[], metavar="METHOD",
+                        help="also under a method that stretches the context; may be given several times")
     parser.add_argument("--data", metavar="DIR_OR_FILE", help="corpus or text (default: the run's corpus)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
-    parser.add_argument("--windows", type=int, default=32, help="fixed, position: windows (default 32)")
-    parser.add_argument("--tokens", type=int, default=2**16, help="nonoverlap: tokens scored (default 65536)")
+    parser.add_argument("--windows", type=int, default=32,
+                        help="fixed, position, repeat, copy: windows; passkey: a quarter of it (default 32)")
+    parser.add_argument("--tokens", type=int, default=2**16,
+                        help="nonoverlap, sliding: tokens scored (default 65536)")
+    parser.add_argument("--stride", type=int, help="sliding: S, tokens (default a quarter of each length)")
     parser.add_argument("--seed", type=int, default=0, help="chooses windows; the same for every model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written (default RUN/eval/DATA.json)")
     args = parser.parse_args()
     protocols = args.protocol.split(",")
     for protocol in protocols:
-        if protocol not in PROTOCOLS:
-            raise UserError(f"--protocol {protocol}: unknown; choose from {','.join(PROTOCOLS)}")
+        if protocol not in (*PROTOCOLS, *PROBES):
+            raise UserError(f"--protocol {protocol}: unknown; choose from {','.join((*PROTOCOLS, *PROBES))}")
     model, config, tokenizer = load_run(args.run)
     L = config.train.seq_len
     text = open_text(args.data, config.data.dir, tokenizer)
     lengths = choose_lengths(args.lengths, L, text)
     n_scored = args.targets or max(1, min(256, L // 4))
-    if not 0 < n_scored <= min(lengths) or args.windows < 1 or args.tokens < 1:
-        raise UserError(f"--targets {n_scored} --windows {args.windows} --tokens {args.tokens}: must be "
-                        f"positive, and --targets at most the shortest length, {min(lengths)}")
-    evaluation = Evaluation(model, text, tokenizer, config.train, protocols, lengths, n_scored, args.windows,
-                            args.tokens, args.seed)
+    counts = [n for n in (args.windows, args.tokens, args.stride) if n is not None]
+    if not 0 < n_scored <= min(lengths) or min(counts) < 1:
+        raise UserError(f"--targets {n_scored} --windows {args.windows} --tokens {args.tokens} --stride "
+                        f"{args.stride}: must be positive, and --targets at most the shortest length, "
+                        f"{min(lengths)}")
+    extends = open_extensions(args.extend, model, config, lengths)
+    evaluation = Evaluation(model, text, tokenizer, config, protocols, lengths, n_scored, args.windows,
+                            args.tokens, args.seed, extends, args.stride)
     print(f"{args.run}: {config.position.encoding}, trained at L = {L}, on {text.name}: "
           f"{len(evaluation.text.documents)} documents of more than {evaluation.longest} tokens")
     records = evaluation.run()

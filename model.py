@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from positions import ENCODINGS, At, Encoding, NoPE
-from positions.temperature import TEMPERATURES
+from positions.temperature import TEMPERATURES, Temperature
 
 if TYPE_CHECKING:
     from config import Config, Model, Train
 
-MAX_BLOCK = 2**24       # logits held at a time where an encoding changes them, 64 MB in fp32
+MAX_BLOCK = 2**21       # logits held at a time where an encoding changes them: 8 MB in fp32, near the cache
+FOLD_FROM = 1024        # queries; with fewer, a CPU is faster in blocks than in the fused kernel
 MIN_ROWS = 256          # queries that share a window's keys
 
 
@@ -54,7 +56,7 @@ class Cache:
     """
 
     def __init__(self, n_layer: int) -> None:
-        self.positions: Tensor | None = None                            # (1 or B, Tk)
+        self.positions: Tensor | None = None                            # (1 or B, Tk), or with axes
         self.layers: list[list[Tensor] | None] = [None] * n_layer
 
     def next_position(self) -> int:
@@ -64,7 +66,7 @@ class Cache:
     def append_positions(self, positions: Tensor) -> Tensor:
         """Positions of all keys after those of the new tokens are added."""
         if self.positions is not None:
-            positions = torch.cat((self.positions, positions), dim=-1)
+            positions = torch.cat((self.positions, positions), dim=1)
         self.positions = positions
         return positions
 
@@ -109,10 +111,16 @@ class Attention(nn.Module):
             k, v, *rest = cache.append(at.layer, new)                   # (B, H, Tk, D)
             features = rest[0] if rest else None
         at = at._replace(features=features)
-        attend = attend_in_blocks if encoding.has_scores() else attend_fused
+        attend = attend_fused if self._is_fused(q, encoding, at) else attend_in_blocks
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, encoding, at, self.is_causal, self.window, dropout)
         return self.o(y.transpose(1, 2).reshape(B, T, C))
+
+    def _is_fused(self, q: Tensor, encoding: Encoding, at: At) -> bool:
+        """Whether the fused kernel can serve this encoding here, and is worth it."""
+        pays = q.shape[2] >= FOLD_FROM or q.device.type != "cpu"
+        folds = encoding.can_fold and self.is_causal and at.in_order
+        return not encoding.has_scores() or (folds and pays)
 
 
 def row_blocks(Tq: int, Tk: int, n_rows: int, is_causal: bool, window: int | None,
@@ -136,16 +144,19 @@ def row_blocks(Tq: int, Tk: int, n_rows: int, is_causal: bool, window: int | Non
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
                  window: int | None, dropout: float) -> Tensor:
-    """The fused kernel, O(T) memory, for encodings that leave the logits alone. -> (B, H, Tq, D)."""
+    """The fused kernel, O(T) memory, for encodings that leave the logits alone or fold. -> (B, H, Tq, D)."""
+    D, Tq, Tk = q.shape[-1], q.shape[2], k.shape[2]
     q, k = encoding.rotate(q, k, at)
-    Tq, Tk = q.shape[2], k.shape[2]
+    if encoding.can_fold:
+        q, k = encoding.fold(q, k, at)                                  # (B, H, T, D + extra) each
+        v = F.pad(v, (0, q.shape[-1] - D))                              # the kernel wants equal widths
+    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
     if window is None or window >= Tk:
         if Tq in (1, Tk):                                               # one query: the last, which sees all
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal and Tq > 1, dropout_p=dropout)
+            return attend(q, k, v, is_causal=is_causal and Tq > 1)[..., :D]
         window = None
     blocks = row_blocks(Tq, Tk, max(window, MIN_ROWS) if window else Tq, is_causal, window, q.device)
-    attend = F.scaled_dot_product_attention
-    return torch.cat([attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, dropout)
+    return torch.cat([attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask)[..., :D]
                       for rows, keys, mask in blocks], dim=2)
 
 
@@ -154,14 +165,13 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     """Explicit softmax in blocks of query rows: T x T logits never exist at once. -> (B, H, Tq, D)."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
-    n_rows = max(1, MAX_BLOCK // (B * H * Tk * encoding.numbers_per_logit))
+    n_rows = max(1, MAX_BLOCK // (B * H * Tk))
     q_turned, k_turned = encoding.rotate(q, k, at)
     outputs = []
     for rows, keys, mask in row_blocks(Tq, Tk, n_rows, is_causal, window, q.device):
         logits = q_turned[:, :, rows] @ k_turned[:, :, keys].mT         # (B, H, rows, keys)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / D**0.5
-        if mask is not None:
-            logits = logits.masked_fill(~mask, -torch.inf)
+        unseen = torch.zeros(1, device=q.device) if mask is None else torch.where(mask, 0.0, -torch.inf)
+        logits = torch.add(unseen, logits, alpha=D**-0.5)               # masked, scaled, fp32: in one pass
         features = at.features[:, :, keys] if at.features is not None else None
         block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, keys], features=features)
         logits = encoding.scores(logits, q[:, :, rows], k[:, :, keys], block_at)
@@ -208,8 +218,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are not scored.
 
-    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those after the cache's. `cache`
-    is what `new_cache` made. Raises ValueError for positions beyond an encoding's limit.
+    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those after the cache's; (B, T, A)
+    for an encoding with A axes. `cache` is what `new_cache` made. Raises ValueError for positions beyond an
+    encoding's limit or of the wrong shape.
     """
 
     def __init__(self, config: Config) -> None:
@@ -228,7 +239,7 @@ class GPT(nn.Module):
         named = {"all": range(model.n_layer), "first": range(1)}
         self.encoded_layers = {layer for layer in (named[layers] if isinstance(layers, str) else layers)
                                if not is_every(config.position.skip_every, layer)}
-        self.no_encoding = NoPE(config)
+        self.no_encoding: Encoding = NoPE(config)
         self.temperature = TEMPERATURES[config.position.temperature](config)
 
     def _init_weights(self) -> None:
@@ -261,7 +272,7 @@ class GPT(nn.Module):
         temperatures = self.temperature(q_pos)
         for layer, block in enumerate(self.blocks):
             encoding = self.encoding if layer in self.encoded_layers else self.no_encoding
-            at = At(q_pos, k_pos, layer, tables, temperature=temperatures[layer])
+            at = At(q_pos, k_pos, layer, tables, in_order=positions is None, temperature=temperatures[layer])
             x = block(x, encoding, at, cache)
         return self.norm(x)
 
@@ -281,7 +292,22 @@ class GPT(nn.Module):
         if limit and last >= limit:
             name = type(self.encoding).__name__
             raise ValueError(f"{name} knows positions 0 ... {limit - 1} only, got {last}")
-        return positions if positions.dim() == 2 else positions[None]
+        positions = positions[None] if positions.dim() == 1 else positions
+        self._check_axes(positions, cache)
+        return positions
+
+    def _check_axes(self, positions: Tensor, cache: Cache | None) -> None:
+        """Refuse positions (1 or B, T) or (1 or B, T, axes) that the encoding, or the cache, cannot take."""
+        n_axes, name = self.encoding.n_axes, type(self.encoding).__name__
+        if positions.dim() != 2 and (positions.dim() != 3 or n_axes == 1 or positions.shape[2] != n_axes):
+            axes = f" or (B, T, {n_axes})" if n_axes > 1 else ""
+            raise ValueError(f"{name} takes positions (T,) or (B, T){axes}, got {tuple(positions.shape)}")
+        if positions.dim() == 3 and type(self.temperature) is not Temperature:
+            raise ValueError("position.temperature counts keys by their positions, which must have one axis, "
+                             f"got {tuple(positions.shape)}")
+        if cache is not None and cache.positions is not None and cache.positions.dim() != positions.dim():
+            raise ValueError(f"the cache's positions are {tuple(cache.positions.shape)}: give positions= "
+                             f"with as many axes at each step, got {tuple(positions.shape)}")
 
     def n_parameters(self) -> int:
         """Trained numbers, shared ones counted once."""

@@ -15,6 +15,7 @@ channels, so trained weights carry over with `to_half` and `to_interleaved`.
 Legend: B batch, T time, H = n_head, D = C // H, R = rotated channels, A position axes. Angles in radians.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -36,15 +37,101 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
     return 1.0 / base ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
 
 
-def p_inv_freq(dim: int, p: float, base: float = 10_000.0, *, dtype: torch.dtype = torch.float32,
-               device: torch.device | str | None = None) -> Tensor:
-    """`inv_freq` with the slowest pairs stopped: 0 from pair floor(p * dim / 2) on. p = 1: RoPE, p = 0: NoPE.
+def stop_slowest(inv_freq: Tensor, p: float) -> Tensor:
+    """The slowest pairs stopped: 0 from pair floor(p R/2) on. p = 1: RoPE, p = 0: NoPE. (R/2,) -> (R/2,).
 
-    Unlike a rotation of p * dim channels, whose frequencies span the whole range, the rest are RoPE's own.
+    p-RoPE, Barbero et al. 2024, arXiv:2410.06205. Unlike a rotation of p * R channels, whose
+    frequencies span the whole range, the rest are RoPE's own.
     """
-    f = inv_freq(dim, base, dtype=dtype, device=device)
+    dim = 2 * len(inv_freq)
+    f = inv_freq.clone()
     f[int(p * dim // 2):] = 0.0
     return f
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Scaling: other frequencies for a context `factor` (s) times the length L of the training. Those that bend
+# the frequencies take and return them, (R/2,), in any dtype; those that change the base return the new one.
+# At s = 1 each gives back the very numbers that it was given.
+
+
+def interpolate(inv_freq: Tensor, factor: float) -> Tensor:
+    """Position interpolation: f_i / s, as if positions were s times closer. Chen 2023, arXiv:2306.15595, 2.3.
+
+    `linear` in Hugging Face. Every angle up to s L was seen in training, but neighbours move together.
+    """
+    return inv_freq / factor
+
+
+def ntk_base(dim: int, base: float, factor: float) -> float:
+    """NTK-aware: base s^(R / (R - 2)). The fastest pair keeps its 1, the slowest becomes PI's, f / s.
+
+    bloc97 2023, r/LocalLLaMA; YaRN, Peng et al. 2023, arXiv:2309.00071, section 3.1. R >= 4.
+    """
+    if dim < 4:
+        raise ValueError(f"NTK scaling needs 4 rotary channels or more, got {dim}")
+    return base * factor ** (dim / (dim - 2))
+
+
+def dynamic_ntk_base(dim: int, base: float, factor: float, L: int, T: int) -> float:
+    """NTK-aware with the scale that T tokens need: s' = a T / L - (a - 1), a = factor; 1 as long as T <= L.
+
+    emozilla 2023, r/LocalLLaMA; YaRN, section 3.3. With a = 1 the scale is T / L itself: T tokens are turned
+    as NTK-aware scaling turns them for T. A larger a stretches further than T needs.
+    """
+    return ntk_base(dim, base, 1 + factor * max(0, T - L) / L)      # this order: exactly 1 at T <= L
+
+
+def pair_that_turns(times: float, dim: int, base: float, L: int) -> float:
+    """Which pair, in fractions, turns so many times within L tokens: R ln(L / (2 pi times)) / (2 ln base).
+
+    YaRN, section 3.2. From L f / (2 pi) = times and f = base^(-2i / R); below 0 where none is that fast.
+    """
+    return dim * math.log(L / (2 * math.pi * times)) / (2 * math.log(base))
+
+
+def yarn(inv_freq: Tensor, base: float, factor: float, L: int, beta_fast: float = 32.0,
+         beta_slow: float = 1.0, truncate: bool = True) -> Tensor:
+    """Keep pairs that turn beta_fast times within L, interpolate those under beta_slow, mix in between.
+
+    f' = (1 - g) f + g f / s, g = clamp((i - low) / (high - low), 0, 1), low and high the pairs that turn
+    beta_fast and beta_slow times, with `truncate` rounded outwards, and within 0 ... R - 1 as in the authors'
+    code. YaRN, Peng et al. 2023, arXiv:2309.00071, section 3.2 (NTK-by-parts).
+    """
+    dim = 2 * len(inv_freq)
+    low, high = (pair_that_turns(beta, dim, base, L) for beta in (beta_fast, beta_slow))
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    i = torch.arange(dim // 2, dtype=inv_freq.dtype, device=inv_freq.device)
+    g = ((i - low) / max(high - low, 1e-3)).clamp(0, 1)             # low = high: a step there
+    return torch.lerp(inv_freq, inv_freq / factor, g)
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """0.1 ln s + 1 on cos and sin both, so its square on the logits. YaRN, section 3.4."""
+    return 0.1 * math.log(factor) + 1
+
+
+def llama3(inv_freq: Tensor, factor: float, L: int, low_freq_factor: float = 1.0,
+           high_freq_factor: float = 4.0) -> Tensor:
+    """Keep pairs that turn high_freq_factor times within L, interpolate those under low, mix in between.
+
+    f' = (1 - g) f / s + g f, g = clamp((turns - low) / (high - low), 0, 1), turns = L f / (2 pi). Llama 3.1's
+    code, github.com/meta-llama/llama-models (there s = 8, L = 8192); not in its paper, arXiv:2407.21783.
+    """
+    turns = L * inv_freq / (2 * math.pi)
+    g = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return torch.lerp(inv_freq / factor, inv_freq, g)
+
+
+def longrope_attention_factor(factor: float, L: int) -> float:
+    """sqrt(1 + ln s / ln L) on cos and sin both. LongRoPE's code, github.com/microsoft/LongRoPE; L >= 2."""
+    return math.sqrt(1 + math.log(factor) / math.log(L))
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Rotation
 
 
 def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
@@ -98,6 +185,10 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     turned = turned.to(x.dtype)
     return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Conversion between the layouts
 
 
 def _half_order(n_rows: int, n_head: int, rotary_dim: int | None) -> Tensor:

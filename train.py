@@ -26,7 +26,17 @@ import torch
 from torch import nn
 
 import checkpoint
-from config import Config, Train, UserError, argument_parser, differences, load_config, run_command, to_toml
+from config import (
+    Config,
+    Train,
+    UserError,
+    argument_parser,
+    describe_schema,
+    differences,
+    load_config,
+    run_command,
+    to_toml,
+)
 from data.loader import Corpus, read_meta
 from data.tokenizer import byte_lengths, load_tokenizer
 from model import GPT, autocast, pick_device, pick_dtype
@@ -48,14 +58,23 @@ def train(config: Config, stop: list[int]) -> int:
     torch.manual_seed(config.train.seed)
     model = GPT(config).to(device)
     optimizer = make_optimizer(model, config.train)
-    state = checkpoint.load_newest(run_dir, model, optimizer) or {"step": 0, "wall_s": 0.0, "metrics": {}}
-    if state["step"]:
+    tokenizer = load_tokenizer(corpus.meta["tokenizer"]["name"])
+    state = checkpoint.load_newest(run_dir, model, optimizer)
+    if state:
         print(f"resuming {run_dir} at step {state['step']}")
+    else:
+        state = {"step": 0, "wall_s": 0.0, "metrics": {}}
+        if config.train.init_from:
+            checkpoint.start_from(config.train.init_from, model, config, tokenizer)
     val_batches = corpus.val_batches(config.train.seq_len, config.train.batch_size // config.train.accumulate,
                                      config.train.val_windows)
     is_compiled = worth_compiling(model, config.train, device)
     step_model: Any = torch.compile(model) if is_compiled else model
-    lengths = torch.from_numpy(byte_lengths(load_tokenizer(corpus.meta["tokenizer"]["name"]))).to(device)
+    lengths = torch.from_numpy(byte_lengths(tokenizer)).to(device)
+    if config.train.pose_length and config.train.pose_length > (model.encoding.max_length or math.inf):
+        raise UserError(f"train.pose_length {config.train.pose_length}: {config.position.encoding} ends at "
+                        f"position {model.encoding.max_length}; leave it out or take another encoding")
+    make_run(run_dir, config, corpus)
     for line in describe(config, corpus, model, device, is_compiled):
         print(line, flush=True)
     log = Log(run_dir, config, state)
@@ -98,16 +117,33 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, c
     if device.type == "cuda":
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
     inputs, targets = (x.to(device, non_blocking=True) for x in (inputs, targets))
+    positions = skipping_positions(t, step).to(device) if t.pose_length else None
     model.train()
     optimizer.zero_grad(set_to_none=True)
     losses = []
-    for x, y in zip(inputs.chunk(t.accumulate), targets.chunk(t.accumulate), strict=True):
+    for part in torch.arange(t.batch_size).chunk(t.accumulate):
+        rows = slice(int(part[0]), int(part[-1]) + 1)
         with autocast(t, device):
-            loss = model(x, y) / t.accumulate
+            at = positions[rows] if positions is not None else None
+            loss = model(inputs[rows], targets[rows], at) / t.accumulate
         loss.backward()
         losses.append(loss.detach())
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
     return float(sum(losses)), float(grad_norm)
+
+
+def skipping_positions(t: Train, step: int) -> torch.Tensor:
+    """PoSE: 0 ... u - 1, then on from u + s, (B, T), so that short sequences visit long distances.
+
+    u in 1 ... (T + 1) / 2 and s in 0 ... pose_length - T, uniform for each sequence. Zhu et al. 2023,
+    arXiv:2309.10400, section 3.2, with two chunks.
+    """
+    rng = np.random.default_rng([t.seed, step])
+    assert t.pose_length
+    first = rng.integers(1, (t.seq_len + 1) // 2 + 1, size=(t.batch_size, 1))
+    skip = rng.integers(t.pose_length - t.seq_len + 1, size=(t.batch_size, 1))
+    index = np.arange(t.seq_len)
+    return torch.from_numpy(index + (index >= first) * skip)
 
 
 @torch.no_grad()
@@ -167,14 +203,11 @@ def with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 
 def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
-    """Make the run's folder, or check that the one there is a run of the same config and corpus."""
+    """Whether the run is there to its end. Raises UserError for a folder of anything but this run."""
     config_path, corpus_path = run_dir / "config.toml", run_dir / "corpus.json"
     if not config_path.exists():
         if run_dir.exists() and (not run_dir.is_dir() or set(os.listdir(run_dir)) - {corpus_path.name}):
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(corpus_path, json.dumps(corpus.meta, indent=1))
-        write_whole(config_path, to_toml(config))   # last: it makes the folder a run
         return False
     changes = differences(load_config(config_path), config, ignore=["run"])
     if changes:
@@ -184,6 +217,14 @@ def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
         raise UserError(f"run {run_dir}: was started on another corpus than {config.data.dir} now holds; "
                         "prepare that one again, give another run.dir, or delete the folder")
     return (run_dir / "summary.json").exists()
+
+
+def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
+    """The run's folder with its corpus and config, where it is new."""
+    if not (run_dir / "config.toml").exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(run_dir / "corpus.json", json.dumps(corpus.meta, indent=1))
+        write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
 
 
 class Log:
@@ -323,7 +364,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def main() -> int:
-    parser = argument_parser(__doc__, usage_of_config=True)
+    parser = argument_parser(__doc__, describe_schema())
     parser.add_argument("config", metavar="CONFIG.toml", help="see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as train.lr=1e-3")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")

@@ -2,6 +2,7 @@
 
 SOURCE is one of
   stdlib      the source text of the running Python's own standard library: always there, public, no download
+  passkey     made-up documents to train for the passkey probe: keys told and asked for (data/passkey.py)
   FILE.txt    one text; its last tenth is for validation
   FOLDER      its .txt files, a document each. Subfolders train/ and val/ are the splits where both exist;
               else a hash of each file's path inside the folder picks a tenth of the files for validation
@@ -15,7 +16,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import UserError, argument_parser, run_command  # noqa: E402
 from data.loader import FORMAT_VERSION, SPLITS  # noqa: E402
-from data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer  # noqa: E402
+from data.passkey import passkey_document, repeating_document  # noqa: E402
+from data.tokenizer import TOKENIZERS, Tokenizer, byte_lengths, load_tokenizer  # noqa: E402
 
 VAL_SHARE = 0.1
+BUILT_IN = ("stdlib", "passkey")
+PASSKEY_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}
+PASSKEY_LENGTHS = (24, 129)     # tokens, [from, to): they fit into the quick configs' windows
 STDLIB_LEFT_OUT = {     # paths inside the library -> why
     "test/*": "tests",
     "tests/*": "tests",
@@ -56,8 +61,24 @@ class Document(NamedTuple):
     end: int | None = None
 
 
-def find_documents(source: str) -> dict[str, list[Document]]:
+class Passkey(NamedTuple):
+    """A made-up document: a function of its number. One in four has a key, the others repeat a string."""
+
+    number: int
+
+    def ids(self, tokenizer: Tokenizer) -> np.ndarray:
+        """Its tokens, the separator first."""
+        rng = np.random.default_rng([self.number, 1])
+        if self.number % 4:
+            return repeating_document(tokenizer, rng)
+        return passkey_document(tokenizer, int(rng.integers(*PASSKEY_LENGTHS)), rng.random(), rng)[0]
+
+
+def find_documents(source: str) -> Mapping[str, Sequence[Document | Passkey]]:
     """Split -> documents of a SOURCE, in an order that depends on their names alone."""
+    if source == "passkey":
+        return {split: [Passkey(number) for number in numbers]
+                for split, numbers in PASSKEY_DOCUMENTS.items()}
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         return split_by_hash(root, [p for p in root.rglob("*.py")
@@ -67,7 +88,8 @@ def find_documents(source: str) -> dict[str, list[Document]]:
         return split_inside(root)
     if not root.is_dir():
         problem = "is not a .txt file or a folder of them" if root.exists() else "no such file or folder"
-        raise UserError(f"source {source}: {problem}; give stdlib, a .txt file or a folder with .txt files")
+        raise UserError(f"source {source}: {problem}; give stdlib, passkey, a .txt file or a folder with "
+                        ".txt files")
     if all((root / split).is_dir() for split in SPLITS):
         found = {split: sorted(map(Document, (root / split).rglob("*.txt"))) for split in SPLITS}
     else:
@@ -105,8 +127,10 @@ def split_inside(path: Path) -> dict[str, list[Document]]:
     return {"train": [Document(path, 0, cut)], "val": [Document(path, cut)]}
 
 
-def read(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+def read(document: Document | Passkey, tokenizer: Tokenizer) -> np.ndarray:
     """Ids of a document, the separator first. Raises UserError for text that the tokenizer cannot take."""
+    if isinstance(document, Passkey):
+        return document.ids(tokenizer)
     text = document.path.read_bytes()[document.start:document.end]
     try:
         ids = tokenizer.encode(text)
@@ -118,12 +142,12 @@ def read(document: Document, tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate(([tokenizer.eot], ids))
 
 
-def write_split(folder: Path, split: str, documents: list[Document], tokenizer: Tokenizer,
+def write_split(folder: Path, split: str, documents: Sequence[Document | Passkey], tokenizer: Tokenizer,
                 dtype: str) -> dict[str, Any]:
     """Write SPLIT.bin and SPLIT.idx.npy, a document at a time; return what meta.json says of them."""
     from tqdm import tqdm
 
-    offsets, n_bytes = [0], 0
+    offsets, n_bytes, lengths = [0], 0, byte_lengths(tokenizer)
     with (folder / f"{split}.bin").open("wb") as file:
         for document in tqdm(documents, desc=split, unit="file", leave=False, delay=1, disable=None):
             ids = read(document, tokenizer)
@@ -131,7 +155,7 @@ def write_split(folder: Path, split: str, documents: list[Document], tokenizer: 
                 continue                                                # an empty file is no document
             file.write(ids.astype(dtype).tobytes())
             offsets.append(offsets[-1] + len(ids))
-            n_bytes += (document.end or document.path.stat().st_size) - document.start
+            n_bytes += int(lengths[ids].sum())
     if len(offsets) == 1:
         raise UserError(f"split {split}: all {len(documents)} files are empty; add text")
     np.save(folder / f"{split}.idx.npy", np.array(offsets, dtype=np.uint64))
@@ -156,7 +180,7 @@ def prepare(source: str, out: Path, tokenizer_name: str) -> dict[str, Any]:
         new.mkdir()
         meta = {
             "format_version": FORMAT_VERSION,
-            "source": source if source == "stdlib" else Path(source).name,
+            "source": source if source in BUILT_IN else Path(source).name,
             "revision": f"Python {'.'.join(map(str, sys.version_info[:3]))}" if source == "stdlib" else None,
             "dtype": dtype, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
@@ -183,7 +207,7 @@ def describe(meta: dict[str, Any], out: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="stdlib, a .txt file or a folder with .txt files")
+    parser.add_argument("source", metavar="SOURCE", help="stdlib, passkey, a .txt file or a folder of them")
     parser.add_argument("--tokenizer", default="byte", help=f"{' or '.join(TOKENIZERS)} (default byte)")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
     args = parser.parse_args()

@@ -7,7 +7,7 @@ from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinu
 from positions.content import CoPE, Forgetting, RelativeKey, RelativeKeyQuery, TransformerXL
 from positions.contract import At, Encoding, NoPE, Options
 from positions.distance import FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
-from positions.rotary import PRoPE, RoPE, XPos
+from positions.rotary import PRoPE, RoPE, RoPE2D, XPos
 
 __all__ = ["ENCODINGS", "At", "Encoding", "NoPE", "Options"]
 
@@ -19,6 +19,7 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "binary": Binary,
     "sinusoidal": Sinusoidal,
     "rope": RoPE,
+    "rope_2d": RoPE2D,
     "p_rope": PRoPE,
     "xpos": XPos,
     "alibi": ALiBi,

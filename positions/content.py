@@ -19,16 +19,13 @@ from positions.contract import At, Encoding, Options
 if TYPE_CHECKING:
     from config import Config
 
-KEYS_AT_A_TIME = 256    # whose products with a whole table are held at once
+KEYS_AT_A_TIME = 256    # whose products with a table are held at once
 
 
-def products_at(x: Tensor, table: Tensor, rows: Tensor) -> Tensor:
-    """x[i] . table[rows[i, j]]: x (B, H, n, D), table (P, D), rows (1 or B, 1, n, m) -> (B, H, n, m).
-
-    All products x[i] . table[p] first, then those wanted: n P numbers, where looking up first takes n m D.
-    """
-    products = x @ table.mT                                             # (B, H, n, P)
-    return products.gather(-1, rows.expand(*x.shape[:2], -1, -1))
+def cut(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The part of a table (P, D) that rows, any integers, point into, and where in it they point."""
+    first, last = map(int, rows.aminmax())
+    return table[first:last + 1], rows - first
 
 
 class RelativeKeyOptions(Options):
@@ -47,7 +44,6 @@ class RelativeKey(Encoding):
     """
 
     Options = RelativeKeyOptions
-    numbers_per_logit = 2
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -57,25 +53,28 @@ class RelativeKey(Encoding):
         self.table = nn.Parameter(nn.init.normal_(table, std=0.02))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        B, H, _, D = q.shape
         rows = at.distance().clamp(max=self.max_distance)               # (1 or B, 1, Tq, Tk)
-        bias = products_at(q, self.table[at.layer], rows)               # (B, H, Tq, Tk)
-        return logits + bias.to(logits.dtype) / q.shape[-1]**0.5
+        table, rows = cut(self.table[at.layer], rows)
+        products = q @ table.mT         # (B, H, Tq, P): each with all, then those wanted; not Tq Tk vectors
+        return torch.add(logits, products.gather(-1, rows.expand(B, H, -1, -1)), alpha=D**-0.5)
 
 
 class RelativeKeyQuery(RelativeKey):
     """Both sides: logits += (q_i + k_j) . E[min(i - j, M)] / sqrt(D). Huang et al. 2020, arXiv:2009.13658.
 
-    Their method 4, Hugging Face BERT's "relative_key_query", made causal; one table serves both terms. Each
-    block of queries takes all keys times the whole table: for long texts, max_distance should be small.
+    Their method 4, Hugging Face BERT's "relative_key_query", made causal; one table serves both terms.
     """
 
-    numbers_per_logit = 3
-
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        rows = at.distance().clamp(max=self.max_distance).mT            # (1 or B, 1, Tk, Tq)
-        pieces = zip(k.split(KEYS_AT_A_TIME, 2), rows.split(KEYS_AT_A_TIME, 2), strict=True)
-        bias = torch.cat([products_at(keys, self.table[at.layer], r) for keys, r in pieces], dim=2).mT
-        return super().scores(logits, q, k, at) + bias.to(logits.dtype) / q.shape[-1]**0.5
+        B, H, _, D = q.shape
+        biases = []
+        for keys, k_pos in zip(k.split(KEYS_AT_A_TIME, 2), at.k_pos.split(KEYS_AT_A_TIME, 1), strict=True):
+            rows = at._replace(k_pos=k_pos).distance().clamp(max=self.max_distance)
+            table, rows = cut(self.table[at.layer], rows)
+            products = (keys @ table.mT).mT                             # (B, H, P, keys)
+            biases.append(products.gather(-2, rows.expand(B, H, -1, -1)))       # (B, H, Tq, keys)
+        return torch.add(super().scores(logits, q, k, at), torch.cat(biases, dim=-1), alpha=D**-0.5)
 
 
 class TransformerXLOptions(Options):
@@ -101,7 +100,6 @@ class TransformerXL(Encoding):
     """
 
     Options = TransformerXLOptions
-    numbers_per_logit = 2
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -122,7 +120,7 @@ class TransformerXL(Encoding):
         wave = torch.cat((angle.cos(), angle.sin()), dim=-1)            # (1 or B, Tk, C)
         by_distance = torch.einsum("bhic,bjc->bhij", turned, wave.to(turned.dtype))
         by_content = torch.einsum("hd,bhjd->bhj", self.u.to(k.dtype), k)[:, :, None]        # (B, H, 1, Tk)
-        return logits + (by_distance.to(logits.dtype) + by_content.to(logits.dtype)) / D**0.5
+        return torch.add(logits + by_content.to(logits.dtype) / D**0.5, by_distance, alpha=D**-0.5)
 
 
 class CoPEOptions(Options):
@@ -144,7 +142,6 @@ class CoPE(Encoding):
     """
 
     Options = CoPEOptions
-    numbers_per_logit = 8       # counts, two int64 indices, two lookups, and the result
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -158,8 +155,9 @@ class CoPE(Encoding):
         last = self.table.shape[1] - 1
         count = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=last)  # (B, H, Tq, Tk)
         products = (q @ self.table[at.layer].mT).to(logits.dtype)       # (B, H, Tq, P)
-        below, above = (products.gather(-1, whole.long()) for whole in (count.floor(), count.ceil()))
-        return logits + torch.lerp(below, above, count - count.floor())
+        steps = F.pad(products.diff(dim=-1), (0, 1))                    # from a whole count to the next
+        whole = count.long()
+        return torch.addcmul(logits + products.gather(-1, whole), steps.gather(-1, whole), count.frac())
 
 
 class Forgetting(Encoding):
@@ -170,8 +168,6 @@ class Forgetting(Encoding):
     authors' code (its initial decay times are for gates that do not depend on the data): at the start f is
     about 1/2, a steep penalty of 0.7 a token. x-transformers begins with b = 5.
     """
-
-    numbers_per_logit = 4       # the difference in fp64, and the result
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -186,7 +182,9 @@ class Forgetting(Encoding):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         assert at.features is not None
-        # fp64: what came before both tokens must vanish from the difference, down to fp32's last bit
+        # summed in fp64 and counted from the block's first query: what came before both tokens leaves no
+        # rounding, and neither does the future
         c = at.features[..., 0].cumsum(dim=-1, dtype=torch.float64)     # (B, H, Tk)
+        c = (c - c[..., -q.shape[2], None]).to(logits.dtype)
         bias = c[..., -q.shape[2]:, None] - c[..., None, :]             # (B, H, Tq, Tk), queries come last
-        return logits + bias.to(logits.dtype).clamp(max=0)              # keys ahead: an empty sum
+        return logits + bias.clamp(max=0)                               # keys ahead: an empty sum

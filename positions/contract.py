@@ -23,6 +23,7 @@ class At(NamedTuple):
     tables: Any  # what the encoding's `tables` returned for this forward
     features: Tensor | None = None  # what its `features` returned for the keys, (B, H, Tk, F)
     temperature: Tensor | None = None  # factor of the queries, (1 or B, 1 or H, Tq, 1)
+    in_order: bool = False  # is it known that no key that a query sees has a larger position?
 
     def distance(self) -> Tensor:
         """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
@@ -62,8 +63,9 @@ class Encoding(nn.Module):
 
     Options: ClassVar[type[Options]] = Options
     is_relative: ClassVar[bool] = True  # do the logits depend on distances alone (tested)?
+    n_axes: ClassVar[int] = 1  # above 1 it takes positions (1 or B, T, n_axes) too, a number for each axis
     max_length: int | None = None  # positions it is defined for are 0 ... max_length - 1; None: all
-    numbers_per_logit: int = 1  # that `scores` holds at a time; more of them, smaller blocks of queries
+    can_fold: bool = False  # is `fold` the same as `scores`?
 
     def __init__(self, config: Config) -> None:
         """Make the parameters. One instance serves all layers; those of each layer are stacked on axis 0."""
@@ -95,6 +97,14 @@ class Encoding(nn.Module):
         were before `rotate`. Overriding this leaves the fused kernel for explicit softmax in query blocks.
         """
         return logits
+
+    def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        """What `scores` adds, times sqrt(D), as products of more channels of q and k, after those there are.
+
+        Up to a constant along each row of logits, which the softmax does not see, and for keys at positions
+        up to the query's. An encoding that says `can_fold` keeps the fused kernel with it on long texts.
+        """
+        return q, k
 
     @classmethod
     def acts_in_layers(cls) -> bool:

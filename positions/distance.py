@@ -42,6 +42,8 @@ class ALiBi(Encoding):
         self.log_slopes: nn.Parameter | None = None
         if config.position.learned:
             self.log_slopes = nn.Parameter(torch.tensor(self.slopes(self.n_head)).log())     # (H,)
+        # gradients of `fold`'s slopes would be small differences of large sums, lost in bf16
+        self.can_fold = not config.position.learned
 
     @staticmethod
     def slopes(n_head: int) -> list[float]:
@@ -60,6 +62,20 @@ class ALiBi(Encoding):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         return logits - at.tables * at.distance()
+
+    def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        """-slope (i - j) is slope j up to a constant along the row: a slope in q times a position in k.
+
+        Positions, counted from the first key's, are three digits to base 256: exact in bf16 up to 2^24.
+        Slopes are two pieces, off by 2^-16 of themselves. The kernel's fp32 sum is off by 2^-24 of slope j.
+        """
+        slope = at.tables.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1]**0.5    # (H, 1, 1)
+        high = slope.bfloat16().to(slope.dtype)
+        pieces = torch.cat([piece * 256**n for piece in (high, slope - high) for n in range(3)], dim=-1)
+        j = (at.k_pos - at.k_pos.min())[:, None, :, None]     # (1 or B, 1, Tk, 1)
+        digits = torch.cat([j // 256**n % 256 for _ in range(2) for n in range(3)], dim=-1)
+        return (torch.cat((q, pieces.to(q.dtype).expand(*q.shape[:3], -1)), dim=-1),
+                torch.cat((k, digits.to(k.dtype).expand(*k.shape[:3], -1)), dim=-1))
 
 
 class T5Options(Options):
@@ -118,7 +134,6 @@ class Kerple(Encoding):
     forward the parameters themselves are clamped to at least 0.01 (and the power's p to at most 2).
     """
 
-    numbers_per_logit = 3
     max_p: float | None = None
 
     def __init__(self, config: Config) -> None:
@@ -141,7 +156,7 @@ class KerpleLog(Kerple):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         p, a = at.tables
-        return logits - p * torch.log1p(a * at.distance())
+        return logits + -p * torch.log1p(a * at.distance())
 
 
 class KerplePower(Kerple):
@@ -154,7 +169,7 @@ class KerplePower(Kerple):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         p, a = at.tables
-        return logits - a * at.distance() ** p
+        return logits + -a * at.distance() ** p
 
 
 class FIRE(Encoding):
@@ -173,7 +188,6 @@ class FIRE(Encoding):
         super().__init__(config)
         n_layer, n_head = config.model.n_layer, config.model.n_head
         self.seq_len = config.train.seq_len
-        self.numbers_per_logit = 3 + 2 * self.n_hidden // n_head        # heads share the hidden units
         self.c = nn.Parameter(torch.full((n_layer,), 0.1))
         self.threshold = nn.Parameter(torch.ones(n_layer))              # over train.seq_len
         self.mlps = nn.ModuleList(

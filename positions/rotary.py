@@ -14,6 +14,7 @@ from torch import Tensor
 
 import rope
 from positions.contract import At, Encoding, Options
+from positions.scaling import AnyScaling, Scaling
 
 if TYPE_CHECKING:
     from config import Config
@@ -25,6 +26,10 @@ class RotaryOptions(Options):
     layout: Literal["half", "interleaved"] = Field(
         "half", description="which channels form a pair. half: i and i + R/2 (Hugging Face); interleaved: "
                             "2i and 2i + 1 (the paper, Meta). R channels of each head rotate")
+    scaling: AnyScaling | None = Field(
+        None, discriminator="method", description="other frequencies for longer contexts, such as "
+                                                  '{ method = "yarn", factor = 4.0 }; methods and their keys '
+                                                  "below")
 
     def rotary_dim(self, n_embd: int, n_head: int) -> int:
         """R, the number of channels of each head that rotate: all, here."""
@@ -34,7 +39,12 @@ class RotaryOptions(Options):
         D = n_embd // n_head
         if D % 2:
             return {"encoding": f"needs an even number of channels of a head (n_embd / n_head), got {D}"}
-        return {}
+        return self.scaling_problems(D)
+
+    def scaling_problems(self, dim: int) -> dict[str, str]:
+        """As `problems`, of scaling the frequencies of `dim` channels."""
+        problem = self.scaling.problem(dim) if self.scaling else None
+        return {"scaling": problem} if problem else {}
 
 
 class RoPEOptions(RotaryOptions):
@@ -52,7 +62,7 @@ class RoPEOptions(RotaryOptions):
         if R % 2 or not R:
             return {"fraction": f"must rotate a whole, even number of the {D} channels of a head "
                                 f"(n_embd / n_head), got {R:g}"}
-        return {}
+        return self.scaling_problems(int(R))
 
 
 class RoPE(Encoding):
@@ -68,19 +78,58 @@ class RoPE(Encoding):
         super().__init__(config)
         self.base, self.layout = config.position.base, config.position.layout
         self.rotary_dim = config.position.rotary_dim(config.model.n_embd, config.model.n_head)
+        self.seq_len = config.train.seq_len
+        self.scaling: Scaling | None = config.position.scaling       # may be set on a trained model
 
-    def inv_freq(self, device: torch.device) -> Tensor:
-        """What each pair turns by at each position, in radians, (R/2,)."""
-        return rope.inv_freq(self.rotary_dim, self.base, device=device)
+    def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
+        """What each pair turns by at each position, in radians, (R/2,), and a factor of cos and sin."""
+        if self.scaling is None:
+            return rope.inv_freq(self.rotary_dim, self.base, device=k_pos.device), 1.0
+        return self.scaling.frequencies(self.rotary_dim, self.base, self.seq_len, k_pos)
+
+    def angles(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
+        """Positions (1 or B, T) -> radians (1 or B, T, R/2)."""
+        return rope.angles(positions, inv_freq)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        f = self.inv_freq(q_pos.device)
-        q_angle, k_angle = (rope.angles(p[:, None], f) for p in (q_pos, k_pos))     # (1 or B, 1, T, R/2)
-        return q_angle.cos(), q_angle.sin(), k_angle.cos(), k_angle.sin()
+        f, factor = self.frequencies(k_pos)
+        q_angle, k_angle = (self.angles(p, f)[:, None] for p in (q_pos, k_pos))     # (1 or B, 1, T, R/2)
+        return q_angle.cos() * factor, q_angle.sin() * factor, k_angle.cos() * factor, k_angle.sin() * factor
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         q_cos, q_sin, k_cos, k_sin = at.tables
         return rope.turn(q, q_cos, q_sin, self.layout), rope.turn(k, k_cos, k_sin, self.layout)
+
+
+class RoPE2DOptions(RotaryOptions):
+    def rotary_dim(self, n_embd: int, n_head: int) -> int:
+        """R, the number of channels of each head that each of the axes rotates: half."""
+        return n_embd // n_head // 2
+
+    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
+        D = n_embd // n_head
+        if D % 4:
+            return {"encoding": f"needs a multiple of 4 channels of a head (n_embd / n_head), got {D}"}
+        return self.scaling_problems(D // 2)
+
+
+class RoPE2D(RoPE):
+    """Two positions a token, each turns half of the pairs, f_i = base^(-4i / D). Heo 2024, arXiv:2403.13298.
+
+    By Heo et al. ("axial") for an image's rows and columns; ChatGLM-6B has the position in the text and,
+    beside it, in the answer. Logits depend on the difference along each axis alone. Positions are
+    (1 or B, T, 2) through `positions=`; (T,) or (B, T), as in training on text, stand for both axes, each
+    frequency then turning two pairs. ChatGLM-6B's halves are each in layout half: a permutation of ours.
+    """
+
+    Options = RoPE2DOptions
+    n_axes = 2
+
+    def angles(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
+        """Positions (1 or B, T) or (1 or B, T, 2) -> radians (1 or B, T, R)."""
+        if positions.dim() == 2:
+            positions = positions[..., None].expand(-1, -1, 2)
+        return rope.axial_angles(positions, (inv_freq, inv_freq))
 
 
 class PRoPEOptions(RotaryOptions):
@@ -103,8 +152,9 @@ class PRoPE(RoPE):
         super().__init__(config)
         self.p = config.position.p
 
-    def inv_freq(self, device: torch.device) -> Tensor:
-        return rope.p_inv_freq(self.rotary_dim, self.p, self.base, device=device)
+    def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
+        f, factor = super().frequencies(k_pos)
+        return rope.stop_slowest(f, self.p), factor
 
 
 class XPosOptions(RotaryOptions):

@@ -129,7 +129,7 @@ def test_p_rope_has_the_frequencies_of_transformers(p: float, dim: int) -> None:
     config = LlamaConfig(hidden_size=4 * dim, num_attention_heads=4, head_dim=dim, rope_parameters={
         "rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": p})
     theirs, factor = functions["proportional"](config, torch.device("cpu"))
-    assert factor == 1 and torch.equal(rope.p_inv_freq(dim, p), theirs)
+    assert factor == 1 and torch.equal(rope.stop_slowest(rope.inv_freq(dim), p), theirs)
 
 
 def test_p_rope_runs_from_none_to_rope(tiny) -> None:

@@ -63,7 +63,7 @@ def test_all_problems_come_at_once_each_with_its_fix(tmp_path: Path) -> None:
     expected = ["[modle]", "did you mean model?", "position.encoding", "'rop'; did you mean rope?",
                 "train.learning_rate", "unknown key", "train.steps", "must be an integer >= 1, got 2.5",
                 f"train.lr in {path}: must be a number > 0, got -1.0", "model.n_head", "must be an integer",
-                "train.lr is a value, not a table", "train.bach_size on the command line",
+                "train.lr is set as a whole", "train.bach_size on the command line",
                 "did you mean batch_size?", "'nonsense': must read section.key=value", "run.lr",
                 "did you mean train.lr?"]
     text = "\n".join(found)
@@ -106,6 +106,8 @@ def wrong_values(field) -> list[str]:
     kinds = {int: ["1.5", "true", '"x"', "[]"], float: ["true", '"x"', "nan", "inf"], bool: ["1", '"yes"'],
              str: ["1", "true", "[]"]}
     parts = [part for part in get_args(field.annotation) if part is not NoneType] or [field.annotation]
+    if parts[0] not in kinds and get_origin(parts[0]) is None:          # a table
+        return ["1", '"x"', "[]"]
     if any(get_origin(part) in (Literal, list) for part in (field.annotation, *parts)):
         return ["1", '"no such choice"', "[1.5]"]
     bounds = [rule.ge - 1 for rule in field.metadata if hasattr(rule, "ge")]

@@ -213,13 +213,6 @@ def test_fire_depends_on_the_distance_alone_up_to_its_threshold(tiny) -> None:
     assert (near - far).abs().max() > 1e-2
 
 
-def test_fire_names_the_memory_that_it_needs(tiny) -> None:
-    """So that blocks of queries shrink: its hidden units, before and after the ReLU, are shared by heads."""
-    for n_head in (1, 2, 4):
-        encoding = GPT(tiny("fire", f"model.n_head={n_head}")).encoding
-        assert encoding.numbers_per_logit >= 2 * 32 // n_head
-
-
 # Sandwich
 
 def test_sandwich_ignores_what_the_softmax_does_and_has_no_parameters(tiny) -> None:

@@ -24,6 +24,7 @@ from eval import (
     nonoverlap_windows,
     open_text,
     position_buckets,
+    sliding_windows,
     token_losses,
 )
 from model import GPT
@@ -39,7 +40,7 @@ def text_of(corpus_dir: Path) -> Text:
 
 def evaluate(model: GPT, config, text: Text, protocols=eval_module.PROTOCOLS, lengths=LENGTHS, seed: int = 0,
              n_scored: int = 8) -> Evaluation:
-    return Evaluation(model, text, ByteTokenizer(), config.train, protocols, lengths, n_scored, 6, 1024, seed)
+    return Evaluation(model, text, ByteTokenizer(), config, protocols, lengths, n_scored, 6, 1024, seed)
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(tiny, corpus_dir: Path) -> None:
@@ -82,6 +83,39 @@ def test_windows_depend_on_the_seed_and_the_text_alone(tiny, corpus_dir: Path) -
     for key in a.per_window:
         if not key.endswith("nll"):
             assert np.array_equal(a.per_window[key], b.per_window[key])
+
+
+@pytest.mark.parametrize("stride", [None, 1, 5, 999])
+def test_sliding_scores_the_same_targets_once_with_context(stride: int | None, corpus_dir: Path) -> None:
+    text = text_of(corpus_dir)
+    windows = sliding_windows(text, 256, [8, 50, 256], stride, 512, 0)
+    targets = [scored(w) for w in windows.values()]
+    assert len(set(targets[0])) == len(targets[0]) == 512
+    assert sorted(targets[0]) == sorted(targets[1]) == sorted(targets[2])
+    for length, found in windows.items():
+        step = min(stride or length // 4, length)
+        assert all(w.n_scored <= step and w.end - w.start == length and w.start >= 0 for w in found)
+
+
+def test_sliding_by_one_is_the_last_token_of_each_window(tiny, corpus_dir: Path) -> None:
+    model, text = lively(tiny()), text_of(corpus_dir)
+    evaluation = Evaluation(model, text, ByteTokenizer(), tiny(), ["sliding"], [16, 64], 8, 6, 64, 0,
+                            stride=1)
+    for r in evaluation.run():
+        ends = evaluation.per_window[f"plain/sliding/{r['length']}/end"]
+        documents = evaluation.per_window[f"plain/sliding/{r['length']}/document"]
+        total = 0.0
+        for d, end in zip(documents, ends, strict=True):
+            piece = torch.tensor(text.documents[d][end - r["length"]:end + 1].astype(np.int64))[None]
+            total += torch.nn.functional.cross_entropy(model(piece[:, :-1])[0, -1], piece[0, -1]).item()
+        assert r["nll_sum"] == pytest.approx(total, rel=1e-4) and r["stride"] == 1 and r["tokens"] == 64
+
+
+def test_sliding_says_what_it_needs(tiny, corpus_dir: Path) -> None:
+    text = text_of(corpus_dir)
+    longest = max(map(len, text.documents)) - 1
+    with pytest.raises(UserError, match="sliding needs"):
+        sliding_windows(text, longest, [longest], None, 64, 0)
 
 
 def test_fixed_targets_visit_every_document(corpus_dir: Path) -> None:
@@ -161,7 +195,7 @@ def test_sums_are_per_window_and_add_up(tiny, corpus_dir: Path) -> None:
     evaluation = evaluate(lively(tiny()), tiny(), text_of(corpus_dir))
     for r in evaluation.run():
         if r["protocol"] != "position":
-            columns = {c: evaluation.per_window[f"{r['protocol']}/{r['length']}/{c}"]
+            columns = {c: evaluation.per_window[f"plain/{r['protocol']}/{r['length']}/{c}"]
                        for c in ("nll", "tokens", "bytes", "document")}
             assert columns["nll"].sum() == pytest.approx(r["nll_sum"])
             assert columns["tokens"].sum() == r["tokens"]
@@ -181,7 +215,7 @@ def test_chunked_losses_equal_full_logits(chunk: int, tiny, monkeypatch) -> None
 def test_only_documents_long_enough_take_part(tiny, corpus_dir: Path) -> None:
     text = text_of(corpus_dir)
     sizes = sorted(len(d) - 1 for d in text.documents)
-    evaluation = evaluate(lively(tiny()), tiny(), text, lengths=[32, sizes[-1]])
+    evaluation = evaluate(lively(tiny()), tiny(), text, eval_module.DEFAULT_PROTOCOLS, [32, sizes[-1]])
     assert len(evaluation.text.documents) == 1 and all(r["documents"] == 1 for r in evaluation.run())
 
 
@@ -229,12 +263,19 @@ def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, cor
     assert all(keys <= set(r) for r in written["records"])
     picture = (tmp_path / "run" / "eval" / "words.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-    assert "fixed/16/nll" in np.load(tmp_path / "run" / "eval" / "words.npz")
+    assert "plain/fixed/16/nll" in np.load(tmp_path / "run" / "eval" / "words.npz")
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     (["RUN", "--lengths", "16,99999"], "--lengths 16,99999"),
     (["RUN", "--protocol", "sliding,x"], "--protocol"),
+    (["RUN", "--stride", "0"], "--stride"),
+    (["RUN", "--extend", "yarm"], "unknown method 'yarm'; did you mean yarn?"),
+    (["RUN", "--extend", "yarn:beta_fsat=2"], "did you mean beta_fast?"),
+    (["RUN", "--extend", "pi:factor=0.5"], "pi.factor"),
+    (["RUN", "--extend", "pi:factor"], "must read key=value"),
+    (["RUN", "--extend", "pi+ntk"], "two methods change the same thing"),
+    (["RUN", "--extend", "longrope:long_factor=[1.5],short_factor=[1.0]"], "--extend longrope"),
     (["RUN", "--targets", "999"], "--targets"),
     (["nowhere"], "run nowhere: no run there"),
     (["RUN", "--data", "nowhere"], "data.dir nowhere"),

@@ -91,7 +91,7 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
     logits = encoding.scores(logits.masked_fill(~mask, -torch.inf), q, k, at)
     expected = torch.einsum("bhij,bhjd->bhid", logits.exp() / logits.exp().sum(-1, keepdim=True), v)
     # blocks of 5 rows, the last one shorter
-    monkeypatch.setattr(model_module, "MAX_BLOCK", 2 * 2 * 24 * 5 * encoding.numbers_per_logit)
+    monkeypatch.setattr(model_module, "MAX_BLOCK", 2 * 2 * 24 * 5)
     monkeypatch.setattr(model_module, "MIN_ROWS", 5)
     paths = [attend_in_blocks] if encoding.has_scores() else [attend_in_blocks, attend_fused]
     for path in paths:

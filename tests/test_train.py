@@ -19,8 +19,9 @@ import train as train_module
 from config import Config, UserError, to_toml
 from data.loader import Corpus
 from data.prepare import prepare
+from data.tokenizer import ByteTokenizer
 from model import GPT
-from train import learning_rate, make_optimizer, train, update
+from train import learning_rate, make_optimizer, skipping_positions, train, update
 
 
 def metrics(run_dir: Path) -> list[dict]:
@@ -91,7 +92,8 @@ def stop_after(n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("overrides", [
-    (), ("model.dropout=0.3", "train.accumulate=2"), ("train.dtype=bfloat16", "train.schedule=wsd"),
+    (), ("train.pose_length=64", "train.accumulate=2", "position.encoding=rope"),
+    ("model.dropout=0.3", "train.accumulate=2"), ("train.dtype=bfloat16", "train.schedule=wsd"),
     ("train.batch_size=64", "train.seq_len=128", "train.steps=9")])     # the last one crosses epochs
 def test_resume_is_bit_equal_to_an_uninterrupted_run(overrides: tuple[str, ...], tiny,
                                                      tmp_path: Path) -> None:
@@ -103,6 +105,71 @@ def test_resume_is_bit_equal_to_an_uninterrupted_run(overrides: tuple[str, ...],
     assert codes == [130, 130] and not (tmp_path / "stopped" / "summary.json").exists()
     assert train(stopped, []) == 0
     assert_equal_runs(tmp_path / "straight", tmp_path / "stopped", steps)
+
+
+def test_a_run_starts_from_another_at_a_longer_length_under_an_extension(tiny, tmp_path: Path) -> None:
+    """Before its first update it is the trained model under that extension, and then it learns."""
+    train(tiny("rope", "train.steps=60", "train.lr=1e-2", f"run.dir={tmp_path / 'short'}"), [])
+    longer = tiny("rope", "train.seq_len=128", "train.steps=5", "train.lr=1e-5",
+                  f"run.dir={tmp_path / 'long'}", f"train.init_from={tmp_path / 'short'}",
+                  'position.scaling={method="ntk",factor=4.0}', "model.dropout=0.1")
+    source, _, _ = checkpoint.load_run(tmp_path / "short")
+    source.encoding.scaling = longer.position.scaling
+    fresh = GPT(longer)
+    checkpoint.start_from(tmp_path / "short", fresh, longer, ByteTokenizer())
+    x = torch.randint(257, (1, 128))
+    assert torch.equal(fresh.eval()(x), source(x))
+    assert train(longer, []) == 0
+    lines = metrics(tmp_path / "long")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and lines[0]["loss"] < 3
+    longer_lr = tiny("rope", "train.seq_len=128", "train.steps=40", "train.lr=3e-3",
+                     f"run.dir={tmp_path / 'longer'}", f"train.init_from={tmp_path / 'short'}",
+                     'position.scaling={method="ntk",factor=4.0}')
+    train(longer_lr, [])
+    assert metrics(tmp_path / "longer")[-1]["val_loss"] < lines[0]["loss"]
+
+
+@pytest.mark.parametrize(("name", "override", "expected"), [
+    ("alibi", "train.steps=12", "position.encoding: rope -> alibi"),
+    ("rope", "model.n_head=4", "model.n_head: 2 -> 4"),
+    ("rope", "model.qk_norm=true", "model.qk_norm"),
+    ("rope", "position.temperature=ssmax", "does not fit the model")])
+def test_another_model_is_no_start_and_leaves_no_folder(name: str, override: str, expected: str, tiny,
+                                                        tmp_path: Path) -> None:
+    train(tiny("rope", f"run.dir={tmp_path / 'short'}"), [])
+    config = tiny(name, override, f"run.dir={tmp_path / 'new'}", f"train.init_from={tmp_path / 'short'}")
+    with pytest.raises(UserError, match=expected):
+        train(config, [])
+    assert not (tmp_path / "new").exists()
+
+
+def test_pose_skips_once_and_reaches_every_distance(tiny) -> None:
+    t = tiny("rope", "train.batch_size=512", "train.pose_length=300").train
+    at = skipping_positions(t, 3)
+    assert at.shape == (512, 32) and (at[:, 0] == 0).all() and at.max() <= 299
+    steps = at.diff(dim=1)
+    assert ((steps == 1).sum(1) >= 30).all()                            # one jump at most, and forwards
+    assert (steps >= 1).all() and at[:, -1].max() > 290 and at[:, -1].min() < 40
+    jump = steps.argmax(dim=1)[steps.amax(dim=1) > 1] + 1               # tokens before the skip
+    assert jump.min() == 1 and jump.max() == 16
+    assert torch.equal(at, skipping_positions(t, 3)) and not torch.equal(at, skipping_positions(t, 4))
+    assert torch.equal(skipping_positions(tiny("rope", "train.pose_length=32").train, 0),
+                       torch.arange(32).expand(4, 32))
+
+
+def test_pose_trains_at_those_positions(tiny, tmp_path: Path, monkeypatch) -> None:
+    config, seen = tiny("rope", "train.pose_length=99", "train.accumulate=2", "train.steps=1"), []
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, "forward",
+                        lambda self, x, y, at=None: seen.append(at) or forward(self, x, y, at))
+    train(config, [])
+    assert torch.equal(torch.cat(seen[:2]), skipping_positions(config.train, 0))
+    assert seen[2:] and all(at is None for at in seen[2:])              # validation is plain
+
+
+def test_learned_positions_cannot_skip_beyond_their_table(tiny, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="learned ends at position 32"):
+        train(tiny("learned", "train.pose_length=64"), [])
 
 
 def test_lines_after_the_checkpoint_are_not_repeated(tiny, tmp_path: Path) -> None:

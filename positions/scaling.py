@@ -1,0 +1,210 @@
+"""Scaling methods: RoPE's frequencies for contexts longer than those it was trained at. The maths: rope.py.
+
+`scaling = { method = "yarn", factor = 4.0 }` under [position] trains with one; a trained model may be given
+another by setting its encoding's `scaling`, since nothing of it is in the checkpoint. To add one: a class
+here, its name in AnyScaling.
+
+Legend: T time, R = rotated channels, L = original length in tokens, s = factor. Frequencies in radians a
+position.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+import rope
+
+Factor = Annotated[float, Field(ge=1, description="s: how many times longer contexts become; 1: no change")]
+LongRoPEFactors = list[Annotated[float, Field(ge=1)]]
+
+
+class Scaling(BaseModel):
+    """A method and its options: the frequencies of the pairs, and a factor on what they turn."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    method: str = Field(description="which method; see the list below")
+    original_length: int | None = Field(
+        None, ge=2, description="L: tokens of the training before the extension (default: train.seq_len)")
+
+    @classmethod
+    def for_context(cls, L: int, T: int, given: dict[str, Any]) -> Scaling:
+        """Options for T tokens after a training at L: as given, else original_length L, and factor T / L.
+
+        The latter where a factor is required. Raises pydantic's ValidationError.
+        """
+        known: dict[str, Any] = {"original_length": L}
+        if "factor" in cls.model_fields and cls.model_fields["factor"].is_required():
+            known["factor"] = max(1.0, T / L)
+        return cls.model_validate(known | given)
+
+    def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        """What each pair of `dim` = R channels turns by at each position (R/2,), and a factor of cos and sin.
+
+        L is the training's length, where `original_length` does not say otherwise. Keys are at k_pos, any
+        shape; methods that depend on the length read it off there, T = the largest + 1, which waits for the
+        device.
+        """
+        raise NotImplementedError
+
+    def problem(self, dim: int) -> str | None:
+        """What is wrong with these options for `dim` channels, if anything."""
+        return None
+
+    def warning(self, dim: int, base: float, L: int) -> str | None:
+        """What is allowed but hardly meant, in one line, if anything."""
+        return None
+
+
+class PI(Scaling):
+    """Position interpolation: f_i / s for all pairs. Chen et al. 2023, arXiv:2306.15595, section 2.3."""
+
+    method: Literal["pi"] = "pi"
+    factor: Factor
+
+    def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        return rope.interpolate(rope.inv_freq(dim, base, device=k_pos.device), self.factor), 1.0
+
+
+class NTKAware(Scaling):
+    """What both kinds share: a larger base."""
+
+    def problem(self, dim: int) -> str | None:
+        return f"{self.method} needs 4 rotary channels or more, got {dim}" if dim < 4 else None
+
+
+class NTK(NTKAware):
+    """NTK-aware: base s^(R / (R - 2)). bloc97 2023; Peng et al. 2023, arXiv:2309.00071, section 3.1."""
+
+    method: Literal["ntk"] = "ntk"
+    factor: Factor
+
+    def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        return rope.inv_freq(dim, rope.ntk_base(dim, base, self.factor), device=k_pos.device), 1.0
+
+
+class DynamicNTK(NTKAware):
+    """NTK-aware for T > L tokens: s = a T / L - (a - 1). emozilla 2023; arXiv:2309.00071, section 3.3.
+
+    RoPE itself up to L. Decoding turns all cached keys anew at each step, but what they were computed from
+    saw the frequencies of its own time: full forwards are what to compare.
+    """
+
+    method: Literal["dynamic_ntk"] = "dynamic_ntk"
+    factor: float = Field(
+        1.0, ge=1, description="a; 1: T tokens are turned as ntk turns them with s = T / L, larger: further")
+
+    def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        T = int(k_pos.max()) + 1
+        base = rope.dynamic_ntk_base(dim, base, self.factor, self.original_length or L, T)
+        return rope.inv_freq(dim, base, device=k_pos.device), 1.0
+
+
+class YaRN(Scaling):
+    """Fast pairs kept, slow ones f_i / s; cos, sin times 0.1 ln s + 1. Peng 2023, arXiv:2309.00071, 3.4.
+
+    The betas were found at L = 2048 ... 4096; at an L of hundreds few pairs turn 32 times (see `warning`).
+    """
+
+    method: Literal["yarn"] = "yarn"
+    factor: Factor
+    beta_fast: float = Field(
+        32.0, gt=0, description="pairs that turn so many times within L or more keep their frequency")
+    beta_slow: float = Field(
+        1.0, gt=0, description="pairs that turn so many times within L or fewer are interpolated; between "
+                               "the two, a mix, linear in the pair's number")
+    truncate: bool = Field(True, description="widen that ramp to whole pairs, as the authors' code does")
+    attention_factor: float | None = Field(
+        None, gt=0, description="factor of cos and sin (default: 0.1 ln s + 1)")
+
+    def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        f = rope.yarn(rope.inv_freq(dim, base, device=k_pos.device), base, self.factor,
+                      self.original_length or L, self.beta_fast, self.beta_slow, self.truncate)
+        return f, self.attention_factor or rope.yarn_attention_factor(self.factor)
+
+    def problem(self, dim: int) -> str | None:
+        if self.beta_fast > self.beta_slow:
+            return None
+        return f"beta_fast must be above beta_slow = {self.beta_slow:g}, got {self.beta_fast:g}"
+
+    def warning(self, dim: int, base: float, L: int) -> str | None:
+        L = self.original_length or L
+        if rope.pair_that_turns(self.beta_fast, dim, base, L) >= 1:
+            return None
+        turns = [L / (2 * math.pi) * base ** (-2 * i / dim) for i in (1, dim // 8)]
+        and_slow = ", and beta_slow below that" if turns[1] <= self.beta_slow else ""
+        return (f"yarn: beta_fast = {self.beta_fast:g} keeps no pair but the fastest as trained, for at "
+                f"L = {L} the next turns only {turns[0]:.3g} times; lower beta_fast, to {turns[1]:.2g} for "
+                f"a quarter of the pairs{and_slow}")
+
+
+class Llama3(Scaling):
+    """Pairs of long wavelength f_i / s, short kept, smooth between. Llama 3.1, meta-llama/llama-models.
+
+    The wavelength of a pair is 2 pi / f_i. Meta has s = 8 and L = 8192.
+    """
+
+    method: Literal["llama3"] = "llama3"
+    factor: Factor
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="pairs that turn so many times within L or fewer are interpolated")
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="pairs that turn so many times within L or more keep their frequency; between "
+                               "the two, a mix, linear in the turns")
+
+    def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        f = rope.llama3(rope.inv_freq(dim, base, device=k_pos.device), self.factor, self.original_length or L,
+                        self.low_freq_factor, self.high_freq_factor)
+        return f, 1.0
+
+    def problem(self, dim: int) -> str | None:
+        if self.high_freq_factor > self.low_freq_factor:
+            return None
+        return (f"high_freq_factor must be above low_freq_factor = {self.low_freq_factor:g}, "
+                f"got {self.high_freq_factor:g}")
+
+
+class LongRoPE(Scaling):
+    """f_i / lambda_i, given for T <= L and T > L; cos, sin times sqrt(1 + ln s / ln L). arXiv:2402.13753.
+
+    Ding et al. 2024. Which lambdas depends on the length alone, not on s: up to L the short ones serve
+    whatever the factor, so that factor 1 is no change where these are 1. The paper searches for the lambdas;
+    here they are given.
+    """
+
+    method: Literal["longrope"] = "longrope"
+    factor: Factor
+    short_factor: LongRoPEFactors = Field(description="lambda_i at T <= L, one for each of the R/2 pairs")
+    long_factor: LongRoPEFactors = Field(description="lambda_i at T > L, one for each of the R/2 pairs")
+
+    def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        L = self.original_length or L
+        f = rope.inv_freq(dim, base, device=k_pos.device)
+        factors = self.long_factor if int(k_pos.max()) + 1 > L else self.short_factor
+        return f / f.new_tensor(factors), rope.longrope_attention_factor(self.factor, L)
+
+    def problem(self, dim: int) -> str | None:
+        for key in ("short_factor", "long_factor"):
+            n = len(getattr(self, key))
+            if n != dim // 2:
+                return f"{key} must have {dim // 2} numbers, one for each pair, got {n}"
+        return None
+
+
+class Base(Scaling):
+    """Another base, so other frequencies. Xiong et al. 2023, arXiv:2309.16039, section 2.1 (ABF)."""
+
+    method: Literal["base"] = "base"
+    base: float = Field(gt=1, description="in place of the base of the training; ABF's is 500000, of 10000")
+
+    def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        return rope.inv_freq(dim, self.base, device=k_pos.device), 1.0
+
+
+AnyScaling = PI | NTK | DynamicNTK | YaRN | Llama3 | LongRoPE | Base
+
+SCALINGS: dict[str, type[Scaling]] = {s.model_fields["method"].default: s for s in get_args(AnyScaling)}

@@ -1,0 +1,79 @@
+"""Probes of use, not survival: a flat perplexity may mean that far context is ignored.
+
+`python eval.py RUN --protocol repeat,copy,passkey`
+
+  repeat   A passage of the text occurs twice, its copies some distance apart: is the second one predicted
+           better than the first? It is if the model looks back that far.
+  copy     The same with the text's tokens in random order, where nothing else can help: induction.
+  passkey  Five digits told at some depth of filler and asked for at the end (data/passkey.py). A small model
+           finds them only if it was trained to: configs/passkey.toml.
+
+Legend: B batch, T time, L = train.seq_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from config import Train
+from data.passkey import passkey_document
+from data.tokenizer import Tokenizer
+from model import GPT, autocast
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)    # share of the filler before the key
+
+
+@torch.no_grad()
+def losses_at(model: GPT, train: Train, tokens: np.ndarray,
+              at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Loss in nats of the tokens (B, T) at places `at` (n,), and whether each is the likeliest, (B, n)."""
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    with autocast(train, device):
+        logits = model.logits(model.hidden(ids[:, :-1])[:, at - 1]).float()     # (B, n, V)
+    losses = F.cross_entropy(logits.transpose(1, 2), ids[:, at], reduction="none")
+    return losses.double().cpu().numpy(), (logits.argmax(dim=-1) == ids[:, at]).cpu().numpy()
+
+
+def distance(length: int, L: int) -> int | None:
+    """Tokens from a passage of L / 4 to its copy in a window of this length; None where it holds no two."""
+    quarter = L // 4
+    return length - 2 * quarter if quarter >= 2 and length >= 3 * quarter else None
+
+
+def repeated(stretches: Sequence[np.ndarray], length: int,
+             L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Windows (n, length) whose last L / 4 tokens repeat an earlier passage, and the places to score in both.
+
+    L / 4 tokens of context, the passage, what follows it in the stretch (at least `length` tokens), the
+    passage again. The same passages and contexts at every length. Its first half is not scored: it tells what
+    is being repeated.
+    """
+    p = L // 4
+    tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])
+    half = np.arange(p // 2, p)
+    return tokens, p + half, length - p + half
+
+
+def shortest(tokenizer: Tokenizer) -> int:
+    """Tokens of a passkey document without any filler."""
+    length = 1
+    while True:
+        try:
+            passkey_document(tokenizer, length, 0.0, np.random.default_rng(0))
+            return length
+        except ValueError:
+            length += 1
+
+
+def passkeys(tokenizer: Tokenizer, length: int, depth: float, trials: int,
+             seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Documents (trials, length), the same keys at every length and depth, and the answer's places."""
+    made = [passkey_document(tokenizer, length, depth, np.random.default_rng([seed, trial]))
+            for trial in range(trials)]
+    n_answer = made[0][1]
+    return np.stack([ids for ids, _ in made]), np.arange(length - n_answer, length)

@@ -1,0 +1,156 @@
+"""Both paths of attention: what a block holds, and that a bias in extra channels is the bias itself."""
+
+import math
+
+import pytest
+import torch
+from conftest import lively, tokens
+from torch import Tensor
+
+import model as model_module
+from model import attend_fused, attend_in_blocks, row_blocks
+from positions import ENCODINGS, At, Encoding
+from positions.distance import ALiBi
+
+B, H, D = 2, 12, 8      # slopes times sqrt(D) that are no powers of two
+POSITIONS = {
+    "consecutive": torch.arange(24)[None],
+    "far": torch.arange(24)[None] + 65_512,
+    "gaps": torch.tensor([[0, 1, 2, 3, 50, 51, 255, 256, 257, 511, 512, 600, 4000, 4001, 4095, 4096, 4097,
+                           30_000, 65_000, 65_279, 65_280, 65_281, 65_534, 65_535]]),
+    "two rows": torch.stack((torch.arange(24), 3 * torch.arange(24) + 777)),
+    "beyond two digits": 400_000 * torch.arange(24)[None],
+}
+
+
+def make_alibi(tiny) -> Encoding:
+    return lively(tiny("alibi", f"model.n_head={H}", f"model.n_embd={H * D}")).encoding
+
+
+def inputs(T: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v in fp64, logits well apart."""
+    q, k, v = torch.randn(3, B, H, T, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return 2 * q, k, v
+
+
+def explicit(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, window: int | None) -> Tensor:
+    """Softmax over all keys at once, in fp64, from the formula of ALiBi."""
+    Tq, Tk = q.shape[2], k.shape[2]
+    slopes = torch.tensor(ALiBi.slopes(H)).double()[:, None, None]      # as exact as fp32
+    distance = (pos[:, -Tq:, None] - pos[:, None])[:, None]
+    logits = q.double() @ k.double().mT / math.sqrt(D) - slopes * distance
+    i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
+    return logits.masked_fill((j > i) | (i - j >= (window or Tk)), -torch.inf).softmax(-1) @ v.double()
+
+
+def at_of(encoding: Encoding, pos: Tensor, Tq: int) -> At:
+    return At(pos[:, -Tq:], pos, 0, encoding.tables(pos[:, -Tq:], pos))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("Tq", [24, 10, 1])
+@pytest.mark.parametrize("where", POSITIONS)
+def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int | None, tiny,
+                                              monkeypatch) -> None:
+    monkeypatch.setattr(model_module, "MIN_ROWS", 5)
+    encoding, pos, (q, k, v) = make_alibi(tiny), POSITIONS[where], inputs(24)
+    q = q[:, :, -Tq:]
+    found = attend_fused(q, k, v, encoding, at_of(encoding, pos, Tq), True, window, 0.0)
+    torch.testing.assert_close(found, explicit(q, k, v, pos, window), atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("pos", [torch.arange(1500)[None], 43 * torch.arange(1500)[None],
+                                 torch.arange(1500)[None] + 64_000], ids=["near", "gaps", "far"])
+def test_folding_is_as_exact_in_bf16_as_blocks(pos: Tensor, tiny) -> None:
+    encoding = make_alibi(tiny)
+    q, k, v = (x.bfloat16() for x in inputs(1500))
+    expected = explicit(q, k, v, pos, None)
+    at = at_of(encoding, pos, 1500)
+    folded, blocks = ((attend(q, k, v, encoding, at, True, None, 0.0) - expected).abs()
+                      for attend in (attend_fused, attend_in_blocks))
+    assert folded.mean() <= 1.02 * blocks.mean() and folded.max() <= 1.5 * blocks.max()
+    assert folded.mean() < 3e-3
+
+
+def test_folded_channels_survive_bf16(tiny) -> None:
+    """Their products, of the rounded channels, are slope times position, up to 2^24 tokens from the first."""
+    encoding = make_alibi(tiny)
+    pos = torch.tensor([[7, 8, 262, 263, 264, 65_542, 65_543, 2**24 + 6]])
+    nothing = torch.zeros(1, H, 8, D, dtype=torch.bfloat16)
+    q, k = encoding.fold(nothing, nothing, at_of(encoding, pos, 8))
+    assert q.dtype == k.dtype == torch.bfloat16
+    slopes = torch.tensor(ALiBi.slopes(H)).double()[:, None, None]
+    torch.testing.assert_close(q.double() @ k.double().mT / math.sqrt(D),
+                               (slopes * (pos - 7)[:, None, None]).expand(1, H, 8, 8), atol=0, rtol=2**-16)
+    _, shifted = encoding.fold(nothing, nothing, at_of(encoding, pos + 50_000, 8))
+    assert torch.equal(shifted, k)                                      # the sum in fp32 stays small
+
+
+def spied(monkeypatch) -> list[str]:
+    """Names of the paths taken from now on."""
+    taken: list[str] = []
+    for path in (attend_fused, attend_in_blocks):
+        monkeypatch.setattr(model_module, path.__name__,
+                            lambda *args, path=path: taken.append(path.__name__) or path(*args))
+    return taken
+
+
+def test_long_texts_fold_and_nothing_changes(tiny, monkeypatch) -> None:
+    """Logits, gradients, windows and decoding from a cache are those of the blocks."""
+    for window in (0, 9):
+        model = lively(tiny("alibi", *([f"model.window={window}"] if window else []))).double()
+        x, y = tokens((2, 40)), tokens((2, 40), 1)
+        found = []
+        for fold_from, path in ((8, "attend_fused"), (99, "attend_in_blocks")):
+            monkeypatch.setattr(model_module, "FOLD_FROM", fold_from)
+            with monkeypatch.context() as patch:
+                taken = spied(patch)
+                model.zero_grad()
+                model(x, y).backward()
+                cache = model.new_cache()
+                pieces = [model(x[:, i:j], cache=cache) for i, j in ((0, 20), (20, 31), (31, 40))]
+            assert set(taken) == {path}
+            found.append([torch.cat(pieces, 1), model(x), *(p.grad.clone() for p in model.parameters())])
+            torch.testing.assert_close(found[-1][0], found[-1][1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(*found, atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["learned", "positions", "all see all"])
+def test_what_cannot_fold_does_not(change: str, tiny, monkeypatch) -> None:
+    """Slopes that train, keys that may lie ahead of their query by position, and those that do by index."""
+    model = lively(tiny("alibi", *(["position.learned=true"] if change == "learned" else [])))
+    for block in model.blocks:
+        block.attention.is_causal = change != "all see all"
+    monkeypatch.setattr(model_module, "FOLD_FROM", 1)
+    taken = spied(monkeypatch)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)) if change == "positions" else None
+    model(tokens((1, 12)), positions=order)
+    assert set(taken) == {"attend_in_blocks"}
+
+
+@pytest.mark.parametrize("name", [name for name, e in ENCODINGS.items() if e.has_scores()])
+def test_no_block_holds_more_than_its_share(name: str, tiny, monkeypatch) -> None:
+    """T x T logits never exist: what `scores` sees stays below MAX_BLOCK, in fp32 whatever q's type is."""
+    model = lively(tiny(name))
+    monkeypatch.setattr(model_module, "MAX_BLOCK", 2000)
+    scores, seen = model.encoding.scores, []
+    monkeypatch.setattr(model.encoding, "scores",
+                        lambda logits, *rest: seen.append(logits) or scores(logits, *rest))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens((2, 60)))
+    assert len(seen) > 2 * 60 * 60 * 2 * 2 // 2000 // 2                 # both layers, half the pairs
+    assert max(logits.numel() for logits in seen) <= 2000
+    assert {logits.dtype for logits in seen} == {torch.float32}
+
+
+@pytest.mark.parametrize("n_rows", [1, 4, 99])
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+@pytest.mark.parametrize(("Tq", "Tk"), [(10, 10), (3, 10), (1, 10)])
+def test_blocks_hold_every_visible_pair_once(Tq: int, Tk: int, window: int | None, n_rows: int) -> None:
+    i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
+    visible = ((j <= i) & (i - j < (window or Tk))).long()
+    count = torch.zeros(Tq, Tk, dtype=torch.long)
+    for rows, keys, mask in row_blocks(Tq, Tk, n_rows, True, window, torch.device("cpu")):
+        count[rows, keys] += mask
+        assert mask.any(0).all() and mask.any(1).all()                  # no key that no query sees
+    assert torch.equal(count, visible)

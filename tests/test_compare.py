@@ -1,0 +1,418 @@
+"""Reports: intervals that cover, figures from sums, labels that are never markup, mistakes in one line."""
+
+import csv
+import html.parser
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import compare
+import report
+from config import UserError, run_command
+from train import train
+
+CORPUS = {"format_version": 1, "splits": {"train": {"sha256": "a"}, "val": {"sha256": "b"}}}
+LENGTHS = (64, 128, 256)
+
+
+PROTOCOLS = ("nonoverlap", "sliding", "fixed", "position", "repeat", "passkey")
+
+
+def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=(None,), better: float = 0.0,
+              lengths=LENGTHS, protocols=PROTOCOLS, L: int = 128, documents: int = 12, config: str = "",
+              corpus=CORPUS, **head: Any) -> Path:
+    """A run's folder as train.py and eval.py leave it; loss is `better` nats a token lower."""
+    (folder / "eval").mkdir(parents=True)
+    (folder / "corpus.json").write_text(json.dumps(corpus))
+    (folder / "config.toml").write_text(f'[data]\ndir = "x"\n[position]\nencoding = "{encoding}"\n[train]\n'
+                                        f"seed = {seed}\nseq_len = {L}\n{config}\n")
+    records: list[dict] = []
+    arrays = {}
+    document = np.repeat(np.arange(documents), 2)
+    tokens = np.where(np.arange(len(document)) % 3, 32, 8)       # windows of unequal size
+    for extend in extends:
+        def record(protocol: str, length: int, nll: float, n: int, extend=extend, **more: Any) -> None:
+            records.append({"extend": extend, "protocol": protocol, "length": length, "nll_sum": nll,
+                            "tokens": n, "bytes": n, "documents": documents, "ppl": math.exp(nll / n),
+                            "bpb": 0.0, "seconds": 1.0, **more})
+
+        for protocol in (p for p in ("nonoverlap", "sliding", "fixed") if p in protocols):
+            for length in lengths:
+                base = np.random.default_rng(length).normal(2.0, 0.5, len(document)) * tokens
+                nll = base - (better - 0.1 * seed) * tokens
+                columns = {"nll": nll, "tokens": tokens, "bytes": tokens, "document": document,
+                           "end": np.arange(len(document)) + length}
+                more = {}
+                if protocol == "fixed":
+                    columns["truncated_nll"] = nll + 0.25 * tokens
+                    more = {"truncated_nll_sum": float(columns["truncated_nll"].sum()), "gain": 0.25}
+                arrays |= {f"{extend or 'plain'}/{protocol}/{length}/{k}": v for k, v in columns.items()}
+                record(protocol, length, float(nll.sum()), int(tokens.sum()), **more)
+        if "position" in protocols:
+            record("position", 256, 300.0, 100, bucket=[0, 4])
+            record("position", 256, 200.0, 100, bucket=[64, 128])
+        if "repeat" in protocols:
+            record("repeat", 256, 50.0, 100, distance=96, first_nll_sum=150.0, gain=1.0)
+        if "passkey" in protocols:
+            record("passkey", 256, 1.0, 10, depth=0.0, correct=1, trials=10)
+            record("passkey", 256, 1.0, 10, depth=1.0, correct=8, trials=20)
+    content = {"run": str(folder), "encoding": encoding, "seq_len": L, "tokenizer": "byte", "data": "words",
+               "seed": 0, **head, "records": records}
+    (folder / "eval" / "words.json").write_text(json.dumps(content))
+    np.savez(folder / "eval" / "words.npz", **arrays)
+    return folder
+
+
+def call(monkeypatch, *arguments: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
+    compare.main()
+
+
+def rows_of(folder: Path, title: str) -> dict[str, list[str]]:
+    """First cell -> the others, of the table under a heading of report.md."""
+    section = (folder / "report.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return {line[0]: line[1:] for line in lines}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Statistics
+
+N = 400     # simulated studies: the rate of covering has a standard error of about 1 %
+
+
+def studies(documents: int, per_document: int, shared: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """d (windows, N) of mean 0.3 nats a token, tokens and document; a share of the noise is the document's.
+
+    Skewed and of unequal sizes, as losses are.
+    """
+    rng = np.random.default_rng(1)
+    document = np.repeat(np.arange(documents), per_document)
+    tokens = rng.integers(8, 33, len(document))
+    noise = (shared * (rng.exponential(1, (documents, N)) - 1)[document]
+             + (1 - shared) * rng.normal(0, 1, (len(document), N)))
+    return (0.3 + noise) * tokens[:, None], tokens, document
+
+
+def rate(cells) -> float:
+    return sum(cell.low <= 0.3 <= cell.high for cell in cells) / len(cells)
+
+
+@pytest.mark.parametrize(("documents", "per_document", "shared", "unit"), [
+    (1, 40, 0.0, "windows"), (4, 25, 0.0, "windows"), (20, 10, 0.0, "documents"), (40, 10, 0.7, "documents")])
+def test_intervals_cover_a_known_difference_at_their_rate(documents: int, per_document: int, shared: float,
+                                                          unit: str) -> None:
+    cells, how = compare.contrast(*studies(documents, per_document, shared))
+    assert unit in how.split(",")[0]
+    assert 0.92 <= rate(cells) <= 0.98, rate(cells)
+
+
+def test_windows_of_one_document_are_not_independent(monkeypatch) -> None:
+    """The reason for resampling documents: windows taken for independent cover far too seldom."""
+    monkeypatch.setattr(compare, "ENOUGH_DOCUMENTS", 10**9)
+    cells, how = compare.contrast(*studies(40, 10, 0.7))
+    assert "windows" in how and rate(cells) < 0.8
+
+
+def test_intervals_shift_and_scale_with_the_difference() -> None:
+    d, tokens, _ = studies(12, 1, 0.0)
+    d = d[:, :3]
+    low, high = compare.interval(d, tokens)
+    moved = compare.interval(-2 * d + 0.5 * tokens[:, None], tokens)
+    # the same resamples, mirrored
+    assert np.allclose(moved[0], 0.5 - 2 * high) and np.allclose(moved[1], 0.5 - 2 * low)
+    one = compare.interval(np.outer(tokens, [0.2]), tokens)
+    assert np.allclose(one, 0.2)                                 # all units alike: no width
+    assert np.array_equal(compare.interval(d, tokens)[0], low)   # the same every time
+
+
+def test_too_few_windows_have_no_interval() -> None:
+    cells, how = compare.contrast(*(x[:7] for x in studies(1, 9, 0.0)))
+    assert all(cell.low is None for cell in cells) and "only 7 windows" in how
+
+
+def test_figures_come_from_sums_and_std_is_over_seeds(tmp_path: Path, monkeypatch) -> None:
+    runs = [fabricate(tmp_path / f"a-seed{seed}", seed=seed) for seed in range(3)]
+    call(monkeypatch, *runs, "--out", tmp_path / "out")
+    per_seed = []
+    for run in runs:
+        records = json.loads((run / "eval" / "words.json").read_text())["records"]
+        per_seed += [math.exp(r["nll_sum"] / r["tokens"]) for r in records
+                     if (r["protocol"], r["length"]) == ("nonoverlap", 256)]
+    mean, std = np.mean(per_seed), np.std(per_seed, ddof=1)
+    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["a"][2] == f"{mean:#.4g} ± {std:#.2g}"
+    assert rows_of(tmp_path / "out", "Passkey")["a"] == ["30% ± 0%"]     # 9 of 30, not mean(10, 40)
+    assert rows_of(tmp_path / "out", "Repeated text")["a"] == ["1.000 ± 0.000"]
+
+
+def test_paired_gains_are_exact_signed_and_averaged_over_seeds(tmp_path: Path, monkeypatch) -> None:
+    """Every window of b is 0.5 nats a token better than a's; seeds 0 and 1 of b differ by 0.1."""
+    a = fabricate(tmp_path / "a")
+    b = [fabricate(tmp_path / f"b-seed{seed}", "alibi", seed, better=0.5) for seed in (0, 1)]
+    call(monkeypatch, a, *b, "--out", tmp_path / "out")
+    for protocol in ("nonoverlap", "sliding", "fixed"):
+        rows = rows_of(tmp_path / "out", f"Gain over a, {protocol}")
+        assert rows["b"] == ["+0.4500 [+0.4500, +0.4500]"] * 3 and "a" not in rows
+    gains = rows_of(tmp_path / "out", "Gain over truncation, fixed targets")
+    assert gains["a"] == ["+0.2500 [+0.2500, +0.2500]"] * 3
+    assert gains["b"] == ["+0.2500 ± 0.0000 [+0.2500, +0.2500]"] * 3
+    assert "bootstrap over 12 documents" in (tmp_path / "out" / "report.md").read_text()
+    call(monkeypatch, a, *b, "--baseline", "b", "--out", tmp_path / "out")
+    assert rows_of(tmp_path / "out", "Gain over b, fixed")["a"] == ["-0.4500 [-0.4500, -0.4500]"] * 3
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Curves, tables, files
+
+
+def test_curves_are_configs_and_extensions_with_seeds_together(tmp_path: Path) -> None:
+    folders = [fabricate(tmp_path / "x" / "rope-seed0", extends=(None, "yarn:beta_fast=8")),
+               fabricate(tmp_path / "x" / "rope-seed1", seed=1, extends=(None, "yarn:beta_fast=8"),
+                         config="[run]\nlog_every = 7"),
+               fabricate(tmp_path / "y" / "rope-seed0", config="lr = 1e-4"),
+               fabricate(tmp_path / "y" / "alibi", "alibi")]
+    curves = compare.make_curves([compare.read_run(folder, None) for folder in folders])
+    assert [(c.label, len(c.runs)) for c in curves] == [
+        ("x/rope", 2), ("x/rope + yarn:beta_fast=8", 2), ("y/rope", 1), ("y/alibi", 1)]
+    assert compare.labels([Path("a/rope-seed0"), Path("b/alibi")]) == ["rope", "alibi"]
+    assert compare.labels([Path("a/q-seed0"), Path("a/q-seed1")]) == ["q-seed0", "q-seed1"]
+
+
+def test_best_is_bold_the_training_length_marked_and_gaps_stay(tmp_path: Path, monkeypatch) -> None:
+    runs = [fabricate(tmp_path / "a"), fabricate(tmp_path / "b", "alibi", better=0.1),
+            fabricate(tmp_path / "c", "learned", better=0.2, lengths=(64, 128))]
+    call(monkeypatch, *runs, "--out", tmp_path / "out")
+    rows = rows_of(tmp_path / "out", "Perplexity, fixed targets")
+    assert rows["context (tokens)"] == ["64", "**128 = L**", "256"]
+    bold = {label: [cell.startswith("**") for cell in cells] for label, cells in rows.items()}
+    assert bold["a"] == [False] * 3 and bold["b"] == [False, False, True] and bold["c"] == [True, True, False]
+    assert rows["c"][2] == "-"
+    assert rows_of(tmp_path / "out", "Loss by position")["position (tokens of context)"][1] == "**64-127, L**"
+
+
+def test_csv_has_every_record_and_field(tmp_path: Path, monkeypatch) -> None:
+    runs = [fabricate(tmp_path / "a", extends=(None, "yarn")),
+            fabricate(tmp_path / "b", seed=5, config="lr=1")]
+    call(monkeypatch, *runs, "--out", tmp_path / "out")
+    with (tmp_path / "out" / "report.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    records = [r for run in runs for r in json.loads((run / "eval" / "words.json").read_text())["records"]]
+    assert len(lines) == len(records)
+    assert sum(float(line["nll_sum"]) for line in lines) == pytest.approx(sum(r["nll_sum"] for r in records))
+    assert {key for r in records for key in r} | {"label", "run", "train_seed", "encoding"} <= set(lines[0])
+    assert {(line["label"], line["train_seed"], line["extend"]) for line in lines} == {
+        ("a", "0", ""), ("a + yarn", "0", "yarn"), ("b", "5", "")}
+
+
+def test_infinite_figures_are_shown_and_never_best(tmp_path: Path, monkeypatch) -> None:
+    a, b = fabricate(tmp_path / "a"), fabricate(tmp_path / "b", "alibi")
+    path = b / "eval" / "words.json"
+    content = json.loads(path.read_text())
+    for r in content["records"]:
+        r["nll_sum"] = 1e9 if r["protocol"] == "nonoverlap" and r["length"] == 256 else r["nll_sum"]
+    path.write_text(json.dumps(content))
+    call(monkeypatch, a, b, "--out", tmp_path / "out")
+    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["b"][2] == "inf"
+    assert "Infinity" not in (tmp_path / "out" / "report.html").read_text()
+    column = {label: [report.Cell(x)] for label, x in (("a", math.nan), ("b", 2.0), ("c", 3.0))}
+    for best, winner in ((min, "b"), (max, "c")):
+        table = report.Table("k", "t", "n", "x", "y", "log", "#.4g", best, 64, [(64, "64")], column)
+        assert [label for label in column if table.is_best(label, 0)] == [winner]
+
+
+def test_a_picture_never_has_more_curves_than_can_be_told_apart() -> None:
+    labels = [f"c{i}" for i in range(23)]
+    groups = report.together(labels)
+    assert all(len(group) <= report.ABREAST and group[0] == "c0" for group in groups)
+    assert [label for group in groups for label in group[1:]] == labels[1:]
+    assert max(map(len, groups)) - min(map(len, groups)) <= 2
+    assert report.together(["c0"]) == [["c0"]]
+
+
+def test_every_table_and_probe_has_its_picture(tmp_path: Path, monkeypatch) -> None:
+    runs = [fabricate(tmp_path / f"r{i}", config=f"lr = {i + 1}e-4") for i in range(10)]
+    call(monkeypatch, *runs, "--out", tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    linked = re.findall(r"\]\((.+?)\)", text)
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == set(linked) and len(linked) > 20
+    assert {"fixed-1.png", "fixed-2.png", "gain-1.png", "position-2.png", "passkey-map-1.png"} <= set(linked)
+    assert all((tmp_path / "out" / name).stat().st_size > 10_000 for name in linked)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The page
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>|`$_&amp;"
+
+
+class Page(html.parser.HTMLParser):
+    """Elements of a page, and what the one with id="data" holds."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.data, self.inside = "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs) -> None:
+        self.tags.append(tag)
+        self.inside = ("id", "data") in attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        self.data += data if self.inside else ""
+
+
+def hostile_report(tmp_path: Path) -> str:
+    cells = [report.Cell(2.0, 0.1), report.Cell(3.0)]
+    table = report.Table("fixed", "Perplexity", "note </script>", "context", "perplexity", "log", "#.4g", min,
+                         64, [(64, "64"), (128, "128")], {"base": cells, HOSTILE: cells[::-1]})
+    about = {label: [label, "", "0", label] for label in table.rows}
+    pictures = report.draw([table], [], list(about), tmp_path)
+    assert "<script" not in report.markdown(HOSTILE, about, [table], pictures).replace("\\", "")
+    return report.html(HOSTILE, about, [table], pictures)
+
+
+def test_labels_are_never_markup(tmp_path: Path) -> None:
+    page = Page(hostile_report(tmp_path))
+    assert page.tags.count("script") == 2 and "img" not in page.tags
+    data = json.loads(page.data)
+    assert [label for label, _ in data["about"]["rows"]] == ["base", HOSTILE]
+    source = (ROOT / "report-template.html").read_text()
+    assert "innerHTML" not in source and "document.write" not in source
+    # a name, not a request
+    assert set(re.findall(r"https?://[^\"' ]+", source)) == {"http://www.w3.org/2000/svg"}
+
+
+def dom(page: Path, address: str = "") -> str:
+    """The page's elements after its script ran in a real browser."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no chromium: what the page's script does is not checked")
+    done = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu",
+                           "--virtual-time-budget=3000", f"--user-data-dir={page.parent / 'browser'}",
+                           "--dump-dom", f"file://{page}{address}"], capture_output=True, text=True)
+    return done.stdout
+
+
+def test_the_page_draws_switches_and_reads_in_a_browser(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(hostile_report(tmp_path))
+    everything, one, read = dom(page), dom(page, "#fixed;1"), dom(page, "#fixed;;1")
+    assert Page(everything).tags.count("img") == 0
+    for shown, n_curves in ((everything, 2), (one, 1)):
+        chart = shown.split('<svg class="chart"')[1].split("</svg>")[0]
+        assert chart.count('fill="none"') == n_curves and "L = 64" in chart
+        assert shown.split('id="values"')[1].split("</table>")[0].count('scope="row"') == n_curves
+    assert "2.000 ± 0.10" in everything.split('id="values"')[1]
+    assert "context 128: base 3.000; " not in everything and "context 128: " in read
+    sentence = read.split('aria-live="polite">')[1].split("</p>")[0]
+    assert sentence.endswith("2.000 ± 0.10; base 3.000")        # sorted: the hostile one is better at 128
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.mark.parametrize(("other", "arguments", "expected"), [
+    ({"tokenizer": "gpt2"}, [], "tokenizer differs, 'byte' and 'gpt2'"),
+    ({"data": "books"}, [], "evaluation data differs"),
+    ({"seed": 0, "seq_len": 64}, [], "training length differs, 128 and 64"),
+    ({"documents": 5}, [], "nonoverlap at 64: different targets"),
+    ({"corpus": {**CORPUS, "splits": {}}}, [], "trained on different text"),
+    ({"encoding": "rope"}, [], "same config, same train.seed = 0"),
+    ({"encoding": "rope", "seed": 1, "lengths": (64, 128)}, [], "seeds of one config, evaluated differently"),
+    ({}, ["--baseline", "rope"], "--baseline rope: no such curve; choose from a, b"),
+    ({}, ["--data", "books"], "--data books: run"),
+    ({}, ["nowhere"], "run nowhere: no run there"),
+    ({}, ["--out", "FILE/out"], "FILE/out"),
+])
+def test_mistakes_are_one_line_and_exit_2(other: dict, arguments: list[str], expected: str, tmp_path: Path,
+                                          monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("")
+    fabricate(Path("a"))
+    fabricate(Path("b"), **{"encoding": "alibi", **other})
+    error = failure(monkeypatch, capsys, "a", "b", *arguments)
+    assert expected in error
+
+
+def failure(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        run_command(compare.main)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def test_an_evaluation_seed_that_differs_is_refused(tmp_path: Path) -> None:
+    runs = [compare.read_run(fabricate(tmp_path / "a"), None)]
+    other = compare.read_run(fabricate(tmp_path / "b", "alibi"), None)
+    runs.append(other._replace(head={**other.head, "seed": 1}))
+    with pytest.raises(UserError, match="evaluation seed differs, 0 and 1"):
+        compare.check_comparable(runs)
+
+
+def test_runs_without_checkpoint_or_evaluation_and_damaged_ones(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = fabricate(Path("a"))
+    damages = [
+        ("words.npz", lambda p: p.unlink(), "words.json or its .npz"),
+        ("words.npz", lambda p: np.savez(p, x=1), "another version of eval.py"),
+        ("words.json", lambda p: p.write_text('{"records": ['), "damaged"),
+        ("words.json", lambda p: p.write_text('{"records": [1]}'), "damaged"),
+        ("words.json", lambda p: p.write_text('{"records": [], "seed": 0}'), "no records"),
+        ("other.json", lambda p: p.write_text("{}"), "evaluated on other, words; choose one with --data")]
+    for name, change, expected in damages:
+        shutil.rmtree("copy", ignore_errors=True)
+        shutil.copytree(run, "copy")
+        change(Path("copy") / "eval" / name)
+        assert expected in failure(monkeypatch, capsys, "copy"), name
+    shutil.rmtree(Path("copy") / "eval")
+    assert "no checkpoint yet" in failure(monkeypatch, capsys, "copy")
+    (Path("copy") / "checkpoints" / "00000010").mkdir(parents=True)
+    assert "run `python eval.py copy` first" in failure(monkeypatch, capsys, "copy")
+
+
+def test_a_trained_and_evaluated_run_as_typed(tiny, tmp_path: Path) -> None:
+    runs = []
+    for encoding, seed in (("rope", 0), ("rope", 1), ("alibi", 0)):
+        runs.append(str(tmp_path / f"{encoding}-seed{seed}"))
+        train(tiny(encoding, f"run.dir={runs[-1]}", f"train.seed={seed}", "train.steps=4"), [])
+        subprocess.run([sys.executable, str(ROOT / "eval.py"), runs[-1], "--lengths", "16,32,64", "--windows",
+                        "12", "--tokens", "256"], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, str(ROOT / "compare.py"), *runs, "--out", str(tmp_path / "out")],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3 runs, trained at L = 32, evaluated on words: 2 curves, compared with rope" in done.stdout
+    rows = rows_of(tmp_path / "out", "Gain over truncation, fixed targets")
+    assert rows["rope"][1] == "+0.0000 ± 0.0000 [+0.0000, +0.0000]" and "[" in rows["alibi"][2]
+    assert json.loads(Page((tmp_path / "out" / "report.html").read_text()).data)["tables"]
+
+
+def test_wandb_gets_tables_and_pictures_and_may_fail(tmp_path: Path, monkeypatch, capsys) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run, out = fabricate(tmp_path / "a"), tmp_path / "out"
+    call(monkeypatch, run, "--out", out, "--wandb")
+    (folder,) = (out / "wandb").glob("offline-run-*")
+    media = {path.suffix for path in folder.rglob("*") if path.is_file()}
+    assert {".png", ".json", ".wandb"} <= media and "warning" not in capsys.readouterr().out
+    tables = list((folder / "files" / "media" / "table").rglob("*.json"))
+    assert any(json.loads(path.read_text())["columns"] == ["curve", "64", "128 = L", "256"]
+               for path in tables)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    call(monkeypatch, run, "--out", out, "--wandb")
+    assert capsys.readouterr().out.count("warning: W&B") == 1

@@ -1,0 +1,205 @@
+"""Methods that stretch a trained model: brute force over every pair, identities, and nothing left behind."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import lively, tokens
+
+import rope
+from config import UserError
+from data.tokenizer import ByteTokenizer
+from eval import Evaluation, open_text
+from model import GPT
+from positions import ENCODINGS, At
+from positions.extension import EXTENSIONS, Regrouped, Rescaled, extended, parse
+from positions.scaling import SCALINGS
+
+L = 32          # tests' train.seq_len
+RELATIVE = [name for name, encoding in ENCODINGS.items() if encoding.is_relative]
+ARGUMENTS = {"base": "base:base=50000",
+             "longrope": f"longrope:short_factor={[1.0] * 8},long_factor={[2.0] * 8}"}
+SPECS = [ARGUMENTS.get(name, name) for name in EXTENSIONS]
+q, k, v = torch.randn(3, 1, 2, 48, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+POSITIONS = torch.arange(48)[None]
+
+
+def under(spec: str, model: GPT, config, x: torch.Tensor) -> torch.Tensor:
+    with extended(model, config, parse(spec).methods, x.shape[1]):
+        return model(x)
+
+
+def logits_under(spec: str, tiny, name: str = "rope") -> torch.Tensor:
+    """Logits (2, 48, 48) of fixed queries and keys, by the path that the model takes."""
+    config = tiny(name)
+    model = lively(config).double()
+    with extended(model, config, parse(spec).methods, 48):
+        at = At(POSITIONS, POSITIONS, 0, model.encoding.tables(POSITIONS, POSITIONS))
+        turned_q, turned_k = model.encoding.rotate(q, k, at)
+        logits = (turned_q @ turned_k.mT) / 4
+        logits = logits.masked_fill(~torch.ones(48, 48, dtype=torch.bool).tril(), -torch.inf)
+        return model.encoding.scores(logits, q, k, at)[0]
+
+
+def brute_force(angle_of, is_seen=lambda m, n: True) -> torch.Tensor:
+    """Logits with each pair's own angle: angle_of(m, n) tokens for every pair (m, n) on its own."""
+    f = rope.inv_freq(16)
+    logits = torch.full((2, 48, 48), -torch.inf, dtype=torch.float64)
+    for m in range(48):
+        for n in range(m + 1):
+            if is_seen(m, n):
+                turned = rope.rotate(q[0, :, m:m + 1], torch.tensor([angle_of(m, n)]) * f)
+                logits[:, m, n] = (turned[:, 0] * k[0, :, n]).sum(-1) / 4
+    return logits
+
+
+@pytest.mark.parametrize(("spec", "angle_of", "is_seen"), [
+    ("rerope:window=5", lambda m, n: min(m - n, 5), None),
+    ("rerope", lambda m, n: min(m - n, L // 4), None),
+    ("leaky_rerope:window=5,k=4.0", lambda m, n: m - n if m - n < 5 else 5 + (m - n - 5) / 4, None),
+    ("self_extend:window=6,group=4", lambda m, n: m - n if m - n < 6 else m // 4 + 6 - 6 // 4 - n // 4, None),
+    ("sinks:sinks=3,window=7", lambda m, n: m - n if m - n < 7 else min(m, 9) - n,
+     lambda m, n: m - n < 7 or n < 3),
+    ("lm_infinite:first=3,window=7", lambda m, n: min(m - n, 7), lambda m, n: m - n < 7 or n < 3),
+])
+def test_regrouping_is_each_pair_at_its_own_angle(spec: str, angle_of, is_seen, tiny) -> None:
+    expected = brute_force(angle_of, is_seen or (lambda m, n: True))
+    torch.testing.assert_close(logits_under(spec, tiny), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in RELATIVE if name != "forgetting"])     # its gates add up
+@pytest.mark.parametrize("spec", ["sinks:sinks=3,window=7", "lm_infinite:first=3,window=7"])
+def test_hidden_keys_cannot_be_felt(spec: str, name: str, tiny) -> None:
+    """A token between sinks and window moves no logit that lies a window in each layer further on."""
+    config = tiny(name, "position.layers=first") if ENCODINGS[name].acts_in_layers() else tiny(name)
+    model, x = lively(config), tokens((1, 48))
+    changed = x.clone()
+    changed[0, 10] = (x[0, 10] + 1) % 257
+    moved = ((under(spec, model, config, x) - under(spec, model, config, changed)).abs().amax(-1)[0] > 1e-4)
+    assert moved[10] and not moved[10 + 2 * 6 + 1:].any()
+    first = x.clone()
+    first[0, 1] = (x[0, 1] + 1) % 257                                   # a sink is seen from everywhere
+    far = (under(spec, model, config, x) - under(spec, model, config, first)).abs().amax(-1)[0]
+    assert far[40:].max() > 1e-6
+
+
+def test_lm_infinite_caps_the_distance_of_any_relative_encoding(tiny) -> None:
+    got = logits_under("lm_infinite:first=3,window=7", tiny, "alibi")
+    slopes = [2**-4, 2**-8]                                             # two heads
+    for h, m, n in ((0, 40, 1), (1, 40, 2), (0, 40, 38)):
+        expected = (q[0, h, m] * k[0, h, n]).sum() / 4 - slopes[h] * min(m - n, 7)
+        assert got[h, m, n].item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_method_runs_far_beyond_L_and_leaves_no_trace(spec: str, tiny) -> None:
+    config = tiny()
+    model, x = lively(config), tokens((1, 100))
+    before, names = model(x), list(model.state_dict())
+    changed = under(spec, model, config, x)
+    assert changed.isfinite().all() and (changed - before).abs().max() > 1e-3
+    assert torch.equal(model(x), before) and list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("spec", [ARGUMENTS.get(name, name) for name in SCALINGS if name != "base"]
+                         + ["log_n", "window"])
+def test_up_to_L_nothing_changes_bit_for_bit(spec: str, tiny) -> None:
+    config = tiny()
+    model, x = lively(config), tokens((2, L))
+    assert torch.equal(under(spec, model, config, x), model(x))
+
+
+@pytest.mark.parametrize("spec", ["rerope:window=100", "leaky_rerope:k=1.0", "self_extend:group=1",
+                                  "leaky_rerope", "self_extend", "sinks", "lm_infinite"])
+def test_up_to_L_regrouping_changes_nothing_but_the_path(spec: str, tiny) -> None:
+    config = tiny()
+    model, x = lively(config), tokens((2, L))
+    torch.testing.assert_close(under(spec, model, config, x), model(x), atol=2e-4, rtol=1e-4)
+
+
+def test_window_is_the_configs_window(tiny) -> None:
+    x = tokens((1, 80))
+    config = tiny("rope", "model.window=10")
+    torch.testing.assert_close(under("window:size=10", lively(tiny()), tiny(), x), lively(config)(x))
+    assert torch.equal(under("window:size=20", lively(config), config, x), lively(config)(x))   # not widened
+
+
+def test_factors_follow_the_length_and_what_was_given(tiny) -> None:
+    config = tiny()
+    model = lively(config)
+    for spec, T, factor in (("pi", 4 * L, 4.0), ("pi", L // 2, 1.0), ("pi:factor=3", 4 * L, 3.0)):
+        with extended(model, config, parse(spec).methods, T):
+            assert model.encoding.scaling.factor == factor
+    trained = tiny("rope", 'position.scaling={method="yarn",factor=2.0,original_length=16}')
+    model = lively(trained)
+    with extended(model, trained, parse("yarn").methods, 4 * L):
+        assert model.encoding.scaling.factor == 4 * L / 16 and model.encoding.scaling.original_length == 16
+    assert model.encoding.scaling.factor == 2.0
+
+
+def test_two_methods_at_once_are_both_applied(tiny) -> None:
+    config = tiny()
+    model, x = lively(config), tokens((1, 100))
+    both = under("rerope+log_n", model, config, x)
+    with extended(model, config, parse("log_n+yarn+rerope").methods, 100):
+        assert isinstance(model.encoding, Regrouped) and model.encoding.inner.scaling.factor == 100 / L
+    assert model.encoding.scaling is None
+    for alone in ("rerope", "log_n"):
+        assert (both - under(alone, model, config, x)).abs().max() > 1e-3
+    m = torch.arange(100)
+    with extended(model, config, parse("rerope+log_n").methods, 100):
+        factor = model.temperature(m[None])[0].flatten()
+    torch.testing.assert_close(factor, ((m + 1).double().log() / math.log(L)).clamp(min=1).float())
+
+
+@pytest.mark.parametrize(("spec", "expected"), [
+    ("yarm", "did you mean yarn"), ("", "unknown method"), ("yarn:", None), ("pi:factor=x", "key=value"),
+    ("window:size=0", "window.size"), ("window:sise=3", "did you mean size"),
+    ("sinks:sinks=1.5", "an integer"),
+    ("rerope+self_extend", "same thing"), ("base", "base.base"), ("yarn:factor=inf", "factor"),
+])
+def test_specs_are_checked(spec: str, expected: str | None) -> None:
+    if expected is None:
+        assert isinstance(parse(spec).methods[0], Rescaled)
+        return
+    with pytest.raises(UserError, match=expected) as error:
+        parse(spec)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "spec", "fits"), [
+    ("alibi", "yarn", False), ("alibi", "rerope", False), ("alibi", "sinks", True),
+    ("alibi", "lm_infinite", True),
+    ("sinusoidal", "lm_infinite", False), ("sinusoidal", "sinks", True), ("learned", "log_n", True),
+    ("xpos", "pi", True), ("p_rope", "self_extend", True), ("rope", "yarn:beta_fast=0.5", False),
+])
+def test_methods_name_what_they_need(name: str, spec: str, fits: bool, tiny) -> None:
+    model = lively(tiny(name))
+    assert (parse(spec).methods[0].problem(model, L, 4 * L) is None) == fits
+
+
+def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> None:
+    config = tiny()
+    model, text = lively(config), open_text(None, str(corpus_dir), ByteTokenizer())
+    extends = [parse("pi"), parse("window")]
+    evaluation = Evaluation(model, text, ByteTokenizer(), config, ["nonoverlap", "fixed", "position"],
+                            [16, 32, 64, 128], 8, 6, 256, 0, extends)
+    records = {(r["extend"], r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
+    for length in (16, 32):
+        for protocol in ("nonoverlap", "fixed"):
+            plain = records[None, protocol, length]["nll_sum"]
+            assert records["pi", protocol, length]["nll_sum"] == plain
+            assert records["window", protocol, length]["nll_sum"] == plain
+    piece = torch.stack([torch.from_numpy(text.documents[d][end - 128:end + 1].astype("int64"))
+                         for d, end in evaluation.ends])
+    for spec in ("pi", "window"):
+        r = records[spec, "fixed", 128]
+        logits = under(spec, model, config, piece[:, :-1])[:, -8:]
+        expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), piece[:, -8:], reduction="sum")
+        assert r["nll_sum"] == pytest.approx(expected.item(), rel=1e-4)
+        assert r["nll_sum"] != records[None, "fixed", 128]["nll_sum"]
+        assert r["truncated_nll_sum"] == records[None, "fixed", 32]["nll_sum"]
+        assert r["gain"] == pytest.approx((r["truncated_nll_sum"] - r["nll_sum"]) / r["tokens"])
+        assert evaluation.per_window[f"{spec}/fixed/128/truncated_nll"].sum() == pytest.approx(
+            r["truncated_nll_sum"])

@@ -1,0 +1,238 @@
+"""The field guide: computed properties agree with theory, every encoding has its picture, row and section."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, every_encoding
+
+from config import UserError
+from positions import ENCODINGS, Encoding
+
+sys.path.insert(0, str(ROOT / "docs"))
+import gallery  # noqa: E402
+import properties as measured  # noqa: E402
+
+L = 128
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, measured.Properties]:
+    return {name: measured.properties(name) for name in ENCODINGS}
+
+
+@every_encoding
+def test_properties_that_classes_declare_are_found(name: str, found) -> None:
+    p = found[name]
+    assert (p.change < gallery.ROUNDING) == ENCODINGS[name].is_relative
+    encoding = ENCODINGS[name](measured.quick(name))
+    assert p.is_defined == (encoding.max_length is None)
+    assert p.n_parameters == sum(w.numel() for w in encoding.parameters())
+    assert p.is_fixed == (p.n_parameters == 0)
+
+
+@pytest.mark.parametrize("name", ["sinusoidal", "rope", "p_rope", "xpos"])
+def test_sinusoids_and_rotations_are_linear(name: str, found) -> None:
+    assert found[name].residual < 1e-4
+
+
+@pytest.mark.parametrize("name", ["learned", "integer", "integer_normalised", "binary"])
+def test_other_vectors_are_not_linear(name: str, found) -> None:
+    """An offset is no matrix product, bits carry, learned rows are independent."""
+    assert found[name].residual > 0.05
+
+
+@pytest.mark.parametrize("name", ["none", "alibi", "cope"])
+def test_what_gives_positions_no_vector_is_not_asked(name: str, found) -> None:
+    assert found[name].residual is None
+
+
+def test_the_residual_is_that_of_the_best_multiple_of_a_line() -> None:
+    """PE(p) = p: the matrices are numbers w. The residual at odd p of the w that fits even p, by hand."""
+    p = torch.arange(513, dtype=torch.float64)
+    expected = 0.0
+    for k in (1, 8, 64):
+        even, odd = p[:-k][::2], p[:-k][1::2]
+        w = (even @ (even + k)) / (even @ even)
+        expected = max(expected, ((odd + k - w * odd).norm() / (odd + k).norm()).item())
+    assert measured.linear_residual(p[:, None].repeat(1, 5)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_few_random_points_are_not_linear() -> None:
+    """Fewer points than channels always fit some matrix: points that were not fitted must tell."""
+    points = torch.randn(128, 192, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert measured.linear_residual(points) > 0.9
+
+
+@pytest.mark.parametrize("name", ["none", "t5", "relative_key", "relative_key_query", "cope"])
+def test_what_clips_or_shares_or_does_nothing_is_not_unique(name: str, found) -> None:
+    assert found[name].gap == 0
+
+
+def test_the_others_are_unique_by_as_much_as_their_formula_says(found) -> None:
+    neighbours = 1 / (4 * L)                                            # over the ends, of a straight line
+    assert found["alibi"].gap == pytest.approx(neighbours)
+    assert found["integer"].gap == found["integer_normalised"].gap == pytest.approx(neighbours)
+    assert found["binary"].gap == pytest.approx(math.sqrt(1 / 10))      # one bit of the 10 of 0 ... 512
+    assert all(found[name].gap > 0 for name in ("learned", "sinusoidal", "rope", "kerple_log", "fire"))
+
+
+@pytest.mark.parametrize(("codes", "gap"), [([0, 1, 3], 1 / 3), ([0, 2, 5, 2], 0), ([4, 4, 4], 0)])
+def test_the_gap_is_between_any_two_codes(codes: list[float], gap: float) -> None:
+    assert measured.smallest_gap(torch.tensor(codes, dtype=torch.float64)[:, None]) == pytest.approx(gap)
+
+
+def test_pure_rotations_in_either_layout_are_axial(found) -> None:
+    assert found["rope"].is_axial and found["p_rope"].is_axial
+    assert not any(found[name].is_axial for name in ("xpos", "sinusoidal", "alibi", "none"))    # xPos decays
+    interleaved = ENCODINGS["rope"](measured.quick("rope", "position.layout=interleaved"))
+    assert measured.is_axial(interleaved)
+
+    class Curved(ENCODINGS["rope"]):
+        def tables(self, q_pos, k_pos):
+            return super().tables(q_pos**2, k_pos**2)                   # no speed turns it
+
+    assert not measured.is_axial(Curved(measured.quick("rope")))
+
+
+def test_biases_and_logits_are_by_distance() -> None:
+    slopes = torch.tensor(ENCODINGS["alibi"].slopes(3), dtype=torch.float64)
+    found = measured.biases(measured.make("alibi"), 300)
+    torch.testing.assert_close(found, -slopes[:, None] * torch.arange(301))
+    decay = gallery.rope.long_term_decay(torch.arange(301), gallery.rope.inv_freq(64))
+    found = measured.logits(measured.make("rope"), 300)                 # 64 channels of ones over sqrt(64)
+    torch.testing.assert_close(found, 8 * decay.double().expand(3, -1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    captions = {name: gallery.draw(name, folder) for name in ENCODINGS}
+    gallery.draw_bits(folder)
+    gallery.draw_decay(folder)
+    return folder, captions
+
+
+def test_every_picture_is_drawn_and_committed(pictures) -> None:
+    folder, captions = pictures
+    wanted = {*(f"{name}.png" for name in ENCODINGS), "binary-bits.png", "rope-long-term-decay.png"}
+    assert {path.name for path in folder.iterdir()} == wanted
+    assert {path.name for path in gallery.PICTURES.iterdir()} == wanted, "run `make gallery`"
+    for path in [*folder.iterdir(), *gallery.PICTURES.iterdir()]:
+        with gallery.Image.open(path) as image:
+            assert image.width == 1000
+        assert 5_000 < path.stat().st_size < 80_000, path               # blank ones have some 2,000
+    assert all(caption.endswith(".") for caption in captions.values())
+
+
+def test_hooks_choose_the_rows_of_a_picture(pictures, monkeypatch, tmp_path) -> None:
+    class Everywhere(ENCODINGS["rope"]):
+        def embed(self, x, positions):
+            return x + positions[..., None]
+
+        def scores(self, logits, q, k, at):
+            return logits - at.distance()
+
+    monkeypatch.setitem(ENCODINGS, "everywhere", Everywhere)
+    caption = gallery.draw("everywhere", tmp_path)
+    captions = pictures[1]
+    assert caption == " ".join(captions[name] for name in ("integer", "rope", "alibi"))
+    with (gallery.Image.open(tmp_path / "everywhere.png") as three,
+          gallery.Image.open(pictures[0] / "rope.png") as one):
+        assert three.height == 3 * one.height
+
+
+@pytest.fixture(scope="module")
+def blocks(pictures, found) -> dict[str, str]:
+    return gallery.guide_blocks(pictures[1], found, gallery.BENCH, ROOT / "nowhere")
+
+
+def test_the_guide_is_written_once(blocks) -> None:
+    text = gallery.GUIDE.read_text()
+    once = gallery.update(text, blocks)
+    assert gallery.update(once, blocks) == once
+    begin, end = once.index("<!-- begin alibi -->"), once.index("<!-- end alibi -->")
+    hand = once[:begin] + "MINE" + once[begin:begin + 30] + "OLD" + once[end:] + "TAIL\n"
+    again = gallery.update(hand, blocks)                                # what is outside stays, inside goes
+    assert again == once[:begin] + "MINE" + once[begin:] + "TAIL\n"
+
+
+def test_a_new_encoding_gets_a_section_by_itself(blocks, monkeypatch) -> None:
+    monkeypatch.setitem(ENCODINGS, "mine", Encoding)
+    text = gallery.update(gallery.GUIDE.read_text(), blocks | {"mine": "GENERATED"})
+    assert text.endswith("## mine\n\n<!-- begin mine -->\nGENERATED\n<!-- end mine -->\n\n"
+                         "**When to use it.** Not written yet.\n\n**Beyond L.** Not written yet.\n")
+    assert gallery.update(text, blocks | {"mine": "GENERATED"}) == text
+
+
+@pytest.mark.parametrize("line", ["<!-- begin properties -->", "<!-- end properties -->"])
+def test_a_lost_marker_is_a_mistake_and_not_a_second_section(line: str, blocks) -> None:
+    with pytest.raises(UserError, match="properties"):
+        gallery.update(gallery.GUIDE.read_text().replace(line + "\n", ""), blocks)
+
+
+@every_encoding
+def test_the_committed_guide_has_every_encoding(name: str, blocks) -> None:
+    text = gallery.GUIDE.read_text()
+    section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    assert f"](../results/gallery/{name}.png)" in section, "run `make gallery`"
+    assert "**When to use it.**" in section and "**Beyond L.**" in section
+    assert (ENCODINGS[name].__doc__ or "").splitlines()[0] in section, "docstring changed: run `make gallery`"
+    for table in ("contents", "properties", "perplexities"):
+        inside = text.split(f"<!-- begin {table} -->")[1].split(f"<!-- end {table} -->")[0]
+        assert f"\n| [`{name}`](#{name}) |" in inside
+    assert text.count(f"<!-- begin {name} -->") == 1
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_links_and_sections_of_the_guide_lead_somewhere(is_new: bool, blocks) -> None:
+    text = gallery.GUIDE.read_text()
+    text = gallery.update(text, blocks) if is_new else text
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    for target in re.findall(r"\]\(([^)]*)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif not target.startswith("https://"):
+            assert (gallery.GUIDE.parent / target).exists(), target
+    fixed = {"Encodings", "Three classic pictures", "Properties, computed", "Beyond L"}
+    assert set(headings) == fixed | set(ENCODINGS)
+
+
+def test_costs_are_read_from_the_bench(tmp_path) -> None:
+    path = tmp_path / "bench.md"
+    path.write_text("text\n\n| encoding | T 64, batch 2: step / RoPE's | ms | memory / RoPE's | MB |\n"
+                    "|---|---:|---:|---:|---:|\n| rope | 1.00 | 5 | 1.01 | 7 |\n")
+    shapes, costs = gallery.read_costs(path)
+    assert shapes == ["step, memory at T 64"]
+    assert costs["rope"] == ["1.00, 1.01"] and costs["alibi"] == ["-"] and set(costs) >= set(ENCODINGS)
+    assert gallery.read_costs(tmp_path / "absent.md") == ([], {name: [] for name in ENCODINGS})
+
+
+def test_perplexities_are_the_plain_fixed_ones(tmp_path) -> None:
+    def record(protocol: str, length: int, ppl: float, extend: str | None = None) -> dict:
+        return {"extend": extend, "protocol": protocol, "length": length, "ppl": ppl}
+
+    run = {"encoding": "rope", "seq_len": 64, "records": [
+        record("fixed", 32, 5.123456), record("fixed", 128, 1234.5), record("nonoverlap", 64, 7.0),
+        record("fixed", 512, 9.0, "yarn"), record("position", 64, 8.0)]}
+    (tmp_path / "rope.json").write_text(json.dumps(run))
+    assert gallery.read_perplexities(tmp_path / "rope.json") == ["5.123", "-", "1234", "-", "-"]
+    assert gallery.read_perplexities(tmp_path / "alibi.json") == ["-"] * 5
+    (tmp_path / "alibi.json").write_text(json.dumps(run))
+    with pytest.raises(UserError, match=r"alibi\.json: a run of rope"):
+        gallery.read_perplexities(tmp_path / "alibi.json")
+
+
+def test_help_and_a_wrong_call(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["gallery.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        gallery.main()
+    assert "`python docs/gallery.py`" in capsys.readouterr().out
+    done = subprocess.run([sys.executable, str(ROOT / "docs" / "gallery.py"), "--no-such-option"],
+                          capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,171 @@
+"""Probes: what is scored is what was repeated or asked for, wherever it lies."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import lively, needs
+
+import probes
+from config import Train
+from data.passkey import passkey_document
+from data.prepare import prepare
+from data.tokenizer import ByteTokenizer, GPT2Tokenizer
+from eval import Evaluation, open_text
+
+BYTES = ByteTokenizer()
+
+
+def evaluation(model, config, corpus_dir: Path, protocols, lengths=(16, 32, 64, 128)) -> Evaluation:
+    return Evaluation(model, open_text(None, str(corpus_dir), BYTES), BYTES, config, protocols, lengths, 8, 8,
+                      256, 0)
+
+
+@pytest.mark.parametrize("length", [32, 33, 64, 200])
+def test_the_second_passage_is_the_first_at_its_distance(length: int) -> None:
+    stretches = [np.arange(i, i + 200) for i in (0, 1000)]
+    tokens, first, second = probes.repeated(stretches, length, 32)
+    assert tokens.shape == (2, length)
+    assert np.array_equal(tokens[:, first], tokens[:, second])
+    assert set(second - first) == {probes.distance(length, 32)}
+    assert np.array_equal(tokens[:, :length - 8], np.stack([s[:length - 8] for s in stretches]))
+    assert first.tolist() == [12, 13, 14, 15]                           # the second half of tokens 8 ... 15
+    assert second[-1] == length - 1
+
+
+def test_windows_too_short_for_two_passages_are_left_out() -> None:
+    assert probes.distance(16, 32) is None and probes.distance(24, 32) == 8 and probes.distance(8, 4) is None
+
+
+class Copying(torch.nn.Module):
+    """A model that predicts the token after the nearest earlier occurrence of the current one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.encoding = self.no_encoding = self.temperature = None
+        self.blocks: list = []
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(*ids.shape, 257)
+        for b, row in enumerate(ids.tolist()):
+            for t, token in enumerate(row):
+                before = [i for i in range(t) if row[i] == token]
+                if before:
+                    out[b, t, row[before[-1] + 1]] = 9.0
+        return out
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_losses_at_are_those_of_the_tokens_named() -> None:
+    train = Train(dtype="float32", device="cpu")
+    tokens = np.array([[5, 6, 7, 8, 5, 6, 7, 9]])
+    losses, is_top = probes.losses_at(Copying(), train, tokens, np.array([1, 5, 6, 7]))
+    assert is_top.tolist() == [[False, True, True, False]]
+    assert losses[0, 1] < 0.05 < 9 < losses[0, 3] and losses[0, 0] == pytest.approx(np.log(257), rel=1e-5)
+
+
+def test_a_copying_model_gains_from_the_first_copy(tiny, corpus_dir: Path) -> None:
+    """Its loss on shuffled text falls at the second copy, at every distance, and the record says so."""
+    config = tiny()
+    found = evaluation(lively(config), config, corpus_dir, ["copy"])
+    rng = np.random.default_rng(0)
+    found.text = found.text._replace(documents=[rng.permutation(256) for _ in found.text.documents])
+    found.ends = [(0, 256), (1, 256)]
+    found.longest = 128
+    found.model = Copying()
+    rng_free = [stretch[128:] for stretch in found.text.documents[:2]]
+    records = list(found._repeated("copy", rng_free))
+    assert [r["distance"] for r in records] == [16, 48, 112] and all(r["gain"] > 5 for r in records)
+    for r in records:
+        assert r["gain"] == pytest.approx((r["first_nll_sum"] - r["nll_sum"]) / r["tokens"])
+        assert r["tokens"] == 2 * 4 and r["bytes"] is None
+
+
+def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> None:
+    config = tiny()
+    model = lively(config)
+    found = evaluation(model, config, corpus_dir, ["repeat"])
+    records = found.run()
+    assert [r["length"] for r in records] == [32, 64, 128]
+    for r in records:
+        first = second = 0.0
+        for d, end in found.ends:
+            text = found.text.documents[d][end - 128:end]
+            ids = torch.tensor(np.concatenate((text[:r["length"] - 8], text[8:16])).astype(np.int64))[None]
+            losses = torch.nn.functional.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="none")
+            first, second = first + losses[11:15].sum().item(), second + losses[-4:].sum().item()
+        assert r["first_nll_sum"] == pytest.approx(first, rel=1e-4)
+        assert r["nll_sum"] == pytest.approx(second, rel=1e-4)
+        assert r["bytes"] == r["tokens"] == 4 * len(found.ends)
+
+
+@pytest.mark.parametrize("length", [23, 60, 500])
+@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+def test_a_passkey_document_tells_its_key_at_its_depth(length: int, depth: float) -> None:
+    ids, n_answer = passkey_document(BYTES, length, depth, np.random.default_rng(3))
+    assert len(ids) == length and ids[0] == 256 and n_answer == 6
+    text = bytes(ids[1:].astype(np.uint8)).decode()
+    key = text[-6:-1]
+    assert key.isdigit() and text.endswith(f" key={key}.") and text.count(f" key={key}.") == 2
+    assert text.index(" key=") == round(depth * (length - 23))
+
+
+def test_passkeys_are_the_same_at_every_length_and_depth() -> None:
+    assert probes.shortest(BYTES) == 23
+    keys = []
+    for length, depth in ((50, 0.0), (300, 0.5), (300, 1.0)):
+        tokens, answer = probes.passkeys(BYTES, length, depth, 5, 0)
+        keys.append(tokens[:, answer].tolist())
+    assert keys[0] == keys[1] == keys[2] and len({str(key) for key in keys[0]}) == 5
+    other = probes.passkeys(BYTES, 50, 0.0, 5, 1)[0]
+    assert not np.array_equal(other, probes.passkeys(BYTES, 50, 0.0, 5, 0)[0])
+
+
+def test_keys_take_as_many_tokens_of_bpe(monkeypatch) -> None:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(needs("tiktoken")))
+    tokenizer = GPT2Tokenizer()
+    made = [passkey_document(tokenizer, 80, 0.5, np.random.default_rng(i)) for i in range(50)]
+    assert {(len(ids), n) for ids, n in made} == {(80, 6)}
+
+
+def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
+    config = tiny()
+    found = evaluation(lively(config), config, corpus_dir, ["passkey"])
+    seen = []
+
+    def losses_at(model, train, tokens, at):
+        seen.append(tokens[:, at])
+        is_top = np.ones((len(tokens), len(at)), dtype=bool)
+        is_top[0, -2] = False                                           # one digit of one key missed
+        return np.ones(is_top.shape), is_top
+
+    monkeypatch.setattr(probes, "losses_at", losses_at)
+    records = found.run()
+    asked = [(length, depth) for length in (32, 64, 128) for depth in probes.DEPTHS]
+    assert [(r["length"], r["depth"]) for r in records] == asked
+    assert all((r["correct"], r["trials"], r["tokens"], r["ppl"]) == (1, 2, 12, pytest.approx(np.e))
+               for r in records)
+    assert all(np.array_equal(keys, seen[0]) for keys in seen)
+
+
+def test_the_passkey_corpus_is_made_of_such_documents(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("data.prepare.PASSKEY_DOCUMENTS", {"train": range(20, 80), "val": range(20)})
+    meta = prepare("passkey", tmp_path / "passkey", "byte")
+    assert meta["source"] == "passkey" and meta["splits"]["train"]["documents"] == 60
+    text = open_text(None, str(tmp_path / "passkey"), BYTES)
+    assert len(text.documents) == 20 and len({len(d) for d in text.documents}) > 5
+    places = set()
+    for document in text.documents:
+        words = bytes(document[1:].astype(np.uint8)).decode()
+        if " " in words:
+            assert words.endswith(f" key={words.split(' key=')[1][:5]}.")
+            places.add(words.index(" key="))
+        else:
+            period = next(n for n in range(8, 40) if words[n:] == words[:-n])
+            assert 2 <= len(words) / period < 3 and len(set(words)) > 4
+    assert len(places) == 5
+    assert meta["splits"]["val"]["bytes"] == sum(len(d) - 1 for d in text.documents)

@@ -1,0 +1,156 @@
+"""Sweeps: what is done stays done, an interrupted or failing run costs nothing but itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY
+
+import sweep
+from config import UserError
+
+EVAL = "--eval=--lengths 16,32,64 --windows 4 --tokens 256 --protocol fixed"
+
+
+@pytest.fixture
+def configs(tmp_path: Path, corpus_dir: Path, monkeypatch) -> dict[str, str]:
+    """Config files in tmp_path, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("rope", "alibi"):
+        Path(f"{name}.toml").write_text(f'[data]\ndir = "{corpus_dir}"\n[position]\nencoding = "{name}"\n')
+    Path("broken.toml").write_text('[data]\ndir = "nowhere"\n[position]\nencoding = "rope"\n')
+    return {name: f"{name}.toml" for name in ("rope", "alibi", "broken")}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "sweep.py"), *TINY, EVAL, *arguments]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*arguments), capture_output=True, text=True)
+
+
+def test_a_sweep_trains_evaluates_reports_and_does_nothing_twice(configs) -> None:
+    done = run(configs["rope"], "--seeds", "0,1")
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("1/2 done, 0 failed, ETA 0h0") and lines[1].startswith("2/2 done, 0 failed | ")
+    names = {"rope-seed0", "rope-seed1"}
+    assert {p.parent.name for p in Path("runs").glob("*/summary.json")} == names
+    report = Path("runs/report/report.md").read_text()
+    assert "| rope | rope |  | 0, 1 |" in report
+    files = [p for name in names for p in (Path("runs") / name).rglob("*") if p.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    again = run(configs["rope"], "--seeds", "0,1")
+    assert again.returncode == 0 and ", ETA" not in again.stdout        # nothing to learn the time from
+    assert before == {path: path.stat().st_mtime_ns for path in files}
+
+
+def job(*arguments: str, config: str = "rope.toml") -> sweep.Job:
+    return sweep.make_jobs([config], TINY, [], Path("runs"), arguments)[0]
+
+
+def test_an_evaluation_is_repeated_when_anything_it_depends_on_changed(configs) -> None:
+    short = ("--lengths", "16,32", "--windows", "2", "--protocol", "fixed")
+    assert not sweep.is_evaluated(job(*short))
+    assert sweep.work(job(*short)) == "" and sweep.is_evaluated(job(*short))
+    assert not sweep.is_evaluated(job(*short, "--seed", "1"))
+    stamp, result = Path("runs/rope") / sweep.STAMP, Path("runs/rope/eval/words.json")
+    for path, change in ((stamp, lambda text: text[:-9]), (result, lambda text: text + " "),
+                         (sorted(Path("runs/rope/checkpoints").glob("*/state.json"))[-1],
+                          lambda text: json.dumps({**json.loads(text), "check": "0"}))):
+        text = path.read_text()
+        path.write_text(change(text))
+        assert not sweep.is_evaluated(job(*short)), path
+        path.write_text(text)
+        assert sweep.is_evaluated(job(*short))
+    Path("runs/rope/eval/other.json").write_text("{}")      # evaluated on another text by hand: no matter
+    assert sweep.is_evaluated(job(*short))
+    result.unlink()
+    assert not sweep.is_evaluated(job(*short))
+
+
+def stop_when(process: subprocess.Popen, file: Path, has: Callable[[str], bool], number: int) -> str:
+    """Send the signal once the file has it; what the process printed."""
+    while process.poll() is None and not (file.exists() and has(file.read_text())):
+        time.sleep(0.05)
+    process.send_signal(number)
+    return process.communicate()[0]
+
+
+def test_an_interrupted_sweep_saves_and_goes_on(configs) -> None:
+    more = ["train.steps=30000", "run.save_every=30000", "run.eval_every=30000"]
+    metrics, log = Path("runs/rope/metrics.jsonl"), Path("runs/rope.log")
+    process = subprocess.Popen(command(configs["rope"], *more), stdout=subprocess.PIPE, text=True)
+    out = stop_when(process, metrics, lambda text: text.count("\n") > 5, signal.SIGINT)
+    assert process.returncode == 130 and "the same command goes on" in out
+    (saved,) = Path("runs/rope/checkpoints").glob("[0-9]*")
+    assert 5 < int(saved.name) < 30000
+    process = subprocess.Popen(command(configs["rope"], *more), stdout=subprocess.PIPE, text=True)
+    stop_when(process, log, lambda text: "resuming" in text, signal.SIGTERM)
+    assert process.returncode == 143
+    assert f"resuming runs/rope at step {int(saved.name)}\n" in log.read_text()
+
+
+def test_a_failing_run_is_named_and_costs_only_itself(configs) -> None:
+    done = run(configs["broken"], configs["alibi"])
+    assert done.returncode == 1
+    assert "FAILED: train.py ended with 2" in done.stdout and "2/2 done, 1 failed" in done.stdout
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: run broken: train.py ended with 2: error: data.dir nowhere")
+    assert "runs/broken.log" in done.stderr
+    assert Path("runs/alibi/summary.json").exists() and Path("runs/report/report.html").exists()
+
+
+def test_submitit_runs_each_as_a_job(configs) -> None:
+    pytest.importorskip("submitit")
+    done = run(configs["rope"], configs["broken"], "--submitit", "jobs", "--slurm",
+               "timeout_min=5", "slurm_partition=none")
+    assert done.returncode == 1, done.stderr
+    assert "2/2 done, 1 failed" in done.stdout and "run broken: train.py ended with 2" in done.stderr
+    assert len(list(Path("jobs").glob("*_submitted.pkl"))) == 2
+    assert "1 run, trained at L = 32" in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["a.toml"], "config a.toml: no such file"),
+    (["rope.toml", "train.sed=1"], "did you mean seed?"),
+    (["rope.toml", "--seeds", "0,x"], "--seeds 0,x: must be integers"),
+    (["train.lr=1"], "no config given"),
+    (["rope.toml", "other/rope.toml"], "rope.toml has the same name"),
+    (["rope.toml", "--submitit", "jobs", "--slurm", "timeout_min"], "--slurm timeout_min: must read key"),
+    (["rope.toml", "--submitit", "jobs", "--slurm", "tiemout_min=3"], "--slurm tiemout_min"),
+    (["rope.toml", "--submitit", "jobs", "--slurm", "gpus_per_node=1", "train.lr=1"], "go before --slurm"),
+])
+def test_mistakes_are_one_line_and_nothing_starts(arguments: list[str], expected: str, configs, monkeypatch,
+                                                  capsys) -> None:
+    from config import run_command
+
+    Path("other").mkdir()
+    Path("other/rope.toml").write_text(Path("rope.toml").read_text())
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        run_command(sweep.main)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    assert expected in error and not os.path.exists("runs")
+
+
+def test_jobs_are_configs_times_seeds_and_all_problems_come_at_once(configs) -> None:
+    jobs = sweep.make_jobs([configs["rope"], configs["alibi"]], ["train.lr=0.5"], [0, 7], Path("a b"), [])
+    assert [j.name for j in jobs] == ["rope-seed0", "rope-seed7", "alibi-seed0", "alibi-seed7"]
+    assert jobs[1].overrides == ["train.lr=0.5", 'run.dir="a b/rope-seed7"', "train.seed=7"]
+    (job,) = sweep.make_jobs([configs["rope"]], [], [], Path("runs"), [])
+    assert job.overrides == ['run.dir="runs/rope"']
+    with pytest.raises(UserError) as error:
+        sweep.make_jobs(["x.toml", "y.toml"], ["train.lr=-1"], [0, 1], Path("runs"), [])
+    assert len(error.value.problems) == 3

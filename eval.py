@@ -470,6 +470,10 @@ def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:
 def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int]) -> list[Extend]:
     """What the --extend flags ask for. Raises UserError for what does not fit the model; prints warnings."""
     L, extends = original_length(model, config), [parse(spec) for spec in dict.fromkeys(specs)]
+    names = [extend.spec for extend in extends]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--extend {name}: twice, with other lists; give them one call each, with --json")
     for extend, length in itertools.product(extends, lengths):
         for method in extend.methods:
             problem = method.problem(model, L, length)

@@ -40,6 +40,7 @@ from config import (
 from data.loader import Corpus, read_meta
 from data.tokenizer import byte_lengths, load_tokenizer
 from model import GPT, autocast, pick_device, pick_dtype
+from positions.rotary import RoPE
 
 # On two CPU cores compiling took 20 to 40 s and then saved 0 to 10 % (bfloat16) or 30 % (float32) of a step.
 COMPILE_WORTH_FLOPS = 1e14
@@ -313,7 +314,17 @@ def describe(config: Config, corpus: Corpus, model: GPT, device: torch.device,
     dtype = str(pick_dtype(t, device)).removeprefix("torch.")
     yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
            f"parameters, {model.flops_per_token(t.seq_len):,} FLOPs a token")
-    yield f"position  {config.position.encoding}, layers {config.position.layers}, trained at L = {t.seq_len}"
+    options = type(config.position).model_fields
+    said = [f"{key} {value}" for key, value in config.position.model_dump(exclude={"encoding"}).items()
+            if value != options[key].default]
+    if m.window:
+        said.append(f"window {m.window}")
+    yield "position  " + ", ".join([config.position.encoding, *said, f"trained at L = {t.seq_len}"])
+    rotary = model.encoding
+    if isinstance(rotary, RoPE) and rotary.scaling is not None:
+        warning = rotary.scaling.warning(rotary.rotary_dim, rotary.base, t.seq_len)
+        if warning:
+            yield f"warning: position.scaling: {warning}"
     yield (f"data      {corpus.folder}, {len(corpus.tokens['train']):,} tokens; {n_tokens:,} to train on "
            f"({n_tokens / len(corpus.tokens['train']):.2f} epochs)")
     yield f"machine   {device}, {dtype}, compile {'on' if is_compiled else 'off'}, seed {t.seed}"

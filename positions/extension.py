@@ -11,6 +11,7 @@ Legend: B batch, Tq queries, Tk keys, H = n_head, D = C // H, m a query's positi
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -239,7 +240,7 @@ EXTENSIONS: dict[str, type[Extension]] = {
 class Extend(NamedTuple):
     """What one `--extend` asks for."""
 
-    spec: str                       # as given, the name of the curve
+    spec: str                       # the name of the curve: as given, with [...] for lists
     methods: list[Extension]
 
 
@@ -249,14 +250,15 @@ def parse(spec: str) -> Extend:
     for part in spec.split("+"):
         name, _, arguments = part.partition(":")
         if name not in EXTENSIONS:
-            raise UserError(f"--extend {spec}: unknown method {name!r}"
-                            f"{did_you_mean(name, EXTENSIONS) or '; choose from ' + ', '.join(EXTENSIONS)}")
+            hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
+            raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
         methods.append(make(name, arguments, spec))
     kinds = [next(kind for kind in (Rescaled, Regrouping, type(method)) if isinstance(method, kind))
              for method in methods]
     if len(set(kinds)) < len(kinds):
         raise UserError(f"--extend {spec}: two methods change the same thing; give them one by one")
-    return Extend(spec, sorted(methods, key=lambda method: isinstance(method, Regrouping)))
+    methods.sort(key=lambda method: isinstance(method, Regrouping))     # they wrap what the others change
+    return Extend(re.sub(r"\[[^]]*\]", "[...]", spec), methods)
 
 
 def make(name: str, arguments: str, spec: str) -> Extension:

@@ -143,6 +143,17 @@ def test_another_model_is_no_start_and_leaves_no_folder(name: str, override: str
     assert not (tmp_path / "new").exists()
 
 
+def test_the_start_says_what_differs_from_a_plain_run_and_warns(tiny, tmp_path: Path, capsys) -> None:
+    train(tiny("rope", 'position.scaling={method="yarn",factor=2.0}', "model.window=9", "train.steps=1",
+               "position.temperature=log_n"), [])
+    lines = capsys.readouterr().out.splitlines()
+    position = next(line for line in lines if line.startswith("position"))
+    assert all(word in position for word in ("rope", "yarn", "temperature log_n", "window 9"))
+    assert any(line.startswith("warning: position.scaling: yarn: beta_fast") for line in lines)
+    train(tiny("alibi", "train.steps=1", f"run.dir={tmp_path / 'plain'}"), [])
+    assert "position  alibi, trained at L = 32\n" in capsys.readouterr().out
+
+
 def test_pose_skips_once_and_reaches_every_distance(tiny) -> None:
     t = tiny("rope", "train.batch_size=512", "train.pose_length=300").train
     at = skipping_positions(t, 3)

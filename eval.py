@@ -54,7 +54,7 @@ PROBES = ("repeat", "copy", "passkey")
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
 PLAIN = Extend("plain", [])
 MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32, 64)      # of L, the default lengths
-CHUNK = 1024                                    # positions whose logits exist at a time
+CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward
 
 
@@ -141,12 +141,10 @@ def token_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
 
     Logits are made only for the targets, CHUNK positions at a time: (T, V) of them would take gigabytes.
     """
-    x = model.hidden(inputs)[:, -targets.shape[1]:]                     # (B, n, C)
-    losses = []
-    for x_chunk, target_chunk in zip(x.split(CHUNK, dim=1), targets.split(CHUNK, dim=1), strict=True):
-        logits = model.logits(x_chunk).float()                          # (B, CHUNK, V)
-        losses.append(F.cross_entropy(logits.transpose(1, 2), target_chunk, reduction="none"))
-    return torch.cat(losses, dim=1)
+    x = model.hidden(inputs)[:, -targets.shape[1]:].flatten(0, 1)       # (B n, C)
+    losses = [F.cross_entropy(model.logits(some).float(), wanted, reduction="none")
+              for some, wanted in zip(x.split(CHUNK), targets.flatten().split(CHUNK), strict=True)]
+    return torch.cat(losses).view(targets.shape)
 
 
 def score(model: GPT, text: Text, windows: Sequence[Window], train: Train) -> Iterator[np.ndarray]:

@@ -2,8 +2,8 @@
 
 `python bench/encodings.py [--encodings rope,alibi,...] [--rounds N] [--out FILE.md]` takes one step of each
 encoding in turn, round after round, so that a noisy machine disturbs all alike, at the quick config and at
-T 1024 with the same number of tokens, and prints medians of the ratios within a round. Peak memory is that of
-a fresh process which takes three steps of one encoding, less that of one which only makes the model.
+longer T with the same number of tokens, and prints medians of the ratios within a round. Peak memory is that
+of a fresh process which takes three steps of one encoding, less that of one which only makes the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from model import GPT, autocast, pick_device, pick_dtype  # noqa: E402
 from positions import ENCODINGS  # noqa: E402
 from train import make_optimizer  # noqa: E402
 
-SHAPES = ((128, 32), (1024, 4))     # (seq_len, batch_size), as many tokens each
+SHAPES = ((128, 32), (256, 16), (1024, 4))      # (seq_len, batch_size), as many tokens each
 VOCAB_SIZE = 257
 
 
@@ -95,10 +95,10 @@ def report(names: Sequence[str], rounds: int) -> str:
     """The table as Markdown."""
     train = make_config("rope", *SHAPES[0]).train
     device = pick_device(train)
-    head = [f"T {T}, batch {B}: step / RoPE's | ms | memory / RoPE's | MB" for T, B in SHAPES]
+    head = [f"T {T}, batch {B}: step / RoPE's (ms) | memory / RoPE's (MB)" for T, B in SHAPES]
     lines = [f"{device}, {torch.get_num_threads()} threads, {pick_dtype(train, device)}, torch "
              f"{torch.__version__}, {rounds} rounds, eager", "", "| encoding | " + " | ".join(head) + " |",
-             "|---|" + "---:|" * 4 * len(SHAPES)]
+             "|---|" + "---:|" * 2 * len(SHAPES)]
     columns: dict[str, list[str]] = {name: [] for name in names}
     for shape in SHAPES:
         times = time_ratios(names, shape, rounds)
@@ -106,8 +106,8 @@ def report(names: Sequence[str], rounds: int) -> str:
         memory = {name: peak_bytes(name, shape, 3) - base for name in dict.fromkeys(("rope", *names))}
         for name in names:
             seconds, ratio = times[name]
-            columns[name] += [f"{ratio:.2f}", f"{1e3 * seconds:.0f}", f"{memory[name] / memory['rope']:.2f}",
-                              f"{memory[name] / 1e6:.0f}"]
+            columns[name] += [f"{ratio:.2f} ({1e3 * seconds:.0f})",
+                              f"{memory[name] / memory['rope']:.2f} ({memory[name] / 1e6:.0f})"]
     lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in columns.items()]
     return "\n".join(lines)
 

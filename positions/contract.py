@@ -94,7 +94,8 @@ class Encoding(nn.Module):
         """Logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries against all keys up to theirs.
 
         -inf stands where a query may not look, and must stay. q (B, H, Tq, D) and k (B, H, Tk, D) are as they
-        were before `rotate`. Overriding this leaves the fused kernel for explicit softmax in query blocks.
+        were before `rotate`. Overriding this leaves the fused kernel for explicit softmax in query blocks,
+        which hold a few numbers a logit at most.
         """
         return logits
 

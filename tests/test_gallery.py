@@ -205,8 +205,8 @@ def test_links_and_sections_of_the_guide_lead_somewhere(is_new: bool, blocks) ->
 
 def test_costs_are_read_from_the_bench(tmp_path) -> None:
     path = tmp_path / "bench.md"
-    path.write_text("text\n\n| encoding | T 64, batch 2: step / RoPE's | ms | memory / RoPE's | MB |\n"
-                    "|---|---:|---:|---:|---:|\n| rope | 1.00 | 5 | 1.01 | 7 |\n")
+    path.write_text("text\n\n| encoding | T 64, batch 2: step / RoPE's (ms) | memory / RoPE's (MB) |\n"
+                    "|---|---:|---:|\n| rope | 1.00 (5) | 1.01 (7) |\n")
     shapes, costs = gallery.read_costs(path)
     assert shapes == ["step, memory at T 64"]
     assert costs["rope"] == ["1.00, 1.01"] and costs["alibi"] == ["-"] and set(costs) >= set(ENCODINGS)

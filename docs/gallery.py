@@ -236,7 +236,8 @@ def read_costs(path: Path) -> tuple[list[str], dict[str, list[str]]]:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     head = rows[0] if rows else []
     columns = [i for i, cell in enumerate(head) if "step / RoPE's" in cell]
-    costs = {row[0]: [", ".join(cell.split(" (")[0] for cell in row[i:i + 2]) for i in columns] for row in rows}
+    costs = {row[0]: [", ".join(cell.split(" (")[0] for cell in row[i:i + 2]) for i in columns]
+             for row in rows}
     shapes = [f"step, memory at {head[i].split(',')[0]}" for i in columns]
     return shapes, {name: costs.get(name, ["-"] * len(columns)) for name in ENCODINGS}
 

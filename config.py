@@ -183,7 +183,7 @@ def describe_schema() -> str:
         lines += ["", f"[{name}]", *describe_fields(schema.model_fields)]
     lines += ["", "encodings, and the keys that each adds to [position]:"]
     for name, encoding in ENCODINGS.items():
-        summary = (encoding.__doc__ or "").strip().splitlines()[0]
+        summary = (encoding.__doc__ or "no docstring yet").strip().splitlines()[0]
         own = {k: f for k, f in encoding.Options.model_fields.items() if k not in Options.model_fields}
         lines += ["", f"{name}: {summary}", *describe_fields(own)]
     lines += ["", "scaling methods, and the keys of position.scaling = { method = ... }, of all and of each:",
@@ -324,6 +324,8 @@ def explain(section: str, key: str, errors: list[Any], where: str, schema: type[
         if not hint:
             homes = [f"{s}.{key}" for s, m in SECTIONS.items() if key in m.model_fields]
             hint = f"; did you mean {homes[0]}?" if homes else ""
+        if not hint and section == "position" and set(schema.model_fields) == set(Options.model_fields):
+            hint = "; it has no options of its own (a new class names them by `Options = ...`)"
         owner = {"position": "[position] with this encoding",
                  "position.scaling": "position.scaling with this method"}.get(section, f"[{section}]")
         return f"{section}.{key} {where}: unknown key of {owner}{hint or '; --help lists every key'}"

@@ -42,7 +42,7 @@ BENCH = ROOT / "results" / "bench-encodings.md"
 RUNS = ROOT / "results" / "every-encoding"
 
 ROUNDING = 1e-3         # a residual, or change of logits, below it is none: fp32 angles leave 1e-6
-MULTIPLES = (0.5, 1, 2, 8, 64)
+MULTIPLES = (0.5, 1, 2, 8, 16)
 MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.12, "top": 0.86}    # the "constrained" layout is slow
 OUT_OF_SIGHT = 40       # lines end so far below the highest logit of a head: a weight of exp(-40)
 LINES = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", "-."), ("#cc79a7", ":"), ("#000000", (0, (5, 1))),
@@ -236,8 +236,9 @@ def read_costs(path: Path) -> tuple[list[str], dict[str, list[str]]]:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     head = rows[0] if rows else []
     columns = [i for i, cell in enumerate(head) if "step / RoPE's" in cell]
-    costs = {row[0]: [", ".join(cell.split(" (")[0] for cell in row[i:i + 2]) for i in columns]
-             for row in rows}
+    memory = [i for i, cell in enumerate(head) if "memory / RoPE's" in cell]
+    costs = {row[0]: [", ".join(row[i].split(" (")[0] for i in pair)
+                      for pair in zip(columns, memory, strict=True)] for row in rows}
     shapes = [f"step, memory at {head[i].split(',')[0]}" for i in columns]
     return shapes, {name: costs.get(name, ["-"] * len(columns)) for name in ENCODINGS}
 

@@ -203,6 +203,17 @@ def test_links_and_sections_of_the_guide_lead_somewhere(is_new: bool, blocks) ->
     assert set(headings) == fixed | set(ENCODINGS)
 
 
+def test_the_committed_guide_has_the_committed_costs() -> None:
+    shapes, costs = gallery.read_costs(gallery.BENCH)
+    guide = gallery.GUIDE.read_text()
+    for name, found in costs.items():
+        row = next(line for line in guide.splitlines()
+                   if line.startswith(f"| [`{name}`](#{name})") and line.count("|") == 9 + len(shapes))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[-len(shapes):] == found
+        assert all(cell == "-" or all(0.2 < float(x) < 20 for x in cell.split(", ")) for cell in found)
+
+
 def test_costs_are_read_from_the_bench(tmp_path) -> None:
     path = tmp_path / "bench.md"
     path.write_text("text\n\n| encoding | T 64, batch 2: step / RoPE's (ms) | memory / RoPE's (MB) |\n"

@@ -165,7 +165,15 @@ def test_equal_seeds_give_equal_other_weights(name: str, tiny) -> None:
 @every_encoding
 def test_every_encoding_has_a_config(name: str) -> None:
     used = {load_config(path).position.encoding for path in (ROOT / "configs").glob("*.toml")}
-    assert name in used
+    assert name in used, f'no configs/*.toml has position.encoding = "{name}"'
+
+
+@every_encoding
+def test_every_encoding_says_what_it_is(name: str) -> None:
+    """Its docstring and its options' descriptions are what --help and the field guide show."""
+    assert (ENCODINGS[name].__doc__ or "").strip(), f"{ENCODINGS[name].__name__} needs a docstring"
+    for key, field in ENCODINGS[name].Options.model_fields.items():
+        assert field.description, f"{name}: give {key} a Field(..., description=...)"
 
 
 @pytest.mark.parametrize(("layers", "rotated"), [("all", [0, 1, 2]), ("first", [0]), ("[0, 2]", [0, 2])])

@@ -94,15 +94,25 @@ def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
 
 
 def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer) -> None:
-    """Read another run's newest weights into a model of the same shape, encoding and tokenizer."""
+    """Read another run's newest weights into a model of the same shape, encoding and tokenizer.
+
+    Where an encoding's formula holds L (fire, integer_normalised, log_n) it then holds the new one.
+    """
     source, theirs, their_tokenizer = load_run(run_dir)
+    may_change = tuple(f"{key}:" for key in (
+        "model.dropout", "position.scaling", "position.base", "position.layers", "position.skip_every",
+        "position.temperature"))
     changes = [line for line in differences(theirs, config)
-               if line.startswith(("model.", "position.encoding:")) and not line.startswith("model.dropout:")]
+               if line.startswith(("model.", "position.")) and not line.startswith(may_change)]
     if their_tokenizer.sha256 != tokenizer.sha256:
         changes.append(f"tokenizer: {their_tokenizer.name} -> {tokenizer.name}")
     if changes:
         raise UserError(*(f"train.init_from {run_dir}: its model is another: {line}; make this the same"
                           for line in changes))
+    scaling, L = getattr(config.position, "scaling", None), theirs.train.seq_len
+    if scaling is not None and scaling.original_length is None and config.train.seq_len != L:
+        raise UserError(f"position.scaling: {run_dir} was trained at L = {L}, not at train.seq_len = "
+                        f"{config.train.seq_len}; add original_length = {L} to it")
     _load_strictly(model, source.state_dict(), Path(run_dir))
 
 

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -161,7 +162,7 @@ def read_run(folder: Path, data: str | None) -> Run:
                        for key in [f"{r['extend'] or 'plain'}/{r['protocol']}/{r['length']}/{column}"]}
         return Run(folder, load_config(folder / "config.toml"), {key: content[key] for key in HEAD}, records,
                    windows)
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} or its .npz: damaged, or of another version of eval.py ({error}); "
@@ -173,6 +174,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
     first = runs[0]
     corpus = read_meta(first.path / "corpus.json")["splits"]
     targets: dict[str, tuple[Run, np.ndarray]] = {}
+    counts: dict[Any, tuple[Run, Any]] = {}
     for run in runs:
         pair = f"runs {first.path} and {run.path}"
         for key, what in zip(HEAD, ("training length", "tokenizer", "evaluation data", "evaluation seed"),
@@ -182,6 +184,13 @@ def check_comparable(runs: Sequence[Run]) -> None:
                                 "runs where it is the same")
         if read_meta(run.path / "corpus.json")["splits"] != corpus:
             raise UserError(f"{pair}: trained on different text; compare runs on the same corpus")
+        for r in run.records:
+            place = (r["protocol"], r["length"], column_of(r), r.get("depth"))
+            counted = [r.get(key) for key in ("tokens", "bytes", "documents", "trials")]
+            other, known_counts = counts.setdefault(place, (run, counted))
+            if counted != known_counts:
+                raise UserError(f"runs {other.path} and {run.path}: {r['protocol']} at {r['length']}: "
+                                "different targets; evaluate both with the same --lengths and --windows")
         for key, array in run.windows.items():
             _, protocol, length, column = key.rsplit("/", 3)
             other, known = targets.setdefault(f"{protocol}/{length}/{column}", (run, array))
@@ -345,7 +354,9 @@ def contrast(d: np.ndarray, tokens: np.ndarray, document: np.ndarray) -> tuple[l
     if len(d) < ENOUGH_WINDOWS:
         return [Cell(float(x)) for x in ratio], f"none, there are only {len(d)} windows"
     low, high = interval(d, tokens)
-    return [Cell(float(x), None, float(a), float(b)) for x, a, b in zip(ratio, low, high, strict=True)], unit
+    cells = [Cell(float(x), None, float(a), float(b)) if np.isfinite([a, b]).all() else Cell(float(x))
+             for x, a, b in zip(ratio, low, high, strict=True)]         # no interval where one unit decides
+    return cells, unit
 
 
 def interval(d: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -367,9 +378,11 @@ def interval(d: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         shift = weight @ residual / drawn                               # ratio* - ratio (500, curves)
         square = (weight @ residual**2 - 2 * shift * (weight @ (residual * tokens[:, None]))
                   + shift**2 * (weight @ tokens**2)[:, None])
+        square[square < 1e-12 * (d**2).sum(axis=0)] = 0                 # rounding: all drawn are alike
+        shift[np.abs(shift) < 1e-9 * np.abs(ratio)] = 0
         with np.errstate(divide="ignore", invalid="ignore"):
             pivot = shift / (small_sample * np.sqrt(square.clip(min=0)) / drawn)
-        pivots.append(np.nan_to_num(pivot))                             # 0 / 0: all units alike
+        pivots.append(np.nan_to_num(pivot, posinf=np.inf, neginf=-np.inf))      # 0 / 0
     low, high = np.quantile(np.concatenate(pivots), [0.025, 0.975], axis=0)
     return np.minimum(ratio, ratio - high * se), np.maximum(ratio, ratio - low * se)    # rounding, all alike
 

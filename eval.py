@@ -1,8 +1,9 @@
 """Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--protocol fixed] [--extend yarn]`.
 
-Several protocols, because the usual number flatters. In all of them each target is scored once, no window
-crosses a document, the same documents and targets are used at every length, and sums and counts are kept,
-never means of means. Windows begin wherever they fall, as in training: nothing is put in front of them.
+Several protocols, because the usual number flatters. In all of them no window crosses a document, the same
+documents are used at every length, and sums and counts are kept, never means of means; in nonoverlap, sliding
+and fixed each target is scored once, and the targets are the same at every length. Windows begin wherever
+they fall, as in training: nothing is put in front of them.
 
   nonoverlap  The text is cut into blocks of the length and every token is scored (the ALiBi paper's number).
               Longer blocks have fewer tokens with little context, so it falls even for a model that ignores
@@ -47,7 +48,7 @@ from data.loader import Corpus
 from data.prepare import Document, read
 from data.tokenizer import Tokenizer, byte_lengths
 from model import GPT, autocast
-from positions.extension import Extend, describe_extensions, extended, original_length, parse
+from positions.extension import Extend, describe_extensions, extended, parse
 
 PROTOCOLS = ("nonoverlap", "sliding", "fixed", "position")
 PROBES = ("repeat", "copy", "passkey")
@@ -423,7 +424,8 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
         axis.axvline(L, color="grey", linewidth=1)
         axis.annotate(f" L = {L}", (L, 0), xycoords=("data", "axes fraction"), va="bottom", color="grey")
         axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4)
+    if left.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside lower center", ncols=4)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -467,20 +469,20 @@ def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:
 
 def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int]) -> list[Extend]:
     """What the --extend flags ask for. Raises UserError for what does not fit the model; prints warnings."""
-    L, extends = original_length(model, config), [parse(spec) for spec in dict.fromkeys(specs)]
+    extends = [parse(spec) for spec in dict.fromkeys(specs)]
     names = [extend.spec for extend in extends]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--extend {name}: twice, with other lists; give them one call each, with --json")
     for extend, length in itertools.product(extends, lengths):
         for method in extend.methods:
-            problem = method.problem(model, L, length)
+            problem = method.problem(model, config, length)
             if problem:
-                raise UserError(f"--extend {extend.spec}: {problem}, this run has {config.position.encoding}"
-                                f" at L = {L}; leave it out")
+                raise UserError(f"--extend {extend.spec}: {problem}; this run has {config.position.encoding}"
+                                f" at L = {config.train.seq_len}, leave the method out or change it")
     for extend in extends:
         for method in extend.methods:
-            warning = method.warning(model, L, max(lengths))
+            warning = method.warning(model, config, max(lengths))
             if warning:
                 print(f"warning: --extend {extend.spec}: {warning}")
     return extends
@@ -512,15 +514,18 @@ def main() -> None:
     L = config.train.seq_len
     text = open_text(args.data, config.data.dir, tokenizer)
     lengths = choose_lengths(args.lengths, L, text)
-    n_scored = args.targets or max(1, min(256, L // 4))
-    counts = [n for n in (args.windows, args.tokens, args.stride) if n is not None]
+    n_scored = max(1, min(256, L // 4)) if args.targets is None else args.targets
+    counts = [n for n in (args.windows, args.tokens, args.stride, args.seed + 1) if n is not None]
     if not 0 < n_scored <= min(lengths) or min(counts) < 1:
         raise UserError(f"--targets {n_scored} --windows {args.windows} --tokens {args.tokens} --stride "
-                        f"{args.stride}: must be positive, and --targets at most the shortest length, "
-                        f"{min(lengths)}")
+                        f"{args.stride} --seed {args.seed}: must be positive, the seed at least 0, and "
+                        f"--targets at most the shortest length, {min(lengths)}")
     extends = open_extensions(args.extend, model, config, lengths)
     evaluation = Evaluation(model, text, tokenizer, config, protocols, lengths, n_scored, args.windows,
                             args.tokens, args.seed, extends, args.stride)
+    if not evaluation.possible:
+        raise UserError(f"--lengths {args.lengths}: {config.position.encoding} ends at "
+                        f"{model.encoding.max_length} positions; give a shorter one")
     print(f"{args.run}: {config.position.encoding}, trained at L = {L}, on {text.name}: "
           f"{len(evaluation.text.documents)} documents of more than {evaluation.longest} tokens")
     records = evaluation.run()
@@ -533,7 +538,9 @@ def main() -> None:
     head = {"run": str(args.run), "encoding": config.position.encoding, "seq_len": L,
             "tokenizer": tokenizer.name, "data": text.name, "seed": args.seed}
     path.write_text(json.dumps({**head, "records": records}, indent=1) + "\n")
-    np.savez(path.with_suffix(".npz"), **evaluation.per_window)  # type: ignore[arg-type]
+    temporary = path.with_suffix(".tmp.npz")
+    np.savez(temporary, **evaluation.per_window)  # type: ignore[arg-type]
+    temporary.replace(path.with_suffix(".npz"))
     title = f"{config.position.encoding}, trained at L = {L}, evaluated on {text.name}"
     plot(records, title, L, path.with_suffix(".png"))
     print(f"wrote {path}, .npz and .png")

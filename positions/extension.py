@@ -10,7 +10,7 @@ Legend: B batch, Tq queries, Tk keys, H = n_head, D = C // H, m a query's positi
 
 from __future__ import annotations
 
-import math
+import itertools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from model import GPT, Attention
 from positions.contract import At, Encoding
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
-from positions.temperature import LogN
+from positions.temperature import LogN, Temperature
 
 
 class Extension(BaseModel):
@@ -34,24 +34,25 @@ class Extension(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
-    def problem(self, model: GPT, L: int, T: int) -> str | None:
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
         """Why it cannot be applied to this model, if so."""
         return None
 
-    def warning(self, model: GPT, L: int, T: int) -> str | None:
+    def warning(self, model: GPT, config: Config, T: int) -> str | None:
         """What is allowed but hardly meant, in one line, if anything."""
         return None
 
-    def apply(self, model: GPT, config: Config, L: int, T: int) -> None:
-        """Change the model, trained at L, for evaluation at T tokens."""
+    def apply(self, model: GPT, config: Config, T: int) -> None:
+        """Change the model for evaluation at T tokens."""
         raise NotImplementedError
 
 
 class Rotary(Extension):
     """A method for models that turn their queries and keys."""
 
-    def problem(self, model: GPT, L: int, T: int) -> str | None:
-        return None if isinstance(model.encoding, RoPE) else "needs a rotary encoding"
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        return super().problem(model, config, T) or (
+            None if isinstance(model.encoding, RoPE) else "needs a rotary encoding")
 
 
 class Rescaled(Rotary):
@@ -60,16 +61,22 @@ class Rescaled(Rotary):
     method: type[Scaling]
     given: dict[str, Any]           # its options, as far as they were given
 
-    def apply(self, model: GPT, config: Config, L: int, T: int) -> None:
-        rotary(model).scaling = self.method.for_context(L, T, self.given)
+    def scaling(self, model: GPT, config: Config, T: int) -> Scaling:
+        """The method for T tokens; a run trained under a scaling starts from its frequencies before that."""
+        L = getattr(rotary(model).scaling, "original_length", None) or config.train.seq_len
+        return self.method.for_context(L, T, self.given)
 
-    def problem(self, model: GPT, L: int, T: int) -> str | None:
-        scaling = self.method.for_context(L, T, self.given)
-        return super().problem(model, L, T) or scaling.problem(rotary(model).rotary_dim)
+    def apply(self, model: GPT, config: Config, T: int) -> None:
+        rotary(model).scaling = self.scaling(model, config, T)
 
-    def warning(self, model: GPT, L: int, T: int) -> str | None:
-        scaling = self.method.for_context(L, T, self.given)
-        return scaling.warning(rotary(model).rotary_dim, rotary(model).base, L)
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        return super().problem(model, config, T) or self.scaling(model, config, T).problem(
+            rotary(model).rotary_dim)
+
+    def warning(self, model: GPT, config: Config, T: int) -> str | None:
+        encoding = rotary(model)
+        return self.scaling(model, config, T).warning(encoding.rotary_dim, encoding.base,
+                                                      config.train.seq_len)
 
 
 class Regrouping(Extension):
@@ -87,7 +94,16 @@ class Regrouping(Extension):
         """Which keys (1 or B, Tk) a query sees from afar; None for all."""
         return None
 
-    def apply(self, model: GPT, config: Config, L: int, T: int) -> None:
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        scaling = getattr(model.encoding, "scaling", None)
+        if scaling is not None and scaling.is_dynamic:
+            return f"{scaling.method} turns by the length, which far pairs do not tell"
+        if self.is_seen(torch.zeros(1, 1)) is not None and any(a.window for a in attentions(model)):
+            return "needs layers without a window of their own, behind which no sink is seen"
+        return super().problem(model, config, T)
+
+    def apply(self, model: GPT, config: Config, T: int) -> None:
+        L = config.train.seq_len
         model.encoding = Regrouped(model.encoding, self, L, T)
         if self.is_seen(torch.zeros(1, 1)) is not None:     # hidden in layers without encoding too
             model.no_encoding = Regrouped(model.no_encoding, self, L, T)
@@ -109,6 +125,8 @@ class Regrouped(Encoding):
         if is_seen is not None:         # hidden before scoring: an encoding may count the keys it sees
             logits = logits.masked_fill(~(is_near | is_seen[:, None, None]), -torch.inf)
         near = self.inner.scores(logits, q, k, at)                      # (B, H, Tq, Tk)
+        if not self.inner.is_relative:                                  # a position means itself alone
+            return near
         q_pos, k_pos = self.method.far(at.q_pos, at.k_pos, self.L, self.T)
         far_at = at._replace(q_pos=q_pos, k_pos=k_pos, tables=self.inner.tables(q_pos, k_pos))
         far_q, far_k = self.inner.rotate(q, k, far_at)
@@ -133,6 +151,14 @@ class ReRoPE(Regrouping, Rotary):
         return torch.full_like(m, self.near(L)), torch.zeros_like(n)
 
 
+def exact_up_to(window: int | None, step: float | None, config: Config) -> str | None:
+    """What is wrong with a window that leaves no room below L for far distances."""
+    L = config.train.seq_len
+    if step is None and (window or 0) > L - 2:
+        return f"window must be at most L - 2 = {L - 2}, got {window}"
+    return None
+
+
 class LeakyReRoPE(ReRoPE):
     """Distances d from `window` w on are seen as w + (d - w) / k. Su 2023, github.com/bojone/rerope."""
 
@@ -141,8 +167,11 @@ class LeakyReRoPE(ReRoPE):
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         w = self.near(L)
-        k = self.k or max(1.0, (T - w) / (L - w))
+        k = self.k or max(1.0, (T - 1 - w) / (L - 1 - w))
         return (m - w) / k + w, n / k                                   # fractions of a position
+
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        return super().problem(model, config, T) or exact_up_to(self.window, self.k, config)
 
 
 class SelfExtend(Regrouping, Rotary):
@@ -160,8 +189,11 @@ class SelfExtend(Regrouping, Rotary):
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         W = self.near(L)
-        G = self.group or max(1, math.ceil((T - W) / (L - W)))
+        G = self.group or next(G for G in itertools.count(1) if (T - 1) // G + W - W // G < L)
         return m // G + W - W // G, n // G
+
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        return super().problem(model, config, T) or exact_up_to(self.window, self.group, config)
 
 
 class Window(Extension):
@@ -169,18 +201,18 @@ class Window(Extension):
 
     size: int | None = Field(None, ge=1, description="keys that a query sees (default L)")
 
-    def apply(self, model: GPT, config: Config, L: int, T: int) -> None:
+    def apply(self, model: GPT, config: Config, T: int) -> None:
         for attention in attentions(model):
-            attention.window = min(self.size or L, attention.window or T)
+            attention.window = min(self.size or config.train.seq_len, attention.window or T)
 
 
 class Sinks(Regrouping):
     """The first `sinks` tokens and the last `window` are seen, numbered as in a cache of that size.
 
     StreamingLLM, Xiao et al. 2023, arXiv:2309.17453, section 3.2: a far pair is a query at the cache's end
-    and a sink at its beginning, min(m, sinks + window - 1) and n. An encoding of absolute positions keeps its
-    own; there, sinks are a mask alone. Hidden states of full forwards: the same text as a rolling cache sees,
-    but for keys that were themselves made with a longer past.
+    and a sink at its beginning, min(m, sinks + window - 1) and n. Where an encoding does not depend on
+    distances alone, sinks are a mask alone. Full forwards see the text of a rolling cache, but their keys
+    were themselves made with a longer past.
     """
 
     sinks: int = Field(4, ge=1, description="first tokens that stay")
@@ -205,8 +237,9 @@ class LMInfinite(Regrouping):
     first: int = Field(10, ge=1, description="first tokens that every query sees")
     window: int | None = Field(None, ge=1, description="last tokens, and the largest distance (default L)")
 
-    def problem(self, model: GPT, L: int, T: int) -> str | None:
-        return None if model.encoding.is_relative else "needs an encoding of distances alone"
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        return super().problem(model, config, T) or (
+            None if model.encoding.is_relative else "needs an encoding of distances alone")
 
     def near(self, L: int) -> int:
         return self.window or L
@@ -221,7 +254,11 @@ class LMInfinite(Regrouping):
 class LogNTemperature(Extension):
     """Queries beyond L look more sharply, by ln(m + 1) / ln L. Su, github.com/bojone/rerope."""
 
-    def apply(self, model: GPT, config: Config, L: int, T: int) -> None:
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        is_free = type(model.temperature) in (Temperature, LogN)
+        return None if is_free else "would take the place of the temperature that was trained"
+
+    def apply(self, model: GPT, config: Config, T: int) -> None:
         model.temperature = LogN(config)
 
 
@@ -253,10 +290,14 @@ def parse(spec: str) -> Extend:
             hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
             raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
         methods.append(make(name, arguments, spec))
-    kinds = [next(kind for kind in (Rescaled, Regrouping, type(method)) if isinstance(method, kind))
-             for method in methods]
+    kinds = [next(what for kind, what in ((Rescaled, "frequencies"), (Regrouping, "distances"),
+                                          (Window, "distances"), (LogNTemperature, "temperature"))
+                  if isinstance(method, kind)) for method in methods]
     if len(set(kinds)) < len(kinds):
         raise UserError(f"--extend {spec}: two methods change the same thing; give them one by one")
+    if "distances" in kinds and any(isinstance(m, Rescaled) and m.method.is_dynamic for m in methods):
+        raise UserError(f"--extend {spec}: frequencies that depend on the length cannot be combined with "
+                        "other distances; give them one by one")
     methods.sort(key=lambda method: isinstance(method, Regrouping))     # they wrap what the others change
     return Extend(re.sub(r"\[[^]]*\]", "[...]", spec), methods)
 
@@ -290,21 +331,15 @@ def attentions(model: GPT) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
-def original_length(model: GPT, config: Config) -> int:
-    """L: the length of training; where that was itself under a scaling, the length before it."""
-    scaling = getattr(model.encoding, "scaling", None)
-    return getattr(scaling, "original_length", None) or config.train.seq_len
-
-
 @contextmanager
 def extended(model: GPT, config: Config, methods: list[Extension], T: int) -> Iterator[None]:
     """The model under these methods for evaluation at T tokens; as it was afterwards."""
-    L, scaling = original_length(model, config), getattr(model.encoding, "scaling", None)
+    scaling = getattr(model.encoding, "scaling", None)
     before = model.encoding, model.no_encoding, model.temperature
     windows = [attention.window for attention in attentions(model)]
     try:
         for method in methods:
-            method.apply(model, config, L, T)
+            method.apply(model, config, T)
         yield
     finally:
         model.encoding, model.no_encoding, model.temperature = before

@@ -11,7 +11,7 @@ position.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -26,6 +26,7 @@ class Scaling(BaseModel):
     """A method and its options: the frequencies of the pairs, and a factor on what they turn."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    is_dynamic: ClassVar[bool] = False  # do the frequencies depend on the length of the text?
 
     method: str = Field(description="which method; see the list below")
     original_length: int | None = Field(
@@ -93,6 +94,8 @@ class DynamicNTK(NTKAware):
     RoPE itself up to L. Decoding turns all cached keys anew at each step, but what they were computed from
     saw the frequencies of its own time: full forwards are what to compare.
     """
+
+    is_dynamic = True
 
     method: Literal["dynamic_ntk"] = "dynamic_ntk"
     factor: float = Field(
@@ -175,6 +178,8 @@ class LongRoPE(Scaling):
     whatever the factor, so that factor 1 is no change where these are 1. The paper searches for the lambdas;
     here they are given.
     """
+
+    is_dynamic = True
 
     method: Literal["longrope"] = "longrope"
     factor: Factor

@@ -135,6 +135,13 @@ def test_intervals_shift_and_scale_with_the_difference() -> None:
     assert np.array_equal(compare.interval(d, tokens)[0], low)   # the same every time
 
 
+def test_one_window_that_decides_alone_has_no_interval() -> None:
+    d = np.zeros((8, 2))
+    d[0, 0], d[:, 1] = 1.0, np.arange(8)
+    (alone, spread), _ = compare.contrast(d, np.full(8, 10), np.zeros(8))
+    assert alone.value == 1 / 80 and alone.low is None and spread.low < spread.value < spread.high < 10
+
+
 def test_too_few_windows_have_no_interval() -> None:
     cells, how = compare.contrast(*(x[:7] for x in studies(1, 9, 0.0)))
     assert all(cell.low is None for cell in cells) and "only 7 windows" in how
@@ -365,12 +372,24 @@ def test_an_evaluation_seed_that_differs_is_refused(tmp_path: Path) -> None:
         compare.check_comparable(runs)
 
 
+@pytest.mark.parametrize("protocol", ["position", "repeat", "passkey"])
+def test_probes_and_positions_need_equal_counts_too(protocol: str, tmp_path: Path) -> None:
+    runs = [compare.read_run(fabricate(tmp_path / name, name, protocols=(protocol,)), None)
+            for name in ("rope", "alibi")]
+    compare.check_comparable(runs)
+    runs[1].records[0]["tokens"] += 1
+    with pytest.raises(UserError, match="different targets"):
+        compare.check_comparable(runs)
+
+
 def test_runs_without_checkpoint_or_evaluation_and_damaged_ones(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     run = fabricate(Path("a"))
     damages = [
         ("words.npz", lambda p: p.unlink(), "words.json or its .npz"),
         ("words.npz", lambda p: np.savez(p, x=1), "another version of eval.py"),
+        ("words.npz", lambda p: p.write_bytes(p.read_bytes()[:100]), "or its .npz"),
+        ("words.npz", lambda p: p.write_bytes(b""), "or its .npz"),
         ("words.json", lambda p: p.write_text('{"records": ['), "damaged"),
         ("words.json", lambda p: p.write_text('{"records": [1]}'), "damaged"),
         ("words.json", lambda p: p.write_text('{"records": [], "seed": 0}'), "no records"),

@@ -270,6 +270,8 @@ def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, cor
     (["RUN", "--lengths", "16,99999"], "--lengths 16,99999"),
     (["RUN", "--protocol", "sliding,x"], "--protocol"),
     (["RUN", "--stride", "0"], "--stride"),
+    (["RUN", "--seed", "-1"], "--seed -1"),
+    (["RUN", "--targets", "0"], "--targets 0"),
     (["RUN", "--extend", "yarm"], "unknown method 'yarm'; did you mean yarn?"),
     (["RUN", "--extend", "yarn:beta_fsat=2"], "did you mean beta_fast?"),
     (["RUN", "--extend", "pi:factor=0.5"], "pi.factor"),

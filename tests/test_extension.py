@@ -157,7 +157,9 @@ def test_two_methods_at_once_are_both_applied(tiny) -> None:
     ("yarm", "did you mean yarn"), ("", "unknown method"), ("yarn:", None), ("pi:factor=x", "key=value"),
     ("window:size=0", "window.size"), ("window:sise=3", "did you mean size"),
     ("sinks:sinks=1.5", "an integer"),
-    ("rerope+self_extend", "same thing"), ("base", "base.base"), ("yarn:factor=inf", "factor"),
+    ("rerope+self_extend", "same thing"),
+    ("window+sinks", "same thing"), ("dynamic_ntk+sinks", "depend on"), ("base", "base.base"),
+    ("yarn:factor=inf", "factor"),
 ])
 def test_specs_are_checked(spec: str, expected: str | None) -> None:
     if expected is None:
@@ -168,6 +170,51 @@ def test_specs_are_checked(spec: str, expected: str | None) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("spec", ["leaky_rerope", "self_extend"])
+@pytest.mark.parametrize("T", [33, 48, 100, 128, 2048])
+def test_by_default_the_longest_distance_is_one_that_was_trained(spec: str, T: int) -> None:
+    method = parse(spec).methods[0]
+    m, n = method.far(torch.tensor([[T - 1]]), torch.tensor([[0]]), L, T)
+    assert L / 2 < (m - n).item() < L
+
+
+def test_sinks_are_a_mask_alone_where_positions_are_not_distances(tiny) -> None:
+    config = tiny("fire")
+    model, x = lively(config), tokens((1, 60))
+    got = under("sinks:sinks=3,window=7", model, config, x)
+    explicit = Regrouped.scores
+
+    def masked(self, logits, q, k, at):
+        distance = at.q_pos[:, None, :, None] - at.k_pos[:, None, None, :]
+        unseen = (distance >= 7) & (at.k_pos[:, None, None, :] >= 3)
+        return self.inner.scores(logits.masked_fill(unseen, -torch.inf), q, k, at)
+
+    try:
+        Regrouped.scores = masked
+        torch.testing.assert_close(got, under("sinks:sinks=3,window=7", model, config, x))
+    finally:
+        Regrouped.scores = explicit
+
+
+def test_windows_follow_the_length_of_training_even_after_a_scaling(tiny) -> None:
+    """A run fine-tuned at 32 from 16: its frequencies start from 16, its window is 32."""
+    config = tiny("rope", 'position.scaling={method="yarn",factor=2.0,original_length=16}')
+    model, x = lively(config), tokens((1, L))
+    assert torch.equal(under("window", model, config, x), model(x))
+    with extended(model, config, parse("window+pi").methods, 4 * L):
+        assert model.blocks[0].attention.window == L and model.encoding.scaling.factor == 4 * L / 16
+
+
+@pytest.mark.parametrize(("override", "spec"), [
+    ("position.temperature=ssmax", "log_n"), ("model.window=16", "sinks"), ("model.window=16", "lm_infinite"),
+    ('position.scaling={method="dynamic_ntk"}', "rerope"), ("train.seq_len=32", "self_extend:window=31"),
+    ("train.seq_len=32", "leaky_rerope:window=32")])
+def test_methods_refuse_runs_that_they_would_break(override: str, spec: str, tiny) -> None:
+    config = tiny("rope", override)
+    problem = parse(spec).methods[0].problem(lively(config), config, 4 * L)
+    assert problem and "\n" not in problem
+
+
 @pytest.mark.parametrize(("name", "spec", "fits"), [
     ("alibi", "yarn", False), ("alibi", "rerope", False), ("alibi", "sinks", True),
     ("alibi", "lm_infinite", True),
@@ -175,8 +222,8 @@ def test_specs_are_checked(spec: str, expected: str | None) -> None:
     ("xpos", "pi", True), ("p_rope", "self_extend", True), ("rope", "yarn:beta_fast=0.5", False),
 ])
 def test_methods_name_what_they_need(name: str, spec: str, fits: bool, tiny) -> None:
-    model = lively(tiny(name))
-    assert (parse(spec).methods[0].problem(model, L, 4 * L) is None) == fits
+    config = tiny(name)
+    assert (parse(spec).methods[0].problem(lively(config), config, 4 * L) is None) == fits
 
 
 def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> None:

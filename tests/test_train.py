@@ -112,7 +112,7 @@ def test_a_run_starts_from_another_at_a_longer_length_under_an_extension(tiny, t
     train(tiny("rope", "train.steps=60", "train.lr=1e-2", f"run.dir={tmp_path / 'short'}"), [])
     longer = tiny("rope", "train.seq_len=128", "train.steps=5", "train.lr=1e-5",
                   f"run.dir={tmp_path / 'long'}", f"train.init_from={tmp_path / 'short'}",
-                  'position.scaling={method="ntk",factor=4.0}', "model.dropout=0.1")
+                  'position.scaling={method="ntk",factor=4.0,original_length=32}', "model.dropout=0.1")
     source, _, _ = checkpoint.load_run(tmp_path / "short")
     source.encoding.scaling = longer.position.scaling
     fresh = GPT(longer)
@@ -124,7 +124,7 @@ def test_a_run_starts_from_another_at_a_longer_length_under_an_extension(tiny, t
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and lines[0]["loss"] < 3
     longer_lr = tiny("rope", "train.seq_len=128", "train.steps=40", "train.lr=3e-3",
                      f"run.dir={tmp_path / 'longer'}", f"train.init_from={tmp_path / 'short'}",
-                     'position.scaling={method="ntk",factor=4.0}')
+                     'position.scaling={method="ntk",factor=4.0,original_length=32}')
     train(longer_lr, [])
     assert metrics(tmp_path / "longer")[-1]["val_loss"] < lines[0]["loss"]
 
@@ -133,7 +133,8 @@ def test_a_run_starts_from_another_at_a_longer_length_under_an_extension(tiny, t
     ("alibi", "train.steps=12", "position.encoding: rope -> alibi"),
     ("rope", "model.n_head=4", "model.n_head: 2 -> 4"),
     ("rope", "model.qk_norm=true", "model.qk_norm"),
-    ("rope", "position.temperature=ssmax", "does not fit the model")])
+    ("rope", "position.temperature=ssmax", "does not fit the model"),
+    ("rope", "position.layout=interleaved", "position.layout: half -> interleaved")])
 def test_another_model_is_no_start_and_leaves_no_folder(name: str, override: str, expected: str, tiny,
                                                         tmp_path: Path) -> None:
     train(tiny("rope", f"run.dir={tmp_path / 'short'}"), [])
@@ -152,6 +153,16 @@ def test_the_start_says_what_differs_from_a_plain_run_and_warns(tiny, tmp_path: 
     assert any(line.startswith("warning: position.scaling: yarn: beta_fast") for line in lines)
     train(tiny("alibi", "train.steps=1", f"run.dir={tmp_path / 'plain'}"), [])
     assert "position  alibi, trained at L = 32\n" in capsys.readouterr().out
+
+
+def test_a_scaling_starts_from_the_length_before_it(tiny, tmp_path: Path) -> None:
+    train(tiny("rope", f"run.dir={tmp_path / 'short'}"), [])
+    longer = ("train.seq_len=64", f"train.init_from={tmp_path / 'short'}", f"run.dir={tmp_path / 'long'}")
+    with pytest.raises(UserError, match="add original_length = 32"):
+        train(tiny("rope", 'position.scaling={method="pi",factor=2.0}', *longer), [])
+    assert not (tmp_path / "long").exists()
+    scaling = 'position.scaling={method="pi",factor=2.0,original_length=32}'
+    assert train(tiny("rope", scaling, *longer), []) == 0
 
 
 def test_pose_skips_once_and_reaches_every_distance(tiny) -> None:

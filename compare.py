@@ -383,7 +383,8 @@ def interval(d: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         with np.errstate(divide="ignore", invalid="ignore"):
             pivot = shift / (small_sample * np.sqrt(square.clip(min=0)) / drawn)
         pivots.append(np.nan_to_num(pivot, posinf=np.inf, neginf=-np.inf))      # 0 / 0
-    low, high = np.quantile(np.concatenate(pivots), [0.025, 0.975], axis=0)
+    with np.errstate(invalid="ignore"):                                 # between infinite pivots
+        low, high = np.quantile(np.concatenate(pivots), [0.025, 0.975], axis=0)
     return np.minimum(ratio, ratio - high * se), np.maximum(ratio, ratio - low * se)    # rounding, all alike
 
 

@@ -1,7 +1,7 @@
 # make train   set up .venv, prepare the corpus if missing, train the quick config, evaluate it at longer contexts
 # make test    set up .venv with the test packages, run the tests
 # make lint    ruff and mypy
-# make compare train and evaluate four encodings at the quick size, about 25 minutes on two CPU cores (an
+# make compare train and evaluate four encodings at the quick size, four times make train (an
 #              interrupted one goes on) -> runs/compare/report/report.html
 # make bench   a training step of every encoding over RoPE's -> results/bench-encodings.md
 # make gallery pictures and computed properties of every encoding -> results/gallery, docs/encodings.md

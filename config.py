@@ -12,7 +12,7 @@ import difflib
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -183,15 +183,11 @@ def describe_schema() -> str:
         lines += ["", f"[{name}]", *describe_fields(schema.model_fields)]
     lines += ["", "encodings, and the keys that each adds to [position]:"]
     for name, encoding in ENCODINGS.items():
-        summary = (encoding.__doc__ or "no docstring yet").strip().splitlines()[0]
-        own = {k: f for k, f in encoding.Options.model_fields.items() if k not in Options.model_fields}
-        lines += ["", f"{name}: {summary}", *describe_fields(own)]
+        lines += describe_choice(name, encoding, encoding.Options, Options.model_fields)
     lines += ["", "scaling methods, and the keys of position.scaling = { method = ... }, of all and of each:",
               *describe_fields(Scaling.model_fields)]
     for name, scaling in SCALINGS.items():
-        summary = (scaling.__doc__ or "").strip().splitlines()[0]
-        own = {k: f for k, f in scaling.model_fields.items() if k not in Scaling.model_fields}
-        lines += ["", f"{name}: {summary}", *describe_fields(own)]
+        lines += describe_choice(name, scaling, scaling, Scaling.model_fields)
     return "\n".join(lines)
 
 
@@ -411,6 +407,14 @@ def _bounds(field: Any) -> str:
     limits = [f"{sign} {getattr(rule, name):g}" for rule in field.metadata for name, sign in signs.items()
               if hasattr(rule, name)]
     return " " + " and ".join(limits) if limits else ""
+
+
+def describe_choice(name: str, choice: type, schema: type[BaseModel],
+                    shared: Collection[str]) -> list[str]:
+    """What one can choose by name: its docstring's first line, and the keys that it has beside shared ones."""
+    own = {key: field for key, field in schema.model_fields.items() if key not in shared}
+    summary = (choice.__doc__ or "no docstring yet").strip().splitlines()[0]
+    return ["", f"{name}: {summary}", *describe_fields(own)]
 
 
 def describe_fields(fields: dict[str, Any]) -> Iterator[str]:

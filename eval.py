@@ -45,8 +45,10 @@ import probes
 from checkpoint import load_run
 from config import Config, Train, UserError, argument_parser, run_command
 from data.loader import Corpus
+from data.passkey import shortest
 from data.prepare import Document, read
 from data.tokenizer import Tokenizer, byte_lengths
+from eval_show import plot, table
 from model import GPT, autocast
 from positions.extension import Extend, describe_extensions, extended, parse
 
@@ -273,9 +275,8 @@ class Evaluation:
     def passkey(self) -> Iterator[dict[str, Any]]:
         """A record for each length and depth: how often all digits of the key are the likeliest."""
         trials = max(1, self.n_windows // 4)
-        for length, depth in itertools.product(self.possible, probes.DEPTHS):
-            if length < probes.shortest(self.tokenizer):
-                continue
+        lengths = [length for length in self.possible if length >= shortest(self.tokenizer)]
+        for length, depth in itertools.product(lengths, probes.DEPTHS):
             tokens, answer = probes.passkeys(self.tokenizer, length, depth, trials, self.seed)
             (nll, is_top), seconds = self._probe("passkey", length, tokens, answer)
             yield record(self.extend, "passkey", length, nll, nll.size, None, None, seconds, depth=depth,
@@ -339,96 +340,6 @@ def position_buckets(longest: int) -> list[tuple[int, int]]:
     """[from, to) of positions, two to an octave from 4 on; position i has i + 1 tokens of context."""
     steps = (round(2 ** (i / 2)) for i in range(4, 2 * longest.bit_length()))
     return list(itertools.pairwise(sorted({0, longest, *(step for step in steps if step < longest)})))
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Showing
-
-
-def table(records: Sequence[dict[str, Any]], lengths: Sequence[int], L: int) -> Iterator[str]:
-    """The figures by length, for the screen; "-" where the encoding cannot go."""
-    protocols = [p for p in ("nonoverlap", "sliding", "fixed") if any(r["protocol"] == p for r in records)]
-    for extend in dict.fromkeys(r["extend"] for r in records):
-        mine = [r for r in records if r["extend"] == extend]
-        cells = {(r["protocol"], r["length"]): r for r in mine if r["protocol"] in protocols}
-        if extend:
-            yield f"\n--extend {extend}"
-        if protocols:
-            yield "           |" + "|".join(f"{p:^24}" for p in protocols).rstrip()
-            yield " length  xL|" + "|".join(f"{'ppl':>11}{'bits/byte':>11}  " for _ in protocols) + (
-                "truncated ppl   gain (nats/token)" if "fixed" in protocols else "")
-        for length in lengths if protocols else ():
-            row = {p: cells.get((p, length)) for p in protocols}
-            line = f"{length:7} {length / L:4g}|" + "|".join(f"{_cell(r, 'ppl')}{_cell(r, 'bpb')}  "
-                                                            for r in row.values())
-            fixed = row.get("fixed")
-            if fixed:
-                truncated = math.exp(fixed["truncated_nll_sum"] / fixed["tokens"])
-                line += f"{truncated:13.4g}{fixed['gain']:+20.4f}"
-            yield line + ("   <- training length" if length == L else "")
-        yield from probe_table(mine)
-
-
-def _cell(line: dict[str, Any] | None, key: str) -> str:
-    return f"{line[key]:11.4g}" if line else f"{'-':>11}"
-
-
-def probe_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line for each distance of repeat and copy, and for each length of passkey, of one curve."""
-    for protocol in ("repeat", "copy"):
-        for r in (r for r in records if r["protocol"] == protocol):
-            first = r["first_nll_sum"] / r["tokens"]
-            yield (f"{protocol:7} {r['distance']:6} tokens apart: first copy {first:6.3f} nats/token, second "
-                   f"{first - r['gain']:6.3f}, gain {r['gain']:+.3f}")
-    asked = [r for r in records if r["protocol"] == "passkey"]
-    for length in dict.fromkeys(r["length"] for r in asked):
-        found = [f"{r['correct']}/{r['trials']} at {r['depth']:g}" for r in asked if r["length"] == length]
-        yield f"passkey {length:6} tokens: found, by depth: {', '.join(found)}"
-
-
-def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> None:
-    """Perplexity against context, and loss against position, with the training length marked."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogLocator, ScalarFormatter
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    curves = dict.fromkeys((r["extend"], r["protocol"]) for r in records if r["protocol"] in PROTOCOLS)
-    colors = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-    colour = {extend: colors[i % len(colors)]
-              for i, extend in enumerate(dict.fromkeys(extend for extend, _ in curves))}
-    styles = {"nonoverlap": "o--", "sliding": "^-.", "fixed": "s-"}
-    for extend, protocol in curves:
-        lines = [r for r in records if (r["extend"], r["protocol"]) == (extend, protocol)]
-        if protocol in styles:
-            left.plot([r["length"] for r in lines], [r["ppl"] for r in lines], styles[protocol],
-                      color=colour[extend], label=f"{protocol}, {extend}" if extend else protocol)
-        else:
-            right.plot([math.sqrt((r["bucket"][0] + 1) * r["bucket"][1]) for r in lines],
-                       [math.log(r["ppl"]) for r in lines], ".-", color=colour[extend])
-    fixed = [r for r in records if r["protocol"] == "fixed"]
-    if fixed:
-        truncated = math.exp(fixed[0]["truncated_nll_sum"] / fixed[0]["tokens"])
-        left.axhline(truncated, color="black", linestyle=":", label="fixed, truncated to L")
-    left.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="perplexity per token",
-             title="perplexity against context")
-    right.set(xscale="log", xlabel="position in the window (tokens of context)",
-              ylabel="loss (nats per token)", title="loss by position")
-    ticks = sorted({r["length"] for r in records if r["protocol"] in styles}) or [L]
-    left.set_xticks(ticks, [str(t) for t in ticks])
-    left.minorticks_off()
-    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    left.yaxis.set_major_formatter(ScalarFormatter())
-    for axis in (left, right):
-        axis.axvline(L, color="grey", linewidth=1)
-        axis.annotate(f" L = {L}", (L, 0), xycoords=("data", "axes fraction"), va="bottom", color="grey")
-        axis.grid(alpha=0.3)
-    if left.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside lower center", ncols=4)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -59,17 +59,6 @@ def repeated(stretches: Sequence[np.ndarray], length: int,
     return tokens, p + half, length - p + half
 
 
-def shortest(tokenizer: Tokenizer) -> int:
-    """Tokens of a passkey document without any filler."""
-    length = 1
-    while True:
-        try:
-            passkey_document(tokenizer, length, 0.0, np.random.default_rng(0))
-            return length
-        except ValueError:
-            length += 1
-
-
 def passkeys(tokenizer: Tokenizer, length: int, depth: float, trials: int,
              seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Documents (trials, length), the same keys at every length and depth, and the answer's places."""

@@ -40,7 +40,6 @@ from config import (
 from data.loader import Corpus, read_meta
 from data.tokenizer import byte_lengths, load_tokenizer
 from model import GPT, autocast, pick_device, pick_dtype
-from positions.rotary import RoPE
 
 # On two CPU cores compiling took 20 to 40 s and then saved 0 to 10 % (bfloat16) or 30 % (float32) of a step.
 COMPILE_WORTH_FLOPS = 1e14
@@ -118,15 +117,15 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, c
     if device.type == "cuda":
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
     inputs, targets = (x.to(device, non_blocking=True) for x in (inputs, targets))
-    positions = skipping_positions(t, step).to(device) if t.pose_length else None
+    positions: Any = [None] * t.accumulate
+    if t.pose_length:
+        positions = skipping_positions(t, step).to(device).chunk(t.accumulate)
     model.train()
     optimizer.zero_grad(set_to_none=True)
     losses = []
-    for part in torch.arange(t.batch_size).chunk(t.accumulate):
-        rows = slice(int(part[0]), int(part[-1]) + 1)
+    for x, y, at in zip(inputs.chunk(t.accumulate), targets.chunk(t.accumulate), positions, strict=True):
         with autocast(t, device):
-            at = positions[rows] if positions is not None else None
-            loss = model(inputs[rows], targets[rows], at) / t.accumulate
+            loss = model(x, y, at) / t.accumulate
         loss.backward()
         losses.append(loss.detach())
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
@@ -320,11 +319,9 @@ def describe(config: Config, corpus: Corpus, model: GPT, device: torch.device,
     if m.window:
         said.append(f"window {m.window}")
     yield "position  " + ", ".join([config.position.encoding, *said, f"trained at L = {t.seq_len}"])
-    rotary = model.encoding
-    if isinstance(rotary, RoPE) and rotary.scaling is not None:
-        warning = rotary.scaling.warning(rotary.rotary_dim, rotary.base, t.seq_len)
-        if warning:
-            yield f"warning: position.scaling: {warning}"
+    warning = model.encoding.warning()
+    if warning:
+        yield f"warning: {warning}"
     yield (f"data      {corpus.folder}, {len(corpus.tokens['train']):,} tokens; {n_tokens:,} to train on "
            f"({n_tokens / len(corpus.tokens['train']):.2f} epochs)")
     yield f"machine   {device}, {dtype}, compile {'on' if is_compiled else 'off'}, seed {t.seed}"

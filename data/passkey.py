@@ -18,8 +18,14 @@ from data.tokenizer import Tokenizer
 
 FILLER = (" The mill stands by the river.", " A cart waits at the gate.", " It may rain before dusk.",
           " Two crows sit on the wall.", " Smoke rises from a chimney.", " Nobody is on the road.")
+QUESTION = " key="
 N_DIGITS = 5
 SIGNS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+def shortest(tokenizer: Tokenizer) -> int:
+    """Tokens of a passkey document without any filler: the separator, and twice question and answer."""
+    return 1 + 2 * len(encode(tokenizer, [QUESTION, *"0" * N_DIGITS, "."]))
 
 
 def passkey_document(tokenizer: Tokenizer, length: int, depth: float,
@@ -32,13 +38,13 @@ def passkey_document(tokenizer: Tokenizer, length: int, depth: float,
     """
     # digit by digit: BPE would merge some keys into fewer tokens than others
     answer = encode(tokenizer, [*map(str, rng.integers(10, size=N_DIGITS)), "."])
-    question = encode(tokenizer, [" key="])
-    n_filler = length - 1 - 2 * (len(question) + len(answer))
+    question = encode(tokenizer, [QUESTION])
+    n_filler = length - shortest(tokenizer)
     if n_filler < 0:
         raise ValueError(f"a passkey document takes at least {length - n_filler} tokens, got {length}")
     sentences = [encode(tokenizer, [text]) for text in FILLER]
-    shortest = min(map(len, sentences))
-    filler = np.concatenate([sentences[i] for i in rng.integers(len(FILLER), size=n_filler // shortest + 1)])
+    n_sentences = n_filler // min(map(len, sentences)) + 1              # enough of the shortest
+    filler = np.concatenate([sentences[i] for i in rng.integers(len(FILLER), size=n_sentences)])
     before = round(depth * n_filler)
     parts = ([tokenizer.eot], filler[:before], question, answer, filler[before:n_filler], question, answer)
     return np.concatenate(parts), len(answer)

@@ -71,6 +71,10 @@ class Encoding(nn.Module):
         """Make the parameters. One instance serves all layers; those of each layer are stacked on axis 0."""
         super().__init__()
 
+    def warning(self) -> str | None:
+        """What its options allow but hardly mean, in one line, if anything."""
+        return None
+
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Token embeddings x (B, T, C) at positions (1 or B, T) -> the input of the first layer (B, T, C)."""
         return x

@@ -21,7 +21,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from config import Config, UserError, describe_fields, did_you_mean, explain
+from config import Config, UserError, describe_choice, did_you_mean, explain
 from model import GPT, Attention
 from positions.contract import At, Encoding
 from positions.rotary import RoPE
@@ -87,25 +87,29 @@ class Regrouping(Extension):
         raise NotImplementedError
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
-        """Positions of queries (1 or B, Tq) and keys (1 or B, Tk) at which far pairs meet."""
-        return m, n
+        """Positions of queries (1 or B, Tq) and keys (1 or B, Tk) at which far pairs meet: `near` apart."""
+        return torch.full_like(m, self.near(L)), torch.zeros_like(n)
 
     def is_seen(self, n: Tensor) -> Tensor | None:
         """Which keys (1 or B, Tk) a query sees from afar; None for all."""
         return None
 
+    def hides(self) -> bool:
+        """Whether some keys are not seen."""
+        return type(self).is_seen is not Regrouping.is_seen
+
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         scaling = getattr(model.encoding, "scaling", None)
         if scaling is not None and scaling.is_dynamic:
             return f"{scaling.method} turns by the length, which far pairs do not tell"
-        if self.is_seen(torch.zeros(1, 1)) is not None and any(a.window for a in attentions(model)):
+        if self.hides() and any(a.window for a in attentions(model)):
             return "needs layers without a window of their own, behind which no sink is seen"
         return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         L = config.train.seq_len
         model.encoding = Regrouped(model.encoding, self, L, T)
-        if self.is_seen(torch.zeros(1, 1)) is not None:     # hidden in layers without encoding too
+        if self.hides():        # hidden in layers without encoding too
             model.no_encoding = Regrouped(model.no_encoding, self, L, T)
 
 
@@ -142,21 +146,15 @@ class ReRoPE(Regrouping, Rotary):
     Acts at every length above the window, the training length too, as the author's code does.
     """
 
-    window: int | None = Field(None, ge=1, description="distance that is the largest (default L / 4)")
+    window: int | None = Field(None, ge=1, description="distances below it are exact (default L / 4)")
 
     def near(self, L: int) -> int:
         return self.window or max(1, L // 4)
 
-    def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
-        return torch.full_like(m, self.near(L)), torch.zeros_like(n)
-
-
-def exact_up_to(window: int | None, step: float | None, config: Config) -> str | None:
-    """What is wrong with a window that leaves no room below L for far distances."""
-    L = config.train.seq_len
-    if step is None and (window or 0) > L - 2:
-        return f"window must be at most L - 2 = {L - 2}, got {window}"
-    return None
+    def problem_of_room(self, step: float | None, L: int) -> str | None:
+        """What is wrong with a window that leaves a step, to be found, no room below L for far distances."""
+        is_wrong = step is None and (self.window or 0) > L - 2
+        return f"window must be at most L - 2 = {L - 2}, got {self.window}" if is_wrong else None
 
 
 class LeakyReRoPE(ReRoPE):
@@ -171,21 +169,18 @@ class LeakyReRoPE(ReRoPE):
         return (m - w) / k + w, n / k                                   # fractions of a position
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        return super().problem(model, config, T) or exact_up_to(self.window, self.k, config)
+        return super().problem(model, config, T) or self.problem_of_room(
+            self.k, config.train.seq_len)
 
 
-class SelfExtend(Regrouping, Rotary):
+class SelfExtend(ReRoPE):
     """Far pairs meet at floor(m / G) + W - floor(W / G) and floor(n / G). Jin 2024, arXiv:2401.01325, 3.2.
 
     G = group, W = window: neighbours as they are, far tokens in groups that share a position.
     """
 
-    window: int | None = Field(None, ge=1, description="distances below it are exact (default L / 4)")
     group: int | None = Field(None, ge=1, description="tokens that share a position (default: the least that "
                                                       "keeps the longest distance below L); 1: as it was")
-
-    def near(self, L: int) -> int:
-        return self.window or max(1, L // 4)
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         W = self.near(L)
@@ -193,7 +188,8 @@ class SelfExtend(Regrouping, Rotary):
         return m // G + W - W // G, n // G
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        return super().problem(model, config, T) or exact_up_to(self.window, self.group, config)
+        return super().problem(model, config, T) or self.problem_of_room(
+            self.group, config.train.seq_len)
 
 
 class Window(Extension):
@@ -243,9 +239,6 @@ class LMInfinite(Regrouping):
 
     def near(self, L: int) -> int:
         return self.window or L
-
-    def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
-        return torch.full_like(m, self.near(L)), torch.zeros_like(n)
 
     def is_seen(self, n: Tensor) -> Tensor:
         return n < self.first
@@ -354,7 +347,5 @@ def describe_extensions() -> str:
     lines = ["methods of --extend:"]
     for name, extension in EXTENSIONS.items():
         schema: type[BaseModel] = SCALINGS.get(name, extension)
-        options = {key: field for key, field in schema.model_fields.items() if key != "method"}
-        summary = (schema.__doc__ or "").strip().splitlines()[0]
-        lines += ["", f"{name}: {summary}", *describe_fields(options)]
+        lines += describe_choice(name, schema, schema, ["method"])
     return "\n".join(lines)

@@ -81,6 +81,10 @@ class RoPE(Encoding):
         self.seq_len = config.train.seq_len
         self.scaling: Scaling | None = config.position.scaling       # may be set on a trained model
 
+    def warning(self) -> str | None:
+        said = self.scaling.warning(self.rotary_dim, self.base, self.seq_len) if self.scaling else None
+        return f"position.scaling: {said}" if said else None
+
     def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
         """What each pair turns by at each position, in radians, (R/2,), and a factor of cos and sin."""
         if self.scaling is None:

@@ -56,6 +56,11 @@ class Scaling(BaseModel):
         """What is wrong with these options for `dim` channels, if anything."""
         return None
 
+    def unless_above(self, upper: str, lower: str) -> str | None:
+        """The problem of two options in the wrong order, if they are."""
+        high, low = getattr(self, upper), getattr(self, lower)
+        return None if high > low else f"{upper} must be above {lower} = {low:g}, got {high:g}"
+
     def warning(self, dim: int, base: float, L: int) -> str | None:
         """What is allowed but hardly meant, in one line, if anything."""
         return None
@@ -130,9 +135,7 @@ class YaRN(Scaling):
         return f, self.attention_factor or rope.yarn_attention_factor(self.factor)
 
     def problem(self, dim: int) -> str | None:
-        if self.beta_fast > self.beta_slow:
-            return None
-        return f"beta_fast must be above beta_slow = {self.beta_slow:g}, got {self.beta_fast:g}"
+        return self.unless_above("beta_fast", "beta_slow")
 
     def warning(self, dim: int, base: float, L: int) -> str | None:
         L = self.original_length or L
@@ -165,10 +168,7 @@ class Llama3(Scaling):
         return f, 1.0
 
     def problem(self, dim: int) -> str | None:
-        if self.high_freq_factor > self.low_freq_factor:
-            return None
-        return (f"high_freq_factor must be above low_freq_factor = {self.low_freq_factor:g}, "
-                f"got {self.high_freq_factor:g}")
+        return self.unless_above("high_freq_factor", "low_freq_factor")
 
 
 class LongRoPE(Scaling):

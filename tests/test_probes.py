@@ -9,7 +9,7 @@ from conftest import lively, needs
 
 import probes
 from config import Train
-from data.passkey import passkey_document
+from data.passkey import passkey_document, shortest
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer, GPT2Tokenizer
 from eval import Evaluation, open_text
@@ -115,7 +115,7 @@ def test_a_passkey_document_tells_its_key_at_its_depth(length: int, depth: float
 
 
 def test_passkeys_are_the_same_at_every_length_and_depth() -> None:
-    assert probes.shortest(BYTES) == 23
+    assert shortest(BYTES) == 23
     keys = []
     for length, depth in ((50, 0.0), (300, 0.5), (300, 1.0)):
         tokens, answer = probes.passkeys(BYTES, length, depth, 5, 0)

@@ -411,7 +411,7 @@ def _bounds(field: Any) -> str:
 
 def describe_choice(name: str, choice: type, schema: type[BaseModel],
                     shared: Collection[str]) -> list[str]:
-    """What one can choose by name: its docstring's first line, and the keys that it has beside shared ones."""
+    """What one can choose by name: its docstring's first line, and its keys beside those that all share."""
     own = {key: field for key, field in schema.model_fields.items() if key not in shared}
     summary = (choice.__doc__ or "no docstring yet").strip().splitlines()[0]
     return ["", f"{name}: {summary}", *describe_fields(own)]

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
+import parallel
 from config import Config, UserError, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -29,16 +30,23 @@ FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict[str, Any],
-         keep: int) -> Path:
-    """Write checkpoints/STEP, then delete all but the newest `keep`. Raises OSError, older ones untouched."""
+         keep: int, is_writer: bool = True) -> None:
+    """Write checkpoints/STEP, then delete all but the newest `keep`. Raises OSError, older ones untouched.
+
+    Of several processes one is the writer; the others help to gather what is sharded.
+    """
+    tensors = dict(zip(FILES, (_gathered(model.state_dict(), is_writer),
+                               _gathered(_optimizer_tensors(model, optimizer), is_writer)), strict=True))
+    if not is_writer:
+        return
     folder = run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     temporary, final = folder / f".tmp-{step:08d}", folder / f"{step:08d}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        save_file(_contiguous(model.state_dict()), temporary / FILES[0])
-        save_file(_contiguous(_optimizer_tensors(model, optimizer)), temporary / FILES[1])
+        for name in FILES:
+            save_file(tensors[name], temporary / name)
         state = {**state, "step": step, "sha256": {name: _sha256(temporary / name) for name in FILES}}
         (temporary / "state.json").write_text(json.dumps({**state, "check": _check(state)}, indent=1))
         for path in (*temporary.iterdir(), temporary):
@@ -51,7 +59,6 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
     # one of a later step is damaged, or this run would have gone on from it: it does not count
     for old in sorted(path for path in _checkpoints(run_dir) if path.name <= final.name)[:-keep]:
         shutil.rmtree(old)
-    return final
 
 
 def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
@@ -133,6 +140,8 @@ def _verified_state(folder: Path) -> dict[str, Any]:
 
 
 def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:
+    weights = model.state_dict()
+    tensors = {name: parallel.like(x, weights[name]) if name in weights else x for name, x in tensors.items()}
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:   # missing, unexpected or misshapen weights, listed over several lines
@@ -151,11 +160,17 @@ def _restore_optimizer(model: GPT, optimizer: Optimizer, tensors: dict[str, Tens
     for name, p in model.named_parameters():
         moments = {key.rpartition("/")[2]: value for key, value in tensors.items()
                    if key.rpartition("/")[0] == name}
-        optimizer.state[p] = {key: value.to(p.device) for key, value in moments.items()}
+        optimizer.state[p] = {key: parallel.like(value.to(p.device), p) for key, value in moments.items()}
 
 
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+def _gathered(tensors: dict[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
+    """Whole tensors on the CPU, one at a time; where they are not kept, this process only takes part."""
+    gathered = {}
+    for name, tensor in tensors.items():
+        complete = parallel.whole(tensor.detach())
+        if is_kept:
+            gathered[name] = complete.cpu().contiguous()
+    return gathered
 
 
 def _check(state: dict[str, Any]) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
@@ -49,6 +50,13 @@ class Run(Section):
 
 class Data(Section):
     dir: str = Field(description="a prepared corpus: what `python data/prepare.py SOURCE --out DIR` wrote")
+    mixture: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(
+        {}, description='shares of the training windows from other corpora, such as { "data/books" = 0.3 }; '
+                        "data.dir gives the rest, and the validation")
+    cross_documents: Literal["attend", "mask", "never"] = Field(
+        "attend", description="where a window crosses into another document: attend: as if it were one "
+                              "(nanoGPT, GPT-2); mask: attention stays within documents, positions run on; "
+                              "never: no window does, so documents shorter than seq_len + 1 are left out")
 
 
 class Model(Section):
@@ -100,6 +108,9 @@ class Train(Section):
     compile: Literal["auto", "on", "off"] = Field(
         "auto", description="torch.compile. auto: on CUDA, and on a CPU when the run is long enough to win "
                             "the time back")
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="among the processes of torchrun: ddp, each holds the whole model; fsdp, a share "
+                           "of it (FSDP2), for models that one GPU cannot hold")
     val_windows: int = Field(
         64, ge=0, description="validation windows of seq_len, evenly spaced, always the same; 0: all")
 
@@ -116,6 +127,7 @@ class Config(Section):
 
 SECTIONS: dict[str, type[BaseModel]] = {
     "run": Run, "data": Data, "model": Model, "position": Options, "train": Train}
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")                        # TOML asks for quotes around others
 Raw = dict[str, dict[str, Any]]     # section -> key -> value
 Origin = dict[str, str]             # "section.key" -> where it was said
 
@@ -332,11 +344,16 @@ def explain(section: str, key: str, errors: list[Any], where: str, schema: type[
 
 def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
     """Rules between keys; those of a section with errors of its own are left until these are mended."""
-    model, position, train = sections["model"], sections["position"], sections["train"]
+    data, model, position, train = (sections[name] for name in ("data", "model", "position", "train"))
 
     def at(key: str) -> str:
         return f"{key} {origin[key]}" if key in origin else f"{key} (default)"
 
+    if data and sum(data.mixture.values()) >= 1:
+        yield (f"{at('data.mixture')}: must add up to less than 1, the rest being data.dir's, "
+               f"got {sum(data.mixture.values()):g}")
+    if data and data.dir in data.mixture:
+        yield f"{at('data.mixture')}: {data.dir} is data.dir, which has the rest anyway; name other corpora"
     if train:
         if train.batch_size % train.accumulate:
             yield (f"{at('train.accumulate')}: must divide train.batch_size = {train.batch_size}, "
@@ -381,7 +398,9 @@ def _flat(config: Config) -> dict[str, Any]:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(inner)}" for key, inner in value.items()) + " }"
+        pairs = [f"{key if BARE_KEY.fullmatch(key) else _toml_value(key)} = {_toml_value(inner)}"
+                 for key, inner in value.items()]
+        return "{ " + ", ".join(pairs) + " }"
     # JSON's strings, numbers, booleans and lists are TOML's, but for this one character
     return json.dumps(value).replace("\x7f", "\\u007f")
 
@@ -391,6 +410,9 @@ def _type_name(annotation: Any) -> str:
     item_names = {int: "integers", float: "numbers"}
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
+    if get_origin(annotation) is dict:
+        item, *rules = get_args(get_args(annotation)[1])
+        return f"a table of {item_names[item]}" + "".join(_bounds(rule) for rule in rules)
     if get_origin(annotation) is list:
         item, *rules = get_args(get_args(annotation)[0]) or get_args(annotation)    # Annotated, or plain
         return f"a list of {item_names[item]}" + "".join(_bounds(rule) for rule in rules)

@@ -142,6 +142,15 @@ def row_blocks(Tq: int, Tk: int, n_rows: int, is_causal: bool, window: int | Non
         yield rows, keys, (j <= i) & (j > i - window) if window else j <= i
 
 
+def within_documents(mask: Tensor | None, documents: Tensor | None, rows: slice,
+                     keys: slice) -> Tensor | None:
+    """A block's mask, of which only keys in the query's own document are left. -> (B, 1, rows, keys)."""
+    if documents is None:
+        return mask
+    same = documents[:, None, rows, None] == documents[:, None, None, keys]
+    return same if mask is None else same & mask
+
+
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
                  window: int | None, dropout: float) -> Tensor:
     """The fused kernel, O(T) memory, for encodings that leave the logits alone or fold. -> (B, H, Tq, D)."""
@@ -152,11 +161,12 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is
         v = F.pad(v, (0, q.shape[-1] - D))                              # the kernel wants equal widths
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
     if window is None or window >= Tk:
-        if Tq in (1, Tk):                                               # one query: the last, which sees all
+        if Tq in (1, Tk) and at.documents is None:                      # one query: the last, it sees all
             return attend(q, k, v, is_causal=is_causal and Tq > 1)[..., :D]
         window = None
     blocks = row_blocks(Tq, Tk, max(window, MIN_ROWS) if window else Tq, is_causal, window, q.device)
-    return torch.cat([attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask)[..., :D]
+    return torch.cat([attend(q[:, :, rows], k[:, :, keys], v[:, :, keys],
+                             within_documents(mask, at.documents, rows, keys))[..., :D]
                       for rows, keys, mask in blocks], dim=2)
 
 
@@ -170,6 +180,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     outputs = []
     for rows, keys, mask in row_blocks(Tq, Tk, n_rows, is_causal, window, q.device):
         logits = q_turned[:, :, rows] @ k_turned[:, :, keys].mT         # (B, H, rows, keys)
+        mask = within_documents(mask, at.documents, rows, keys)
         unseen = torch.zeros(1, device=q.device) if mask is None else torch.where(mask, 0.0, -torch.inf)
         logits = torch.add(unseen, logits, alpha=D**-0.5)               # masked, scaled, fp32: in one pass
         features = at.features[:, :, keys] if at.features is not None else None
@@ -219,8 +230,9 @@ class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are not scored.
 
     `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those after the cache's; (B, T, A)
-    for an encoding with A axes. `cache` is what `new_cache` made. Raises ValueError for positions beyond an
-    encoding's limit or of the wrong shape.
+    for an encoding with A axes. `cache` is what `new_cache` made. `documents` (B, T) number what tokens
+    belong to, and nothing is seen of another: packed sequences, all of them new. Raises ValueError for
+    positions beyond an encoding's limit or of the wrong shape.
     """
 
     def __init__(self, config: Config) -> None:
@@ -257,14 +269,16 @@ class GPT(nn.Module):
         return Cache(len(self.blocks))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
-                cache: Cache | None = None) -> Tensor:
-        logits = self.logits(self.hidden(tokens, positions, cache))
+                cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+        logits = self.logits(self.hidden(tokens, positions, cache, documents))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
+               documents: Tensor | None = None) -> Tensor:
         """Tokens (B, T) -> the normalised residual stream (B, T, C) from which logits are read."""
+        assert cache is None or documents is None
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
         tables = self.encoding.tables(q_pos, k_pos)
@@ -272,7 +286,8 @@ class GPT(nn.Module):
         temperatures = self.temperature(q_pos)
         for layer, block in enumerate(self.blocks):
             encoding = self.encoding if layer in self.encoded_layers else self.no_encoding
-            at = At(q_pos, k_pos, layer, tables, in_order=positions is None, temperature=temperatures[layer])
+            at = At(q_pos, k_pos, layer, tables, in_order=positions is None, temperature=temperatures[layer],
+                    documents=documents)
             x = block(x, encoding, at, cache)
         return self.norm(x)
 

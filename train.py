@@ -2,6 +2,7 @@
 
 The same command again goes on where an unfinished run stopped, exactly; a finished run says so. The run's
 folder holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
+`torchrun --nproc_per_node=N train.py CONFIG.toml` spreads it over N processes, a device each (parallel.py).
 Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 130 or 143 stopped by a signal after saving.
 """
 
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 import checkpoint
+import parallel
 from config import (
     Config,
     Train,
@@ -37,26 +39,31 @@ from config import (
     run_command,
     to_toml,
 )
-from data.loader import Corpus, read_meta
+from data.loader import Corpus, number_documents, read_meta
 from data.tokenizer import byte_lengths, load_tokenizer
-from model import GPT, autocast, pick_device, pick_dtype
+from model import GPT, autocast, pick_dtype
+from parallel import World
 
 # On two CPU cores compiling took 20 to 40 s and then saved 0 to 10 % (bfloat16) or 30 % (float32) of a step.
 COMPILE_WORTH_FLOPS = 1e14
+VAL_TOKENS = 16_384         # in a batch of the validation, at most
 
 
 def train(config: Config, stop: list[int]) -> int:
     """Train to the end, or until a signal number appears in `stop`; return the exit code."""
-    corpus = Corpus(config.data.dir)
+    world = parallel.join(config.train)
+    device, is_writer = world.device, world.rank == 0
+    corpus = Corpus(config.data.dir, config.data.cross_documents, config.data.mixture,
+                    is_verified=not is_writer)
     config = with_vocabulary(config, corpus)
     run_dir = Path(config.run.dir)
     if is_finished(run_dir, config, corpus):
         summary = json.loads((run_dir / "summary.json").read_text())
         print(f"{run_dir} is finished: {describe_summary(summary)}; delete it to train again")
         return 0
-    device = pick_device(config.train)
     torch.manual_seed(config.train.seed)
-    model = GPT(config).to(device)
+    model = GPT(config)
+    spread_model = parallel.spread(model, config.train, world)
     optimizer = make_optimizer(model, config.train)
     tokenizer = load_tokenizer(corpus.meta["tokenizer"]["name"])
     state = checkpoint.load_newest(run_dir, model, optimizer)
@@ -66,70 +73,82 @@ def train(config: Config, stop: list[int]) -> int:
         state = {"step": 0, "wall_s": 0.0, "metrics": {}}
         if config.train.init_from:
             checkpoint.start_from(config.train.init_from, model, config, tokenizer)
-    val_batches = corpus.val_batches(config.train.seq_len, config.train.batch_size // config.train.accumulate,
-                                     config.train.val_windows)
     is_compiled = worth_compiling(model, config.train, device)
-    step_model: Any = torch.compile(model) if is_compiled else model
+    step_model: Any = torch.compile(spread_model) if is_compiled else spread_model
     lengths = torch.from_numpy(byte_lengths(tokenizer)).to(device)
     if config.train.pose_length and config.train.pose_length > (model.encoding.max_length or math.inf):
         raise UserError(f"train.pose_length {config.train.pose_length}: {config.position.encoding} ends at "
                         f"position {model.encoding.max_length}; leave it out or take another encoding")
-    make_run(run_dir, config, corpus)
-    for line in describe(config, corpus, model, device, is_compiled):
+    parallel.wait_for_all(world)                # all have read what is there: now it may change
+    if is_writer:
+        make_run(run_dir, config, corpus)
+    for line in describe(config, corpus, model, world, is_compiled):
         print(line, flush=True)
-    log = Log(run_dir, config, state)
+    log = Log(run_dir, config, state, is_writer)
 
     steps, metrics = config.train.steps, state["metrics"]
     for step in range(state["step"], steps):
         lr = learning_rate(step, config.train)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss, grad_norm = update(step_model, optimizer, corpus, config, step, device)
+        loss, grad_norm = update(step_model, optimizer, corpus, config, step, world)
+        loss, signalled = parallel.agree(world, loss, stop[0] if stop else 0)   # asked once a step
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             print(f"error: training diverged at step {step + 1}: loss {loss}, gradient norm {grad_norm}, lr "
                   f"{lr:.3g}; the update was not applied, {run_dir}/checkpoints is untouched; lower train.lr",
                   file=sys.stderr)
             return 3
         optimizer.step()
-        done, is_stopping = step + 1, bool(stop)    # looked at once: a signal may come between two looks
+        done = step + 1
         metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
         if done % config.run.eval_every == 0 or done == steps:
-            metrics |= validate(model, val_batches, lengths, config.train, device)
+            metrics |= validate(model, corpus, lengths, config, world)
         if done % config.run.log_every == 0 or "val_loss" in metrics:
             log.write(done, metrics)
-        if done % config.run.save_every == 0 or done == steps or is_stopping:
+        if done % config.run.save_every == 0 or done == steps or signalled:
             checkpoint.save(run_dir, model, optimizer, done, {"wall_s": log.wall_s(), "metrics": metrics},
-                            config.run.keep)
-        if is_stopping and done < steps:
-            print(f"\nstopped by {signal.Signals(stop[0]).name}, saved at step {done} of {steps}; "
+                            config.run.keep, is_writer)
+        if signalled and done < steps:
+            print(f"\nstopped by {signal.Signals(signalled).name}, saved at step {done} of {steps}; "
                   "the same command goes on from there")
-            return 128 + stop[0]
-    write_summary(run_dir, config, model, metrics, log)
+            return 128 + signalled
+    if is_writer:
+        write_summary(run_dir, config, model, metrics, log)
     return 0
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config, step: int,
-           device: torch.device) -> tuple[float, float]:
-    """Gradients of one batch, in train.accumulate parts, clipped; return the loss and the gradient's norm."""
-    t = config.train
-    torch.manual_seed(t.seed * 2**32 + step)    # dropout is a function of (seed, step)
-    inputs, targets = corpus.batch(t.seq_len, t.batch_size, t.seed, step)
+           world: World) -> tuple[float, float]:
+    """Gradients of one batch, in train.accumulate parts, clipped; return the loss and the gradient's norm.
+
+    With several processes the loss is that of this one's share of the batch, the gradient that of all of it.
+    """
+    t, device = config.train, world.device
+    torch.manual_seed(t.seed * 2**32 + step * world.size + world.rank)     # dropout: a function of these
+    inputs, targets = corpus.batch(t.seq_len, t.batch_size, t.seed, step, world.rank, world.size)
     if device.type == "cuda":
         inputs, targets = inputs.pin_memory(), targets.pin_memory()
     inputs, targets = (x.to(device, non_blocking=True) for x in (inputs, targets))
     positions: Any = [None] * t.accumulate
     if t.pose_length:
-        positions = skipping_positions(t, step).to(device).chunk(t.accumulate)
+        positions = world.share(skipping_positions(t, step)).to(device).chunk(t.accumulate)
     model.train()
     optimizer.zero_grad(set_to_none=True)
     losses = []
-    for x, y, at in zip(inputs.chunk(t.accumulate), targets.chunk(t.accumulate), positions, strict=True):
+    parts = zip(inputs.chunk(t.accumulate), targets.chunk(t.accumulate), positions, strict=True)
+    for part, (x, y, at) in enumerate(parts):
+        parallel.sync_gradients(model, is_on=part == t.accumulate - 1)
         with autocast(t, device):
-            loss = model(x, y, at) / t.accumulate
+            loss = model(x, y, at, documents=packed(x, config, corpus)) / t.accumulate
         loss.backward()
         losses.append(loss.detach())
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
+    grad_norm = parallel.whole(nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf))
     return float(sum(losses)), float(grad_norm)
+
+
+def packed(tokens: torch.Tensor, config: Config, corpus: Corpus) -> torch.Tensor | None:
+    """The documents (B, T) within which attention shall stay; None where it need not."""
+    return number_documents(tokens, corpus.meta["eot"]) if config.data.cross_documents == "mask" else None
 
 
 def skipping_positions(t: Train, step: int) -> torch.Tensor:
@@ -147,17 +166,28 @@ def skipping_positions(t: Train, step: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def validate(model: GPT, batches: list[Any], byte_lengths: torch.Tensor, t: Train,
-             device: torch.device) -> dict[str, float]:
-    """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers."""
+def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Config,
+             world: World) -> dict[str, float]:
+    """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
+
+    Processes take turns at the batches, whose sums are added in the same order whatever their number.
+    """
+    t = config.train
     model.eval()
-    nll, n_tokens, n_bytes = 0.0, 0, 0
-    for inputs, targets in batches:
-        inputs, targets = inputs.to(device), targets.to(device)
-        with autocast(t, device):
-            nll += float(model(inputs, targets)) * targets.numel()
-        n_tokens += targets.numel()
-        n_bytes += int(byte_lengths[targets].sum())
+    # not above what a step takes, and not so large that the logits of one process' whole batch fill a GPU
+    batch_size = min(t.batch_size // t.accumulate, max(1, VAL_TOKENS // t.seq_len))
+    batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=world.device)   # nats, tokens, bytes
+    for first in range(0, len(batches), world.size):
+        number = first + world.rank
+        # FSDP gathers weights together: who has no batch left runs the last one, uncounted
+        inputs, targets = (x.to(world.device) for x in batches[min(number, len(batches) - 1)])
+        with autocast(t, world.device):
+            loss = model(inputs, targets, documents=packed(inputs, config, corpus))
+        if number < len(batches):
+            sums[number, 0] = loss.double() * targets.numel()
+            sums[number, 1], sums[number, 2] = targets.numel(), byte_lengths[targets].sum()
+    nll, n_tokens, n_bytes = parallel.add_up(world, sums).sum(dim=0).tolist()
     return {"val_loss": nll / n_tokens, "val_bpb": nll / math.log(2) / n_bytes}
 
 
@@ -230,15 +260,16 @@ def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
 class Log:
     """Progress to the screen, metrics.jsonl, and W&B where asked for."""
 
-    def __init__(self, run_dir: Path, config: Config, state: dict[str, Any]) -> None:
-        self.config = config
+    def __init__(self, run_dir: Path, config: Config, state: dict[str, Any], is_writer: bool) -> None:
+        self.config, self.is_writer = config, is_writer
         self.path = run_dir / "metrics.jsonl"
         self.tokens_per_step = config.train.batch_size * config.train.seq_len
         self.first_step = self.last_step = state["step"]
         self.first_time = self.last_time = time.perf_counter()
         self.wall_before = state["wall_s"]
-        self._drop_lines_after(state["step"])
-        self.wandb = start_wandb(run_dir, config) if config.run.wandb else None
+        if is_writer:
+            self._drop_lines_after(state["step"])
+        self.wandb = start_wandb(run_dir, config) if config.run.wandb and is_writer else None
 
     def wall_s(self) -> float:
         """Seconds spent in the loop, those before a resume included."""
@@ -250,6 +281,8 @@ class Log:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """A line for step (updates done) in each place."""
+        if not self.is_writer:
+            return
         now = time.perf_counter()
         speed = (step - self.last_step) * self.tokens_per_step / (now - self.last_time)
         self.last_step, self.last_time = step, now
@@ -305,12 +338,12 @@ def start_wandb(run_dir: Path, config: Config) -> Any:
         return None
 
 
-def describe(config: Config, corpus: Corpus, model: GPT, device: torch.device,
-             is_compiled: bool) -> Iterator[str]:
+def describe(config: Config, corpus: Corpus, model: GPT, world: World, is_compiled: bool) -> Iterator[str]:
     """What is about to be trained, for the screen."""
     m, t = config.model, config.train
     n_tokens = t.steps * t.batch_size * t.seq_len
-    dtype = str(pick_dtype(t, device)).removeprefix("torch.")
+    dtype = str(pick_dtype(t, world.device)).removeprefix("torch.")
+    machine = f"{world.size} x {world.device.type} by {t.parallel}" if world.size > 1 else str(world.device)
     yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
            f"parameters, {model.flops_per_token(t.seq_len):,} FLOPs a token")
     options = type(config.position).model_fields
@@ -324,7 +357,7 @@ def describe(config: Config, corpus: Corpus, model: GPT, device: torch.device,
         yield f"warning: {warning}"
     yield (f"data      {corpus.folder}, {len(corpus.tokens['train']):,} tokens; {n_tokens:,} to train on "
            f"({n_tokens / len(corpus.tokens['train']):.2f} epochs)")
-    yield f"machine   {device}, {dtype}, compile {'on' if is_compiled else 'off'}, seed {t.seed}"
+    yield f"machine   {machine}, {dtype}, compile {'on' if is_compiled else 'off'}, seed {t.seed}"
 
 
 def write_summary(run_dir: Path, config: Config, model: GPT, metrics: dict[str, float], log: Log) -> None:
@@ -390,7 +423,9 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
-    return train(config, stop)
+    code = train(config, stop)
+    parallel.leave()
+    return code
 
 
 if __name__ == "__main__":

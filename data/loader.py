@@ -6,8 +6,11 @@ Each document opens with the separator, so its first token has something to be p
 of text is a target.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,23 +23,46 @@ from config import UserError
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
+MIX = 1000      # samples in which each corpus of a mixture has its share exactly
 
 
 class Corpus:
-    """A prepared corpus, verified: every file's size and checksum. Raises UserError with fault and fix."""
+    """A prepared corpus, verified: every file's size and checksum. Raises UserError with fault and fix.
 
-    def __init__(self, folder: str | Path) -> None:
+    `cross_documents` "never" keeps windows inside documents. With a mixture, other corpora have the given
+    shares of the training windows, to the nearest of MIX, and this one the rest; validation is on this one.
+    """
+
+    def __init__(self, folder: str | Path, cross_documents: str = "attend",
+                 mixture: Mapping[str, float] | None = None, is_verified: bool = False) -> None:
         self.folder = Path(folder)
+        self.cross_documents = cross_documents
+        twice = lru_cache(maxsize=2)                                    # a batch may straddle two
+        self.epoch, self.mix = twice(self._epoch), twice(self._mix)
+        self.starts_inside = twice(self._starts_inside)                 # of each split
+        mixture = mixture or {}
+        others = {name: Corpus(name, cross_documents, is_verified=is_verified) for name in mixture}
+        shares = [max(1, round(share * MIX)) for share in mixture.values()]
+        self.corpora: list[Corpus] = [self, *others.values()]
+        self.counts = [MIX - sum(shares), *shares]                      # of each corpus in MIX samples
         self.meta = read_meta(self.folder / "meta.json")
         self.tokens: dict[str, np.ndarray] = {}         # split -> ids (n_tokens,)
         self.offsets: dict[str, np.ndarray] = {}        # split -> document bounds (n_documents + 1,)
         for split in SPLITS:
             about = self.meta["splits"][split]
             for name in (f"{split}.bin", f"{split}.idx.npy"):
-                self._verify(name, about["sha256"][name])
+                if not is_verified:
+                    self._verify(name, about["sha256"][name])
             self.tokens[split] = np.memmap(self.folder / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
             offsets = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False)
             self.offsets[split] = offsets.astype(np.int64)
+        for name, other in others.items():
+            if other.meta["tokenizer"] != self.meta["tokenizer"]:
+                names = [corpus.meta["tokenizer"]["name"] for corpus in (other, self)]
+                raise UserError(f"data.mixture {name}: its tokenizer is {names[0]}, data.dir {folder} has "
+                                f"{names[1]}, or another of that name; prepare both with one")
+        if others:
+            self.meta |= {"mixture": {name: other.meta for name, other in others.items()}}
 
     def _verify(self, name: str, sha256: str) -> None:
         path = self.folder / name
@@ -49,47 +75,102 @@ class Corpus:
 
     def windows(self, split: str, seq_len: int) -> int:
         """How many non-overlapping windows of seq_len inputs and targets the split holds, at least 1."""
-        n_windows = (len(self.tokens[split]) - 1) // seq_len
+        n_tokens, inside = len(self.tokens[split]), ""
+        n_windows = (n_tokens - 1) // seq_len
+        if self.cross_documents == "never":
+            inside = " inside its documents"
+            n_windows = len(self.starts_inside(split, seq_len)[0])
         if n_windows < 1:
-            raise UserError(f"corpus {self.folder}: {split} has {len(self.tokens[split])} tokens, "
-                            f"too few for one window of train.seq_len = {seq_len} and its last target; "
-                            "shorten it or add text")
+            raise UserError(f"corpus {self.folder}: {split} has {n_tokens} tokens, too few{inside} for one "
+                            f"window of train.seq_len = {seq_len} and a target more; shorten it or add text")
         return n_windows
 
     def batch(self, seq_len: int, batch_size: int, seed: int, step: int,
               rank: int = 0, world_size: int = 1) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (batch_size / world_size, seq_len) of a step: a pure function of its arguments.
+        """Inputs and targets (batch_size / world_size, seq_len) of a step: a function of its arguments."""
+        places = self.places(seq_len, batch_size, seed, step, rank, world_size)
+        return _stack([corpus.tokens["train"][start:start + seq_len + 1] for corpus, start in places])
 
-        An epoch is a permutation of the windows, which start at an offset of its own, so that tokens fall on
-        other positions each time. Ranks take turns, so their union is the same whatever the world size.
+    def places(self, seq_len: int, batch_size: int, seed: int, step: int,
+               rank: int = 0, world_size: int = 1) -> list[tuple[Corpus, int]]:
+        """Corpus and first token of each window of a batch.
+
+        An epoch of a corpus is a permutation of its windows. Ranks take turns, so their union is the same
+        whatever the world size.
         """
-        tokens = self.tokens["train"]
-        n_windows = max(1, self.windows("train", seq_len) - 1)          # one less: room for the offset
-        samples = np.arange(step * batch_size + rank, (step + 1) * batch_size, world_size)
-        starts = []
+        samples = range(step * batch_size + rank, (step + 1) * batch_size, world_size)
+        places = []
         for sample in samples:
-            epoch, index = divmod(int(sample), n_windows)
-            offset, order = _epoch(seed, epoch, n_windows, len(tokens) - n_windows * seq_len)
-            starts.append(offset + int(order[index]) * seq_len)
-        return self._gather("train", starts, seq_len)
+            number, index = self._draw(seed, sample)
+            corpus = self.corpora[number]
+            epoch, window = divmod(index, corpus.n_in_epoch(seq_len))
+            starts = corpus.epoch(seq_len, seed, epoch, *([number] if number else []))
+            places.append((corpus, int(starts[window])))
+        return places
+
+    def n_in_epoch(self, seq_len: int) -> int:
+        """How many windows an epoch has."""
+        n_windows = self.windows("train", seq_len)
+        # where windows may begin anywhere, one less: room for the offset
+        return n_windows if self.cross_documents == "never" else max(1, n_windows - 1)
 
     def val_batches(self, seq_len: int, batch_size: int, n_windows: int) -> list[tuple[Tensor, Tensor]]:
         """n_windows (0: all) of the validation split, evenly spaced and always the same, in batches."""
         available = self.windows("val", seq_len)
         count = min(n_windows or available, available)
-        starts = np.arange(count) * available // count * seq_len
-        return [self._gather("val", starts[i:i + batch_size], seq_len) for i in range(0, count, batch_size)]
+        chosen = np.arange(count) * available // count
+        starts = (self.starts_inside("val", seq_len)[0][chosen] if self.cross_documents == "never"
+                  else chosen * seq_len)
+        windows = [self.tokens["val"][start:start + seq_len + 1] for start in starts]
+        return [_stack(windows[i:i + batch_size]) for i in range(0, count, batch_size)]
 
-    def _gather(self, split: str, starts: Any, seq_len: int) -> tuple[Tensor, Tensor]:
-        windows = np.stack([self.tokens[split][s:s + seq_len + 1] for s in starts])
-        rows = torch.from_numpy(windows.astype(np.int64))
-        return rows[:, :-1], rows[:, 1:]                                # (B, T) each
+    def _epoch(self, seq_len: int, *seed: int) -> np.ndarray:
+        """Where the windows of an epoch start, in the order of training.
+
+        They begin at an offset of the epoch's own, or of each document's, so that tokens fall on other
+        positions each time.
+        """
+        rng = np.random.default_rng(seed)
+        n_windows = self.n_in_epoch(seq_len)
+        if self.cross_documents != "never":
+            offset = int(rng.integers(len(self.tokens["train"]) - n_windows * seq_len))
+            return offset + rng.permutation(n_windows) * seq_len
+        starts, document, n_spare = self.starts_inside("train", seq_len)
+        return rng.permutation(starts + rng.integers(n_spare + 1)[document])
+
+    def _starts_inside(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Windows inside documents: their first tokens and documents; and how many tokens each has left."""
+        offsets = self.offsets[split]
+        n_windows, n_spare = np.divmod(np.diff(offsets) - 1, seq_len)
+        document = np.repeat(np.arange(len(n_windows)), n_windows)
+        before = np.cumsum(n_windows) - n_windows                       # windows of earlier documents
+        within = np.arange(len(document)) - before[document]
+        return offsets[document] + within * seq_len, document, n_spare
+
+    def _draw(self, seed: int, sample: int) -> tuple[int, int]:
+        """The corpus that gives a sample of the run, by number, and how many it gave before."""
+        if len(self.corpora) == 1:
+            return 0, sample
+        mix, i = divmod(sample, MIX)
+        numbers = self.mix(seed, mix)
+        number = int(numbers[i])
+        return number, mix * self.counts[number] + int((numbers[:i] == number).sum())
+
+    def _mix(self, seed: int, mix: int) -> np.ndarray:
+        """The corpora of MIX samples, by number, each as often as it is due, in random order."""
+        order = np.repeat(np.arange(len(self.corpora)), self.counts)
+        return np.random.default_rng([seed, mix, MIX]).permutation(order)
 
 
-@lru_cache(maxsize=2)       # a batch may straddle two epochs
-def _epoch(seed: int, epoch: int, n_windows: int, n_offsets: int) -> tuple[int, np.ndarray]:
-    rng = np.random.default_rng([seed, epoch])
-    return int(rng.integers(n_offsets)), rng.permutation(n_windows)
+def _stack(windows: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Windows of T + 1 ids -> inputs and targets (B, T)."""
+    rows = torch.from_numpy(np.stack(windows).astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def number_documents(tokens: Tensor, eot: int) -> Tensor:
+    """Which document of its window each token (B, T) is of, counting separators, which open documents."""
+    return (tokens == eot).cumsum(dim=-1)
 
 
 def read_meta(path: Path) -> dict[str, Any]:

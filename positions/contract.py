@@ -23,6 +23,7 @@ class At(NamedTuple):
     tables: Any  # what the encoding's `tables` returned for this forward
     features: Tensor | None = None  # what its `features` returned for the keys, (B, H, Tk, F)
     temperature: Tensor | None = None  # factor of the queries, (1 or B, 1 or H, Tq, 1)
+    documents: Tensor | None = None  # of packed tokens, (B, T): logits across them are -inf
     in_order: bool = False  # is it known that no key that a query sees has a larger position?
 
     def distance(self) -> Tensor:

@@ -21,7 +21,10 @@ from data.loader import Corpus
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from model import GPT
+from parallel import World
 from train import learning_rate, make_optimizer, skipping_positions, train, update
+
+CPU = World(torch.device("cpu"))
 
 
 def metrics(run_dir: Path) -> list[dict]:
@@ -182,8 +185,8 @@ def test_pose_skips_once_and_reaches_every_distance(tiny) -> None:
 def test_pose_trains_at_those_positions(tiny, tmp_path: Path, monkeypatch) -> None:
     config, seen = tiny("rope", "train.pose_length=99", "train.accumulate=2", "train.steps=1"), []
     forward = GPT.forward
-    monkeypatch.setattr(GPT, "forward",
-                        lambda self, x, y, at=None: seen.append(at) or forward(self, x, y, at))
+    monkeypatch.setattr(GPT, "forward", lambda self, x, y, at=None, documents=None:
+                        seen.append(at) or forward(self, x, y, at))
     train(config, [])
     assert torch.equal(torch.cat(seen[:2]), skipping_positions(config.train, 0))
     assert seen[2:] and all(at is None for at in seen[2:])              # validation is plain
@@ -320,7 +323,7 @@ def test_accumulation_changes_memory_not_the_gradient(tiny) -> None:
         config = tiny("rope", f"train.accumulate={parts}", "train.grad_clip=0.0")
         model = lively(config)
         optimizer = make_optimizer(model, config.train)
-        loss, norm = update(model, optimizer, Corpus(config.data.dir), config, 0, torch.device("cpu"))
+        loss, norm = update(model, optimizer, Corpus(config.data.dir), config, 0, CPU)
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         results.append(torch.cat((gradient, torch.tensor([loss, norm]))))
     for other in results[1:]:
@@ -332,7 +335,7 @@ def test_gradients_are_clipped(tiny) -> None:
         config = tiny("rope", f"train.grad_clip={limit}")
         model = lively(config)
         _, norm = update(model, make_optimizer(model, config.train), Corpus(config.data.dir), config, 0,
-                         torch.device("cpu"))
+                         CPU)
         after = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
         assert norm > 0.5 and after == pytest.approx(min(norm, bound), rel=1e-3)
 

@@ -1,0 +1,125 @@
+"""Several processes, one run: `torchrun --nproc_per_node=N train.py CONFIG`, each on a device of its own.
+
+The batch of a step, its order and its loss are the same whatever their number: they share out the sequences
+of one global batch. With `train.parallel = "ddp"` each holds the whole model; with "fsdp" a share of weights,
+gradients and moments, for models that one device cannot hold. Process 0 writes the run's folder; checkpoints
+hold whole tensors, so that any number of processes goes on from them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config import Train, UserError
+from model import GPT, pick_device
+
+
+class World(NamedTuple):
+    """Place of this process among those of the run."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    def share(self, batch: Tensor) -> Tensor:
+        """Rows of a global batch (B, ...) for this process: every size-th. -> (B / size, ...)."""
+        return batch[self.rank::self.size]
+
+
+def join(t: Train) -> World:
+    """Meet the others that torchrun started, if any. Raises UserError for a batch that does not divide."""
+    device, size = pick_device(t), int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or "LOCAL_RANK" not in os.environ:
+        return World(device)
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    if t.batch_size % (size * t.accumulate):
+        raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {size} processes times "
+                        f"train.accumulate = {t.accumulate}; make it so")
+    if device.type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"torchrun --nproc_per_node: more processes than the {torch.cuda.device_count()} "
+                            "GPUs of this machine; start as many as there are")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if rank:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # process 0 speaks for all
+    return World(device, rank, size)
+
+
+def spread(model: GPT, t: Train, world: World) -> nn.Module:
+    """The model to train with: itself; or DDP around it; or, sharded in place by FSDP2, itself."""
+    if world.size == 1:
+        return model.to(world.device)
+    # here, for they take half a second that a single process need not spend
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    if t.parallel == "ddp":
+        model.to(world.device)
+        return DistributedDataParallel(model, [world.device] if world.device.type == "cuda" else None)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)               # embedding, head, encoding: one group around the blocks
+    return model
+
+
+def sync_gradients(model: Any, is_on: bool) -> None:
+    """Whether the coming backward pass averages over processes: only the last of an accumulation need."""
+    model = getattr(model, "_orig_mod", model)                          # torch.compile's wrapper
+    if hasattr(model, "require_backward_grad_sync"):                    # DDP; its no_sync() sets this
+        model.require_backward_grad_sync = is_on
+    elif hasattr(model, "set_requires_gradient_sync"):                  # FSDP2
+        model.set_requires_gradient_sync(is_on)
+
+
+def agree(world: World, loss: float, signal: int) -> tuple[float, int]:
+    """The mean of all processes' losses, and the number of a signal that any of them got, else 0."""
+    if world.size == 1:
+        return loss, signal
+    said = torch.zeros(world.size, 2, dtype=torch.float64, device=world.device)
+    said[world.rank] = torch.tensor([loss, signal])
+    dist.all_reduce(said)
+    return float(said[:, 0].mean()), int(said[:, 1].max())
+
+
+def add_up(world: World, values: Tensor) -> Tensor:
+    """Element-wise sum over processes: exact where all but one hold 0."""
+    if world.size > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def wait_for_all(world: World) -> None:
+    """Go on when every process is here."""
+    if world.size > 1:
+        dist.barrier()
+
+
+def leave() -> None:
+    """Part from the others, at the end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def whole(tensor: Any) -> Tensor:
+    """A tensor that FSDP2 shards, gathered on every process; any other, itself."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def like(tensor: Tensor, parameter: Any) -> Tensor:
+    """A whole tensor, sharded as the parameter is if it is; each process has the whole one already."""
+    if not hasattr(parameter, "full_tensor") or tensor.shape != parameter.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements,
+                             src_data_rank=None)

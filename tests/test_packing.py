@@ -1,0 +1,182 @@
+"""Windows of packed documents and mixtures of corpora: who sees what, and who gives how much."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import every_encoding, lively, tokens, words
+from test_train import CPU, metrics
+
+from config import UserError
+from data.loader import MIX, Corpus, number_documents
+from data.prepare import prepare
+from model import GPT
+from train import make_optimizer, train, update
+
+EOT = 256
+
+
+@pytest.fixture(scope="module")
+def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second byte corpus, of other bytes: few documents, most of them short."""
+    source = tmp_path_factory.mktemp("other")
+    for i in range(12):
+        text = words(i, 200 if i % 4 == 0 else 20 + i).upper()
+        (source / f"{i:02}.txt").write_bytes(text)
+    out = tmp_path_factory.mktemp("corpora") / "other"
+    prepare(str(source), out, "byte")
+    return out
+
+
+@every_encoding
+@pytest.mark.parametrize("options", [(), ("model.window=5",), ("position.temperature=ssmax",)])
+def test_a_packed_document_is_as_if_alone_at_its_positions(name: str, options: tuple[str, ...], tiny) -> None:
+    if name == "rope_2d" and "ssmax" in "".join(options):
+        options = ()        # counts keys along one axis; it is tested without
+    model = lively(tiny(name, *options)).double()
+    x, lengths = tokens((2, 30)), [7, 1, 12, 10]
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).expand(2, -1)
+    packed = model(x, documents=documents)
+    starts = [0, 7, 8, 20]
+    for start, length in zip(starts, lengths, strict=True):
+        alone = model(x[:, start:start + length], positions=torch.arange(start, start + length))
+        # tables are fp32, and the origin of xpos' powers moves
+        torch.testing.assert_close(packed[:, start:start + length], alone, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(packed[:, 7:], model(x)[:, 7:], atol=1e-3)    # the mask is what does it
+    changed = x.clone()
+    changed[:, :8] = (changed[:, :8] + 1) % 257
+    # forgetting subtracts sums that began in the documents before: equal but for rounding
+    leaked = model(changed, documents=documents)[:, 8:] - packed[:, 8:]
+    assert leaked.abs().max() < 1e-9
+
+
+def test_a_separator_opens_a_document() -> None:
+    x = torch.tensor([[5, EOT, 1, 2, EOT, EOT, 3], [EOT, 1, 2, 3, 4, 5, 6]])
+    assert number_documents(x, EOT).tolist() == [[0, 1, 1, 1, 2, 3, 3], [1] * 7]
+
+
+def test_training_and_validation_keep_within_documents_when_asked(tiny, tmp_path: Path, monkeypatch) -> None:
+    seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    forward = GPT.forward
+
+    def watch(self, x, y=None, positions=None, cache=None, documents=None):
+        seen.append((x, documents))
+        return forward(self, x, y, positions, cache, documents)
+
+    monkeypatch.setattr(GPT, "forward", watch)
+    long = ("train.steps=2", "train.seq_len=512", "train.accumulate=2")
+    train(tiny("rope", *long, "data.cross_documents=mask"), [])
+    assert len(seen) > 4                                # two steps of two parts, and the validation's batches
+    assert all(torch.equal(documents, (x == EOT).cumsum(1)) for x, documents in seen)
+    assert any(documents.amax() > documents.amin() for _, documents in seen)
+    seen.clear()
+    train(tiny("rope", "train.steps=2", "data.cross_documents=never", f"run.dir={tmp_path / 'never'}"), [])
+    assert all(documents is None for _, documents in seen)
+
+
+def test_a_masked_separator_changes_the_gradient(tiny) -> None:
+    losses = []
+    for rule in ("attend", "mask"):
+        config = tiny("rope", "train.seq_len=512", "train.batch_size=24", f"data.cross_documents={rule}")
+        model = lively(config)
+        corpus = Corpus(config.data.dir)
+        assert (corpus.batch(512, 24, 0, 0)[0][:, 1:] == EOT).any()
+        losses.append(update(model, make_optimizer(model, config.train), corpus, config, 0, CPU))
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("seq_len", [8, 32, 100])
+def test_windows_that_never_cross(seq_len: int, other_dir: Path) -> None:
+    """Each lies in one document, an epoch has as many as fit in each, apart, at offsets of its own."""
+    corpus = Corpus(other_dir, "never")
+    offsets = corpus.offsets["train"]
+    n = corpus.n_in_epoch(seq_len)
+    assert n == sum((length - 1) // seq_len for length in np.diff(offsets)) > 0
+    epochs = []
+    for epoch in range(3):
+        places = [start for _, start in corpus.places(seq_len, n, 5, epoch)]
+        document = np.searchsorted(offsets, places, side="right") - 1
+        assert all(start + seq_len < offsets[d + 1] for start, d in zip(places, document, strict=True))
+        counts = Counter(document.tolist())
+        assert all(counts[d] == (length - 1) // seq_len for d, length in enumerate(np.diff(offsets)))
+        assert (np.diff(sorted(places)) >= seq_len).all()
+        epochs.append(places)
+    assert len({tuple(places) for places in epochs}) == 3               # other orders,
+    is_room = ((np.diff(offsets) - 1) % seq_len)[np.diff(offsets) > seq_len].any()
+    assert len({tuple(sorted(places)) for places in epochs}) == (3 if is_room else 1)   # and other offsets
+    x, _ = corpus.batch(seq_len, n, 5, 0)
+    assert (x[:, 1:] != EOT).all()
+    val = torch.cat([x for x, _ in corpus.val_batches(seq_len, 2, 0)])
+    assert (val[:, 1:] != EOT).all() and len(val) == corpus.windows("val", seq_len)
+
+
+def test_no_document_is_long_enough(other_dir: Path) -> None:
+    with pytest.raises(UserError, match="too few inside its documents for one window of train.seq_len = 400"):
+        Corpus(other_dir, "never").batch(400, 1, 0, 0)
+
+
+def test_a_mixture_has_its_shares_and_walks_through_each_corpus(corpus_dir: Path, other_dir: Path) -> None:
+    corpus = Corpus(corpus_dir, mixture={str(other_dir): 0.3})
+    other = corpus.corpora[1]
+    places = [place for step in range(3) for place in corpus.places(32, MIX, 1, step)]
+    for step in range(3):
+        counts = Counter(c.folder for c, _ in places[step * MIX:(step + 1) * MIX])
+        assert counts == {corpus_dir: 700, other_dir: 300}
+    assert len({c.folder for c, _ in places[:40]}) == 2                 # scattered
+    for c in (corpus, other):
+        starts = [start for owner, start in places if owner is c]
+        n = c.n_in_epoch(32)
+        for epoch in range(len(starts) // n):
+            walk = sorted(starts[epoch * n:(epoch + 1) * n])
+            assert len(set(walk)) == n and (np.diff(walk) == 32).all()      # each window once an epoch
+    x, _ = corpus.batch(32, 200, 1, 0)
+    upper = ((x >= ord("A")) & (x <= ord("Z"))).any(dim=1).float().mean()
+    assert 0.2 < upper < 0.4                                            # the text is the other's, too
+    whole = corpus.batch(32, 8, 0, 3)[0]
+    parts = [corpus.batch(32, 8, 0, 3, rank, 2)[0] for rank in range(2)]
+    assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), whole)
+    assert torch.equal(whole, Corpus(corpus_dir, mixture={str(other_dir): 0.3}).batch(32, 8, 0, 3)[0])
+
+
+def test_without_a_mixture_batches_are_what_they_were(corpus_dir: Path) -> None:
+    """By the rule written out: an offset, a permutation of windows, sample after sample."""
+    corpus = Corpus(corpus_dir)
+    text = np.asarray(corpus.tokens["train"]).astype(np.int64)
+    n = (len(text) - 1) // 32 - 1
+    rng = np.random.default_rng([9, 0])
+    offset, order = int(rng.integers(len(text) - n * 32)), rng.permutation(n)
+    expected = [text[offset + w * 32:][:32] for w in order[8:12]]
+    assert torch.equal(corpus.batch(32, 4, 9, 2)[0], torch.from_numpy(np.stack(expected)))
+
+
+def test_a_mixture_trains_resumes_and_belongs_to_the_run(tiny, other_dir: Path, tmp_path: Path) -> None:
+    mixture = f'data.mixture={{"{other_dir}"=0.5}}'
+    config = tiny("rope", mixture)
+    assert train(config, []) == 0 and len(metrics(tmp_path / "run")) == 12
+    assert train(config, []) == 0                                       # finished: all is the same
+    with pytest.raises(UserError, match="data.mixture"):
+        train(tiny("rope"), [])
+
+
+@pytest.mark.parametrize(("value", "expected"), [
+    ('{"a"=0.5,"b"=0.5}', "must add up to less than 1"),
+    ('{"a"=1.5}', "must be a table of numbers > 0 and < 1"),
+    ('{"a"="x"}', "must be a table of numbers"), ("[0.5]", "must be a table of numbers")])
+def test_shares_that_make_no_sense(value: str, expected: str, tiny) -> None:
+    with pytest.raises(UserError, match=expected):
+        tiny("rope", f"data.mixture={value}")
+
+
+def test_corpora_of_other_tokenizers_do_not_mix(corpus_dir: Path, tmp_path: Path, other_dir: Path) -> None:
+    import json
+    import shutil
+    shutil.copytree(other_dir, tmp_path / "bpe")
+    meta = json.loads((tmp_path / "bpe" / "meta.json").read_text())
+    meta["tokenizer"] = {"name": "byte", "sha256": "0" * 64}
+    (tmp_path / "bpe" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="its tokenizer is byte"):
+        Corpus(corpus_dir, mixture={str(tmp_path / "bpe"): 0.5})
+    with pytest.raises(UserError, match="no prepared corpus there"):
+        Corpus(corpus_dir, mixture={str(tmp_path / "nowhere"): 0.5})

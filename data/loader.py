@@ -104,7 +104,7 @@ class Corpus:
             number, index = self._draw(seed, sample)
             corpus = self.corpora[number]
             epoch, window = divmod(index, corpus.n_in_epoch(seq_len))
-            starts = corpus.epoch(seq_len, seed, epoch, *([number] if number else []))
+            starts = corpus.epoch(seq_len, seed, epoch, number)
             places.append((corpus, int(starts[window])))
         return places
 

@@ -1,5 +1,7 @@
 """Windows of packed documents and mixtures of corpora: who sees what, and who gives how much."""
 
+import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -74,6 +76,9 @@ def test_training_and_validation_keep_within_documents_when_asked(tiny, tmp_path
     seen.clear()
     train(tiny("rope", "train.steps=2", "data.cross_documents=never", f"run.dir={tmp_path / 'never'}"), [])
     assert all(documents is None for _, documents in seen)
+    inside = Corpus(tiny().data.dir, "never").batch(32, 4, 0, 0)[0]
+    crossing = Corpus(tiny().data.dir).batch(32, 4, 0, 0)[0]
+    assert torch.equal(seen[0][0], inside) and not torch.equal(inside, crossing)
 
 
 def test_a_masked_separator_changes_the_gradient(tiny) -> None:
@@ -155,6 +160,7 @@ def test_a_mixture_trains_resumes_and_belongs_to_the_run(tiny, other_dir: Path, 
     mixture = f'data.mixture={{"{other_dir}"=0.5}}'
     config = tiny("rope", mixture)
     assert train(config, []) == 0 and len(metrics(tmp_path / "run")) == 12
+    assert list(json.loads((tmp_path / "run" / "corpus.json").read_text())["mixture"]) == [str(other_dir)]
     assert train(config, []) == 0                                       # finished: all is the same
     with pytest.raises(UserError, match="data.mixture"):
         train(tiny("rope"), [])
@@ -170,8 +176,6 @@ def test_shares_that_make_no_sense(value: str, expected: str, tiny) -> None:
 
 
 def test_corpora_of_other_tokenizers_do_not_mix(corpus_dir: Path, tmp_path: Path, other_dir: Path) -> None:
-    import json
-    import shutil
     shutil.copytree(other_dir, tmp_path / "bpe")
     meta = json.loads((tmp_path / "bpe" / "meta.json").read_text())
     meta["tokenizer"] = {"name": "byte", "sha256": "0" * 64}

@@ -74,6 +74,15 @@ def test_each_target_is_scored_once_and_the_same_at_every_length(longest: int, c
         assert w.start >= 0 and w.end < len(text.documents[w.document])
 
 
+@pytest.mark.parametrize("n_tokens", [65, 66, 128, 129, 130, 160, 161, 192, 193])
+def test_documents_are_used_to_their_last_token_and_no_further(n_tokens: int) -> None:
+    text = Text("x", [np.arange(n_tokens)])
+    tiles = nonoverlap_windows(text, 64, [64], 10**9, seed=0)[64]
+    assert len(tiles) == (n_tokens - 1) // 64 and max(w.end for w in tiles) <= n_tokens - 1
+    ends = [end for _, end in fixed_ends(text, 64, 32, 10**9, seed=0)]
+    assert len(ends) == (n_tokens - 1 - 64) // 32 + 1 and max(ends) <= n_tokens - 1
+
+
 def test_windows_depend_on_the_seed_and_the_text_alone(tiny, corpus_dir: Path) -> None:
     text = text_of(corpus_dir)
     assert fixed_ends(text, 64, 8, 9, 1) == fixed_ends(text, 64, 8, 9, 1) != fixed_ends(text, 64, 8, 9, 2)

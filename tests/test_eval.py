@@ -83,6 +83,20 @@ def test_documents_are_used_to_their_last_token_and_no_further(n_tokens: int) ->
     assert len(ends) == (n_tokens - 1 - 64) // 32 + 1 and max(ends) <= n_tokens - 1
 
 
+def test_short_lengths_are_compared_with_truncation_to_L_all_the_same(tiny) -> None:
+    """Documents too short for L take no part even where no length asks for as much."""
+    rng = np.random.default_rng(0)
+    text = Text("x", [rng.integers(256, size=n) for n in (20, 300)])
+    evaluation = evaluate(lively(tiny()), tiny(), text, lengths=[8, 16], n_scored=4)
+    assert evaluation.longest == 32 and {d for d, _ in evaluation.ends} == {0} and len(evaluation.ends) == 6
+    assert all(len(evaluation.text.documents[d]) == 300 for d, _ in evaluation.ends)
+    records = [r for r in evaluation.run() if r["protocol"] == "fixed"]
+    whole = evaluate(lively(tiny()), tiny(), text, lengths=[8, 16, 32], n_scored=4).run()
+    at_L = next(r["nll_sum"] for r in whole if (r["protocol"], r["length"]) == ("fixed", 32))
+    assert [r["length"] for r in records] == [8, 16]
+    assert all(r["truncated_nll_sum"] == pytest.approx(at_L) for r in records)
+
+
 def test_windows_depend_on_the_seed_and_the_text_alone(tiny, corpus_dir: Path) -> None:
     text = text_of(corpus_dir)
     assert fixed_ends(text, 64, 8, 9, 1) == fixed_ends(text, 64, 8, 9, 1) != fixed_ends(text, 64, 8, 9, 2)
@@ -248,6 +262,9 @@ def test_a_text_file_is_one_document_and_a_foreign_corpus_is_refused(tmp_path: P
     other = ByteTokenizer()
     other.name = "other"
     with pytest.raises(UserError, match="trained with other"):
+        open_text(None, str(corpus_dir), other)
+    other.name, other.sha256 = "byte", "0" * 64                         # the same name, another vocabulary
+    with pytest.raises(UserError, match="trained with byte"):
         open_text(None, str(corpus_dir), other)
 
 

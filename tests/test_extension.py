@@ -229,7 +229,7 @@ def test_methods_name_what_they_need(name: str, spec: str, fits: bool, tiny) -> 
 def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> None:
     config = tiny()
     model, text = lively(config), open_text(None, str(corpus_dir), ByteTokenizer())
-    extends = [parse("pi"), parse("window")]
+    extends = [parse("pi"), parse("window"), parse("base:base=100")]
     evaluation = Evaluation(model, text, ByteTokenizer(), config, ["nonoverlap", "fixed", "position"],
                             [16, 32, 64, 128], 8, 6, 256, 0, extends)
     records = {(r["extend"], r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
@@ -240,7 +240,9 @@ def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> No
             assert records["window", protocol, length]["nll_sum"] == plain
     piece = torch.stack([torch.from_numpy(text.documents[d][end - 128:end + 1].astype("int64"))
                          for d, end in evaluation.ends])
-    for spec in ("pi", "window"):
+    at_L = [records[extend, "fixed", 32]["nll_sum"] for extend in (None, "base:base=100")]
+    assert at_L[0] != at_L[1]                               # so truncated has to be that of the plain model
+    for spec in ("pi", "window", "base:base=100"):
         r = records[spec, "fixed", 128]
         logits = under(spec, model, config, piece[:, :-1])[:, -8:]
         expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), piece[:, -8:], reduction="sum")

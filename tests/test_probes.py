@@ -85,6 +85,19 @@ def test_a_copying_model_gains_from_the_first_copy(tiny, corpus_dir: Path) -> No
         assert r["tokens"] == 2 * 4 and r["bytes"] is None
 
 
+def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path, monkeypatch) -> None:
+    """What is repeated has the text's tokens in another order, so that the first copy alone can help."""
+    found = evaluation(lively(tiny()), tiny(), corpus_dir, ["copy"])
+    taken = []
+    monkeypatch.setattr(found, "_repeated", lambda protocol, stretches: taken.extend(stretches) or iter(()))
+    list(found.copy())
+    assert len(taken) == len(found.ends)
+    for stretch, (d, _) in zip(taken, found.ends, strict=True):
+        text = bytes(found.text.documents[d][1:].astype(np.uint8))
+        assert len(stretch) == found.longest and set(stretch.tolist()) <= set(text)
+        assert bytes(stretch[:16].astype(np.uint8)) not in text
+
+
 def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> None:
     config = tiny()
     model = lively(config)

@@ -147,6 +147,14 @@ def test_another_model_is_no_start_and_leaves_no_folder(name: str, override: str
     assert not (tmp_path / "new").exists()
 
 
+def test_a_model_of_another_vocabulary_is_no_start(tiny, tmp_path: Path) -> None:
+    train(tiny("rope", f"run.dir={tmp_path / 'short'}"), [])
+    other = ByteTokenizer()
+    other.sha256 = "0" * 64
+    with pytest.raises(UserError, match="tokenizer: byte -> byte"):
+        checkpoint.start_from(tmp_path / "short", GPT(tiny()), tiny(), other)
+
+
 def test_the_start_says_what_differs_from_a_plain_run_and_warns(tiny, tmp_path: Path, capsys) -> None:
     train(tiny("rope", 'position.scaling={method="yarn",factor=2.0}', "model.window=9", "train.steps=1",
                "position.temperature=log_n"), [])

@@ -61,7 +61,12 @@ class Data(Section):
 
 class Model(Section):
     n_layer: int = Field(4, ge=1, description="layers")
-    n_head: int = Field(4, ge=1, description="attention heads; divides n_embd")
+    n_head: int = Field(4, ge=1, description="attention heads; divides n_embd, unless head_dim is set")
+    n_kv_head: int | None = Field(
+        None, ge=1, description="heads of keys and values, each shared by n_head / n_kv_head queries' heads "
+                                "(grouped-query attention; 1: multi-query). Default: n_head")
+    head_dim: int | None = Field(
+        None, ge=1, description="channels of a head (default: n_embd / n_head); Qwen3 has its own")
     n_embd: int = Field(256, ge=1, description="width of the residual stream")
     n_hidden: int | None = Field(
         None, ge=1, description="width inside the MLP (default: 4 n_embd; for swiglu 8/3 n_embd, rounded up "
@@ -69,9 +74,11 @@ class Model(Section):
     vocab_size: int | None = Field(None, ge=2, description="tokens in the vocabulary (default: the corpus')")
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before each sublayer")
     norm_eps: float = Field(1e-5, gt=0, lt=1, description="added to the variance under the root")
-    mlp: Literal["swiglu", "gelu", "relu2"] = Field(
-        "swiglu", description="activation: swiglu (Llama), gelu (GPT-2, tanh form), relu2 (squared ReLU)")
+    mlp: Literal["swiglu", "gelu", "gelu_exact", "relu2"] = Field(
+        "swiglu", description="activation: swiglu (Llama), gelu (GPT-2, tanh form), gelu_exact (MPT), relu2 "
+                              "(squared ReLU)")
     bias: bool = Field(False, description="biases in linear layers, and in layernorm")
+    qkv_bias: bool = Field(False, description="biases of q, k and v (Qwen2), where bias is off")
     tied: bool = Field(False, description="the output matrix is the token embedding")
     window: int | None = Field(
         None, ge=1, description="keys that a query sees, its own among them (default: all up to its own)")
@@ -79,6 +86,11 @@ class Model(Section):
         0, ge=0, description="k: every k-th layer has no window, from the k-th on (Cohere2: 4); 0: none")
     qk_norm: bool = Field(False, description="RMSNorm of each head's q and k before their product")
     dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings, attention weights, sublayer outputs")
+
+    @property
+    def head_width(self) -> int:
+        """D, the channels of a head."""
+        return self.head_dim or self.n_embd // self.n_head
 
 
 class Train(Section):
@@ -363,10 +375,13 @@ def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
                    f"got {train.pose_length}")
         if train.min_lr > train.lr:
             yield f"{at('train.min_lr')}: must be at most train.lr = {train.lr}, got {train.min_lr}"
-    if model and model.n_embd % model.n_head:
-        yield f"{at('model.n_head')}: must divide model.n_embd = {model.n_embd}, got {model.n_head}"
+    if model and model.n_head % (model.n_kv_head or 1):
+        yield f"{at('model.n_kv_head')}: must divide model.n_head = {model.n_head}, got {model.n_kv_head}"
+    if model and model.head_dim is None and model.n_embd % model.n_head:
+        yield (f"{at('model.n_head')}: must divide model.n_embd = {model.n_embd}, got {model.n_head}; or set "
+               "model.head_dim")
     elif model and position:
-        for key, problem in position.problems(model.n_embd, model.n_head).items():
+        for key, problem in position.problems(model.n_embd, model.head_width).items():
             yield f"{at(f'position.{key}')}: {problem}"
     if model and model.full_every and model.window is None:
         yield f"{at('model.full_every')}: says which layers have no window; set model.window"

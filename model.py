@@ -3,8 +3,8 @@
 The default is Llama's block: RMSNorm, SwiGLU, no biases, untied output. configs/gpt2-block.toml is GPT-2's.
 There is no length limit here; only an encoding may have one.
 
-Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H, V vocabulary. Loss in nats
-per token.
+Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, G = n_kv_head (H by default), D
+channels of a head (C // H by default), V vocabulary. Loss in nats per token.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Cache:
         return positions
 
     def append(self, layer: int, new: list[Tensor]) -> list[Tensor]:
-        """All keys, values and features of a layer (B, H, Tk, D or F) after the new ones are added."""
+        """All keys, values (B, G, Tk, D), features (B, H, Tk, F) of a layer after the new ones are added."""
         old = self.layers[layer]
         if old is not None:
             new = [torch.cat(pair, dim=2) for pair in zip(old, new, strict=True)]
@@ -82,45 +82,55 @@ class Cache:
 class Attention(nn.Module):
     """Multi-head attention: softmax(encoding(q k^T / sqrt(D))) v. Vaswani et al. 2017, section 3.2.
 
+    With G < H heads of keys and values, H / G neighbouring heads of queries share one: grouped-query
+    attention, Ainslie et al. 2023, arXiv:2305.13245. The cache holds the G.
+
     Causal by index, whatever the positions; `is_causal = False` lifts the mask. With a window W a query sees
     W keys at most, its own among them (Hugging Face's convention).
     """
 
     def __init__(self, model: Model, window: int | None) -> None:
         super().__init__()
-        C = model.n_embd
-        self.n_head, self.head_dim, self.dropout = model.n_head, C // model.n_head, model.dropout
+        C, H, G, D = model.n_embd, model.n_head, model.n_kv_head or model.n_head, model.head_width
+        self.head_dim, self.dropout = D, model.dropout
         self.is_causal, self.window = True, window
-        self.q = nn.Linear(C, C, bias=model.bias)
-        self.k = nn.Linear(C, C, bias=model.bias)
-        self.v = nn.Linear(C, C, bias=model.bias)
-        self.o = nn.Linear(C, C, bias=model.bias)
+        self.q = nn.Linear(C, H * D, bias=model.bias or model.qkv_bias)
+        self.k = nn.Linear(C, G * D, bias=model.bias or model.qkv_bias)
+        self.v = nn.Linear(C, G * D, bias=model.bias or model.qkv_bias)
+        self.o = nn.Linear(H * D, C, bias=model.bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, cache: Cache | None) -> Tensor:
-        B, T, C = x.shape
-        q, k, v = (p(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)
-                   for p in (self.q, self.k, self.v))                   # (B, H, T, D) each
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                   for p in (self.q, self.k, self.v))                   # (B, H, T, D), (B, G, T, D) twice
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if at.temperature is not None:
             q = (q * at.temperature).to(q.dtype)
         features = encoding.features(x, at.layer)                       # (B, H, T, F) or None
         if cache is not None:
             new = [k, v] if features is None else [k, v, features]
-            k, v, *rest = cache.append(at.layer, new)                   # (B, H, Tk, D)
+            k, v, *rest = cache.append(at.layer, new)                   # (B, G, Tk, D)
             features = rest[0] if rest else None
         at = at._replace(features=features)
         attend = attend_fused if self._is_fused(q, encoding, at) else attend_in_blocks
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, encoding, at, self.is_causal, self.window, dropout)
-        return self.o(y.transpose(1, 2).reshape(B, T, C))
+        return self.o(y.transpose(1, 2).flatten(2))
 
     def _is_fused(self, q: Tensor, encoding: Encoding, at: At) -> bool:
         """Whether the fused kernel can serve this encoding here, and is worth it."""
         pays = q.shape[2] >= FOLD_FROM or q.device.type != "cpu"
         folds = encoding.can_fold and self.is_causal and at.in_order
         return not encoding.has_scores() or (folds and pays)
+
+
+def for_each_head(x: Tensor, n_head: int) -> Tensor:
+    """Keys or values (B, G, T, D) -> (B, H, T, D): head h of the queries has number h // (H / G).
+
+    Copies, since not every kernel takes fewer heads of keys, and one that does not would hold T x T logits.
+    """
+    return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
 
 
 def row_blocks(Tq: int, Tk: int, n_rows: int, is_causal: bool, window: int | None,
@@ -159,6 +169,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is
     if encoding.can_fold:
         q, k = encoding.fold(q, k, at)                                  # (B, H, T, D + extra) each
         v = F.pad(v, (0, q.shape[-1] - D))                              # the kernel wants equal widths
+    k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
     attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
     if window is None or window >= Tk:
         if Tq in (1, Tk) and at.documents is None:                      # one query: the last, it sees all
@@ -177,6 +188,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     Tk = k.shape[2]
     n_rows = max(1, MAX_BLOCK // (B * H * Tk))
     q_turned, k_turned = encoding.rotate(q, k, at)
+    k_turned, k, v = (for_each_head(x, H) for x in (k_turned, k, v))
     outputs = []
     for rows, keys, mask in row_blocks(Tq, Tk, n_rows, is_causal, window, q.device):
         logits = q_turned[:, :, rows] @ k_turned[:, :, keys].mT         # (B, H, rows, keys)
@@ -207,8 +219,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is not None:
             return self.down(F.silu(self.gate(x)) * self.up(x))
-        if self.kind == "gelu":
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        if self.kind != "relu2":
+            return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu" else "none"))
         return self.down(F.relu(self.up(x)).square())
 
 
@@ -332,13 +344,13 @@ class GPT(nn.Module):
         """Multiplications and additions of a training step per token at length T, forward and backward.
 
         6 for each weight of a matrix product, the output's V C included (2 forward, 4 backward; Kaplan et al.
-        2020, arXiv:2001.08361, section 2.1), and for each layer 6 C (T + 1) of causal attention: q k^T and
-        weights v take 2 C each for (T + 1) / 2 keys on average, times 3. PaLM and nanoGPT count the masked
-        half too: twice that.
+        2020, arXiv:2001.08361, section 2.1), and for each layer 6 H D (T + 1) of causal attention: q k^T
+        and weights v take 2 H D each for (T + 1) / 2 keys on average, times 3. PaLM and nanoGPT count the
+        masked half too: twice that.
         """
-        C = self.embedding.embedding_dim
+        width = sum(m.o.in_features for m in self.modules() if isinstance(m, Attention))        # n_layer H D
         weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
-        return 6 * (weights + self.embedding.weight.numel()) + 6 * len(self.blocks) * C * (T + 1)
+        return 6 * (weights + self.embedding.weight.numel()) + 6 * width * (T + 1)
 
 
 def pick_device(train: Train) -> torch.device:

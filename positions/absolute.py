@@ -47,7 +47,7 @@ class SinusoidalOptions(Options):
         "interleaved", description="interleaved: sin, cos, sin, cos ... as in the paper; half: all sines, "
                                    "then all cosines, as in fairseq")
 
-    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         if n_embd % 2:
             return {"encoding": f"needs an even model.n_embd for its pairs of sin and cos, got {n_embd}"}
         return {}

@@ -1,7 +1,7 @@
 """Biases on the logits that depend on what stands at the query, at the key, or between the two.
 
-Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H, P rows of a table.
-Angles in radians.
+Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channels of a head, P rows of a
+table. Angles in radians.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RelativeKey(Encoding):
         super().__init__(config)
         model = config.model
         self.max_distance = config.position.max_distance or config.train.seq_len - 1
-        table = torch.empty(model.n_layer, self.max_distance + 1, model.n_embd // model.n_head)
+        table = torch.empty(model.n_layer, self.max_distance + 1, model.head_width)
         self.table = nn.Parameter(nn.init.normal_(table, std=0.02))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
@@ -78,7 +78,7 @@ class RelativeKeyQuery(RelativeKey):
 
 
 class TransformerXLOptions(Options):
-    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         if n_embd % 2:
             return {"encoding": f"needs an even model.n_embd for its pairs of sin and cos, got {n_embd}"}
         return {}
@@ -88,7 +88,7 @@ class TransformerXL(Encoding):
     """Logits ((q_i + u) . k_j + (q_i + v) . W R[i - j]) / sqrt(D). Dai et al. 2019, arXiv:1901.02860, 3.3.
 
     R[d] = [sin(d f), cos(d f)], f_i = 10000^(-2i / C): a sinusoid of the distance over C channels, in the
-    order of the authors' code (sines first). W (C, C) is each layer's own; u and v (H, D) are shared by the
+    order of the authors' code (sines first). W (H D, C) is each layer's own; u and v (H, D) are shared by the
     layers, as is the default there (its large models untie them). Any distance is defined.
 
     With a = W^T (q_i + v), split into a_s for the sines and a_c for the cosines, and by the angle sum
@@ -103,11 +103,11 @@ class TransformerXL(Encoding):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        C, H = config.model.n_embd, config.model.n_head
+        C, H, D = config.model.n_embd, config.model.n_head, config.model.head_width
         self.n_embd = C
-        self.u = nn.Parameter(nn.init.normal_(torch.empty(H, C // H), std=0.02))
-        self.v = nn.Parameter(nn.init.normal_(torch.empty(H, C // H), std=0.02))
-        self.w = nn.Parameter(nn.init.normal_(torch.empty(config.model.n_layer, C, C), std=0.02))
+        self.u = nn.Parameter(nn.init.normal_(torch.empty(H, D), std=0.02))
+        self.v = nn.Parameter(nn.init.normal_(torch.empty(H, D), std=0.02))
+        self.w = nn.Parameter(nn.init.normal_(torch.empty(config.model.n_layer, H * D, C), std=0.02))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         D = q.shape[-1]
@@ -146,8 +146,7 @@ class CoPE(Encoding):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         model = config.model
-        self.table = nn.Parameter(torch.zeros(model.n_layer, config.position.max_pos,
-                                              model.n_embd // model.n_head))
+        self.table = nn.Parameter(torch.zeros(model.n_layer, config.position.max_pos, model.head_width))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         Tq, Tk = logits.shape[-2:]

@@ -1,6 +1,7 @@
 """What a position encoding is: three places at which it may act, and the options it declares.
 
-Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H. Angles in radians.
+Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, G = n_kv_head, D channels of a head.
+Angles in radians.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Options(BaseModel):
         "none", description="factor of the query at m, in all layers: log_n, max(1, ln(m + 1) / ln L), "
                             "by Su; ssmax, s ln(m + 1), s learned by head and layer (Nakanishi 2025)")
 
-    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
-        """Key -> what is wrong with it for heads of this size; empty where all is well."""
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        """Key -> what is wrong with it for a stream and heads of this width; empty where all is well."""
         return {}
 
 
@@ -92,15 +93,18 @@ class Encoding(nn.Module):
         return None
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """Queries (B, H, Tq, D) and keys (B, H, Tk, D) before the product. The cache holds unrotated keys."""
+        """Queries (B, H, Tq, D) and keys (B, H, Tk, D) before the product. The cache holds unrotated keys.
+
+        In grouped-query attention keys are still (B, G, Tk, D) here and in `fold`, so that each turns once.
+        """
         return q, k
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         """Logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries against all keys up to theirs.
 
         -inf stands where a query may not look, and must stay. q (B, H, Tq, D) and k (B, H, Tk, D) are as they
-        were before `rotate`. Overriding this leaves the fused kernel for explicit softmax in query blocks,
-        which hold a few numbers a logit at most.
+        were before `rotate`; heads that share a key each have a copy. Overriding this leaves the fused kernel
+        for explicit softmax in query blocks, which hold a few numbers a logit at most.
         """
         return logits
 

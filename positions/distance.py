@@ -2,7 +2,7 @@
 
 All are added after the division by sqrt(D), unscaled.
 
-Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D = C // H.
+Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channels of a head.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class T5Options(Options):
         128, ge=2, description="tokens; from here on all distances share the last bucket. Must exceed "
                                "num_buckets / 2")
 
-    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         n_exact = self.num_buckets // 2
         if self.max_distance <= n_exact:
             return {"max_distance": f"must exceed the {n_exact} distances with buckets of their own "

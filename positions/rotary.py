@@ -1,7 +1,7 @@
 """Rotary encodings: queries and keys turned by their positions, so that logits depend on the distance.
 
-Legend: B batch, T time (Tq queries, Tk keys), H = n_head, D = C // H, R = rotated channels. Angles in
-radians.
+Legend: B batch, T time (Tq queries, Tk keys), H = n_head, D channels of a head, R = rotated channels. Angles
+in radians.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class RotaryOptions(Options):
                                                   '{ method = "yarn", factor = 4.0 }; methods and their keys '
                                                   "below")
 
-    def rotary_dim(self, n_embd: int, n_head: int) -> int:
+    def rotary_dim(self, head_dim: int) -> int:
         """R, the number of channels of each head that rotate: all, here."""
-        return n_embd // n_head
+        return head_dim
 
-    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
-        D = n_embd // n_head
-        if D % 2:
-            return {"encoding": f"needs an even number of channels of a head (n_embd / n_head), got {D}"}
-        return self.scaling_problems(D)
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        if head_dim % 2:
+            return {"encoding": "needs an even number of channels of a head (head_dim, or n_embd / n_head), "
+                                f"got {head_dim}"}
+        return self.scaling_problems(head_dim)
 
     def scaling_problems(self, dim: int) -> dict[str, str]:
         """As `problems`, of scaling the frequencies of `dim` channels."""
@@ -52,16 +52,15 @@ class RoPEOptions(RotaryOptions):
         1.0, gt=0, le=1, description="share of each head's channels that rotate, R of them: GPT-NeoX 0.25, "
                                      "ChatGLM2 0.5; the rest carry no position")
 
-    def rotary_dim(self, n_embd: int, n_head: int) -> int:
+    def rotary_dim(self, head_dim: int) -> int:
         """R, the number of channels of each head that rotate."""
-        return round(self.fraction * (n_embd // n_head))
+        return round(self.fraction * head_dim)
 
-    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
-        D = n_embd // n_head
-        R = round(self.fraction * D, 6)
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        R = round(self.fraction * head_dim, 6)
         if R % 2 or not R:
-            return {"fraction": f"must rotate a whole, even number of the {D} channels of a head "
-                                f"(n_embd / n_head), got {R:g}"}
+            return {"fraction": f"must rotate a whole, even number of the {head_dim} channels of a head "
+                                f"(head_dim, or n_embd / n_head), got {R:g}"}
         return self.scaling_problems(int(R))
 
 
@@ -77,7 +76,7 @@ class RoPE(Encoding):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.base, self.layout = config.position.base, config.position.layout
-        self.rotary_dim = config.position.rotary_dim(config.model.n_embd, config.model.n_head)
+        self.rotary_dim = config.position.rotary_dim(config.model.head_width)
         self.seq_len = config.train.seq_len
         self.scaling: Scaling | None = config.position.scaling       # may be set on a trained model
 
@@ -106,15 +105,15 @@ class RoPE(Encoding):
 
 
 class RoPE2DOptions(RotaryOptions):
-    def rotary_dim(self, n_embd: int, n_head: int) -> int:
+    def rotary_dim(self, head_dim: int) -> int:
         """R, the number of channels of each head that each of the axes rotates: half."""
-        return n_embd // n_head // 2
+        return head_dim // 2
 
-    def problems(self, n_embd: int, n_head: int) -> dict[str, str]:
-        D = n_embd // n_head
-        if D % 4:
-            return {"encoding": f"needs a multiple of 4 channels of a head (n_embd / n_head), got {D}"}
-        return self.scaling_problems(D // 2)
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        if head_dim % 4:
+            return {"encoding": "needs a multiple of 4 channels of a head (head_dim, or n_embd / n_head), "
+                                f"got {head_dim}"}
+        return self.scaling_problems(head_dim // 2)
 
 
 class RoPE2D(RoPE):

@@ -87,6 +87,8 @@ def test_extends_in_a_circle_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("overrides", "key"), [
     (["model.n_head=5"], "model.n_head"),
+    (["model.n_kv_head=3"], "model.n_kv_head"),
+    (["model.head_dim=7"], "position.fraction"),
     (["train.accumulate=3"], "train.accumulate"),
     (["train.min_lr=1"], "train.min_lr"),
     (["position.layers=[7]"], "position.layers"),

@@ -137,3 +137,24 @@ def test_rope_has_no_table_to_outgrow(tiny) -> None:
     x, at = tokens((1, 8)), torch.arange(8)
     assert rope.inv_freq(16, 100).max() == 1
     torch.testing.assert_close(model(x, positions=at + 4096), model(x), atol=2e-2, rtol=1e-2)
+
+
+def test_biases_of_q_k_v_alone(tiny) -> None:
+    model = GPT(tiny("rope", "model.qkv_bias=true"))
+    biased = {name.split(".")[-2] for name, _ in model.named_parameters() if name.endswith(".bias")}
+    assert biased == {"q", "k", "v"}
+
+
+def test_gelu_exact_is_x_times_the_normal_distribution(tiny) -> None:
+    mlp = lively(tiny("rope", "model.mlp=gelu_exact")).double().blocks[0].mlp
+    x = torch.randn(2, 3, 32).double()
+    up = mlp.up(x)
+    torch.testing.assert_close(mlp(x), mlp.down(up * torch.distributions.Normal(0, 1).cdf(up)))
+
+
+def test_grouped_heads_of_their_own_width_cost_what_they_should(tiny) -> None:
+    config = tiny("rope", "model.n_head=6", "model.n_kv_head=2", "model.head_dim=10", "model.mlp=relu2")
+    model, C, T, V = GPT(config), 32, 40, 257
+    block = 2 * C * 60 + 2 * C * 20 + 2 * C * 4 * C
+    assert model.n_parameters() == 2 * (block + 2 * C) + C + 2 * V * C
+    assert model.flops_per_token(T) == 6 * (2 * block + V * C) + 6 * 2 * 60 * (T + 1)

@@ -25,6 +25,7 @@ from config import Config, UserError, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, pick_device
+from pretrained import is_pretrained, load_pretrained
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 
@@ -87,11 +88,17 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
 
 
 def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
-    """The model of a run, at its newest checkpoint, in evaluation mode, on the configured device."""
+    """The model of a run, at its newest checkpoint, in evaluation mode, on the configured device.
+
+    Or of a folder of Hugging Face: see pretrained.py.
+    """
     run_dir = Path(run_dir)
+    if is_pretrained(run_dir):
+        model, config, tokenizer = load_pretrained(run_dir)
+        return model.to(pick_device(config.train)).eval(), config, tokenizer
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
-                        "such as runs/quick")
+                        "such as runs/quick, or one of Hugging Face with a config.json")
     config = load_config(run_dir / "config.toml")
     tokenizer = load_tokenizer(read_meta(run_dir / "corpus.json")["tokenizer"]["name"])
     model = GPT(config)

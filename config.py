@@ -99,7 +99,9 @@ class Train(Section):
     accumulate: int = Field(1, ge=1, description="parts of a batch, one at a time to save memory; divides it")
     seq_len: int = Field(256, ge=2, description="tokens a sequence: the training length L")
     init_from: str = Field("", description="a run to start from in place of random weights, such as "
-                                           "runs/quick; with a longer seq_len, to fine-tune it there")
+                                           "runs/quick; with a longer seq_len, to fine-tune it there. Or a "
+                                           "folder of Hugging Face, which gives [model], [position] and "
+                                           "seq_len where the config does not")
     pose_length: int | None = Field(
         None, ge=2, description="PoSE: each sequence skips ahead once, so that its seq_len tokens stand "
                                 "anywhere in so many positions (default: no skip). At least seq_len")
@@ -150,14 +152,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     raw, origin = _read(Path(path), problems, ())
     is_whole = not problems     # else a missing key may stand in the part that could not be read
     _apply_overrides(raw, origin, overrides, problems)
-    sections = {name: _validate(name, raw.get(name, {}), origin, problems, str(path), is_whole)
-                for name in SECTIONS}
-    problems += _cross_checks(sections, origin)
-    if problems:
-        raise UserError(*problems)
-    if not sections["run"].dir:
-        sections["run"] = sections["run"].model_copy(update={"dir": str(Path("runs") / Path(path).stem)})
-    return Config(**sections)
+    raw, origin = _on_pretrained(raw, origin, problems)
+    config = _resolve(raw, origin, problems, str(path), is_whole)
+    if not config.run.dir:
+        run = config.run.model_copy(update={"dir": str(Path("runs") / Path(path).stem)})
+        config = config.model_copy(update={"run": run})
+    return config
+
+
+def config_from(tables: Raw, where: str) -> Config:
+    """A config of tables that were not read from TOML. Raises one UserError with all problems."""
+    return _resolve(tables, _said(tables, where), [], where, True)
 
 
 def to_toml(config: Config) -> str:
@@ -255,6 +260,38 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw,
         else:
             _merge(raw, origin, section, keys, f"in {path}")
     return raw, origin
+
+
+def _on_pretrained(raw: Raw, origin: Origin, problems: list[str]) -> tuple[Raw, Origin]:
+    """What was said, on top of the model, encoding and length of a folder of Hugging Face to start from."""
+    from pretrained import is_pretrained, read_tables  # here: it reads configs itself
+
+    folder = raw.get("train", {}).get("init_from")
+    if not isinstance(folder, str) or not is_pretrained(folder):
+        return raw, origin
+    try:
+        tables = read_tables(folder)
+    except UserError as error:
+        problems += error.problems
+        return raw, origin
+    origin = _said(tables, f"in {folder}/config.json") | origin
+    for section, keys in raw.items():
+        _merge(tables, {}, section, keys, "")
+    return tables, origin
+
+
+def _said(tables: Raw, where: str) -> Origin:
+    return {f"{section}.{key}": where for section, keys in tables.items() for key in keys}
+
+
+def _resolve(raw: Raw, origin: Origin, problems: list[str], where: str, is_whole: bool) -> Config:
+    """The tables against the schema. Raises one UserError with these and the problems so far."""
+    sections = {name: _validate(name, raw.get(name, {}), origin, problems, where, is_whole)
+                for name in SECTIONS}
+    problems += _cross_checks(sections, origin)
+    if problems:
+        raise UserError(*problems)
+    return Config(**sections)
 
 
 def _merge(raw: Raw, origin: Origin, section: str, keys: dict[str, Any], where: str) -> None:

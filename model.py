@@ -41,6 +41,13 @@ def is_every(k: int, layer: int) -> bool:
     return k > 0 and (layer + 1) % k == 0
 
 
+def encoded_layers(config: Config) -> set[int]:
+    """Layers in which the encoding acts, from 0."""
+    layers, named = config.position.layers, {"all": range(config.model.n_layer), "first": range(1)}
+    return {layer for layer in (named[layers] if isinstance(layers, str) else layers)
+            if not is_every(config.position.skip_every, layer)}
+
+
 def make_norm(model: Model) -> nn.Module:
     """RMSNorm or LayerNorm over C."""
     if model.norm == "rmsnorm":
@@ -259,10 +266,7 @@ class GPT(nn.Module):
         self.head = None if model.tied else nn.Linear(model.n_embd, model.vocab_size, bias=False)
         self._init_weights()
         self.encoding = ENCODINGS[config.position.encoding](config)     # last: the other weights are the same
-        layers = config.position.layers
-        named = {"all": range(model.n_layer), "first": range(1)}
-        self.encoded_layers = {layer for layer in (named[layers] if isinstance(layers, str) else layers)
-                               if not is_every(config.position.skip_every, layer)}
+        self.encoded_layers = encoded_layers(config)
         self.no_encoding: Encoding = NoPE(config)
         self.temperature = TEMPERATURES[config.position.temperature](config)
 

@@ -23,7 +23,7 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
                           env={**os.environ, "COLUMNS": "120"})
 
 
-@pytest.mark.parametrize("script", ["train.py", "eval.py", "sample.py", "data/prepare.py"])
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "sample.py", "export.py", "data/prepare.py"])
 def test_help_is_complete_and_a_wrong_call_is_one_line(script: str) -> None:
     done = run(script, "--help")
     assert done.returncode == 0 and done.stdout.count("\n") > 10 and f"`python {script}" in done.stdout

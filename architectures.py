@@ -1,0 +1,494 @@
+"""Architectures of Hugging Face that a config of ours describes: names of tensors and fields, both ways.
+
+An architecture is a table. export.py reads it from our side, pretrained.py from theirs, so that both agree.
+What a table does not mention must have our default value: an option that is new here stands in the way of an
+export until a table knows it. Nothing of transformers is imported; what it makes of these files is in tests.
+
+Legend: C = n_embd, H = n_head, G = n_kv_head, D channels of a head, R of them rotate, L tokens of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import rope
+from config import Config, Model, UserError
+from model import encoded_layers, hidden_width
+from positions import Options
+from positions.rotary import RoPEOptions, RotaryOptions
+from positions.scaling import NTK, SCALINGS, Base
+
+Fields = dict[str, Any]         # of a config.json
+Tables = dict[str, Fields]      # of ours: section -> key -> value
+LENGTH = "original_max_position_embeddings"
+
+LLAMA = {                       # their module -> ours, stacked row over row where there are several
+    "model.embed_tokens": ["embedding"],
+    "model.layers.N.input_layernorm": ["blocks.N.attention_norm"],
+    "model.layers.N.self_attn.q_proj": ["blocks.N.attention.q"],
+    "model.layers.N.self_attn.k_proj": ["blocks.N.attention.k"],
+    "model.layers.N.self_attn.v_proj": ["blocks.N.attention.v"],
+    "model.layers.N.self_attn.o_proj": ["blocks.N.attention.o"],
+    "model.layers.N.post_attention_layernorm": ["blocks.N.mlp_norm"],
+    "model.layers.N.mlp.gate_proj": ["blocks.N.mlp.gate"],
+    "model.layers.N.mlp.up_proj": ["blocks.N.mlp.up"],
+    "model.layers.N.mlp.down_proj": ["blocks.N.mlp.down"],
+    "model.norm": ["norm"],
+    "lm_head": ["head"],
+}
+SHAPE = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
+         "n_embd": "hidden_size", "n_hidden": "intermediate_size", "vocab_size": "vocab_size",
+         "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Rotary parameters
+
+ROPE_TYPES = {"pi": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn", "llama3": "llama3",
+              "longrope": "longrope"}
+KNOW_L = ("yarn", "llama3", "longrope")         # types that name the length before the extension
+
+
+def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, int]:
+    """Theirs for R = dim channels, and max_position_embeddings, of a model trained at L tokens."""
+    scaling = position.scaling
+    if scaling is None or isinstance(scaling, NTK | Base):      # the latter are nothing but another base
+        theta = position.base
+        if scaling is not None:
+            theta = scaling.base if isinstance(scaling, Base) else rope.ntk_base(dim, theta, scaling.factor)
+        return {"rope_type": "default", "rope_theta": theta}, L
+    original = scaling.original_length or L
+    theirs = scaling.model_dump(exclude_none=True, exclude={"method", "original_length"})
+    theirs |= {"rope_type": ROPE_TYPES[scaling.method], "rope_theta": position.base}
+    if theirs["rope_type"] in KNOW_L:
+        return {**theirs, LENGTH: original}, max(L, round(scaling.factor * original))
+    return theirs, original if scaling.is_dynamic else L        # dynamic counts from max_position_embeddings
+
+
+def read_rope_parameters(theirs: Fields, theta: float, max_length: int) -> tuple[Fields, int]:
+    """Our keys of [position], and L, of rope_parameters, or of rope_theta and rope_scaling before 5.0."""
+    given = {key: value for key, value in (theirs.get("rope_parameters") or theirs.get("rope_scaling")
+                                           or {}).items() if value is not None}
+    base = float(given.pop("rope_theta", theirs.get("rope_theta", theta)))
+    fraction = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0))
+    kind, older = given.pop("rope_type", "default"), given.pop("type", None)
+    kind = {"su": "longrope"}.get(older, older) or kind
+    original = given.pop(LENGTH, None)
+    original = theirs.get(LENGTH, original) if kind in KNOW_L else None
+    position: Fields = {"base": base}
+    if fraction != 1.0:
+        position["fraction"] = fraction
+    if kind == "default":
+        return position, max_length
+    method = {theirs: ours for ours, theirs in ROPE_TYPES.items()}.get(kind)
+    known = SCALINGS[method].model_fields if method else {}
+    unknown = [key for key in given if key not in known]
+    if not method or unknown:
+        what = f"rope_type {kind!r}" if not method else f"{', '.join(unknown)} of {kind}"
+        raise UserError(f"config.json: rope_parameters: {what} is not known here; known are default, "
+                        f"{', '.join(ROPE_TYPES.values())}")
+    L = int(original or max_length)
+    if kind in KNOW_L:
+        given.setdefault("factor", max_length / L)
+    numbers = {key: float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+               for key, value in given.items()}
+    return position | {"scaling": {"method": method, "original_length": L, **numbers}}, L
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Architectures
+
+
+class Architecture:
+    """One of theirs: what it can be, and its names. Subclasses are rows of the table ARCHITECTURES."""
+
+    model_type: ClassVar[str]
+    class_name: ClassVar[str]
+    modules: ClassVar[Mapping[str, list[str]]] = LLAMA
+    transposed: ClassVar[tuple[str, ...]] = ()          # modules whose weights they keep as (in, out)
+    encodings: ClassVar[Mapping[str, set[str]]]         # name -> keys of [position] that are free
+    fields: ClassVar[Mapping[str, str]] = SHAPE         # key of [model] -> theirs; these are free
+    block: ClassVar[Fields] = {}                        # keys of [model] that are not our defaults here
+    constants: ClassVar[Fields] = {}                    # their fields of which we know this value alone
+    defaults: ClassVar[Fields] = {}                     # their fields that may be missing
+    optional: ClassVar[tuple[str, ...]] = ()            # and those that may be null
+    length: ClassVar[str] = "max_position_embeddings"
+    prefix: ClassVar[str] = "model."                    # may be missing, where the bare decoder was saved
+
+    # From ours to theirs
+
+    def obstacles(self, config: Config) -> list[str]:
+        """What of a config this architecture cannot be, as `section.key = value`."""
+        model, position = config.model, config.position
+        found: Fields = {"position.encoding": position.encoding}
+        if position.encoding in self.encodings:
+            found = {f"position.{key}": getattr(position, key)
+                     for key in differing(position, type(position), {})
+                     if key not in self.encodings[position.encoding] | {"encoding"}}
+        free = {*self.fields, "head_dim", "dropout"}
+        found |= {f"model.{key}": getattr(model, key) for key in differing(model, Model, self.block)
+                  if key not in free}
+        if "n_kv_head" not in self.fields and model.n_kv_head not in (None, model.n_head):
+            found["model.n_kv_head"] = model.n_kv_head
+        if "head_dim" not in self.fields and model.head_width * model.n_head != model.n_embd:
+            found["model.head_dim"] = model.head_width
+        return [f"{key} = {value!r}" for key, value in found.items()]
+
+    def config_json(self, config: Config) -> Fields:
+        """Theirs, but for the tokens' ids."""
+        model = config.model
+        resolved = {**model.model_dump(), "n_hidden": hidden_width(model), "head_dim": model.head_width,
+                    "n_kv_head": model.n_kv_head or model.n_head}
+        return {"architectures": [self.class_name], "model_type": self.model_type, **self.constants,
+                **{theirs: resolved[ours] for ours, theirs in self.fields.items()},
+                **self.positions_json(config)}
+
+    def positions_json(self, config: Config) -> Fields:
+        """The fields that tell how positions are encoded, and how many."""
+        return {self.length: config.train.seq_len}
+
+    # From theirs to ours
+
+    def tables(self, theirs: Fields) -> Tables:
+        """[model], [position] and train.seq_len of a config.json. Raises UserError for what we are not."""
+        theirs = {**self.defaults, **theirs}
+        for key, value in self.constants.items():
+            if theirs.get(key, value) != value:
+                raise UserError(f"config.json: {key} = {theirs[key]!r} is not supported for "
+                                f"{self.class_name}; only {value!r} is")
+        wrong = [name for key, name in [*self.fields.items(), ("", self.length)]
+                 if not isinstance(theirs.get(name), int | float)
+                 and not (name in theirs and theirs[name] is None and name in self.optional)]
+        if wrong:
+            raise UserError(f"config.json: {', '.join(wrong)} must be there, and numbers, for "
+                            f"{self.class_name}")
+        model = {ours: theirs[name] for ours, name in self.fields.items()}
+        if model.get("n_kv_head") == model["n_head"]:           # as our defaults are
+            del model["n_kv_head"]
+        if model.get("head_dim") == model["n_embd"] / model["n_head"]:
+            del model["head_dim"]
+        position, L = self.position_table(theirs)
+        model = {key: value for key, value in (self.block | model).items() if value is not None}
+        return {"model": model, "position": position, "train": {"seq_len": L}}
+
+    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
+        """[position] and L."""
+        return {"encoding": next(iter(self.encodings))}, theirs.get(LENGTH) or theirs[self.length]
+
+    # Tensors
+
+    def names(self, ours: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+        """Their name -> ours, stacked row over row, for all that our model has."""
+        n_layer = len({name.split(".")[1] for name in ours if name.startswith("blocks.")})
+        for module, parts in self.modules.items():
+            for n in range(n_layer) if ".N." in module else [0]:
+                for kind in ("weight", "bias"):
+                    sources = [f"{part.replace('.N.', f'.{n}.')}.{kind}" for part in parts]
+                    if sources[0] in ours:
+                        yield f"{module.replace('.N.', f'.{n}.')}.{kind}", sources
+
+    def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+        """Our weights under their names, in layout half."""
+        weights = in_half_layout(weights, config)
+        names = list(self.names(weights))
+        assert {part for _, parts in names for part in parts} == set(weights), "a weight has no such name"
+        return {name: self._turned(name, torch.cat([weights[part] for part in parts])).contiguous()
+                for name, parts in names}
+
+    def import_tensors(self, theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+                       ) -> dict[str, Tensor]:
+        """Their tensors under our names, fp32. Raises UserError for one missing, misshapen or unknown."""
+        ours: dict[str, Tensor] = {}
+        left = {self.prefix * self._is_bare(name) + name: tensor for name, tensor in theirs.items()}
+        for name, parts in self.names(shapes):
+            if name not in left:
+                raise UserError(f"tensor {name} is missing; get the folder again, whole")
+            tensor = left.pop(name)
+            sizes = [shapes[part][0] for part in parts]
+            wanted = (sum(sizes), *shapes[parts[0]][1:])
+            turned = self._turned(name, tensor)
+            if turned.shape != wanted:
+                raise UserError(f"tensor {name}: has shape {tuple(tensor.shape)}, but config.json asks for "
+                                f"{tuple(wanted) if turned is tensor else tuple(wanted[::-1])}; take both "
+                                "from the same model")
+            ours.update(zip(parts, turned.float().contiguous().split(sizes), strict=True))
+        # masks and tables that older versions saved, and the copy of a tied embedding, are no weights of ours
+        unknown = [name for name in left if not name.endswith(
+            ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight"))]
+        if unknown:
+            raise UserError(f"tensor {unknown[0]} and {len(unknown) - 1} more are not {self.class_name}'s; "
+                            "config.json and weights are of different models")
+        return ours
+
+    def _is_bare(self, name: str) -> bool:
+        return not name.startswith((self.prefix, "lm_head."))
+
+    def _turned(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.t() if name.endswith(self.transposed) and tensor.dim() == 2 else tensor
+
+
+def differing(options: Model | Options, schema: type[Model] | type[Options], block: Fields) -> list[str]:
+    """Keys whose value is neither the schema's default nor, where it names one, the block's."""
+    return [key for key, field in schema.model_fields.items()
+            if getattr(options, key) != block.get(key, field.default)]
+
+
+def in_half_layout(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Queries and keys of layout "interleaved" in the order of "half"; both alike, so logits stay."""
+    position, model = config.position, config.model
+    weights = dict(weights)
+    if not isinstance(position, RotaryOptions) or position.layout == "half":
+        return weights
+    R, D = position.rotary_dim(model.head_width), model.head_width
+    for name, weight in weights.items():
+        if name.rpartition(".")[0].endswith(("attention.q", "attention.k", "q_norm", "k_norm")):
+            weights[name] = rope.to_half(weight, len(weight) // D, R)
+    return weights
+
+
+class Llama(Architecture):
+    """Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and what saves itself as such."""
+
+    model_type, class_name = "llama", "LlamaForCausalLM"
+    encodings = {"rope": {"base", "layout", "scaling"}}
+    fields = SHAPE | {"head_dim": "head_dim", "bias": "attention_bias"}
+    constants = {"hidden_act": "silu"}
+    defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
+                "mlp_bias": False, "max_position_embeddings": 2048, "num_key_value_heads": None,
+                "head_dim": None, "sliding_window": None}
+    optional = ("num_key_value_heads", "head_dim", "sliding_window")
+    theta: ClassVar[float] = 10_000.0
+
+    def obstacles(self, config: Config) -> list[str]:
+        is_odd = config.model.n_embd % config.model.n_head      # LlamaConfig refuses it, head_dim or not
+        return super().obstacles(config) + [f"model.n_head = {config.model.n_head}"] * bool(is_odd)
+
+    def config_json(self, config: Config) -> Fields:
+        biases = {"mlp_bias": config.model.bias} if "bias" in self.fields else {}
+        return super().config_json(config) | biases
+
+    def positions_json(self, config: Config) -> Fields:
+        position, D, L = config.position, config.model.head_width, config.train.seq_len
+        if not isinstance(position, RotaryOptions):
+            return {"rope_parameters": {"rope_type": "default", "rope_theta": self.theta}, self.length: L}
+        parameters, max_length = rope_parameters(position, position.rotary_dim(D), L)
+        return {"rope_parameters": parameters, self.length: max_length}
+
+    def tables(self, theirs: Fields) -> Tables:
+        if "bias" in self.fields and theirs.get("mlp_bias", False) != theirs.get("attention_bias", False):
+            raise UserError("config.json: attention_bias and mlp_bias differ; here linear layers have biases "
+                            "all or none (model.bias)")
+        if set(theirs.get("layer_types") or ()) - {"full_attention"}:
+            raise UserError("config.json: layer_types: sliding windows in some layers are not supported; "
+                            "only full_attention is")
+        return super().tables(theirs)
+
+    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
+        position, L = read_rope_parameters(theirs, self.theta, theirs[self.length])
+        encoding, free = next(iter(self.encodings.items()))
+        if not position.keys() <= free:
+            raise UserError(f"config.json: partial_rotary_factor {position['fraction']} is not "
+                            f"{self.class_name}'s; it rotates all channels")
+        return {"encoding": encoding, **position}, L
+
+
+class Qwen2(Llama):
+    """Llama with biases of q, k and v."""
+
+    model_type, class_name = "qwen2", "Qwen2ForCausalLM"
+    fields = SHAPE
+    block = {"qkv_bias": True}
+    constants = {"hidden_act": "silu", "use_sliding_window": False}
+    defaults = Llama.defaults | {"max_position_embeddings": 32_768}
+
+
+class Qwen3(Llama):
+    """Llama with an RMSNorm of each head's q and k, and heads of their own width."""
+
+    model_type, class_name = "qwen3", "Qwen3ForCausalLM"
+    modules = LLAMA | {"model.layers.N.self_attn.q_norm": ["blocks.N.attention.q_norm"],
+                       "model.layers.N.self_attn.k_norm": ["blocks.N.attention.k_norm"]}
+    fields = SHAPE | {"head_dim": "head_dim"}
+    block = {"qk_norm": True}
+    constants = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}
+    defaults = Llama.defaults | {"head_dim": 128, "max_position_embeddings": 32_768}
+
+    def obstacles(self, config: Config) -> list[str]:
+        return Architecture.obstacles(self, config)
+
+
+class Mistral(Llama):
+    """Llama with a sliding window in all layers, or none, and heads of any width."""
+
+    model_type, class_name = "mistral", "MistralForCausalLM"
+    fields = SHAPE | {"head_dim": "head_dim", "window": "sliding_window"}
+    defaults = Llama.defaults | {"num_key_value_heads": 8, "sliding_window": 4096,
+                                 "max_position_embeddings": 131_072}
+
+    def obstacles(self, config: Config) -> list[str]:
+        return Architecture.obstacles(self, config)
+
+
+class SmolLM3(Llama):
+    """Llama with layers that have no positions."""
+
+    model_type, class_name = "smollm3", "SmolLM3ForCausalLM"
+    encodings = {"rope": {"base", "layout", "scaling", "layers", "skip_every"}, "none": set()}
+    fields = SHAPE | {"bias": "attention_bias"}
+    constants = {"hidden_act": "silu", "use_sliding_window": False}
+    defaults = Llama.defaults | {"num_key_value_heads": 4, "tie_word_embeddings": True,
+                                 "max_position_embeddings": 32_768}
+    theta = 2_000_000.0
+
+    def positions_json(self, config: Config) -> Fields:
+        rotates = encoded_layers(config) if isinstance(config.position, RotaryOptions) else set()
+        flags = [int(layer in rotates) for layer in range(config.model.n_layer)]
+        return {"no_rope_layers": flags, **super().positions_json(config)}
+
+    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
+        n_layer, every = theirs["num_hidden_layers"], theirs.get("no_rope_layer_interval", 4)
+        rotates = theirs.get("no_rope_layers") or [(layer + 1) % every for layer in range(n_layer)]
+        layers = [layer for layer, is_on in enumerate(rotates[:n_layer]) if is_on]
+        position, L = super().position_table(theirs)
+        if not layers:
+            return {"encoding": list(self.encodings)[1]}, L
+        return position | ({} if len(layers) == n_layer else {"layers": layers}), L
+
+
+class Phi3(Llama):
+    """Llama with fused matrices, and partial rotary."""
+
+    model_type, class_name = "phi3", "Phi3ForCausalLM"
+    modules = {
+        **{theirs: ours for theirs, ours in LLAMA.items() if "_proj" not in theirs},
+        "model.layers.N.self_attn.qkv_proj": [f"blocks.N.attention.{part}" for part in "qkv"],
+        "model.layers.N.self_attn.o_proj": ["blocks.N.attention.o"],
+        "model.layers.N.mlp.gate_up_proj": ["blocks.N.mlp.gate", "blocks.N.mlp.up"],
+        "model.layers.N.mlp.down_proj": ["blocks.N.mlp.down"],
+    }
+    encodings = {"rope": {"base", "layout", "scaling", "fraction"}}
+    fields = SHAPE | {"window": "sliding_window"}
+    defaults = Llama.defaults | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    rope_types: ClassVar[tuple[str, ...]] = ("default", "longrope")
+
+    def obstacles(self, config: Config) -> list[str]:
+        found = super().obstacles(config)
+        scaling = getattr(config.position, "scaling", None)
+        if scaling and ROPE_TYPES.get(scaling.method, "default") not in self.rope_types:
+            found.append(f"position.scaling = {scaling.method!r}")
+        return found
+
+    def positions_json(self, config: Config) -> Fields:
+        position, D = config.position, config.model.head_width
+        assert isinstance(position, RoPEOptions)
+        fields = super().positions_json(config)
+        R, share = position.rotary_dim(D), position.fraction
+        # they round D times the share down
+        fields["rope_parameters"]["partial_rotary_factor"] = share if int(D * share) == R else (R + 0.5) / D
+        # Phi3Config prefers this field to that of rope_parameters
+        fields[LENGTH] = fields["rope_parameters"].get(LENGTH, config.train.seq_len)
+        return fields
+
+    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
+        position, L = super().position_table(theirs)
+        D = theirs["hidden_size"] // theirs["num_attention_heads"]
+        R = int(D * position.pop("fraction", 1.0))
+        return position | ({} if R == D else {"fraction": R / D}), L
+
+
+class GPT2(Architecture):
+    """GPT-2."""
+
+    model_type, class_name = "gpt2", "GPT2LMHeadModel"
+    modules = {
+        "transformer.wte": ["embedding"],
+        "transformer.wpe": ["encoding.table"],
+        "transformer.h.N.ln_1": ["blocks.N.attention_norm"],
+        "transformer.h.N.attn.c_attn": [f"blocks.N.attention.{part}" for part in "qkv"],
+        "transformer.h.N.attn.c_proj": ["blocks.N.attention.o"],
+        "transformer.h.N.ln_2": ["blocks.N.mlp_norm"],
+        "transformer.h.N.mlp.c_fc": ["blocks.N.mlp.up"],
+        "transformer.h.N.mlp.c_proj": ["blocks.N.mlp.down"],
+        "transformer.ln_f": ["norm"],
+        "lm_head": ["head"],
+    }
+    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    encodings = {"learned": set()}
+    fields = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "n_hidden": "n_inner",
+              "vocab_size": "vocab_size", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
+    block = {"norm": "layernorm", "mlp": "gelu", "bias": True}
+    constants = {"activation_function": "gelu_new", "scale_attn_weights": True,
+                 "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+    defaults = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_positions": 1024, "n_inner": None}
+    optional = ("n_inner",)
+    length, prefix = "n_positions", "transformer."
+
+    def config_json(self, config: Config) -> Fields:
+        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")     # 0.1 for GPT2Config, if nothing is said
+        return super().config_json(config) | dict.fromkeys(names, config.model.dropout)
+
+
+class MPT(Architecture):
+    """MPT: ALiBi, no biases at all, and the exact GELU."""
+
+    model_type, class_name = "mpt", "MptForCausalLM"
+    modules = {
+        "transformer.wte": ["embedding"],
+        "transformer.blocks.N.norm_1": ["blocks.N.attention_norm"],
+        "transformer.blocks.N.attn.Wqkv": [f"blocks.N.attention.{part}" for part in "qkv"],
+        "transformer.blocks.N.attn.out_proj": ["blocks.N.attention.o"],
+        "transformer.blocks.N.norm_2": ["blocks.N.mlp_norm"],
+        "transformer.blocks.N.ffn.up_proj": ["blocks.N.mlp.up"],
+        "transformer.blocks.N.ffn.down_proj": ["blocks.N.mlp.down"],
+        "transformer.norm_f": ["norm"],
+        "lm_head": ["head"],
+    }
+    encodings = {"alibi": set()}
+    fields = {"n_layer": "n_layers", "n_head": "n_heads", "n_embd": "d_model", "vocab_size": "vocab_size",
+              "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
+    block = {"norm": "layernorm", "mlp": "gelu_exact"}
+    constants = {"no_bias": True, "expansion_ratio": 4, "logit_scale": None}
+    defaults = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "max_seq_len": 2048}
+    length, prefix = "max_seq_len", "transformer."
+    attention: ClassVar[Fields] = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "clip_qkv": None,
+                                   "softmax_scale": None, "prefix_lm": False,
+                                   "attn_type": "multihead_attention"}
+    reach: ClassVar[int] = 64       # their bias is a table, of so many times L: the longest eval.py tries
+
+    def obstacles(self, config: Config) -> list[str]:
+        width = hidden_width(config.model)
+        return super().obstacles(config) + ([] if width == 4 * config.model.n_embd
+                                            else [f"model.n_hidden = {width}"])
+
+    def positions_json(self, config: Config) -> Fields:
+        L = config.train.seq_len
+        return {"attn_config": self.attention, self.length: self.reach * L, LENGTH: L}
+
+    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
+        for key, value in (theirs.get("attn_config") or {}).items():
+            if key in self.attention and value != self.attention[key]:
+                raise UserError(f"config.json: attn_config.{key} = {value!r} is not supported for "
+                                f"{self.class_name}; only {self.attention[key]!r} is")
+        return super().position_table(theirs)
+
+
+# the first that fits is taken: those that everybody reads come first
+ARCHITECTURES: dict[str, Architecture] = {
+    a.model_type: a for a in (Llama(), Qwen2(), Qwen3(), Mistral(), SmolLM3(), Phi3(), GPT2(), MPT())}
+
+
+def choose(config: Config) -> Architecture:
+    """The first architecture that is this config. Raises UserError with all that stands in the way."""
+    def distance(architecture: Architecture) -> tuple[bool, int]:
+        return config.position.encoding not in architecture.encodings, len(architecture.obstacles(config))
+
+    nearest = min(ARCHITECTURES.values(), key=distance)         # the first of equals
+    obstacles = nearest.obstacles(config)
+    if obstacles:
+        raise UserError(f"no architecture of Hugging Face is this model; in the way of the nearest, "
+                        f"{nearest.class_name}, stand {', '.join(obstacles)}")
+    return nearest

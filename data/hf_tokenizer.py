@@ -1,0 +1,207 @@
+"""Tokenizers of Hugging Face: ours written as their tokenizer.json, and any of theirs read for our use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from config import UserError
+from data.tokenizer import ByteTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    import tiktoken
+
+SEPARATOR = "<|endoftext|>"
+Pair = tuple[bytes, bytes]
+
+
+def _byte_characters() -> list[str]:
+    """The character that byte-level vocabularies write for each byte: itself where it shows, else 256 on."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
+
+
+CHARACTERS = _byte_characters()
+BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
+
+
+def written(token: bytes) -> str:
+    """A token's bytes as a byte-level vocabulary writes them."""
+    return "".join(CHARACTERS[byte] for byte in token)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Ours as theirs
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The content of tokenizer.json: same ids for text, and same text for ids.
+
+    One thing differs: theirs read the separator's name in text as the separator, ours as text.
+    """
+    if isinstance(tokenizer, PretrainedTokenizer):
+        return json.loads(tokenizer.inner.to_str())
+    encoding: tiktoken.Encoding | None = getattr(tokenizer, "encoding", None)
+    if encoding is None:
+        ranks = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)
+                 if token != tokenizer.eot}
+        return byte_level_json(ranks, None, tokenizer.eot)
+    return byte_level_json(encoding._mergeable_ranks, encoding._pat_str, tokenizer.eot)
+
+
+def byte_level_json(ranks: dict[bytes, int], pattern: str | None, eot: int) -> dict[str, Any]:
+    """tokenizer.json of a byte-level BPE: text is split by the pattern, pairs are joined by rank."""
+    splits = [] if pattern is None else [
+        {"type": "Split", "pattern": {"Regex": oniguruma(pattern)}, "behavior": "Isolated", "invert": False}]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0", "truncation": None, "padding": None,
+        "added_tokens": [{"id": eot, "content": SEPARATOR, "single_word": False, "lstrip": False,
+                          "rstrip": False, "normalized": False, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                  "ignore_merges": True,        # as tiktoken: a word that is a token is that token
+                  "vocab": {**{written(token): i for token, i in ranks.items()}, SEPARATOR: eot},
+                  "merges": [[written(a), written(b)] for a, b in merges(ranks)]},
+    }
+
+
+def merges(ranks: dict[bytes, int]) -> Iterator[Pair]:
+    """The pair that joins into each token of several bytes, in order of rank.
+
+    A token's bytes are joined as text is, the pair of the lowest rank first, until two are left. Nothing
+    around it can change that: a join across its border would keep the token from coming about.
+    """
+    for token in sorted((token for token in ranks if len(token) > 1), key=lambda token: ranks[token]):
+        parts = [token[i:i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            pairs = [(ranks.get(parts[i] + parts[i + 1], len(ranks)), i) for i in range(len(parts) - 1)]
+            rank, i = min(pairs)
+            if rank == len(ranks):
+                break
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:     # else it never comes about but as a whole word, which ignore_merges sees to
+            yield parts[0], parts[1]
+
+
+def oniguruma(pattern: str) -> str:
+    r"""A pattern of tiktoken's in the dialect of tokenizers: \z for the end, (?>...) for {n,m}+."""
+    possessive = re.sub(r"(\\p\{\w+\}|\[[^\]]*\]|\\?.)(\{\d+,\d*\})\+", r"(?>\1\2)", pattern)
+    return re.sub(r"(?<!\\)\$", r"\\z", possessive)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Theirs as ours
+
+
+class PretrainedTokenizer:
+    """A tokenizer.json: byte-level, or SentencePiece's kind, where "▁" is a space and <0x0A> a byte.
+
+    Text is UTF-8. Special tokens in it are text like any other. `token_bytes` makes bits per byte right for
+    byte-level ones. Where a normalizer changes text before it is cut (NFC of Qwen, the space that Llama 2
+    puts before a document) bytes are those of the changed text: for Llama 2, one too many a document.
+    """
+
+    def __init__(self, path: Path, eot: int) -> None:
+        from tokenizers import Tokenizer as Inner  # here: ordinary runs do not need the package
+
+        try:
+            text = path.read_text(encoding="utf-8")
+            self.inner = Inner.from_str(text)
+            self.about = json.loads(text)
+        except FileNotFoundError as error:
+            raise UserError(f"{path}: not there; convert another kind of tokenizer with transformers "
+                            "(AutoTokenizer, save_pretrained)") from error
+        except Exception as error:      # tokenizers raises no class of its own
+            raise UserError(f"{path}: not a tokenizer of the package tokenizers ({error}); get it "
+                            "again") from error
+        self.inner.encode_special_tokens = True
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        self.name, self.eot = f"hf:{eot}", eot
+        self.vocab_size = 1 + max([eot, *self.inner.get_vocab(with_added_tokens=True).values()])
+        self._added = {token["id"]: token for token in self.about["added_tokens"]}
+        parts = _types(self.about["decoder"])
+        self.is_byte_level = "ByteLevel" in parts
+        if not self.is_byte_level and not parts & {"Metaspace", "ByteFallback", "Replace"}:
+            raise UserError(f"{path}: decoder {', '.join(sorted(parts)) or 'none'}; only byte-level and "
+                            "SentencePiece's kind of tokenizer are supported")
+
+    @cached_property
+    def sha256(self) -> str:
+        """As that of our byte pair encodings, so that one of these is known in both forms."""
+        ids = hashlib.sha256()
+        for token in range(self.vocab_size):
+            added = self._added.get(token)
+            ids.update((added["content"].encode() if added else self.token_bytes(token)) + b"\0")
+        if self.about["normalizer"] is not None or not self.is_byte_level:
+            ids.update(json.dumps(self.about, sort_keys=True).encode())
+        return ids.hexdigest()
+
+    def encode(self, text: bytes) -> np.ndarray:
+        encoding = self.inner.encode(text.decode("utf-8"), add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint32)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that an id stands for; none for special tokens and those that do not exist."""
+        added, piece = self._added.get(token), self.inner.id_to_token(token)
+        if added or piece is None or token == self.eot:
+            return added["content"].encode() if added and not added["special"] else b""
+        if self.is_byte_level:
+            return bytes(BYTES[character] for character in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
+
+
+def _types(part: dict[str, Any] | None) -> set[str]:
+    """The types of a decoder, or of the sequence that it is."""
+    if part is None:
+        return set()
+    return {part["type"]}.union(*map(_types, part.get("decoders", ())))
+
+
+def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a folder of Hugging Face, given its config.json; ours, where it is our bytes.
+
+    The separator that opens documents is the beginning-of-sequence token, or the end's where there is none.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    tokenizer = PretrainedTokenizer(folder / "tokenizer.json", 0)
+    candidates = [found for end in ("bos_token", "eos_token") for found in (
+        tokenizer.inner.token_to_id(_content(settings.get(end))), config.get(f"{end}_id"))]
+    ids = [found[0] if isinstance(found, list) else found for found in candidates if found is not None]
+    if not ids:
+        raise UserError(f"{path}: names neither bos_token nor eos_token, one of which must open each "
+                        "document; add one")
+    tokenizer = PretrainedTokenizer(folder / "tokenizer.json", ids[0])
+    ours = ByteTokenizer()
+    if tokenizer.vocab_size == ours.vocab_size and tokenizer.eot == ours.eot and all(
+            tokenizer.token_bytes(token) == ours.token_bytes(token) for token in range(ours.vocab_size)):
+        return ours
+    return tokenizer
+
+
+def _content(token: Any) -> str:
+    """A special token of tokenizer_config.json, which is a string or a table; "" for none."""
+    return (token["content"] if isinstance(token, dict) else token) or ""
+
+
+def separator_name(tokenizer: Tokenizer) -> str:
+    """What the separator is called in tokenizer.json."""
+    if isinstance(tokenizer, PretrainedTokenizer):
+        return tokenizer.inner.id_to_token(tokenizer.eot) or SEPARATOR
+    return SEPARATOR

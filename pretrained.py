@@ -1,0 +1,111 @@
+"""A folder of Hugging Face as a model of ours: eval.py, sample.py and train.init_from take one like a run.
+
+It holds config.json, weights as safetensors, whole or in parts, and tokenizer.json. No pickle is read, no
+code of the folder is run, and nothing is fetched. What is supported stands in architectures.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from config import Config, UserError, config_from
+
+if TYPE_CHECKING:
+    from architectures import Architecture
+    from data.tokenizer import Tokenizer
+    from model import GPT
+
+WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
+
+
+def is_pretrained(folder: str | Path) -> bool:
+    """Whether it is a folder of Hugging Face, and no run of ours."""
+    return bool(str(folder)) and (Path(folder) / "config.json").is_file() and not (
+        Path(folder) / "config.toml").exists()
+
+
+def read_tables(folder: str | Path) -> dict[str, dict[str, Any]]:
+    """[model], [position] and train.seq_len of a folder. Raises UserError."""
+    architecture, theirs = _read_config(Path(folder))
+    try:
+        return architecture.tables(theirs)
+    except UserError as error:
+        raise UserError(*(f"{folder}: {problem}" for problem in error.problems)) from error
+
+
+def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
+    """Model (fp32, on the CPU), config and tokenizer. Raises UserError for what is missing or does not fit.
+
+    L, as train.seq_len, is what config.json says of the training before any scaling. The config names no
+    corpus.
+    """
+    from data.hf_tokenizer import read_tokenizer  # here: ordinary runs load none of these
+    from model import GPT
+
+    architecture, theirs = _read_config(folder)
+    tables = {**read_tables(folder), "run": {"dir": str(folder)}, "data": {"dir": ""}}
+    config = config_from(tables, f"in {folder}/config.json")
+    with torch.device("meta"):      # no numbers drawn, no memory taken: all weights are there already
+        model = GPT(config)
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    try:
+        weights = architecture.import_tensors(_read_weights(folder), shapes)
+        tokenizer = read_tokenizer(folder, theirs)
+    except UserError as error:
+        raise UserError(*(f"{folder}: {problem}" for problem in error.problems)) from error
+    model.load_state_dict(weights, assign=True)
+    if config.model.vocab_size and tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(f"{folder}: tokenizer.json has ids up to {tokenizer.vocab_size - 1}, the model "
+                        f"{config.model.vocab_size} of them; take both from the same model")
+    return model, config, tokenizer
+
+
+def _read_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
+    from architectures import ARCHITECTURES  # here: it reads configs itself
+
+    theirs = _read_json(folder / "config.json")
+    kind = theirs.get("model_type")
+    if kind not in ARCHITECTURES:
+        named = ", ".join(map(str, theirs.get("architectures") or [kind]))
+        raise UserError(f"{folder}: architecture {named} is not supported; supported are "
+                        f"{', '.join(a.class_name for a in ARCHITECTURES.values())}")
+    if theirs.get("quantization_config"):
+        raise UserError(f"{folder}: its weights are quantised; take the model as it was before that")
+    return ARCHITECTURES[kind], theirs
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors, from one file or from those that an index lists."""
+    names = [WEIGHTS]
+    if (folder / PARTS).is_file():
+        names = sorted(set(_read_json(folder / PARTS).get("weight_map", {}).values()))
+    elif not (folder / WEIGHTS).is_file():
+        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        only = f"only {pickles[0]}, a pickle, which is not read" if pickles else "no weights at all"
+        raise UserError(f"no {WEIGHTS}, {only}; save it again as safetensors")
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise UserError(f"{PARTS} lists {name}, which is not there; get the folder again, whole")
+        try:
+            tensors |= load_file(folder / name)
+        except SafetensorError as error:
+            raise UserError(f"{name}: damaged ({error}); get it again") from error
+    return tensors
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); get it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold a JSON object; get it again")
+    return content

@@ -1,0 +1,271 @@
+"""Runs as folders of Hugging Face: what transformers makes of them is what we make of them."""
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, tokens
+from safetensors.torch import load_file
+
+import rope
+from architectures import ARCHITECTURES, choose
+from checkpoint import load_run
+from config import UserError, load_config
+from data.prepare import prepare
+from export import export
+from model import autocast
+from positions import ENCODINGS
+from pretrained import load_pretrained
+from sample import generate
+from train import train
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+LONG = [1.0 + i / 4 for i in range(8)]
+GPT_BLOCK = ("model.norm=layernorm", "model.tied=true", "model.bias=true", "model.mlp=gelu")
+GQA = ("model.n_head=4", "model.n_kv_head=2", "model.n_embd=64")
+CASES = {       # name -> architecture, encoding, what else
+    "llama": ("llama", "rope"),
+    "tied": ("llama", "rope", "model.tied=true"),
+    "biases": ("llama", "rope", "model.bias=true"),
+    "grouped": ("llama", "rope", *GQA),
+    "interleaved": ("llama", "rope", *GQA, "position.layout=interleaved", "position.base=500.0"),
+    "base": ("llama", "rope", 'position.scaling={method="base",base=500000.0}'),
+    "ntk": ("llama", "rope", 'position.scaling={method="ntk",factor=4.0}'),
+    "pi": ("llama", "rope", 'position.scaling={method="pi",factor=4.0}'),
+    "dynamic": ("llama", "rope", 'position.scaling={method="dynamic_ntk",factor=2.0,original_length=16}'),
+    "yarn": ("llama", "rope", "position.layout=interleaved",
+             'position.scaling={method="yarn",factor=4.0,original_length=16,beta_fast=2.0}'),
+    "yarn, all said": ("llama", "rope", 'position.scaling={method="yarn",factor=8.0,attention_factor=1.25,'
+                                        "truncate=false,beta_fast=3.0,beta_slow=0.5}"),
+    "llama3": ("llama", "rope", 'position.scaling={method="llama3",factor=8.0}'),
+    "longrope": ("llama", "rope", f'position.scaling={{method="longrope",factor=4.0,short_factor={[1.0] * 8},'
+                                  f"long_factor={LONG}}}"),
+    "window": ("mistral", "rope", "model.window=7", "model.head_dim=12"),
+    "qwen2": ("qwen2", "rope", *GQA, "model.qkv_bias=true", "model.tied=true"),
+    "qwen3": ("qwen3", "rope", *GQA, "model.qk_norm=true", "model.head_dim=24",
+              "position.layout=interleaved"),
+    "layers": ("smollm3", "rope", *GQA, "model.n_layer=3", "position.layers=[0, 2]"),
+    "skip": ("smollm3", "rope", "model.n_layer=3", "position.skip_every=2",
+             'position.scaling={method="yarn",factor=4.0,beta_fast=2.0}'),
+    "first": ("smollm3", "rope", "position.layers=first", "position.layout=interleaved"),
+    "none": ("smollm3", "none", "model.tied=true"),
+    "partial": ("phi3", "rope", *GQA, "position.fraction=0.5", "position.layout=interleaved"),
+    "partial longrope": ("phi3", "rope", "position.fraction=0.25", "model.window=9", "model.n_head=1",
+                         f'position.scaling={{method="longrope",factor=4.0,short_factor={[1.0] * 4},'
+                         f"long_factor={LONG[:4]}}}"),
+    "learned": ("gpt2", "learned", *GPT_BLOCK, "train.seq_len=224", "train.batch_size=1"),
+    "learned untied": ("gpt2", "learned", *GPT_BLOCK, "model.tied=false", "model.n_hidden=48"),
+    "alibi": ("mpt", "alibi", "model.norm=layernorm", "model.mlp=gelu_exact", "model.n_head=4",
+              "model.tied=true"),
+    "alibi untied": ("mpt", "alibi", "model.norm=layernorm", "model.mlp=gelu_exact", "model.n_head=3",
+                     "model.n_embd=48"),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+LENGTH_CHANGES_ALL = {"dynamic", "longrope", "partial longrope"}        # but not keys that they cached
+BF16 = {"grouped": 150, "window": 150, "qwen2": 150, "qwen3": 150, "layers": 150, "partial longrope": 150,
+        "learned untied": 300, "alibi": 300}                            # steps: until the text is learned
+
+Exported = Callable[[str], tuple[Path, Path]]
+loaded: dict[Path, tuple] = {}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """case -> (run, folder), trained and exported once, on text that can be learned by heart."""
+    source = tmp_path_factory.mktemp("source")
+    for i in range(24):
+        text = b"The dog chased another dog, the cat sat by and saw it all. " * 40
+        (source / f"{i:02}.txt").write_bytes(text[3 * i:])
+    prepare(str(source), source / "corpus", "byte")
+    done: dict[str, tuple[Path, Path]] = {}
+
+    def make(case: str) -> tuple[Path, Path]:
+        if case in done:
+            return done[case]
+        folder = tmp_path_factory.mktemp("case")
+        architecture, encoding, *overrides = CASES[case]
+        path, steps = folder / "run.toml", BF16.get(case, 12)
+        path.write_text(f'[data]\ndir = "{source / "corpus"}"\n[position]\nencoding = "{encoding}"\n')
+        config = load_config(path, [*TINY, f"run.dir={folder / 'run'}", "train.batch_size=8", "train.lr=1e-2",
+                                    f"train.steps={steps}", "run.save_every=999", "run.eval_every=999",
+                                    *overrides])
+        with torch.enable_grad():
+            assert train(config, []) == 0
+        assert export(folder / "run", folder / "hf") == ARCHITECTURES[architecture].class_name
+        done[case] = folder / "run", folder / "hf"
+        return done[case]
+    return make
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def theirs_of(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def both(folders: tuple[Path, Path]) -> tuple:
+    """Our model, its config and tokenizer, and their model, each read once."""
+    if folders[1] not in loaded:
+        loaded[folders[1]] = *load_run(folders[0]), theirs_of(folders[1])
+    return loaded[folders[1]]
+
+
+@every_case
+def test_logits_are_ours_inside_and_far_beyond_the_training_length(case: str, exported: Exported) -> None:
+    ours, _, _, theirs = both(exported(case))
+    for T in (1, 16, 17, 32, 33, 600):
+        if (ours.encoding.max_length or T) >= T:
+            x = tokens((2, T), seed=T)
+            torch.testing.assert_close(theirs(x).logits, ours(x), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", BF16)
+def test_in_bf16_the_likeliest_token_is_the_same(case: str, exported: Exported) -> None:
+    """Ours as eval.py runs it, theirs as it is served. A window's first bytes leave open which word it is."""
+    ours, config, tokenizer, theirs = both(exported(case))
+    theirs = copy.deepcopy(theirs).bfloat16()
+    text = tokenizer.encode(b"The dog chased another dog, the cat sat by and saw it all. " * 40)
+    x = torch.tensor(text[:32 * 73].reshape(73, 32).astype(int))
+    settings = config.train.model_copy(update={"dtype": "bfloat16"})
+    with autocast(settings, torch.device("cpu")):
+        found = ours(x).argmax(-1)
+    is_same = (found == theirs(x).logits.argmax(-1))[:, 8:]
+    assert is_same.float().mean() >= 0.999
+    assert (found[:, 8:-1] == x[:, 9:]).float().mean() > 0.9            # it was learned
+
+
+@every_case
+def test_200_greedy_tokens_are_the_same(case: str, exported: Exported) -> None:
+    ours, _, tokenizer, theirs = both(exported(case))
+    n = min(200, (ours.encoding.max_length or 999) - 8)
+    assert n == 200 or case == "learned untied"         # L = 32 there
+    prompt = torch.tensor([[tokenizer.eot, *b"The cat"]])
+    is_cached = case not in LENGTH_CHANGES_ALL
+    found = theirs.generate(prompt, max_new_tokens=n, do_sample=False, use_cache=is_cached, eos_token_id=None,
+                            attention_mask=torch.ones_like(prompt))
+    expected = generate(ours, prompt, n, temperature=0) if is_cached else prompt
+    while expected.shape[1] < found.shape[1]:
+        expected = torch.cat((expected, ours(expected)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(found, expected)
+
+
+@every_case
+def test_there_and_back_is_the_same_bits(case: str, exported: Exported) -> None:
+    _, folder = exported(case)
+    ours, config, tokenizer, theirs = both(exported(case))
+    back, config_back, tokenizer_back = load_pretrained(folder)
+    assert tokenizer_back.sha256 == tokenizer.sha256
+    before, after = ours.state_dict(), back.state_dict()
+    assert before.keys() == after.keys()
+    if getattr(config.position, "layout", "half") == "interleaved":
+        D, R = config.model.head_width, ours.encoding.rotary_dim
+        for name in after:
+            if name.split(".")[-2] in ("q", "k", "q_norm", "k_norm"):
+                after[name] = rope.to_interleaved(after[name], len(after[name]) // D, R)
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight), name
+    x = tokens((2, 32))
+    torch.testing.assert_close(back(x), ours(x), atol=2e-5, rtol=0)     # the same but for the order of sums
+    assert config_back.train.seq_len == getattr(
+        getattr(config.position, "scaling", None), "original_length", None) or config.train.seq_len
+    again = folder.parent / "again"
+    export(folder, again)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert json.loads((again / name).read_text()) == json.loads((folder / name).read_text())
+    first, second = (load_file(path / "model.safetensors") for path in (folder, again))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@every_case
+def test_the_folder_needs_nothing_of_ours_and_opens_documents_as_we_do(case: str, exported: Exported) -> None:
+    _, folder = exported(case)
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json", "README.md"}
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        text = (folder / name).read_text()
+        assert "nanorope" not in text and "auto_map" not in text
+    theirs, tokenizer = both(exported(case))[3], transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == 256
+    assert theirs.generation_config.bos_token_id == theirs.generation_config.eos_token_id == 256
+    assert tokenizer("dog").input_ids == list(b"dog")
+    assert tokenizer("<|endoftext|>dog").input_ids == [256, *b"dog"]
+    assert f"{sum(p.numel() for p in theirs.parameters()):,} parameters" in (folder / "README.md").read_text()
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What has no equivalent
+
+FITS = {        # encodings that can leave, and with what
+    "rope": (), "none": (), "learned": GPT_BLOCK, "alibi": ("model.norm=layernorm", "model.mlp=gelu_exact")}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_encoding_leaves_or_is_refused_by_name(encoding: str, tiny) -> None:
+    if encoding in FITS:
+        choose(tiny(encoding, *FITS[encoding]))
+        return
+    with pytest.raises(UserError, match=rf"stand position.encoding = '{encoding}'$") as caught:
+        choose(tiny(encoding))
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(("overrides", "named"), [
+    (["position.temperature=log_n"], ["position.temperature = 'log_n'"]),
+    (["model.window=5", "model.full_every=2"], ["model.full_every = 2"]),
+    (["model.norm=layernorm", "model.mlp=relu2"], ["model.norm = 'layernorm'", "model.mlp = 'relu2'"]),
+    (["position.fraction=0.5", "model.qk_norm=true"], ["position.fraction = 0.5"]),
+    (["position.fraction=0.5", 'position.scaling={method="pi",factor=2.0}'], []),
+    (["model.qkv_bias=true", "position.layers=first"], ["position.layers = 'first'"]),
+])
+def test_what_stands_in_the_way_is_named_all_at_once(overrides: list[str], named: list[str], tiny) -> None:
+    with pytest.raises(UserError) as caught:
+        choose(tiny("rope", *overrides))
+    (problem,) = caught.value.problems
+    assert "\n" not in problem and all(text in problem for text in named), problem
+
+
+@pytest.mark.parametrize("encoding", ["learned", "alibi"])
+def test_a_block_that_is_not_theirs_is_refused(encoding: str, tiny) -> None:
+    with pytest.raises(UserError, match="stand model.norm = 'rmsnorm', model.mlp = 'swiglu'"):
+        choose(tiny(encoding))
+    with pytest.raises(UserError, match="stand position.learned = True$"):
+        choose(tiny("alibi", *FITS["alibi"], "position.learned=true"))
+
+
+def test_an_option_that_no_table_knows_stands_in_the_way(tiny, monkeypatch) -> None:
+    """New keys of [model] and of encodings are refused until they are thought about."""
+    config = tiny("rope")
+    for owner, key in ((type(config.model), "model.dream"), (type(config.position), "position.dream")):
+        fields = {**owner.model_fields, "dream": owner.model_fields["norm_eps" if "model" in key else "base"]}
+        part = config.model if "model" in key else config.position
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "__pydantic_fields__", fields)
+            object.__setattr__(part, "dream", 0.5)
+            with pytest.raises(UserError, match=f"{key} = 0.5"):
+                choose(config)
+            object.__delattr__(part, "dream")
+
+
+def test_out_dir_is_never_overwritten(tiny, tmp_path: Path) -> None:
+    with torch.enable_grad():
+        train(tiny("rope", "train.steps=1"), [])
+    (tmp_path / "out").mkdir()
+    export(tmp_path / "run", tmp_path / "out")                          # empty: fine
+    with pytest.raises(UserError, match="not empty"):
+        export(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(UserError, match="no run there"):
+        export(tmp_path / "nothing", tmp_path / "new")
+    assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))

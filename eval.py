@@ -1,13 +1,15 @@
 """Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--protocol fixed] [--extend yarn]`.
 
 Several protocols, because the usual number flatters. In all of them no window crosses a document, the same
-documents are used at every length, and sums and counts are kept, never means of means; in nonoverlap, sliding
-and fixed each target is scored once, and the targets are the same at every length. Windows begin wherever
-they fall, as in training: nothing is put in front of them.
+documents are used at every length, and sums and counts are kept, never means of means; in nonoverlap,
+rolling, sliding and fixed each target is scored once, and the targets are the same at every length. Windows
+begin wherever they fall, as in training: nothing is put in front of them.
 
   nonoverlap  The text is cut into blocks of the length and every token is scored (the ALiBi paper's number).
               Longer blocks have fewer tokens with little context, so it falls even for a model that ignores
               far context.
+  rolling     nonoverlap over every token of the documents. What is left over at a document's end is scored at
+              the end of a whole window. It is lm-evaluation-harness' loglikelihood_rolling.
   sliding     The window moves by a stride S and only what is new is scored: each target has at least
               length - S tokens before it. S = 1 is exact, and costs length forwards a token.
   fixed       Windows of every length end at the same place and only the last k tokens are scored: the same
@@ -52,7 +54,7 @@ from eval_show import plot, table
 from model import GPT, autocast
 from positions.extension import Extend, describe_extensions, extended, parse
 
-PROTOCOLS = ("nonoverlap", "sliding", "fixed", "position")
+PROTOCOLS = ("nonoverlap", "rolling", "sliding", "fixed", "position")
 PROBES = ("repeat", "copy", "passkey")
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
 PLAIN = Extend("plain", [])
@@ -95,6 +97,17 @@ def nonoverlap_windows(text: Text, longest: int, lengths: Sequence[int], max_tok
             for block in range(start, start + longest, length):
                 end = min(block + length, start + longest)              # the last block is shorter if need be
                 windows[length].append(Window(document, block, end, end - block))
+    return windows
+
+
+def rolling_windows(text: Text, length: int) -> list[Window]:
+    """Windows in which every token after the separator is scored once; a document's last reaches back."""
+    windows = []
+    for d, document in enumerate(text.documents):
+        n_targets = len(document) - 1
+        for start in range(0, n_targets, length):
+            end = min(start + length, n_targets)
+            windows.append(Window(d, max(0, end - length), end, end - start))
     return windows
 
 
@@ -213,6 +226,13 @@ class Evaluation:
         for length in self.possible:
             losses, seconds = self._score("nonoverlap", length, windows[length])
             yield self._record("nonoverlap", length, windows[length], losses, seconds)
+
+    def rolling(self) -> Iterator[dict[str, Any]]:
+        """A record for each possible length."""
+        for length in self.possible:
+            windows = rolling_windows(self.text, length)
+            losses, seconds = self._score("rolling", length, windows)
+            yield self._record("rolling", length, windows, losses, seconds)
 
     def sliding(self) -> Iterator[dict[str, Any]]:
         """A record for each possible length."""
@@ -348,12 +368,15 @@ def position_buckets(longest: int) -> list[tuple[int, int]]:
 
 def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
     """Validation documents of a prepared corpus (default: the run's own), or a text file as one document."""
+    if not source and not data_dir:
+        raise UserError("--data: missing; a folder of Hugging Face has no corpus of its own; give a text, or "
+                        "a prepared corpus")
     path = Path(source or data_dir)
     if path.is_file():
         return Text(path.stem, [read(Document(path), tokenizer)])
     corpus = Corpus(path)
     theirs = corpus.meta["tokenizer"]
-    if theirs != {"name": tokenizer.name, "sha256": tokenizer.sha256}:
+    if theirs["sha256"] != tokenizer.sha256:
         raise UserError(f"--data {path}: tokenizer {theirs['name']}, but the run was trained with "
                         f"{tokenizer.name}; prepare it with --tokenizer {tokenizer.name}")
     return Text(path.name, [corpus.tokens["val"][a:b] for a, b in itertools.pairwise(corpus.offsets["val"])])
@@ -401,13 +424,14 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
 
 def main() -> None:
     parser = argument_parser(__doc__ or "", describe_extensions())
-    parser.add_argument("run", metavar="RUN", help="a folder that train.py made")
+    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, or one of Hugging Face")
     parser.add_argument("--lengths", help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L)")
     parser.add_argument("--protocol", default=",".join(DEFAULT_PROTOCOLS),
                         help=f"from {','.join((*PROTOCOLS, *PROBES))} (default %(default)s)")
     parser.add_argument("--extend", action="append", default=[], metavar="METHOD",
                         help="also under a method that stretches the context; may be given several times")
-    parser.add_argument("--data", metavar="DIR_OR_FILE", help="corpus or text (default: the run's corpus)")
+    parser.add_argument("--data", metavar="DIR_OR_FILE", help="corpus or text (default: the run's corpus; "
+                        "a folder of Hugging Face has none)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
     parser.add_argument("--windows", type=int, default=32,
                         help="fixed, position, repeat, copy: windows; passkey: a quarter of it (default 32)")

@@ -10,7 +10,8 @@ from typing import Any
 
 def table(records: Sequence[dict[str, Any]], lengths: Sequence[int], L: int) -> Iterator[str]:
     """The figures by length, for the screen; "-" where the encoding cannot go."""
-    protocols = [p for p in ("nonoverlap", "sliding", "fixed") if any(r["protocol"] == p for r in records)]
+    found = {r["protocol"] for r in records}
+    protocols = [p for p in ("nonoverlap", "rolling", "sliding", "fixed") if p in found]
     for extend in dict.fromkeys(r["extend"] for r in records):
         mine = [r for r in records if r["extend"] == extend]
         cells = {(r["protocol"], r["length"]): r for r in mine if r["protocol"] in protocols}
@@ -57,7 +58,7 @@ def plot(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> N
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    styles = {"nonoverlap": "o--", "sliding": "^-.", "fixed": "s-"}
+    styles = {"nonoverlap": "o--", "rolling": "v:", "sliding": "^-.", "fixed": "s-"}
     curves = dict.fromkeys((r["extend"], r["protocol"]) for r in records
                            if r["protocol"] in (*styles, "position"))
     colors = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

@@ -37,7 +37,7 @@ def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("run", metavar="RUN", help="a folder that train.py made")
+    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, or one of Hugging Face")
     parser.add_argument("--prompt", default="", help="text to go on from (default: a document's start)")
     parser.add_argument("--tokens", type=int, default=300, help="how many to add (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8,

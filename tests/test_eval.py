@@ -24,6 +24,7 @@ from eval import (
     nonoverlap_windows,
     open_text,
     position_buckets,
+    rolling_windows,
     sliding_windows,
     token_losses,
 )
@@ -95,6 +96,16 @@ def test_short_lengths_are_compared_with_truncation_to_L_all_the_same(tiny) -> N
     at_L = next(r["nll_sum"] for r in whole if (r["protocol"], r["length"]) == ("fixed", 32))
     assert [r["length"] for r in records] == [8, 16]
     assert all(r["truncated_nll_sum"] == pytest.approx(at_L) for r in records)
+
+
+@pytest.mark.parametrize("length", [1, 7, 64, 1500, 99_999])
+def test_rolling_scores_every_token_once_in_whole_windows(length: int, corpus_dir: Path) -> None:
+    text = text_of(corpus_dir)
+    windows = rolling_windows(text, length)
+    everything = [(d, i) for d, document in enumerate(text.documents) for i in range(1, len(document))]
+    assert scored(windows) == everything
+    for w in windows:
+        assert w.end - w.start == min(length, len(text.documents[w.document]) - 1) and w.start >= 0
 
 
 def test_windows_depend_on_the_seed_and_the_text_alone(tiny, corpus_dir: Path) -> None:
@@ -260,7 +271,7 @@ def test_a_text_file_is_one_document_and_a_foreign_corpus_is_refused(tmp_path: P
     text = open_text(str(tmp_path / "a.txt"), "unused", ByteTokenizer())
     assert text.name == "a" and text.documents[0].tolist() == [256, *b"hello"]
     other = ByteTokenizer()
-    other.name = "other"
+    other.name, other.sha256 = "other", "of another vocabulary"
     with pytest.raises(UserError, match="trained with other"):
         open_text(None, str(corpus_dir), other)
     other.name, other.sha256 = "byte", "0" * 64                         # the same name, another vocabulary

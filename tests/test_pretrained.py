@@ -1,0 +1,280 @@
+"""Folders of Hugging Face as models of ours: we make of random weights what transformers makes of them."""
+
+import copy
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tokens
+from safetensors.torch import load_file, save_file
+
+import eval as eval_command
+import export as export_command
+import sample
+from checkpoint import load_run
+from config import UserError
+from data.hf_tokenizer import tokenizer_json
+from data.tokenizer import ByteTokenizer
+from export import export
+from model import autocast
+from positions.extension import EXTENSIONS, extended, parse
+from sample import generate
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZE = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.1,
+        "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": None}
+GROUPED = SIZE | {"num_key_value_heads": 2}
+
+
+def rope_parameters(kind: str, **more) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **more}}
+
+
+LLAMA3 = rope_parameters("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                         original_max_position_embeddings=32)
+YARN = rope_parameters("yarn", factor=4.0, original_max_position_embeddings=16)
+FACTORS = {"short_factor": [1.0] * 3, "long_factor": [1.5, 2.0, 4.0]}
+CASES = {       # name -> class, config, L
+    "llama": ("Llama", SIZE | {"tie_word_embeddings": False}, 64),
+    "llama, tied, grouped, llama3": ("Llama", GROUPED | LLAMA3 | {"tie_word_embeddings": True}, 32),
+    "llama, grouped, yarn": ("Llama", GROUPED | YARN, 16),
+    "llama, linear": ("Llama", GROUPED | rope_parameters("linear", factor=2.0), 64),
+    "llama, head_dim, biases": ("Llama", GROUPED | {"head_dim": 16, "attention_bias": True,
+                                                    "mlp_bias": True}, 64),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": 11, "head_dim": 10}, 64),
+    "smollm3": ("SmolLM3", GROUPED | YARN | {"no_rope_layers": [1, 0, 1]}, 16),
+    "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}, 64),
+    "qwen3": ("Qwen3", GROUPED | YARN | {"head_dim": 16}, 16),
+    "phi3": ("Phi3", GROUPED | {"sliding_window": 13, "original_max_position_embeddings": 64}
+             | rope_parameters("default", partial_rotary_factor=0.5), 64),
+    "phi3, longrope": ("Phi3", GROUPED | {"original_max_position_embeddings": 16} | rope_parameters(
+        "longrope", partial_rotary_factor=0.5, **FACTORS), 16),
+    "gpt2": ("GPT2", {"vocab_size": 300, "n_positions": 256, "n_embd": 48, "n_layer": 3, "n_head": 4,
+                      "initializer_range": 0.1, "bos_token_id": 256, "eos_token_id": 256}, 256),
+    "mpt": ("Mpt", {"vocab_size": 300, "max_seq_len": 640, "d_model": 48, "n_layers": 3, "n_heads": 6,
+                    "initializer_range": 0.1, "bos_token_id": 256, "eos_token_id": 256}, 640),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+Saved = Callable[[str], tuple[Path, torch.nn.Module]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """case -> (folder, their model), random weights saved once, in several files."""
+    done: dict[str, tuple[Path, torch.nn.Module]] = {}
+
+    def make(case: str) -> tuple[Path, torch.nn.Module]:
+        if case not in done:
+            name, config, _ = CASES[case]
+            torch.manual_seed(0)
+            theirs = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(
+                getattr(transformers, f"{name}Config")(**config)).eval()
+            for weight in theirs.parameters():          # norms and biases that do nothing would hide mistakes
+                if weight.dim() == 1:
+                    weight.copy_(1 + 0.3 * torch.randn_like(weight))
+            folder = tmp_path_factory.mktemp("theirs")
+            theirs.save_pretrained(folder, max_shard_size="60KB")
+            assert len(list(folder.glob("*.safetensors"))) > 1
+            (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer())))
+            done[case] = folder, theirs
+        return done[case]
+    return make
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@every_case
+def test_logits_inside_and_far_beyond_the_training_length(case: str, saved: Saved) -> None:
+    folder, theirs = saved(case)
+    ours, config, tokenizer = load_run(folder)
+    assert config.train.seq_len == CASES[case][2] and config.model.vocab_size == 300
+    assert isinstance(tokenizer, ByteTokenizer)
+    for T in (1, 16, 17, 64, 65, 600):
+        if (ours.encoding.max_length or T) >= T:
+            x = tokens((2, T), seed=T, vocab_size=300)
+            torch.testing.assert_close(ours(x), theirs(x).logits, atol=1e-4, rtol=0)
+
+
+@every_case
+def test_in_bf16_the_likeliest_token_is_the_same(case: str, saved: Saved) -> None:
+    """Ours as eval.py runs it, theirs as it is served, where one token is likelier by more than rounding."""
+    folder, theirs = saved(case)
+    ours, config, _ = load_run(folder)
+    x = tokens((16, 64), vocab_size=300)
+    best, second = ours(x).topk(2).values.unbind(-1)
+    is_decided = best - second > 0.1 * ours(x).std()
+    with autocast(config.train.model_copy(update={"dtype": "bfloat16"}), torch.device("cpu")):
+        found = ours(x).argmax(-1)
+    is_same = found == copy.deepcopy(theirs).bfloat16()(x).logits.argmax(-1)
+    assert is_decided.float().mean() > 0.7 and is_same[is_decided].float().mean() >= 0.999
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "longrope" not in case])    # see test_export.py
+def test_200_greedy_tokens_are_the_same(case: str, saved: Saved) -> None:
+    folder, theirs = saved(case)
+    ours, prompt = load_run(folder)[0], torch.tensor([[256, *b"The cat"]])
+    found = theirs.generate(prompt, max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0,
+                            attention_mask=torch.ones_like(prompt))
+    assert found.shape[1] == 208 and torch.equal(found, generate(ours, prompt, 200, temperature=0))
+
+
+@every_case
+def test_there_and_back_is_the_same_bits(case: str, saved: Saved, tmp_path: Path) -> None:
+    folder, theirs = saved(case)
+    assert export(folder, tmp_path / "back") == type(theirs).__name__
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    before, after = theirs.state_dict(), back.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    x = tokens((2, 40), vocab_size=300)
+    assert torch.equal(theirs(x).logits, back.eval()(x).logits)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Other ways to say the same
+
+
+def changed(folder: Path, to: Path, **fields) -> Path:
+    """A copy of a folder with other fields in config.json; None removes one."""
+    shutil.copytree(folder, to)
+    theirs = json.loads((to / "config.json").read_text()) | fields
+    (to / "config.json").write_text(json.dumps({k: v for k, v in theirs.items() if v is not None}))
+    return to
+
+
+def test_rotary_parameters_as_before_5_0(saved: Saved, tmp_path: Path) -> None:
+    folder, theirs = saved("llama, grouped, yarn")
+    old = changed(folder, tmp_path / "old", rope_parameters=None, rope_theta=10_000, rope_scaling={
+        "type": "yarn", "factor": 4, "original_max_position_embeddings": 16})
+    assert load_run(old)[1].position == load_run(folder)[1].position
+    plain = changed(folder, tmp_path / "plain", rope_parameters=None, rope_theta=500_000.0, rope_scaling=None)
+    position = load_run(plain)[1].position
+    assert position.base == 500_000 and position.scaling is None and load_run(plain)[1].train.seq_len == 64
+
+
+def test_names_and_files_of_older_folders(saved: Saved, tmp_path: Path) -> None:
+    """One file in place of many; GPT-2 without its prefix, with its masks; a tied head in it; bf16."""
+    folder, _ = saved("gpt2")
+    old = changed(folder, tmp_path / "old")
+    weights = {name.removeprefix("transformer."): w for path in sorted(old.glob("*.safetensors"))
+               for name, w in load_file(path).items()}
+    for path in old.glob("model*"):
+        path.unlink()
+    masks = {f"h.{n}.attn.bias": torch.ones(1, 1, 8, 8) for n in range(3)}
+    weights["lm_head.weight"] = weights["wte.weight"].clone()
+    save_file(weights | masks, old / "model.safetensors")
+    before, after = load_run(folder)[0].state_dict(), load_run(old)[0].state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    save_file({name: w.bfloat16() for name, w in weights.items()}, old / "model.safetensors")
+    for name, weight in load_run(old)[0].state_dict().items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, before[name].bfloat16().float())
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What is refused, in one line
+
+
+def problem_of(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        load_run(folder)
+    (problem,) = caught.value.problems
+    assert "\n" not in problem and str(folder) in problem, problem
+    return problem
+
+
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+    ({"attention_bias": True}, "attention_bias and mlp_bias differ"),
+    ({"rope_parameters": {"rope_type": "mrope", "mrope_section": [1]}}, "rope_type 'mrope' is not known"),
+    ({"rope_parameters": {**YARN["rope_parameters"], "mscale": 0.7}}, "mscale of yarn is not known"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"hidden_size": None}, "hidden_size must be there"),
+    ({"hidden_size": "48"}, "hidden_size must be there, and numbers"),
+    ({"num_key_value_heads": 3}, "n_kv_head"),
+    ({"hidden_size": 96}, "has shape"),
+    ({"num_hidden_layers": 4}, "tensor model.layers.3.input_layernorm.weight is missing"),
+    ({"num_hidden_layers": 2}, "more are not LlamaForCausalLM's"),
+    ({"quantization_config": {"bits": 4}}, "quantised"),
+    ({"vocab_size": 299}, "has shape"),
+])
+def test_a_config_that_does_not_fit_is_named(fields: dict, expected: str, saved: Saved,
+                                             tmp_path: Path) -> None:
+    folder, _ = saved("llama, grouped, yarn")
+    assert expected in problem_of(changed(folder, tmp_path / "changed", **fields))
+
+
+def test_files_that_are_not_there_or_not_read_are_named(saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved("llama, grouped, yarn")
+    broken = changed(folder, tmp_path / "broken")
+    first = sorted(broken.glob("model-*"))[0]
+    first.write_bytes(first.read_bytes()[:100])
+    assert "damaged" in problem_of(broken)
+    first.unlink()
+    assert "lists model-00001" in problem_of(broken)
+    for path in broken.glob("model*"):
+        path.unlink()
+    assert "no weights at all" in problem_of(broken)
+    (broken / "pytorch_model.bin").write_bytes(b"")
+    assert "pytorch_model.bin, a pickle" in problem_of(broken)
+    (broken / "config.json").write_text("{")
+    assert "not JSON" in problem_of(broken)
+    broken = changed(folder, tmp_path / "words")
+    (broken / "tokenizer.json").write_text("{}")
+    assert "not a tokenizer" in problem_of(broken)
+    (broken / "tokenizer.json").unlink()
+    assert "tokenizer.json: not there" in problem_of(broken)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The commands
+
+
+def test_eval_sample_and_export(saved: Saved, tmp_path: Path, monkeypatch, capsys) -> None:
+    folder = changed(saved("llama, grouped, yarn")[0], tmp_path / "llama")
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_bytes(b"The cat sat on the mat. " * 12)
+
+    def call(module, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        module.main()
+        return capsys.readouterr().out
+
+    how = ("--lengths", "8,64", "--extend", "pi", "--windows", "2")
+    with pytest.raises(UserError, match="--data: missing; a folder of Hugging Face has no corpus"):
+        call(eval_command, folder, *how)
+    assert "trained at L = 16, on a:" in call(eval_command, folder, *how, "--data", text)
+    content = json.loads((folder / "eval" / "a.json").read_text())
+    assert content["seq_len"] == 16 and {r["extend"] for r in content["records"]} == {None, "pi"}
+    assert call(sample, folder, "--prompt", "The", "--tokens", "5", "--top-k", "1").startswith("The")
+    assert "out: LlamaForCausalLM" in call(export_command, folder, out)
+    with pytest.raises(UserError, match="not empty"):
+        call(export_command, folder, out)
+
+
+def test_every_way_to_extend_applies(saved: Saved) -> None:
+    model, config, _ = load_run(saved("llama")[0])
+    x = tokens((1, 200), vocab_size=300)
+    plain = model(x)
+    factors = f"short_factor={[1.0] * 6},long_factor={[4.0] * 6}"
+    given = {"base": "base:base=1e6", "longrope": f"longrope:{factors}"}
+    for name in EXTENSIONS:
+        extend = parse(given.get(name, name))
+        assert all(method.problem(model, config, 200) is None for method in extend.methods)
+        with extended(model, config, extend.methods, 200):
+            assert (model(x) - plain).abs().max() > 1e-3, name
+        assert torch.equal(model(x), plain)

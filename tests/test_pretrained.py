@@ -17,13 +17,14 @@ import eval as eval_command
 import export as export_command
 import sample
 from checkpoint import load_run
-from config import UserError
+from config import UserError, load_config
 from data.hf_tokenizer import tokenizer_json
 from data.tokenizer import ByteTokenizer
 from export import export
 from model import autocast
 from positions.extension import EXTENSIONS, extended, parse
 from sample import generate
+from train import train
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -238,6 +239,48 @@ def test_files_that_are_not_there_or_not_read_are_named(saved: Saved, tmp_path: 
     assert "not a tokenizer" in problem_of(broken)
     (broken / "tokenizer.json").unlink()
     assert "tokenizer.json: not there" in problem_of(broken)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Fine-tuning
+
+
+def test_init_from_takes_model_encoding_and_length_from_the_folder(saved: Saved, tmp_path: Path,
+                                                                   corpus_dir: Path) -> None:
+    folder = changed(saved("llama, grouped, yarn")[0], tmp_path / "llama")
+    path = tmp_path / "tune.toml"
+    path.write_text(f'[data]\ndir = "{corpus_dir}"\n[train]\ninit_from = "{folder}"\nlr = 0.001\n')
+    config = load_config(path, ["train.steps=2", f"run.dir={tmp_path / 'tuned'}", "train.batch_size=4",
+                                "train.compile=off", "train.dtype=float32", "model.dropout=0.5"])
+    theirs = load_run(folder)[1]
+    assert config.model == theirs.model.model_copy(update={"dropout": 0.5})
+    assert (config.position, config.train.seq_len, config.train.lr) == (theirs.position, 16, 0.001)
+    assert load_config(path, ["train.seq_len=64"]).train.seq_len == 64
+    with torch.enable_grad():
+        assert train(config, []) == 0
+    model, again, _ = load_run(tmp_path / "tuned")
+    pairs = zip(model.parameters(), load_run(folder)[0].parameters(), strict=True)
+    assert again == config and all(0 < (a - b).abs().max() < 0.01 for a, b in pairs)    # two steps away
+    shutil.rmtree(folder)
+    assert load_run(tmp_path / "tuned")[1] == config                    # a run needs it no more
+
+
+def test_init_from_another_model_is_refused_by_what_differs(saved: Saved, tmp_path: Path,
+                                                            corpus_dir: Path) -> None:
+    folder = saved("llama, grouped, yarn")[0]
+    path = tmp_path / "tune.toml"
+    path.write_text(f'[data]\ndir = "{corpus_dir}"\n[train]\ninit_from = "{folder}"\n')
+    for override in ("model.n_layer=2", "position.encoding=alibi"):
+        config, key = load_config(path, [override, f"run.dir={tmp_path / 'run'}"]), override.split("=")[0]
+        with pytest.raises(UserError) as caught:
+            train(config, [])
+        assert key in caught.value.problems[0] and "its model is another" in caught.value.problems[0]
+    wrong = changed(folder, tmp_path / "wrong", model_type="mamba")
+    path.write_text(f'[data]\ndir = "{corpus_dir}"\n[train]\ninit_from = "{wrong}"\nstep = 1\n')
+    with pytest.raises(UserError) as caught:
+        load_config(path)
+    assert ["is not supported" in problem for problem in caught.value.problems].count(True) == 1
+    assert any("train.step" in problem for problem in caught.value.problems)
 
 
 # -----------------------------------------------------------------------------------------------------------

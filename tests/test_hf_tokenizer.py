@@ -1,0 +1,191 @@
+"""Tokenizers of Hugging Face: ours as theirs give the same ids and text, theirs as ours give bytes back."""
+
+import functools
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import tiktoken
+from conftest import needs
+
+from config import UserError
+from data.hf_tokenizer import PretrainedTokenizer, merges, oniguruma, read_tokenizer, tokenizer_json
+from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+tokenizers = pytest.importorskip("tokenizers")
+
+RANGES = [(0, 32), (32, 127), (127, 256), (0x300, 0x370), (0x370, 0x600), (0x900, 0xE00), (0x2000, 0x2070),
+          (0x3000, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A0), (0xE000, 0x10000), (0x1F300, 0x1FAFF),
+          (0x10000, 0x110000)]
+PIECES = ["'s", "'LL", "don't", "  ", "\n\n", "\r\n", " \t ", "12345", " 1", "word", " Word", "\u200d",
+          "\x85", "\u00a0", "\ufeff", "\x00", "<|endoftext|", "e\u0301", "!?", "x" * 20]
+
+
+def strings(n: int, seed: int = 0) -> list[str]:
+    """Any Unicode: letters, marks, digits, white space, controls, unassigned, and the empty string."""
+    rng = random.Random(seed)
+
+    def piece() -> str:
+        if rng.random() < 0.4:
+            return rng.choice(PIECES)
+        start, end = rng.choice(RANGES)
+        return "".join(chr(rng.randrange(start, end)) for _ in range(rng.randrange(1, 5)))
+
+    return ["", *("".join(piece() for _ in range(rng.randrange(12))) for _ in range(n - 1))]
+
+
+@functools.cache
+def trained(pattern: str, size: int = 600) -> tiktoken.Encoding:
+    """A byte pair encoding of our own: pairs joined in the order of how often they stand in some text."""
+    text = " ".join(strings(100, 1)) + "the cat sat on the mat, the cat's 1234 hats. " * 40
+    words = [[bytes([b]) for b in word.encode()] for word in text.split(" ")]
+    ranks = {bytes([b]): b for b in range(256)}
+    while len(ranks) < size:
+        counts: dict[tuple[bytes, bytes], int] = {}
+        for word in words:
+            for pair in zip(word, word[1:], strict=False):
+                counts[pair] = counts.get(pair, 0) + 1
+        a, b = max(counts, key=lambda pair: (counts[pair], pair))
+        ranks[a + b] = len(ranks)
+        for word in words:
+            i = 0
+            while i < len(word) - 1:
+                if word[i] == a and word[i + 1] == b:
+                    word[i:i + 2] = [a + b]
+                i += 1
+    return tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": size})
+
+
+class Own:
+    """What our byte pair encodings have in common."""
+
+    def __init__(self, encoding: tiktoken.Encoding) -> None:
+        self.encoding, self.eot, self.vocab_size = encoding, encoding.eot_token, encoding.n_vocab
+
+    def encode(self, text: bytes):
+        return self.encoding.encode_to_numpy(text.decode(), disallowed_special=())
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"" if token == self.eot else self.encoding.decode_single_token_bytes(token)
+
+
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
+          r"\s*[\r\n]|\s+(?!\S)|\s")
+
+
+def ours(name: str, monkeypatch) -> Tokenizer:
+    if name == "gpt2":
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(needs("tiktoken")))
+    if name in ("byte", "gpt2"):
+        return load_tokenizer(name)
+    return Own(trained(GPT2 if name == "own" else CL100K))
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2", "own", "own, cl100k"])
+def test_ids_and_text_of_10_000_strings(name: str, tmp_path: Path, monkeypatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    mine = ours(name, monkeypatch)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(mine)))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    texts = strings(10_000)
+    ids = [mine.encode(text.encode()).tolist() for text in texts]
+    assert theirs(texts).input_ids == ids
+    assert theirs.batch_decode(ids) == texts == [decode(mine, row) for row in ids]
+    rng = random.Random(1)          # ids that no text has: bytes that are not UTF-8
+    ids = [[rng.randrange(mine.vocab_size) for _ in range(rng.randrange(9))] for _ in range(10_000)]
+    assert theirs.batch_decode(ids, skip_special_tokens=True) == [decode(mine, row) for row in ids]
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2", "own, cl100k"])
+def test_ours_come_back(name: str, tmp_path: Path, monkeypatch) -> None:
+    mine = ours(name, monkeypatch)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(mine)))
+    back = read_tokenizer(tmp_path, {"bos_token_id": mine.eot})
+    assert isinstance(back, ByteTokenizer) == (name == "byte")
+    assert (back.vocab_size, back.eot) == (mine.vocab_size, mine.eot)
+    assert all(back.token_bytes(token) == mine.token_bytes(token) for token in range(mine.vocab_size))
+    for text in (*strings(300), "a <|endoftext|> in text is text"):
+        ids = back.encode(text.encode())
+        assert ids.tolist() == mine.encode(text.encode()).tolist()
+    if name == "gpt2":
+        assert back.sha256 == mine.sha256
+
+
+def test_merges_join_as_text_is_joined() -> None:
+    """("b", "c") is the cheapest pair, so "abc" comes of "a" and "bc", though "ab" is a token too; and "ccc",
+    of which no part is one, of nothing."""
+    ranks = {b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"ab": 4, b"abc": 5, b"cab": 6, b"ccc": 7}
+    assert list(merges(ranks)) == [(b"b", b"c"), (b"a", b"b"), (b"a", b"bc"), (b"c", b"ab")]
+
+
+def test_possessive_counts_become_atomic() -> None:
+    assert oniguruma(r"\p{N}{1,3}+|[\r\n]{2,}+|\s++$|\$") == r"(?>\p{N}{1,3})|(?>[\r\n]{2,})|\s++\z|\$"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Theirs
+
+
+def sentencepiece_like(metaspace: bool) -> dict:
+    """The form of Llama 2's tokenizer.json, or with a Metaspace as newer converters write it."""
+    letters = ["▁", *"thecasmdonä", "▁the", "▁c", "at", "▁cat", "he"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{b:02X}>": 3 + b for b in range(256)}}
+    vocab |= {piece: len(vocab) + i for i, piece in enumerate(letters)}
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    meta = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    special = [{"id": vocab[name], "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": True} for name in ("<unk>", "<s>", "</s>")]
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
+        "normalizer": None if metaspace else {
+            "type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]},
+        "pre_tokenizer": meta if metaspace else None, "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+                  "vocab": vocab, "merges": [["h", "e"], ["▁", "c"], ["a", "t"], ["▁c", "at"]]},
+    }
+
+
+@pytest.mark.parametrize("metaspace", [False, True])
+def test_sentencepiece_gives_all_bytes_and_the_space_in_front(metaspace: bool, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(sentencepiece_like(metaspace)))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    tokenizer = read_tokenizer(tmp_path, {})
+    assert tokenizer.eot == 1 and tokenizer.token_bytes(1) == b"" == tokenizer.token_bytes(99_999)
+    for text in ("the cat sat", "äöü \n\t the  cat", "</s> is text", "日本", "a"):
+        ids = tokenizer.encode(text.encode()).tolist()
+        assert b"".join(map(tokenizer.token_bytes, ids)) == b" " + text.encode()
+        assert not {0, 1, 2} & set(ids)
+
+
+def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:
+    content = tokenizer_json(ByteTokenizer())
+    added = content["added_tokens"]
+    added += [{**added[0], "id": 257, "content": "<tool>", "special": False},
+              {**added[0], "id": 258, "content": "<|im_end|>"}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = read_tokenizer(tmp_path, {"eos_token_id": [256, 258]})
+    assert isinstance(tokenizer, PretrainedTokenizer) and tokenizer.eot == 256
+    assert tokenizer.vocab_size == 259
+    assert (tokenizer.token_bytes(257), tokenizer.token_bytes(258)) == (b"<tool>", b"")
+    ids = tokenizer.encode(b"a<tool>b<|im_end|>").tolist()
+    assert 257 in ids and 258 not in ids and decode(tokenizer, ids) == "a<tool>b<|im_end|>"
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    content = tokenizer_json(ByteTokenizer())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="neither bos_token nor eos_token"):
+        read_tokenizer(tmp_path, {})
+    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="decoder WordPiece"):
+        read_tokenizer(tmp_path, {"bos_token_id": 256})

@@ -1,0 +1,52 @@
+"""lm-evaluation-harness loads an exported folder, and its rolling perplexity is our protocol `rolling`."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, words
+
+from checkpoint import load_run
+from config import load_config
+from eval import Evaluation, Text, open_text, rolling_windows
+from export import export
+from train import train
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("accelerate", reason="lm_eval's models need accelerate: pip install 'lm-eval[hf]'")
+
+
+def test_windows_are_those_of_rolling() -> None:
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    for n, length in ((1, 8), (7, 8), (8, 8), (9, 8), (61, 8), (64, 8), (30, 1), (5, 99)):
+        document = np.arange(100, 101 + n)
+        theirs = list(map(make_disjoint_window, get_rolling_token_windows(
+            document[1:].tolist(), document[0], length, context_len=1)))
+        ours = [(document[w.start:w.end + 1 - w.n_scored], document[w.end + 1 - w.n_scored:w.end + 1])
+                for w in rolling_windows(Text("x", [document]), length)]
+        assert [(context.tolist(), targets.tolist()) for context, targets in ours] == theirs
+
+
+def test_bits_per_byte_are_ours(tmp_path: Path, corpus_dir: Path, monkeypatch) -> None:
+    """By the task file that the README shows, on a text of 94 windows and a rest, not all of it ASCII."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(f'[data]\ndir = "{corpus_dir}"\n[position]\nencoding = "rope"\n')
+    train(load_config("run.toml", [*TINY, "run.dir=run", "train.lr=1e-2", "train.steps=40"]), [])
+    export(Path("run"), Path("out"))
+    text = words(99, 94 * 32 + 7) + "é\n\n".encode()
+    Path("my-text.txt").write_bytes(text)
+    Path("my_text.yaml").write_text((ROOT / "README.md").read_text().split("```yaml\n")[1].split("```")[0])
+    found = lm_eval.simple_evaluate(
+        "hf", "pretrained=out,dtype=float32,max_length=32", ["my_text"], device="cpu", batch_size=16,
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), bootstrap_iters=0)
+    model, config, tokenizer = load_run("run")
+    ours = open_text("my-text.txt", "", tokenizer)
+    (record,) = Evaluation(model, ours, tokenizer, config, ["rolling"], [32], 8, 8, 1, 0).run()
+    assert record["bytes"] == len(text)
+    assert found["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(record["bpb"], abs=1e-5)

@@ -19,12 +19,10 @@ import rope
 from config import Config, Model, UserError
 from model import encoded_layers, hidden_width
 from positions import Options
+from positions.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters
 from positions.rotary import RoPEOptions, RotaryOptions
-from positions.scaling import NTK, SCALINGS, Base
 
-Fields = dict[str, Any]         # of a config.json
 Tables = dict[str, Fields]      # of ours: section -> key -> value
-LENGTH = "original_max_position_embeddings"
 
 LLAMA = {                       # their module -> ours, stacked row over row where there are several
     "model.embed_tokens": ["embedding"],
@@ -43,64 +41,6 @@ LLAMA = {                       # their module -> ours, stacked row over row whe
 SHAPE = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
          "n_embd": "hidden_size", "n_hidden": "intermediate_size", "vocab_size": "vocab_size",
          "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Rotary parameters
-
-ROPE_TYPES = {"pi": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn", "llama3": "llama3",
-              "longrope": "longrope"}
-KNOW_L = ("yarn", "llama3", "longrope")         # types that name the length before the extension
-
-
-def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, int]:
-    """Theirs for R = dim channels, and max_position_embeddings, of a model trained at L tokens."""
-    scaling = position.scaling
-    if scaling is None or isinstance(scaling, NTK | Base):      # the latter are nothing but another base
-        theta = position.base
-        if scaling is not None:
-            theta = scaling.base if isinstance(scaling, Base) else rope.ntk_base(dim, theta, scaling.factor)
-        return {"rope_type": "default", "rope_theta": theta}, L
-    original = scaling.original_length or L
-    theirs = scaling.model_dump(exclude_none=True, exclude={"method", "original_length"})
-    theirs |= {"rope_type": ROPE_TYPES[scaling.method], "rope_theta": position.base}
-    if theirs["rope_type"] in KNOW_L:
-        return {**theirs, LENGTH: original}, max(L, round(scaling.factor * original))
-    return theirs, original if scaling.is_dynamic else L        # dynamic counts from max_position_embeddings
-
-
-def read_rope_parameters(theirs: Fields, theta: float, max_length: int) -> tuple[Fields, int]:
-    """Our keys of [position], and L, of rope_parameters, or of rope_theta and rope_scaling before 5.0."""
-    given = {key: value for key, value in (theirs.get("rope_parameters") or theirs.get("rope_scaling")
-                                           or {}).items() if value is not None}
-    base = float(given.pop("rope_theta", theirs.get("rope_theta", theta)))
-    fraction = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0))
-    kind, older = given.pop("rope_type", "default"), given.pop("type", None)
-    kind = {"su": "longrope"}.get(older, older) or kind
-    original = given.pop(LENGTH, None)
-    original = theirs.get(LENGTH, original) if kind in KNOW_L else None
-    position: Fields = {"base": base}
-    if fraction != 1.0:
-        position["fraction"] = fraction
-    if kind == "default":
-        return position, max_length
-    method = {theirs: ours for ours, theirs in ROPE_TYPES.items()}.get(kind)
-    known = SCALINGS[method].model_fields if method else {}
-    unknown = [key for key in given if key not in known]
-    if not method or unknown:
-        what = f"rope_type {kind!r}" if not method else f"{', '.join(unknown)} of {kind}"
-        raise UserError(f"config.json: rope_parameters: {what} is not known here; known are default, "
-                        f"{', '.join(ROPE_TYPES.values())}")
-    L = int(original or max_length)
-    if kind in KNOW_L:
-        given.setdefault("factor", max_length / L)
-    numbers = {key: float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-               for key, value in given.items()}
-    return position | {"scaling": {"method": method, "original_length": L, **numbers}}, L
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Architectures
 
 
 class Architecture:

@@ -264,10 +264,12 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw,
 
 def _on_pretrained(raw: Raw, origin: Origin, problems: list[str]) -> tuple[Raw, Origin]:
     """What was said, on top of the model, encoding and length of a folder of Hugging Face to start from."""
+    folder = raw.get("train", {}).get("init_from")
+    if not isinstance(folder, str) or not folder:
+        return raw, origin
     from pretrained import is_pretrained, read_tables  # here: it reads configs itself
 
-    folder = raw.get("train", {}).get("init_from")
-    if not isinstance(folder, str) or not is_pretrained(folder):
+    if not is_pretrained(folder):
         return raw, origin
     try:
         tables = read_tables(folder)

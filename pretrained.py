@@ -27,8 +27,7 @@ WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
 
 def is_pretrained(folder: str | Path) -> bool:
     """Whether it is a folder of Hugging Face, and no run of ours."""
-    return bool(str(folder)) and (Path(folder) / "config.json").is_file() and not (
-        Path(folder) / "config.toml").exists()
+    return (Path(folder) / "config.json").is_file() and not (Path(folder) / "config.toml").exists()
 
 
 def read_tables(folder: str | Path) -> dict[str, dict[str, Any]]:
@@ -38,6 +37,9 @@ def read_tables(folder: str | Path) -> dict[str, dict[str, Any]]:
         return architecture.tables(theirs)
     except UserError as error:
         raise UserError(*(f"{folder}: {problem}" for problem in error.problems)) from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:   # a list for a table, a 0 ...
+        raise UserError(f"{folder}: config.json: a value that no {architecture.class_name} has ({error}); "
+                        "get it again") from error
 
 
 def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
@@ -85,7 +87,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors, from one file or from those that an index lists."""
     names = [WEIGHTS]
     if (folder / PARTS).is_file():
-        names = sorted(set(_read_json(folder / PARTS).get("weight_map", {}).values()))
+        index = _read_json(folder / PARTS).get("weight_map")
+        names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else [""]
     elif not (folder / WEIGHTS).is_file():
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         only = f"only {pickles[0]}, a pickle, which is not read" if pickles else "no weights at all"

@@ -212,6 +212,9 @@ def problem_of(folder: Path) -> str:
     ({"num_hidden_layers": 2}, "more are not LlamaForCausalLM's"),
     ({"quantization_config": {"bits": 4}}, "quantised"),
     ({"vocab_size": 299}, "has shape"),
+    ({"num_attention_heads": 0}, "division by zero"),
+    ({"rope_parameters": [1]}, "a value that no LlamaForCausalLM has"),
+    ({"rms_norm_eps": 2.0}, "model.norm_eps"),
 ])
 def test_a_config_that_does_not_fit_is_named(fields: dict, expected: str, saved: Saved,
                                              tmp_path: Path) -> None:
@@ -225,6 +228,12 @@ def test_files_that_are_not_there_or_not_read_are_named(saved: Saved, tmp_path: 
     first = sorted(broken.glob("model-*"))[0]
     first.write_bytes(first.read_bytes()[:100])
     assert "damaged" in problem_of(broken)
+    (broken / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+    assert "lists" in problem_of(broken)
+    (broken / "model.safetensors.index.json").write_text(
+        (folder / "model.safetensors.index.json").read_text().replace("model-00001", "../model-00001"))
+    assert "lists ../model-00001" in problem_of(broken)
+    shutil.copy(folder / "model.safetensors.index.json", broken)
     first.unlink()
     assert "lists model-00001" in problem_of(broken)
     for path in broken.glob("model*"):

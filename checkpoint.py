@@ -7,27 +7,45 @@ beside its place, flushed to disk and renamed, so that it exists whole or not at
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
 import parallel
 from config import Config, UserError, differences, load_config
 from data.loader import read_meta
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer, tokenizer_of
+from files import naming, read_json
 from model import GPT, pick_device
 from pretrained import is_pretrained, load_pretrained
 
 FILES = ("model.safetensors", "optimizer.safetensors")
+DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")     # what AdamW keeps of a parameter
+
+
+class State(BaseModel):
+    """What state.json must hold at least."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: int = Field(ge=0, lt=2**53)
+    wall_s: float = Field(ge=0, allow_inf_nan=False)
+    metrics: dict[str, float | None]
+    sha256: dict[str, str]
 
 
 def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict[str, Any],
@@ -46,37 +64,55 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        for name in FILES:
-            save_file(tensors[name], temporary / name)
-        state = {**state, "step": step, "sha256": {name: _sha256(temporary / name) for name in FILES}}
-        (temporary / "state.json").write_text(json.dumps({**state, "check": _check(state)}, indent=1))
-        for path in (*temporary.iterdir(), temporary):
-            _flush(path)
+        with naming(temporary):
+            for name in FILES:
+                _save_tensors(tensors[name], temporary / name)
+            state = {**state, "step": step, "sha256": {name: _sha256(temporary / name) for name in FILES}}
+            (temporary / "state.json").write_text(json.dumps({**state, "check": _check(state)}, indent=1))
+            for path in (*temporary.iterdir(), temporary):
+                _flush(path)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         _flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    # one of a later step is damaged, or this run would have gone on from it: it does not count
-    for old in sorted(path for path in _checkpoints(run_dir) if path.name <= final.name)[:-keep]:
-        shutil.rmtree(old)
+    prune(run_dir, step, keep)
+
+
+def prune(run_dir: Path, step: int, keep: int) -> None:
+    """Delete what a kill left half written or half deleted, and all but the newest `keep` up to this step.
+
+    One of a later step is damaged, or the run would have gone on from it: it does not count.
+    """
+    for stale in (run_dir / "checkpoints").glob(".tmp-*"):
+        shutil.rmtree(stale)
+    for old in [path for path in _checkpoints(run_dir) if int(path.name) <= step][:-keep]:
+        shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))    # half deleted, it would look damaged
 
 
 def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
     """Read the newest sound checkpoint into model and optimizer, strictly; return its state or None.
 
-    A damaged one is named on the screen and the next older one is used. Raises UserError if all are damaged.
+    A damaged one is named on the screen and the next older one is used. Raises UserError if all are damaged,
+    and where a sound one is of another model.
     """
     damaged = []
-    for folder in sorted(_checkpoints(run_dir), reverse=True):
+    for folder in reversed(_checkpoints(run_dir)):
         try:
             state = _verified_state(folder)
-            model_tensors = load_file(folder / FILES[0])
-            optimizer_tensors = load_file(folder / FILES[1]) if optimizer else {}
+            problem = _problem(folder / FILES[0], model.state_dict())
+            model_tensors = {} if problem else _load_tensors(folder / FILES[0])
+            optimizer_tensors = {}
+            if optimizer and not problem:
+                problem = _problem(folder / FILES[1], _moments(model), is_whole=False)
+                optimizer_tensors = {} if problem else _load_tensors(folder / FILES[1])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             damaged.append(folder.name)
-            print(f"warning: checkpoint {folder} is damaged ({error}); trying the one before", flush=True)
+            reason = " ".join(str(error).split())
+            print(f"warning: checkpoint {folder} is damaged ({reason}); trying the one before", flush=True)
             continue
+        if problem:
+            raise UserError(f"checkpoint {folder}: does not fit the model of this config: {problem}")
         _load_strictly(model, model_tensors, folder)
         if optimizer:
             _restore_optimizer(model, optimizer, optimizer_tensors)
@@ -96,11 +132,12 @@ def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
     if is_pretrained(run_dir):
         model, config, tokenizer = load_pretrained(run_dir)
         return model.to(pick_device(config.train)).eval(), config, tokenizer
+    check_links(run_dir)
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
                         "such as runs/quick, or one of Hugging Face with a config.json")
     config = load_config(run_dir / "config.toml")
-    tokenizer = load_tokenizer(read_meta(run_dir / "corpus.json")["tokenizer"]["name"])
+    tokenizer = tokenizer_of(read_meta(run_dir / "corpus.json"), f"run {run_dir}")
     model = GPT(config)
     if load_newest(run_dir, model) is None:
         raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")
@@ -130,20 +167,70 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
     _load_strictly(model, source.state_dict(), Path(run_dir))
 
 
+def check_links(run_dir: Path) -> None:
+    """Raise UserError where a run's folder, or a link in it, leads out of the folder that holds the run."""
+    root = run_dir.parent.resolve()
+    inside = (run_dir.glob(pattern) for pattern in ("*", "checkpoints/*", "checkpoints/*/*", "eval/*"))
+    for path in itertools.chain([run_dir], *inside):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+            raise UserError(f"run {run_dir}: {path} is a link that leads out of {root}; put what it leads to "
+                            "in its place, or name that folder itself")
+
+
 def _checkpoints(run_dir: Path) -> list[Path]:
-    return [p for p in (run_dir / "checkpoints").glob("[0-9]*") if p.name.isdigit() and p.is_dir()]
+    """From old to new."""
+    return sorted((path for path in (run_dir / "checkpoints").glob("[0-9]*")
+                   if path.is_dir() and path.name.isascii() and path.name.isdigit()),
+                  key=lambda path: int(path.name))
 
 
 def _verified_state(folder: Path) -> dict[str, Any]:
     """state.json after checking its own checksum and those of the files beside it. Raises ValueError."""
-    state = json.loads((folder / "state.json").read_text())
+    state = read_json(folder / "state.json")
     check = state.pop("check")
     if check != _check(state):
         raise ValueError("state.json: checksum differs")
+    State.model_validate(state)
+    if state["step"] != int(folder.name):
+        raise ValueError(f"state.json: is of step {state['step']}")
     for name in FILES:
         if _sha256(folder / name) != state["sha256"][name]:
             raise ValueError(f"{name}: checksum differs")
     return state
+
+
+def _problem(path: Path, expected: Mapping[str, Tensor], is_whole: bool = True) -> str | None:
+    """What differs between a file's header and the tensors expected of it; looked at before any is read.
+
+    Unless it has to be whole, a parameter may be missing, with all its moments: it never had a gradient.
+    """
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        slices = {name: file.get_slice(name) for name in names & set(expected)}
+        wrong = [name for name, found in slices.items() if found.get_shape() != list(expected[name].shape)
+                 or found.get_dtype() != DTYPES[expected[name].dtype]]
+    owners = {name.rpartition("/")[0] for name in names}
+    missing = {name for name in set(expected) - names if is_whole or name.rpartition("/")[0] in owners}
+    for what, names_of in (("unexpected", names - set(expected)), ("of another shape or type", set(wrong)),
+                           ("missing", missing)):
+        if names_of:
+            return f"{what}: {', '.join(sorted(names_of)[:5])}{' ...' * (len(names_of) > 5)}"
+    return None
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}   # noqa: SIM118  it is no dict
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """As save_file, whose own exception hides that the disk is full. Raises OSError."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+                       if f"os error {n})" in str(error)), errno.EIO)
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -161,6 +248,12 @@ def _optimizer_tensors(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {f"{names[p]}/{key}": torch.as_tensor(value)
             for p, moments in optimizer.state.items() for key, value in moments.items()}
+
+
+def _moments(model: GPT) -> dict[str, Tensor]:
+    """What an optimizer's file may hold: the shapes of AdamW's moments and step count of each parameter."""
+    return {f"{name}/{key}": torch.zeros(()) if key == "step" else p
+            for name, p in model.named_parameters() for key in MOMENTS}
 
 
 def _restore_optimizer(model: GPT, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:

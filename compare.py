@@ -24,6 +24,7 @@ import numpy as np
 
 from config import Config, UserError, argument_parser, load_config, run_command
 from data.loader import read_meta
+from files import read_json
 from report import Cell, Map, Table, draw, html, markdown, to_wandb
 
 RESAMPLES = 10_000
@@ -152,7 +153,7 @@ def read_run(folder: Path, data: str | None) -> Run:
     """A run's config, its eval JSON and the sums for each window beside it. Raises UserError."""
     path = find_eval(folder, data)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         records = content["records"]
         if not records:
             raise ValueError("no records")

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import re
+import reprlib
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,16 +23,40 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
+from files import read_text
 from positions import ENCODINGS, Options
 from positions.scaling import SCALINGS, Scaling
+
+LIMIT = 2**17           # bytes of a config file; the largest of ours has a few hundred
+DEEPEST = 20            # files that extend one another
+LARGEST = 2**53         # of integers: what a float still holds exactly
+RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 class UserError(ValueError):
     """What a user can mend: one line a problem. The commands print each as `error: ...` and exit with 2."""
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = tuple(map(one_line, problems))
+        super().__init__("\n".join(self.problems))
+
+
+def one_line(text: str) -> str:
+    """Text whose control characters are spelled out: what a file holds cannot add lines or steer a screen."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+                   for c in text)
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, shortened: a message holds a few words of what it is about."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:          # an integer of more than 4,300 digits
+        return "a very large number"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 class Section(BaseModel):
@@ -39,7 +66,9 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    dir: str = Field("", description="folder of the run (default: runs/<the config's file name>)")
+    dir: str = Field("", description="folder of the run, FOLDER/NAME (default: runs/<config's file name>). "
+                                     "NAME: 1 to 100 of A-Z a-z 0-9 . _ -; FOLDER: any, without '..'. No "
+                                     "link inside is followed out of FOLDER")
     log_every: int = Field(10, ge=1, description="steps between lines on the screen and in metrics.jsonl")
     eval_every: int = Field(250, ge=1, description="steps between validations")
     save_every: int = Field(250, ge=1, description="steps between checkpoints; the last step is saved too")
@@ -153,11 +182,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     is_whole = not problems     # else a missing key may stand in the part that could not be read
     _apply_overrides(raw, origin, overrides, problems)
     raw, origin = _on_pretrained(raw, origin, problems)
-    config = _resolve(raw, origin, problems, str(path), is_whole)
-    if not config.run.dir:
-        run = config.run.model_copy(update={"dir": str(Path("runs") / Path(path).stem)})
-        config = config.model_copy(update={"run": run})
-    return config
+    keys = raw.setdefault("run", {})
+    where = origin["run.dir"] if keys.get("dir") else "(default, after the config's file name)"
+    keys["dir"] = keys.get("dir") or str(Path("runs") / Path(path).stem)
+    problems += _run_dir_problems(keys["dir"], where)
+    return _resolve(raw, origin, problems, str(path), is_whole)
 
 
 def config_from(tables: Raw, where: str) -> Config:
@@ -181,16 +210,34 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
             if before.get(key) != after.get(key) and key.split(".")[0] not in ignore]
 
 
+# what to do about a file that cannot be written or read, where the system's words leave it open
+REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space and give the same command again; what was "
+                                                  "saved before is untouched"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or give another path"),
+    errno.EROFS: "make it writable, or give another folder",
+}
+
+
 def run_command(main: Callable[[], int | None]) -> None:
-    """Exit with main's code; a UserError, or a file that cannot be used, ends in one line and code 2."""
+    """Exit with main's code; a UserError, or a file that cannot be used, ends in one line and code 2.
+
+    Ctrl-C, and signals that main turns into KeyboardInterrupt(number), end in one line and code 128 + number.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a command leaves it off until it is imported
     try:
         sys.exit(main())
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
     except OSError as error:
-        print(f"error: {error.filename or 'input/output'}: {(error.strerror or str(error)).lower()}",
-              file=sys.stderr)
+        reason = f"{error.filename or 'input/output'}: {(error.strerror or str(error)).lower()}"
+        remedy = REMEDIES.get(error.errno or 0)
+        print("error: " + one_line("; ".join(filter(None, (reason, remedy)))), file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
+        print("\n" * sys.stderr.isatty() + f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        sys.exit(128 + number)
     sys.exit(2)
 
 
@@ -226,21 +273,22 @@ def describe_schema() -> str:
 
 def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw, Origin]:
     """The tables of a file on top of those it extends, and where each key was said."""
-    if path.resolve() in seen:
-        problems.append(f"extends in {seen[-1]}: {path} extends itself in a circle; remove one of the links")
-        return {}, {}
     try:
-        text = tomllib.loads(path.read_text(encoding="utf-8"))
+        if path.resolve() in seen or len(seen) > DEEPEST:
+            problems.append(f"extends in {seen[-1]}: {path} extends itself in a circle, or more than "
+                            f"{DEEPEST} others; remove one of the links")
+            return {}, {}
+        text = tomllib.loads(read_text(path, LIMIT))
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {path.with_name(near[0])}?" if near else "; give the path of a .toml file"
         problems.append(f"config {path}: no such file{hint}")
         return {}, {}
-    except (IsADirectoryError, PermissionError) as error:
+    except OSError as error:
         reason = (error.strerror or "").lower()
         problems.append(f"config {path}: {reason}; give the path of a readable .toml file")
         return {}, {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RuntimeError) as error:     # tomllib's; no text, too large or deep; links in a circle
         problems.append(f"config {path}: not valid TOML: {error}; see https://toml.io")
         return {}, {}
     raw: Raw = {}
@@ -249,14 +297,14 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw,
     if isinstance(parent, str):
         raw, origin = _read(path.parent / parent, problems, (*seen, path.resolve()))
     elif parent is not None:
-        problems.append(f'extends in {path}: must be a file name such as "quick.toml", got {parent!r}')
+        problems.append(f'extends in {path}: must be a file name such as "quick.toml", got {shown(parent)}')
     for section, keys in text.items():
         if section not in SECTIONS:
             hint = did_you_mean(section, SECTIONS)
             problems.append(f"[{section}] in {path}: unknown section or key{hint}")
         elif not isinstance(keys, dict):
-            problems.append(f"{section} in {path}: must be a table, got {keys!r}; write [{section}] and its "
-                            "keys below")
+            problems.append(f"{section} in {path}: must be a table, got {shown(keys)}; write [{section}] "
+                            "and its keys below")
         else:
             _merge(raw, origin, section, keys, f"in {path}")
     return raw, origin
@@ -311,12 +359,12 @@ def _apply_overrides(raw: Raw, origin: Origin, overrides: Sequence[str], problem
         key, equals, value = text.partition("=")
         section, *names = key.strip().split(".")
         if not equals or not names or not all((section, *names)):
-            problems.append(f"override {text!r}: must read section.key=value, such as train.lr=1e-3")
+            problems.append(f"override {shown(text)}: must read section.key=value, such as train.lr=1e-3")
         elif section not in SECTIONS:
             hint = did_you_mean(section, SECTIONS)
-            problems.append(f"override {text!r}: unknown section {section!r}{hint}")
+            problems.append(f"override {shown(text)}: unknown section {shown(section)}{hint}")
         elif len(names) > 1:
-            problems.append(f"override {text!r}: {section}.{names[0]} is set as a whole; "
+            problems.append(f"override {shown(text)}: {section}.{names[0]} is set as a whole; "
                             f"write {section}.{names[0]}=...")
         else:
             said.setdefault(section, {})[names[0]] = _parse_value(value.strip())
@@ -328,7 +376,7 @@ def _parse_value(text: str) -> Any:
     """A TOML value; a bare word is a string, so that quotes need no quoting in a shell."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):    # tomllib's own, an integer of thousands of digits, deep nesting
         return text
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -346,9 +394,15 @@ def _validate(name: str, keys: dict[str, Any], origin: Origin, problems: list[st
         if isinstance(encoding, str) and encoding not in ENCODINGS:
             where = origin["position.encoding"]
             hint = did_you_mean(encoding, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
-            problems.append(f"position.encoding {where}: unknown encoding {encoding!r}{hint}")
+            problems.append(f"position.encoding {where}: unknown encoding {shown(encoding)}{hint}")
             return None
         schema = ENCODINGS[encoding].Options if isinstance(encoding, str) else Options
+    too_large = [key for key, value in keys.items() if not _is_small(value)]
+    if too_large:
+        problems += [f"{name}.{key} {origin[f'{name}.{key}']}: must hold no integer beyond 2^53 and no deep "
+                     "nesting; --help says what it takes"
+                     for key in too_large]
+        return None
     try:
         return schema.model_validate(keys)
     except ValidationError as errors:
@@ -367,6 +421,14 @@ def _validate(name: str, keys: dict[str, Any], origin: Origin, problems: list[st
     return None
 
 
+def _is_small(value: Any, depth: int = 0) -> bool:
+    """Whether it is not nested deeply and all integers in it can be computed with, as any kind of number."""
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return depth < DEEPEST and all(_is_small(part, depth + 1) for part in parts)
+    return not isinstance(value, int) or abs(value) <= LARGEST
+
+
 def explain(section: str, key: str, errors: list[Any], where: str, schema: type[BaseModel]) -> str:
     """One line on what pydantic says is wrong with a key of a table: where, got what, the fix."""
     kind = errors[0]["type"]
@@ -375,7 +437,7 @@ def explain(section: str, key: str, errors: list[Any], where: str, schema: type[
     if kind == "union_tag_invalid":
         method = errors[0]["ctx"]["tag"]
         hint = did_you_mean(method, SCALINGS) or f"; choose from {', '.join(SCALINGS)}"
-        return f"{section}.{key}.method {where}: unknown method {method!r}{hint}"
+        return f"{section}.{key}.method {where}: unknown method {shown(method)}{hint}"
     if kind == "missing":
         return f"{section}.{key} {where}: missing; add {key} = ... under [{section}]"
     if kind == "extra_forbidden":
@@ -390,7 +452,7 @@ def explain(section: str, key: str, errors: list[Any], where: str, schema: type[
         return f"{section}.{key} {where}: unknown key of {owner}{hint or '; --help lists every key'}"
     field = schema.model_fields[key]
     return (f"{section}.{key} {where}: must be {_type_name(field.annotation)}{_bounds(field)}, "
-            f"got {errors[0]['input']!r}")
+            f"got {shown(errors[0]['input'])}")
 
 
 def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
@@ -433,6 +495,15 @@ def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
     elif isinstance(position.layers, list) and not all(0 <= i < model.n_layer for i in position.layers):
         yield (f"{at('position.layers')}: layers are 0 ... {model.n_layer - 1} "
                f"(model.n_layer = {model.n_layer}), got {position.layers}")
+
+
+def _run_dir_problems(run_dir: Any, where: str) -> Iterator[str]:
+    if not isinstance(run_dir, str):
+        return                  # said by the schema
+    path = Path(run_dir)
+    if not RUN_NAME.fullmatch(path.name) or ".." in path.parts or "\0" in run_dir:
+        yield (f"run.dir {where}: must be FOLDER/NAME without '..', NAME being 1 to 100 of A-Z a-z 0-9 . _ "
+               f"-, got {shown(run_dir)}; give such as run.dir=runs/first")
 
 
 def did_you_mean(word: str, known: Any) -> str:

@@ -325,7 +325,7 @@ def finite(x: float) -> float | None:
 
 def to_wandb(out: Path, config: Config, tables: Sequence[Table], pictures: Sequence[Picture]) -> None:
     """Log tables and pictures as a run of W&B, in the project of the config; a warning if that fails."""
-    from train import start_wandb
+    from train import start_wandb, without_key
 
     run = start_wandb(out, config)
     try:
@@ -339,4 +339,4 @@ def to_wandb(out: Path, config: Config, tables: Sequence[Table], pictures: Seque
                 run.log({f"picture/{p.path.stem}": wandb.Image(str(p.path), caption=p.title)})
             run.finish()
     except Exception as error:  # a logger's fault, whatever it is: the report is written already
-        print(f"warning: W&B failed: {type(error).__name__}: {error}")
+        print(f"warning: W&B failed: {without_key(error)}")

@@ -36,11 +36,13 @@ from config import (
     describe_schema,
     differences,
     load_config,
+    one_line,
     run_command,
     to_toml,
 )
 from data.loader import Corpus, number_documents, read_meta
-from data.tokenizer import byte_lengths, load_tokenizer
+from data.tokenizer import byte_lengths, tokenizer_of
+from files import naming, read_json, temporary_path, write_whole
 from model import GPT, autocast, pick_dtype
 from parallel import World
 
@@ -58,14 +60,13 @@ def train(config: Config, stop: list[int]) -> int:
     config = with_vocabulary(config, corpus)
     run_dir = Path(config.run.dir)
     if is_finished(run_dir, config, corpus):
-        summary = json.loads((run_dir / "summary.json").read_text())
-        print(f"{run_dir} is finished: {describe_summary(summary)}; delete it to train again")
+        print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
         return 0
     torch.manual_seed(config.train.seed)
     model = GPT(config)
     spread_model = parallel.spread(model, config.train, world)
     optimizer = make_optimizer(model, config.train)
-    tokenizer = load_tokenizer(corpus.meta["tokenizer"]["name"])
+    tokenizer = tokenizer_of(corpus.meta, f"corpus {config.data.dir}")
     state = checkpoint.load_newest(run_dir, model, optimizer)
     if state:
         print(f"resuming {run_dir} at step {state['step']}")
@@ -234,9 +235,11 @@ def with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
     """Whether the run is there to its end. Raises UserError for a folder of anything but this run."""
+    checkpoint.check_links(run_dir)
     config_path, corpus_path = run_dir / "config.toml", run_dir / "corpus.json"
     if not config_path.exists():
-        if run_dir.exists() and (not run_dir.is_dir() or set(os.listdir(run_dir)) - {corpus_path.name}):
+        half_made = {corpus_path, temporary_path(corpus_path), temporary_path(config_path)}     # by a kill
+        if run_dir.exists() and (not run_dir.is_dir() or set(run_dir.iterdir()) - half_made):
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         return False
     changes = differences(load_config(config_path), config, ignore=["run"])
@@ -288,7 +291,7 @@ class Log:
         self.last_step, self.last_time = step, now
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics, "tokens_per_s": round(speed),
                 "wall_s": round(self.wall_s(), 3)}
-        with self.path.open("a") as file:
+        with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.to_wandb(lambda run: run.log(line, step=step))
         steps = self.config.train.steps
@@ -306,16 +309,30 @@ class Log:
             if self.wandb:
                 send(self.wandb)
         except Exception as error:  # a logger's fault, whatever it is, must not cost a training run
-            print(f"warning: W&B failed and is off from here: {type(error).__name__}: {error}")
+            print(f"warning: W&B failed and is off from here: {without_key(error)}")
             self.wandb = None
 
     def _drop_lines_after(self, step: int) -> None:
-        """Lines of steps that a resume repeats, and a line cut short, go: each step stands once."""
+        """Lines of steps that a resume repeats, and lines that a crash tore, go: each step stands once."""
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_text().splitlines(keepends=True)
-                if line.endswith("\n") and json.loads(line)["step"] <= step]
-        write_whole(self.path, "".join(kept))
+        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        write_whole(self.path, "".join(f"{line}\n" for line in lines if 0 < step_of(line) <= step))
+
+
+def step_of(line: str) -> int:
+    """Of a line of metrics.jsonl; 0 for one that is torn."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0
+
+
+def without_key(error: Exception) -> str:
+    """What W&B says is wrong, on one line, without the key that it may quote."""
+    text = one_line(" ".join(f"{type(error).__name__}: {error}".split()))
+    key = os.environ.get("WANDB_API_KEY")
+    return text.replace(key, "***") if key else text
 
 
 def start_wandb(run_dir: Path, config: Config) -> Any:
@@ -330,11 +347,11 @@ def start_wandb(run_dir: Path, config: Config) -> Any:
             try:
                 return wandb.init(**options)
             except wandb.errors.Error as error:
-                reason = str(error).splitlines()[0]
+                reason = without_key(error)
         print(f"warning: W&B: {reason}; logging offline to {run_dir}/wandb, upload it with `wandb sync`")
         return wandb.init(**options, mode="offline")
     except Exception as error:  # as in Log.to_wandb
-        print(f"warning: W&B is off: {type(error).__name__}: {error}")
+        print(f"warning: W&B is off: {without_key(error)}")
         return None
 
 
@@ -381,6 +398,15 @@ def write_summary(run_dir: Path, config: Config, model: GPT, metrics: dict[str, 
     print(f"finished {run_dir}: {describe_summary(summary)}")
 
 
+def read_summary(run_dir: Path) -> str:
+    """What the summary of a finished run says. Raises UserError where it is damaged."""
+    try:
+        return describe_summary(read_json(run_dir / "summary.json"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{run_dir}/summary.json: damaged ({type(error).__name__}); delete this file, the "
+                        "same command writes it again from the last checkpoint") from error
+
+
 def describe_summary(summary: dict[str, Any]) -> str:
     """The figures that one looks for first."""
     return (f"validation loss {summary['val_loss']:.4f} nats/token, {summary['val_bpb']:.4f} bits/byte; "
@@ -395,13 +421,6 @@ def git_revision() -> str | None:
     except FileNotFoundError:
         return None
     return done.stdout.strip() or None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it exists whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def main() -> int:

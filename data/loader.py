@@ -9,25 +9,54 @@ of text is a target.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from config import UserError
+from config import UserError, shown
+from files import read_json
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 MIX = 1000      # samples in which each corpus of a mixture has its share exactly
+CHUNK = 2**22   # bytes read at a time
+
+
+class _Known(BaseModel):
+    model_config = ConfigDict(strict=True)      # more keys than these do no harm
+
+
+class TokenizerMeta(_Known):
+    name: str
+    sha256: str
+
+
+class SplitMeta(_Known):
+    tokens: int = Field(ge=1, lt=2**60)
+    bytes: int = Field(ge=0)
+    documents: int = Field(ge=1, lt=2**60)
+    sha256: dict[str, str]
+
+
+class Meta(_Known):
+    """What meta.json must hold at least."""
+
+    format_version: int
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(ge=2, le=2**32)
+    eot: int = Field(ge=0)
+    tokenizer: TokenizerMeta
+    splits: dict[Literal["train", "val"], SplitMeta] = Field(min_length=2)
 
 
 class Corpus:
-    """A prepared corpus, verified: every file's size and checksum. Raises UserError with fault and fix.
+    """A prepared corpus, verified: checksums, sizes, ids, offsets. Raises UserError with fault and fix.
 
     `cross_documents` "never" keeps windows inside documents. With a mixture, other corpora have the given
     shares of the training windows, to the nearest of MIX, and this one the rest; validation is on this one.
@@ -49,29 +78,68 @@ class Corpus:
         self.tokens: dict[str, np.ndarray] = {}         # split -> ids (n_tokens,)
         self.offsets: dict[str, np.ndarray] = {}        # split -> document bounds (n_documents + 1,)
         for split in SPLITS:
-            about = self.meta["splits"][split]
-            for name in (f"{split}.bin", f"{split}.idx.npy"):
-                if not is_verified:
-                    self._verify(name, about["sha256"][name])
-            self.tokens[split] = np.memmap(self.folder / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
-            offsets = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False)
-            self.offsets[split] = offsets.astype(np.int64)
+            self.tokens[split] = self._read_tokens(split, is_verified)
+            self.offsets[split] = self._read_offsets(split, is_verified)
         for name, other in others.items():
-            if other.meta["tokenizer"] != self.meta["tokenizer"]:
+            if any(other.meta[key] != self.meta[key] for key in ("tokenizer", "vocab_size", "eot")):
                 names = [corpus.meta["tokenizer"]["name"] for corpus in (other, self)]
                 raise UserError(f"data.mixture {name}: its tokenizer is {names[0]}, data.dir {folder} has "
                                 f"{names[1]}, or another of that name; prepare both with one")
         if others:
             self.meta |= {"mixture": {name: other.meta for name, other in others.items()}}
 
-    def _verify(self, name: str, sha256: str) -> None:
-        path = self.folder / name
-        if not path.is_file():
-            raise UserError(f"corpus {self.folder}: {name} is missing; prepare it again with data/prepare.py")
+    def _read_tokens(self, split: str, is_verified: bool) -> np.ndarray:
+        """Ids, mapped, after one pass over them: all there, as written, and within the vocabulary."""
+        name, about, vocab_size = f"{split}.bin", self.meta["splits"][split], self.meta["vocab_size"]
+        dtype = np.dtype(self.meta["dtype"])
+        path = self._path(name)
+        if path.stat().st_size != about["tokens"] * dtype.itemsize:
+            raise self._fault(f"{name} has {path.stat().st_size:,} bytes, not the {about['tokens']:,} ids of "
+                              f"{dtype} that meta.json names")
+        tokens = np.memmap(path, dtype=dtype, mode="r")
+        if is_verified:
+            return tokens
+        digest, largest = hashlib.sha256(), 0
         with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                raise UserError(f"corpus {self.folder}: {name} is not what was written (checksum differs); "
-                                "prepare it again with data/prepare.py")
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+                largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
+        self._compare(digest.hexdigest(), name, about)
+        if largest >= vocab_size:
+            raise self._fault(f"{name} holds id {largest}, beyond its vocabulary of {vocab_size}")
+        return tokens
+
+    def _read_offsets(self, split: str, is_verified: bool) -> np.ndarray:
+        """Document bounds (n_documents + 1,) int64: from 0 to the last token, growing."""
+        name, about = f"{split}.idx.npy", self.meta["splits"][split]
+        path = self._path(name)
+        if not is_verified:
+            with path.open("rb") as file:
+                self._compare(hashlib.file_digest(file, "sha256").hexdigest(), name, about)
+        try:    # mapped, and never unpickled: a header can claim any size and any type
+            mapped = np.lib.format.open_memmap(path, mode="r")
+        except (ValueError, TypeError, EOFError, OverflowError, RecursionError, MemoryError) as error:
+            raise self._fault(f"{name} is no array of numbers ({type(error).__name__})") from error
+        if mapped.dtype != np.uint64 or mapped.ndim != 1:
+            raise self._fault(f"{name} is not a list of uint64")
+        offsets = mapped.astype(np.int64)
+        if len(offsets) != about["documents"] + 1 or offsets[0] != 0 or offsets[-1] != about["tokens"] or (
+                offsets[1:] <= offsets[:-1]).any():
+            raise self._fault(f"{name} does not hold the growing bounds, from 0 to {about['tokens']:,}, of "
+                              f"{about['documents']:,} documents")
+        return offsets
+
+    def _path(self, name: str) -> Path:
+        if not (self.folder / name).is_file():
+            raise self._fault(f"{name} is missing")
+        return self.folder / name
+
+    def _compare(self, sha256: str, name: str, about: dict[str, Any]) -> None:
+        if sha256 != about["sha256"].get(name):
+            raise self._fault(f"{name} is not what was written (checksum differs)")
+
+    def _fault(self, problem: str) -> UserError:
+        return UserError(f"corpus {self.folder}: {problem}; prepare it again with data/prepare.py")
 
     def windows(self, split: str, seq_len: int) -> int:
         """How many non-overlapping windows of seq_len inputs and targets the split holds, at least 1."""
@@ -177,16 +245,23 @@ def read_meta(path: Path) -> dict[str, Any]:
     """The meta.json of a prepared corpus. Raises UserError where there is none, or one of another format."""
     folder = path.parent
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(path)
         version = meta["format_version"]
+        if version == FORMAT_VERSION:
+            Meta.model_validate(meta)
     except FileNotFoundError as error:
         raise UserError(f"data.dir {folder}: no prepared corpus there (no {path.name}); make one with "
                         f"`python data/prepare.py SOURCE --out {folder}`, SOURCE being stdlib, a .txt file "
                         "or a folder") from error
+    except ValidationError as errors:
+        first = errors.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: damaged ({key}: {first['msg']}, got {shown(first['input'])}); "
+                        "prepare the corpus again with data/prepare.py") from errors
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: damaged ({error}); "
                         "prepare the corpus again with data/prepare.py") from error
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {version!r}, this code reads {FORMAT_VERSION}; "
+        raise UserError(f"{path}: format version {shown(version)}, this code reads {FORMAT_VERSION}; "
                         "prepare the corpus again with data/prepare.py")
     return meta

@@ -3,11 +3,11 @@
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from config import UserError
+from config import UserError, shown
 
 
 class Tokenizer(Protocol):
@@ -81,8 +81,18 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {"byte": ByteTokenizer, "gpt2": GPT2Tok
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of that name. Raises UserError for an unknown one, and where its files cannot be had."""
     if name not in TOKENIZERS:
-        raise UserError(f"tokenizer {name!r}: unknown; choose from {', '.join(TOKENIZERS)}")
+        raise UserError(f"tokenizer {shown(name)}: unknown; choose from {', '.join(TOKENIZERS)}")
     return TOKENIZERS[name]()
+
+
+def tokenizer_of(meta: dict[str, Any], where: object) -> Tokenizer:
+    """The tokenizer that a meta.json names. Raises UserError unless it is the one that made the ids."""
+    tokenizer = load_tokenizer(meta["tokenizer"]["name"])
+    theirs = (meta["tokenizer"]["sha256"], meta["vocab_size"], meta["eot"])
+    if theirs != (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot):
+        raise UserError(f"{where}: made with another {tokenizer.name} tokenizer than this one (its checksum, "
+                        "vocabulary or separator differs); prepare the corpus again with data/prepare.py")
+    return tokenizer
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

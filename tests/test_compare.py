@@ -20,7 +20,10 @@ import report
 from config import UserError, run_command
 from train import train
 
-CORPUS = {"format_version": 1, "splits": {"train": {"sha256": "a"}, "val": {"sha256": "b"}}}
+SPLIT = {"tokens": 9, "bytes": 9, "documents": 1, "sha256": {"val.bin": "a"}}
+CORPUS = {"format_version": 1, "dtype": "uint16", "vocab_size": 257, "eot": 256,
+          "tokenizer": {"name": "byte", "sha256": "c"}, "splits": {"train": SPLIT, "val": SPLIT}}
+OTHER = {**CORPUS, "splits": {"train": SPLIT, "val": {**SPLIT, "sha256": {"val.bin": "b"}}}}
 LENGTHS = (64, 128, 256)
 
 
@@ -337,7 +340,7 @@ def test_the_page_draws_switches_and_reads_in_a_browser(tmp_path: Path) -> None:
     ({"data": "books"}, [], "evaluation data differs"),
     ({"seed": 0, "seq_len": 64}, [], "training length differs, 128 and 64"),
     ({"documents": 5}, [], "nonoverlap at 64: different targets"),
-    ({"corpus": {**CORPUS, "splits": {}}}, [], "trained on different text"),
+    ({"corpus": OTHER}, [], "trained on different text"),
     ({"encoding": "rope"}, [], "same config, same train.seed = 0"),
     ({"encoding": "rope", "seed": 1, "lengths": (64, 128)}, [], "seeds of one config, evaluated differently"),
     ({}, ["--baseline", "rope"], "--baseline rope: no such curve; choose from a, b"),

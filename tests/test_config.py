@@ -33,8 +33,9 @@ def test_every_shipped_config_is_valid_and_survives_the_round_trip(path: Path, t
 
 
 def test_strings_survive_the_round_trip(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path / "a.toml", MINIMAL), ['run.dir="a \\"quoted\\" \\\\ path\\u007f ü"'])
-    assert config.run.dir == 'a "quoted" \\ path\x7f ü'
+    config = load_config(write(tmp_path / "a.toml", MINIMAL),
+                         ['run.wandb_project="a \\"quoted\\" \\\\ path\\u007f ü"'])
+    assert config.run.wandb_project == 'a "quoted" \\ path\x7f ü'
     assert load_config(write(tmp_path / "b.toml", to_toml(config))) == config
 
 

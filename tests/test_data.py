@@ -248,5 +248,5 @@ def test_meta_is_the_documented_format(corpus_dir: Path) -> None:
     assert {"format_version", "dtype", "vocab_size", "tokenizer", "eot", "source", "revision",
             "splits"} == set(meta)
     assert set(meta["splits"]["train"]) == {"tokens", "bytes", "documents", "sha256"}
-    assert np.load(corpus_dir / "val.idx.npy").dtype == np.uint64
+    assert np.load(corpus_dir / "val.idx.npy", allow_pickle=False).dtype == np.uint64
     assert (corpus_dir / "val.bin").stat().st_size == 2 * meta["splits"]["val"]["tokens"]

@@ -300,7 +300,7 @@ def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, cor
     assert all(keys <= set(r) for r in written["records"])
     picture = (tmp_path / "run" / "eval" / "words.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-    assert "plain/fixed/16/nll" in np.load(tmp_path / "run" / "eval" / "words.npz")
+    assert "plain/fixed/16/nll" in np.load(tmp_path / "run" / "eval" / "words.npz", allow_pickle=False)
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [

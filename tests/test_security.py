@@ -1,4 +1,4 @@
-"""Nothing that comes from others is executed, followed out of its folder, believed about its size, or quoted."""
+"""Nothing that comes from others is executed, followed out of its folder, or believed about its size."""
 
 import ast
 import json
@@ -24,6 +24,7 @@ from data.loader import Corpus
 from train import train
 
 SECRET = "hunter2hunter2"
+MINIMAL = '[data]\ndir = "x"\n[position]\nencoding = "rope"\n'
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def test_the_ban_leaves_the_rest(text: str) -> None:
     "runs/ü", "runs/" + "x" * 101, "runs/a\\nb", "runs/a\\u0000b", "a\\u0000b/run", "runs/\\u001b[31m"])
 def test_a_run_has_a_plain_name(run_dir: str, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    path.write_text(f'[data]\ndir = "x"\n[position]\nencoding = "rope"\n[run]\ndir = "{run_dir}"\n')
+    path.write_text(f'{MINIMAL}[run]\ndir = "{run_dir}"\n')
     with pytest.raises(UserError, match=r"^run.dir in .*must be FOLDER/NAME") as caught:
         load_config(path)
     assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)
@@ -107,13 +108,13 @@ def test_a_run_has_a_plain_name(run_dir: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("run_dir", ["x", "./x", "runs/x/", "/data/me/runs/X.-_9", "a b/ü/" + "x" * 100])
 def test_its_folder_may_lie_anywhere(run_dir: str, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    path.write_text('[data]\ndir = "x"\n[position]\nencoding = "rope"\n')
+    path.write_text(MINIMAL)
     assert load_config(path, [f'run.dir="{run_dir}"']).run.dir == run_dir
 
 
 def test_a_config_whose_file_name_names_no_run_must_say_one(tmp_path: Path) -> None:
     path = tmp_path / "my config.toml"
-    path.write_text('[data]\ndir = "x"\n[position]\nencoding = "rope"\n')
+    path.write_text(MINIMAL)
     with pytest.raises(UserError, match="after the config's file name.*got 'runs/my config'"):
         load_config(path)
     assert load_config(path, ["run.dir=runs/mine"])
@@ -176,7 +177,7 @@ def config_error(path: Path, *overrides: str) -> str:
     f'[secrets]\ntoken = "{SECRET}"', f"{SECRET}\n", f'a = "{SECRET}', b"\xff\xfe" + SECRET.encode()])
 def test_extending_someones_secrets_does_not_show_them(content: str | bytes, tmp_path: Path) -> None:
     (tmp_path / "secrets").write_bytes(content if isinstance(content, bytes) else content.encode())
-    (tmp_path / "a.toml").write_text('extends = "secrets"\n[data]\ndir = "x"\n[position]\nencoding = "rope"\n')
+    (tmp_path / "a.toml").write_text('extends = "secrets"\n' + MINIMAL)
     error = config_error(tmp_path / "a.toml")
     assert SECRET not in error and "secrets" in error
 
@@ -189,7 +190,8 @@ def test_a_config_that_is_no_small_file_is_refused(tmp_path: Path) -> None:
         path.write_text(f'extends = "{parent}"')
         assert config_error(path)
     for content in ("x = 1\n" * 100_000, "a=" + "[" * 50_000, "train.lr=" + "9" * 5000,
-                    "train.lr=0x" + "f" * 9999, "model.n_embd=1" + "0" * 400, "train.lr." + "a." * 5000 + "b=1",
+                    "train.lr=0x" + "f" * 9999, "model.n_embd=1" + "0" * 400,
+                    "train.lr." + "a." * 5000 + "b=1",
                     'run.dir="' + "x" * 100_000 + '"', '"a\\nb\\u001b[31m"=1', "model.n_head=1e400"):
         path.write_text('data.dir="x"\nposition.encoding="rope"\n' + content)
         assert config_error(path)
@@ -233,7 +235,7 @@ class Run:
             main = module.main if arguments else lambda: train(self.config, [])
             with pytest.raises(SystemExit) as caught:
                 run_command(main)
-            yield caught.value.code
+            yield caught.value.code or 0
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +244,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> Path
 
     def make(encoding: str, *overrides: str):
         path = folder / "rope.toml"
-        path.write_text('[data]\ndir = "x"\n[position]\nencoding = "rope"\n')
+        path.write_text(MINIMAL)
         return load_config(path, [*TINY, f"run.dir={folder / 'run'}", *overrides])
 
     run = Run(folder, corpus_dir, make)
@@ -281,8 +283,9 @@ def hostile_pickles(sentinel: Path) -> dict[str, bytes]:
 
 
 CHECKPOINT = "run/checkpoints/00000004"
-OPENED = [f"{CHECKPOINT}/model.safetensors", f"{CHECKPOINT}/optimizer.safetensors", f"{CHECKPOINT}/state.json",
-          "run/config.toml", "run/corpus.json", "run/metrics.jsonl", "run/summary.json",
+OPENED = [f"{CHECKPOINT}/model.safetensors", f"{CHECKPOINT}/optimizer.safetensors",
+          f"{CHECKPOINT}/state.json", "run/config.toml", "run/corpus.json", "run/metrics.jsonl",
+          "run/summary.json",
           "run/eval/corpus.json", "run/eval/corpus.npz", "corpus/meta.json", "corpus/train.bin",
           "corpus/val.bin", "corpus/train.idx.npy", "corpus/val.idx.npy"]
 
@@ -432,7 +435,7 @@ def test_a_wandb_key_is_in_no_file_and_no_line(kind: str, tiny, tmp_path: Path) 
     pytest.importorskip("wandb")
     key = "0123456789abcdef" * 2 + "01234567"
     path = tmp_path / "keyed.toml"
-    path.write_text('[data]\ndir = "x"\n[position]\nencoding = "rope"\n')
+    path.write_text(MINIMAL)
     environment = {**os.environ, "WANDB_API_KEY": key, "HOME": str(tmp_path)}
     if kind == "offline":
         environment["WANDB_MODE"] = "offline"

@@ -45,6 +45,8 @@ class State(BaseModel):
     step: int = Field(ge=0, lt=2**53)
     wall_s: float = Field(ge=0, allow_inf_nan=False)
     metrics: dict[str, float | None]
+    n_bad: int = Field(ge=0, lt=2**53)          # steps in a row that were not applied
+    is_half_done: bool                          # is the step still to be validated and logged?
     sha256: dict[str, str]
 
 
@@ -71,9 +73,9 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
             (temporary / "state.json").write_text(json.dumps({**state, "check": _check(state)}, indent=1))
             for path in (*temporary.iterdir(), temporary):
                 _flush(path)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        _flush(folder)
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.rename(final)
+            _flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     prune(run_dir, step, keep)
@@ -175,6 +177,11 @@ def check_links(run_dir: Path) -> None:
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise UserError(f"run {run_dir}: {path} is a link that leads out of {root}; put what it leads to "
                             "in its place, or name that folder itself")
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest checkpoint of a run, sound or not."""
+    return next(reversed(_checkpoints(run_dir)), None)
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:

@@ -145,6 +145,9 @@ class Train(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
     grad_clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: no limit")
+    max_bad_steps: int = Field(
+        5, ge=1, description="steps in a row without a finite loss and gradient that end the training; "
+                             "none of them is applied. One batch may be odd, five are a broken model")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of matrix products (weights stay fp32). auto: bfloat16 where the chip has it")
@@ -219,12 +222,18 @@ REMEDIES = {
 }
 
 
+def interrupt(number: int, frame: Any) -> NoReturn:
+    """Handle a signal: stop what runs, temporary files removed on the way."""
+    raise KeyboardInterrupt(number)
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Exit with main's code; a UserError, or a file that cannot be used, ends in one line and code 2.
 
-    Ctrl-C, and signals that main turns into KeyboardInterrupt(number), end in one line and code 128 + number.
+    Ctrl-C, SIGTERM and others that main gives to `interrupt` end in one line and code 128 + their number.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # a command leaves it off until it is imported
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     try:
         sys.exit(main())
     except UserError as error:

@@ -33,10 +33,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
 import numpy as np
 import torch

@@ -24,6 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
+
 from config import UserError, argument_parser, load_config, run_command
 
 ROOT = Path(__file__).resolve().parent

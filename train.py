@@ -3,7 +3,8 @@
 The same command again goes on where an unfinished run stopped, exactly; a finished run says so. The run's
 folder holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
 `torchrun --nproc_per_node=N train.py CONFIG.toml` spreads it over N processes, a device each (parallel.py).
-Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 130 or 143 stopped by a signal after saving.
+Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 128 + n stopped by signal n after saving:
+130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1, which Slurm can send before a time limit (sbatch --signal=USR1@60).
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
 import numpy as np
 import torch
@@ -35,6 +39,7 @@ from config import (
     argument_parser,
     describe_schema,
     differences,
+    interrupt,
     load_config,
     one_line,
     run_command,
@@ -49,6 +54,15 @@ from parallel import World
 # On two CPU cores compiling took 20 to 40 s and then saved 0 to 10 % (bfloat16) or 30 % (float32) of a step.
 COMPILE_WORTH_FLOPS = 1e14
 VAL_TOKENS = 16_384         # in a batch of the validation, at most
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(Exception):
+    """A signal came, and this is a place to stop at: the state of training is whole."""
+
+
+class Diverged(Exception):
+    """Too many steps in a row had no finite loss or gradient."""
 
 
 def train(config: Config, stop: list[int]) -> int:
@@ -71,7 +85,7 @@ def train(config: Config, stop: list[int]) -> int:
     if state:
         print(f"resuming {run_dir} at step {state['step']}")
     else:
-        state = {"step": 0, "wall_s": 0.0, "metrics": {}}
+        state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0, "is_half_done": False}
         if config.train.init_from:
             checkpoint.start_from(config.train.init_from, model, config, tokenizer)
     is_compiled = worth_compiling(model, config.train, device)
@@ -83,46 +97,78 @@ def train(config: Config, stop: list[int]) -> int:
     parallel.wait_for_all(world)                # all have read what is there: now it may change
     if is_writer:
         make_run(run_dir, config, corpus)
+        checkpoint.prune(run_dir, state["step"], config.run.keep)
     for line in describe(config, corpus, model, world, is_compiled):
         print(line, flush=True)
     log = Log(run_dir, config, state, is_writer)
+    let_signals_wait(stop)
 
-    steps, metrics = config.train.steps, state["metrics"]
-    for step in range(state["step"], steps):
-        lr = learning_rate(step, config.train)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        loss, grad_norm = update(step_model, optimizer, corpus, config, step, world)
-        loss, signalled = parallel.agree(world, loss, stop[0] if stop else 0)   # asked once a step
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            print(f"error: training diverged at step {step + 1}: loss {loss}, gradient norm {grad_norm}, lr "
-                  f"{lr:.3g}; the update was not applied, {run_dir}/checkpoints is untouched; lower train.lr",
-                  file=sys.stderr)
-            return 3
-        optimizer.step()
-        done = step + 1
-        metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
-        if done % config.run.eval_every == 0 or done == steps:
-            metrics |= validate(model, corpus, lengths, config, world)
-        if done % config.run.log_every == 0 or "val_loss" in metrics:
-            log.write(done, metrics)
-        if done % config.run.save_every == 0 or done == steps or signalled:
-            checkpoint.save(run_dir, model, optimizer, done, {"wall_s": log.wall_s(), "metrics": metrics},
-                            config.run.keep, is_writer)
-        if signalled and done < steps:
-            print(f"\nstopped by {signal.Signals(signalled).name}, saved at step {done} of {steps}; "
-                  "the same command goes on from there")
-            return 128 + signalled
+    run, steps, saved_at = config.run, config.train.steps, state["step"]
+
+    def save() -> None:
+        nonlocal saved_at
+        if state["step"] != saved_at:           # one of this step need not be replaced, nothing of it is lost
+            saved_at = state["step"]
+            checkpoint.save(run_dir, model, optimizer, saved_at, {**state, "wall_s": log.wall_s()}, run.keep,
+                            is_writer)
+
+    try:
+        while state["step"] < steps or state["is_half_done"]:
+            if not state["is_half_done"]:
+                take_step(step_model, optimizer, corpus, config, state, world, stop)
+            done, metrics = state["step"], state["metrics"]
+            if done % run.eval_every == 0 or done == steps:
+                metrics |= validate(model, corpus, lengths, config, world, stop)
+            if done % run.log_every == 0 or "val_loss" in metrics or state["n_bad"]:
+                log.write(done, metrics | about_bad_step(state, corpus, config.train))
+            state["is_half_done"] = False
+            if done % run.save_every == 0 or done == steps:
+                save()
+    except Stopped as stopped:
+        save()
+        number = stopped.args[0]
+        print(f"\nstopped by {signal.Signals(number).name}, saved at step {saved_at} of {steps}; "
+              "the same command goes on from there")
+        return 128 + number
+    except Diverged as error:
+        if is_writer:
+            print(f"error: {error}", file=sys.stderr)
+        return 3
     if is_writer:
-        write_summary(run_dir, config, model, metrics, log)
+        write_summary(run_dir, config, model, state["metrics"], log)
     return 0
 
 
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config,
+              state: dict[str, Any], world: World, stop: list[int]) -> None:
+    """One update; or none, where loss or gradient is not finite. The step is half done then: not yet logged.
+
+    Raises Stopped, and Diverged after train.max_bad_steps without an update in a row.
+    """
+    t, step = config.train, state["step"]
+    lr = learning_rate(step, t)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss, grad_norm = update(model, optimizer, corpus, config, step, world, stop)
+    loss, signalled = parallel.agree(world, loss, stop[0] if stop else 0)   # asked once a step
+    is_good = math.isfinite(loss) and math.isfinite(grad_norm)
+    n_bad = 0 if is_good else state["n_bad"] + 1
+    if is_good:
+        optimizer.step()
+    elif n_bad >= t.max_bad_steps:
+        raise Diverged(describe_divergence(config, corpus, step, n_bad, loss, grad_norm))
+    state |= {"step": step + 1, "n_bad": n_bad, "is_half_done": True,
+              "metrics": {"loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}}
+    if signalled:
+        raise Stopped(signalled)
+
+
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config, step: int,
-           world: World) -> tuple[float, float]:
+           world: World, stop: Sequence[int] = ()) -> tuple[float, float]:
     """Gradients of one batch, in train.accumulate parts, clipped; return the loss and the gradient's norm.
 
     With several processes the loss is that of this one's share of the batch, the gradient that of all of it.
+    Raises Stopped between parts where there is one process: several would have to agree on it at each.
     """
     t, device = config.train, world.device
     torch.manual_seed(t.seed * 2**32 + step * world.size + world.rank)     # dropout: a function of these
@@ -138,6 +184,8 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, c
     losses = []
     parts = zip(inputs.chunk(t.accumulate), targets.chunk(t.accumulate), positions, strict=True)
     for part, (x, y, at) in enumerate(parts):
+        if stop and world.size == 1:
+            raise Stopped(stop[0])
         parallel.sync_gradients(model, is_on=part == t.accumulate - 1)
         with autocast(t, device):
             loss = model(x, y, at, documents=packed(x, config, corpus)) / t.accumulate
@@ -167,11 +215,12 @@ def skipping_positions(t: Train, step: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Config,
-             world: World) -> dict[str, float]:
+def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Config, world: World,
+             stop: Sequence[int] = ()) -> dict[str, float | None]:
     """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
 
-    Processes take turns at the batches, whose sums are added in the same order whatever their number.
+    Processes take turns at the batches, whose sums are added in the same order whatever their number. Raises
+    Stopped between two batches.
     """
     t = config.train
     model.eval()
@@ -180,6 +229,9 @@ def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Con
     batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=world.device)   # nats, tokens, bytes
     for first in range(0, len(batches), world.size):
+        signalled = parallel.agree(world, 0.0, stop[0] if stop else 0)[1]
+        if signalled:
+            raise Stopped(signalled)
         number = first + world.rank
         # FSDP gathers weights together: who has no batch left runs the last one, uncounted
         inputs, targets = (x.to(world.device) for x in batches[min(number, len(batches) - 1)])
@@ -189,7 +241,37 @@ def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Con
             sums[number, 0] = loss.double() * targets.numel()
             sums[number, 1], sums[number, 2] = targets.numel(), byte_lengths[targets].sum()
     nll, n_tokens, n_bytes = parallel.add_up(world, sums).sum(dim=0).tolist()
-    return {"val_loss": nll / n_tokens, "val_bpb": nll / math.log(2) / n_bytes}
+    return {"val_loss": finite(nll / n_tokens), "val_bpb": finite(nll / math.log(2) / n_bytes)}
+
+
+def finite(number: float) -> float | None:
+    """The number; None for what JSON cannot hold."""
+    return number if math.isfinite(number) else None
+
+
+def about_bad_step(state: dict[str, Any], corpus: Corpus, t: Train) -> dict[str, Any]:
+    """What metrics.jsonl says more of a step that was not applied: how many in a row, and on what text."""
+    n_bad = state["n_bad"]
+    return {"n_bad": n_bad, "windows": window_names(corpus, t, state["step"] - 1)} if n_bad else {}
+
+
+def window_names(corpus: Corpus, t: Train, step: int) -> list[str]:
+    """CORPUS:FIRST_TOKEN of each window of a batch: what to look at when its loss is not finite."""
+    return [f"{source.folder}:{start}"
+            for source, start in corpus.places(t.seq_len, t.batch_size, t.seed, step)]
+
+
+def describe_divergence(config: Config, corpus: Corpus, step: int, n_bad: int, loss: float,
+                        grad_norm: float) -> str:
+    """What is known when training ends with code 3."""
+    run_dir, windows = Path(config.run.dir), window_names(corpus, config.train, step)
+    newest = checkpoint.newest(run_dir)
+    more = f" and {len(windows) - 8} more" if len(windows) > 8 else ""
+    from_here = f", from here by train.init_from={run_dir}" if newest else ""
+    return (f"training diverged at step {step + 1}: loss {loss}, gradient norm {grad_norm}, lr "
+            f"{learning_rate(step, config.train):.3g}, windows {', '.join(windows[:8])}{more}; {n_bad} steps "
+            "in a row (train.max_bad_steps), none was applied; last good checkpoint: "
+            f"{newest or 'none yet'}; lower train.lr in another run.dir{from_here}")
 
 
 def learning_rate(step: int, t: Train) -> float:
@@ -267,11 +349,11 @@ class Log:
         self.config, self.is_writer = config, is_writer
         self.path = run_dir / "metrics.jsonl"
         self.tokens_per_step = config.train.batch_size * config.train.seq_len
-        self.first_step = self.last_step = state["step"]
+        self.first_step = self.last_step = state["step"] - state["is_half_done"]   # its line is to come
         self.first_time = self.last_time = time.perf_counter()
         self.wall_before = state["wall_s"]
         if is_writer:
-            self._drop_lines_after(state["step"])
+            self._drop_lines_after(self.first_step)
         self.wandb = start_wandb(run_dir, config) if config.run.wandb and is_writer else None
 
     def wall_s(self) -> float:
@@ -282,7 +364,7 @@ class Log:
         """Mean since this start, validation and checkpoints included."""
         return (self.last_step - self.first_step) * self.tokens_per_step / (self.last_time - self.first_time)
 
-    def write(self, step: int, metrics: dict[str, float]) -> None:
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
         """A line for step (updates done) in each place."""
         if not self.is_writer:
             return
@@ -296,11 +378,14 @@ class Log:
         self.to_wandb(lambda run: run.log(line, step=step))
         steps = self.config.train.steps
         eta = (steps - step) * self.tokens_per_step / self.tokens_per_s()
-        text = (f"step {step}/{steps}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  grad "
-                f"{metrics['grad_norm']:.2f}  {speed:,.0f} tokens/s  ETA {eta // 60:.0f}m{eta % 60:02.0f}s")
+        text = (f"step {step}/{steps}  loss {figure(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
+                f"{figure(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s  ETA {eta // 60:.0f}m"
+                f"{eta % 60:02.0f}s")
+        if "n_bad" in metrics:
+            text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
         if "val_loss" in metrics:
-            text += f"  val {metrics['val_loss']:.4f} nats/token  {metrics['val_bpb']:.4f} bits/byte"
-        stays = "val_loss" in metrics or not sys.stdout.isatty()
+            text += f"  val {figure(metrics['val_loss'])} nats/token  {figure(metrics['val_bpb'])} bits/byte"
+        stays = {"val_loss", "n_bad"} & set(metrics) or not sys.stdout.isatty()
         print(f"\r{text:<110}" if sys.stdout.isatty() else text, end="\n" if stays else "", flush=True)
 
     def to_wandb(self, send: Callable[[Any], None]) -> None:
@@ -384,7 +469,7 @@ def write_summary(run_dir: Path, config: Config, model: GPT, metrics: dict[str, 
         "steps": config.train.steps,
         "tokens": config.train.steps * log.tokens_per_step,
         "wall_s": round(log.wall_s(), 3),
-        "loss": metrics["loss"], "val_loss": metrics["val_loss"], "val_bpb": metrics["val_bpb"],
+        **{key: metrics.get(key) for key in ("loss", "val_loss", "val_bpb")},
         "tokens_per_s": round(config.train.steps * log.tokens_per_step / log.wall_s()),
         "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss,
         "parameters": model.n_parameters(),
@@ -409,8 +494,14 @@ def read_summary(run_dir: Path) -> str:
 
 def describe_summary(summary: dict[str, Any]) -> str:
     """The figures that one looks for first."""
-    return (f"validation loss {summary['val_loss']:.4f} nats/token, {summary['val_bpb']:.4f} bits/byte; "
-            f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, {summary['tokens_per_s']:,}/s")
+    return (f"validation loss {figure(summary['val_loss'])} nats/token, {figure(summary['val_bpb'])} "
+            f"bits/byte; {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, "
+            f"{summary['tokens_per_s']:,}/s")
+
+
+def figure(number: float | None, form: str = ".4f") -> str:
+    """A measured number for the screen; nan for one that was not finite."""
+    return "nan" if number is None else format(number, form)
 
 
 def git_revision() -> str | None:
@@ -423,6 +514,18 @@ def git_revision() -> str | None:
     return done.stdout.strip() or None
 
 
+def let_signals_wait(stop: list[int]) -> None:
+    """Make the first signal wait in `stop` for the next place to stop at; where main has set them up."""
+    def note(number: int, frame: Any) -> None:
+        if stop:
+            interrupt(number, frame)            # the second one, at once
+        stop.append(number)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) is interrupt:
+            signal.signal(number, note)
+
+
 def main() -> int:
     parser = argument_parser(__doc__, describe_schema())
     parser.add_argument("config", metavar="CONFIG.toml", help="see configs/")
@@ -433,16 +536,9 @@ def main() -> int:
     if args.dry_run:
         print(to_toml(config), end="")
         return 0
-    stop: list[int] = []
-
-    def on_signal(number: int, frame: Any) -> None:
-        if stop:                                                        # the second time, at once
-            raise KeyboardInterrupt
-        stop.append(number)
-
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
-    code = train(config, stop)
+    for number in SIGNALS:
+        signal.signal(number, interrupt)        # while nothing is there to save, at once
+    code = train(config, [])
     parallel.leave()
     return code
 

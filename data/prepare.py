@@ -13,6 +13,7 @@ The corpus appears at DIR all at once when complete; an interrupted preparation 
 import hashlib
 import json
 import os
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -20,6 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
 import numpy as np
 

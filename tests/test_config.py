@@ -1,5 +1,7 @@
 """Configs: inheritance, overrides, and one clear line for each mistake, all at once."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Literal, get_args, get_origin
@@ -7,8 +9,9 @@ from typing import Literal, get_args, get_origin
 import pytest
 from conftest import ROOT, every_encoding
 
-from config import SECTIONS, UserError, describe_schema, differences, load_config, to_toml
+from config import SECTIONS, UserError, describe_schema, differences, load_config, run_command, to_toml
 from positions import ENCODINGS
+from positions.scaling import SCALINGS
 
 MINIMAL = '[data]\ndir = "x"\n[position]\nencoding = "rope"\n'
 
@@ -112,7 +115,7 @@ def wrong_values(field) -> list[str]:
     if parts[0] not in kinds and get_origin(parts[0]) is None:          # a table
         return ["1", '"x"', "[]"]
     if any(get_origin(part) in (Literal, list) for part in (field.annotation, *parts)):
-        return ["1", '"no such choice"', "[1.5]"]
+        return ["1", '"no such choice"', '["x"]', "[true]"]
     bounds = [rule.ge - 1 for rule in field.metadata if hasattr(rule, "ge")]
     bounds += [rule.gt for rule in field.metadata if hasattr(rule, "gt")]
     bounds += [rule.lt for rule in field.metadata if hasattr(rule, "lt")]
@@ -120,23 +123,56 @@ def wrong_values(field) -> list[str]:
     return kinds[parts[0]] + [str(bound) for bound in bounds]
 
 
+def every_schema() -> Iterator[tuple[str, type, Callable[[str, str], list[str]]]]:
+    """Where its keys stand, a schema, and what gives a key a value on the command line: all there are."""
+    for name, schema in SECTIONS.items():
+        if name != "position":
+            yield name, schema, lambda key, value, name=name: [f"{name}.{key}={value}"]
+    for name, encoding in ENCODINGS.items():
+        yield "position", encoding.Options, lambda key, value, name=name: [
+            f"position.encoding={name}", f"position.{key}={value}"]
+    for name, scaling in SCALINGS.items():
+        yield "position.scaling", scaling, partial(give_scaling, name)
+
+
+def give_scaling(name: str, key: str, value: str) -> list[str]:
+    required = {k: "[4.0]" if get_origin(f.annotation) is list else "4.0"
+                for k, f in SCALINGS[name].model_fields.items() if f.is_required()}
+    given = {**required, "method": f'"{name}"', key: value}
+    return ["position.scaling={" + ", ".join(f"{k} = {v}" for k, v in given.items()) + "}"]
+
+
 def test_every_field_refuses_wrong_types_and_values(tmp_path: Path) -> None:
     path = write(tmp_path / "a.toml", MINIMAL)
-    schemas = {name: schema for name, schema in SECTIONS.items() if name != "position"}
-    cases = [(name, [], schema) for name, schema in schemas.items()]
-    cases += [("position", [f"position.encoding={name}"], encoding.Options)
-              for name, encoding in ENCODINGS.items()]
     n_cases = 0
-    for section, context, schema in cases:
+    for where, schema, give in every_schema():
         for key, field in schema.model_fields.items():
-            if (section, key) == ("position", "encoding"):
-                continue
-            for value in wrong_values(field):
-                found = problems(path, [*context, f"{section}.{key}={value}"])
+            for value in wrong_values(field) if key not in ("encoding", "method") else []:
+                found = problems(path, give(key, value))
                 assert len(found) == 1, found
-                assert found[0].startswith(f"{section}.{key} on the command line: must be"), found
+                assert found[0].startswith(f"{where}.{key} on the command line: must be"), found
                 n_cases += 1
-    assert n_cases > 100
+    assert n_cases > 400
+
+
+def test_every_field_has_its_typo_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", MINIMAL)
+    for where, schema, give in every_schema():
+        for key in schema.model_fields:
+            typo = key + ("s" if key.endswith("e") else "e")
+            assert typo not in schema.model_fields
+            found = problems(path, give(typo, "1"))
+            assert len(found) == 1, found
+            assert found[0].startswith(f"{where}.{typo} on the command line: unknown key"), found
+            assert f"did you mean {key}?" in found[0], found
+
+
+def test_a_bad_field_ends_the_command_with_2(tmp_path: Path, capsys) -> None:
+    path = write(tmp_path / "a.toml", MINIMAL)
+    with pytest.raises(SystemExit) as caught:
+        run_command(lambda: load_config(path, ["train.lr=x", "train.stepps=1", "model.n_layer=0"]) and None)
+    error = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and len(error) == 3 and all(line.startswith("error: ") for line in error)
 
 
 def test_help_lists_every_key_and_encoding() -> None:

@@ -4,12 +4,13 @@
 # make compare train and evaluate four encodings at the quick size, four times make train (an
 #              interrupted one goes on) -> runs/compare/report/report.html
 # make bench   a training step of every encoding over RoPE's -> results/bench-encodings.md
+# make soak    break training again and again, about 20 minutes -> docs/reliability.md; the cases of disks take root
 # make gallery pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test lint compare bench gallery
+.PHONY: train test lint compare bench soak gallery
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -28,6 +29,9 @@ compare: .venv/.installed data/stdlib/meta.json
 
 bench: .venv/.installed
 	$(PY) bench/encodings.py --out results/bench-encodings.md
+
+soak: .venv/.installed-test
+	$(PY) bench/soak.py
 
 gallery: .venv/.installed
 	$(PY) docs/gallery.py

@@ -109,6 +109,7 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
     lengths = torch.ones(257, dtype=torch.int64)
     cpu = torch.device("cpu")
     alone = validate(model, corpus, lengths, config, World(cpu))
+    monkeypatch.setattr(parallel, "agree", lambda _, loss, number: (loss, number))      # no signal came
     for size in (2, 3, 4):
         shares: list[torch.Tensor] = []
         monkeypatch.setattr(parallel, "add_up", lambda _, sums, to=shares: to.append(sums) or sums + 1)

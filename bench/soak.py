@@ -1,0 +1,417 @@
+"""Break training again and again, and count what is lost: `python bench/soak.py [--only NAME,...]`.
+
+Each case breaks real processes, and then the run must end bit-equal to one that was left alone; or it runs
+the tests of a fault and counts them. Writes what it found into docs/reliability.md; exits with 1 where
+anything is lost. Linux; the cases of disks mount a tmpfs, which takes root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))       # `python bench/soak.py` finds the root's modules
+
+import checkpoint  # noqa: E402
+import train  # noqa: E402
+from config import UserError, argument_parser, run_command  # noqa: E402
+from model import GPT  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "reliability.md"
+CONFIG = """
+data.dir = "corpus"
+position.encoding = "rope"
+model = { n_layer = 1, n_head = 2, n_embd = 32, dropout = 0.1 }
+[train]
+steps = 60
+batch_size = 4
+accumulate = 2
+seq_len = 32
+warmup = 2
+val_windows = 8
+dtype = "float32"
+device = "cpu"
+compile = "off"
+[run]
+log_every = 1
+eval_every = 10
+save_every = 3
+"""
+SLOW = ["train.steps=6", "train.batch_size=40", "train.accumulate=40", "train.val_windows=40",
+        "run.eval_every=2"]     # 40 forwards a step and 40 a validation
+PHASES = {"step 1": 1, "accumulation": 57, "evaluation": 20, "saving": 2}   # which call gets the signal
+FUZZ_CASES = 2000
+
+
+class Outcome(NamedTuple):
+    """What a case found: how often it broke something, and what was lost by it."""
+
+    tried: str
+    lost: str = "nothing"
+
+
+class Lost(Exception):
+    """Something that must not be lost was."""
+
+
+class Bench:
+    """A folder with a corpus and a config, and runs in it."""
+
+    def __init__(self, folder: Path, n_kills: int) -> None:
+        self.folder, self.n_kills, self.random = folder, n_kills, random.Random(0)  # noqa: S311
+        source = folder / "source"
+        source.mkdir()
+        for i, path in enumerate(sorted(ROOT.glob("*.py"))):
+            shutil.copy(path, source / f"{i}.txt")
+        (folder / "soak.toml").write_text(CONFIG)
+        self.call("data/prepare.py", "source", "--out", "corpus")
+
+    def start(self, *command: str, environment: dict[str, str] | None = None,
+              output: int = subprocess.PIPE) -> subprocess.Popen[str]:
+        """One of our commands, running."""
+        return subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]], cwd=self.folder,
+                                env={**os.environ, **(environment or {})}, text=True, stdout=output,
+                                stderr=subprocess.PIPE)
+
+    def call(self, *command: str, expected: Sequence[int] = (0,),
+             environment: dict[str, str] | None = None) -> str:
+        """Its output, after it has ended as expected."""
+        process = self.start(*command, environment=environment)
+        out, err = process.communicate(timeout=1800)
+        check(process.returncode in expected and "Traceback" not in err, f"{command}: {err[-500:]}")
+        check(process.returncode != 2 or err.count("\n") == 1, f"{command}: more than a line: {err[-500:]}")
+        return out + err
+
+    def straight(self, name: str, *overrides: str) -> Path:
+        """A run that is left alone."""
+        self.call("train.py", "soak.toml", *overrides, f"run.dir=runs/{name}")
+        return self.folder / "runs" / name
+
+    def tests(self, selection: str, *files: str, environment: dict[str, str] | None = None) -> int:
+        """How many tests of a fault passed; none may fail."""
+        process = subprocess.run(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-k", selection,
+             *files], cwd=ROOT, env={**os.environ, **(environment or {})}, capture_output=True, text=True)
+        found = re.search(r"(\d+) passed", process.stdout)
+        check(process.returncode == 0 and found is not None, process.stdout[-2000:])
+        assert found
+        return int(found[1])
+
+
+def check(is_fine: bool, problem: str) -> None:
+    """Raise Lost unless it is fine."""
+    if not is_fine:
+        raise Lost(problem)
+
+
+def check_equal(broken: Path, alone: Path) -> None:
+    """The same weights, moments and lines, to the bit, and no file that the other has not."""
+    a, b = checkpoint.newest(broken), checkpoint.newest(alone)
+    assert a and b
+    for name in checkpoint.FILES:
+        check((a / name).read_bytes() == (b / name).read_bytes(), f"{a / name}: other bytes than {b / name}")
+    lines = []
+    for run_dir in (broken, alone):
+        parsed = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines.append([{k: v for k, v in line.items() if k not in ("wall_s", "tokens_per_s")}
+                      for line in parsed])
+    check(lines[0] == lines[1], f"{broken}/metrics.jsonl differs from {alone}")
+    names = [{str(path.relative_to(run_dir)) for path in run_dir.rglob("*")} for run_dir in (broken, alone)]
+    check(names[0] == names[1], f"{broken}: files {sorted(names[0] ^ names[1])}")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Kills
+
+
+def sigkill(bench: Bench) -> Outcome:
+    """SIGKILL at random moments, most of them in the loop, whose time goes into saves for the most part."""
+    overrides = ["train.steps=6000", "run.eval_every=50"]
+    began = time.monotonic()
+    alone = bench.straight("alone", *overrides)
+    share = 0.7 * (time.monotonic() - began) / bench.n_kills            # of the loop, for each life
+    run_dir, log = bench.folder / "runs" / "killed", bench.folder / "killed.log"
+    n_saving, n_starting, last, furthest = 0, 0, 0, 0
+    for kill in range(bench.n_kills):
+        with log.open("w") as file:
+            process = bench.start("train.py", "soak.toml", *overrides, "run.dir=runs/killed",
+                                  output=file.fileno())
+            if kill % 10 == 9:
+                time.sleep(bench.random.uniform(0, 4))                  # imports, start-up, the first steps
+            else:
+                wait_for(log, "\nstep ", process)
+                time.sleep(bench.random.uniform(0, 2 * share))
+            process.kill()
+            process.communicate()
+        resumed = re.search(r"resuming \S+ at step (\d+)", log.read_text())
+        n_starting += "\nstep " not in log.read_text()
+        if "\nstep " in log.read_text() or resumed:
+            check(int(resumed[1] if resumed else 0) >= last - 3, f"went back from {last} by more than a save")
+        steps = [int(step) for step in re.findall(r"^step (\d+)/", log.read_text(), re.MULTILINE)]
+        last = steps[-1] if steps else int(resumed[1]) if resumed else last
+        furthest = max(furthest, last)
+        n_saving += any((run_dir / "checkpoints").glob(".tmp-*"))
+    bench.call("train.py", "soak.toml", *overrides, "run.dir=runs/killed")
+    check_equal(run_dir, alone)
+    return Outcome(f"{bench.n_kills} ({n_saving} of them inside a save, {n_starting} before the first step)",
+                   "nothing saved; at most the 3 steps since")
+
+
+def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
+    """Until a process has written this."""
+    while text not in log.read_text():
+        check(process.poll() is None, f"ended with {process.returncode}: {log.read_text()[-500:]}")
+        time.sleep(0.01)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Signals
+
+
+def signals(bench: Bench) -> Outcome:
+    """Each signal in each phase, from where every forward takes a second: a step and a validation take 40."""
+    alone, longest, n_tried = bench.straight("slow", *SLOW), 0.0, 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for phase, at in PHASES.items():
+            name = f"{number.name}-{phase.replace(' ', '-')}"
+            command = ["soak.toml", *SLOW, f"run.dir=runs/{name}"]
+            out = bench.call("bench/soak.py", "driver", phase, str(int(number)), str(at), *command,
+                             expected=(128 + number,))
+            ended = time.time()
+            seconds = ended - float(re.findall(r"signalled at ([\d.]+)", out)[0])
+            longest, n_tried = max(longest, seconds), n_tried + 1
+            check(seconds < 30, f"{name}: took {seconds:.0f} s")
+            check(f"stopped by {number.name}" in out, out[-500:])
+            bench.call("train.py", *command)
+            check_equal(bench.folder / "runs" / name, alone)
+    return Outcome(f"{n_tried}, the slowest out after {longest:.0f} s")
+
+
+def drive(phase: str, number: int, at: int) -> None:
+    """Be train.py, which gets a signal in the at-th call of a phase, and is slow from there on."""
+    n_calls, forward, flush = 0, GPT.forward, checkpoint._flush
+
+    def pass_by(is_here: bool) -> None:
+        nonlocal n_calls
+        n_calls += is_here
+        if is_here and n_calls == at:
+            print("signalled at", time.time(), flush=True)
+            for pid in [os.getpid()] if number else children():
+                os.kill(pid, number or signal.SIGKILL)
+        if number and n_calls >= at:
+            time.sleep(1)
+
+    def slow_forward(self: GPT, *arguments: object, **options: object) -> object:
+        pass_by(phase != "saving" and (phase == "evaluation") != self.training)
+        return forward(self, *arguments, **options)     # type: ignore[arg-type]
+
+    def slow_flush(path: Path) -> None:
+        pass_by(phase == "saving")
+        flush(path)
+
+    GPT.forward, checkpoint._flush = slow_forward, slow_flush   # type: ignore[method-assign, assignment]
+    run_command(train.main)
+
+
+def children() -> list[int]:
+    """Processes that this one started, Linux."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in lists for pid in path.read_text().split()]
+
+
+def ctrl_c(bench: Bench) -> Outcome:
+    """Ctrl-C at random moments of the other commands: no traceback, and nothing half written."""
+    run = str(bench.straight("read"))
+    bench.call("eval.py", run, "--lengths", "16,32")
+    commands = [["eval.py", run, "--protocol", "sliding", "--stride", "1", "--lengths", "16,32"],
+                ["sample.py", run, "--tokens", "100000"], ["compare.py", run, "--out", "report"],
+                ["data/prepare.py", "stdlib", "--out", "out/stdlib"]]
+    (bench.folder / "out").mkdir()
+    n_tried = 0
+    for command in commands * 5:
+        process = bench.start(*command)
+        time.sleep(bench.random.uniform(0.1, 5))
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        said = [line for line in re.split(r"[\r\n]+", err) if line and not re.search(r"\|.*\[.*\]", line)]
+        check("Traceback" not in err and len(said) <= 1, f"{command}: {err[-500:]}")
+        check(process.returncode in (0, 130, -signal.SIGINT), f"{command}: code {process.returncode}")
+        left = {path.name for path in (bench.folder / "out").iterdir()} - {"stdlib"}
+        check(not left, f"{command} left {left}")
+        n_tried += process.returncode != 0
+    return Outcome(str(n_tried))
+
+
+# To add here, by the author of parallel.py: two_ranks(bench) -> Outcome, signals to and kills of one of two
+# processes, and a resume with another number of them; its line in CASES; its row in docs/reliability.md.
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Disks
+
+
+@contextmanager
+def small_disk(folder: Path, n_bytes: int) -> Iterator[Callable[[str], None]]:
+    """A tmpfs of this size at folder, and what remounts it with other options."""
+    def remount(options: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+    folder.mkdir(exist_ok=True)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "soak", str(folder)]).returncode:
+        raise UserError("this case mounts a small tmpfs, which takes root; leave it out by --only")
+    try:
+        yield remount
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def full_disk(bench: Bench) -> Outcome:
+    """A disk that fills up anywhere between the first file and the third checkpoint, then grows."""
+    alone, n_tried = bench.straight("roomy"), 0
+    for n_pages in bench.random.sample(range(1, 300), 20):
+        with small_disk(bench.folder / "disk", n_pages * 4096) as remount:
+            command = ["train.py", "soak.toml", "run.dir=disk/run"]
+            out = bench.call(*command, expected=(0, 2))
+            if "no space left on device; free some space" in out:
+                n_tried += 1
+                remount("size=64m")
+                bench.call(*command)
+            check_equal(bench.folder / "disk" / "run", alone)
+    return Outcome(str(n_tried))
+
+
+def read_only(bench: Bench) -> Outcome:
+    """A disk that becomes read-only in mid-run, then writable."""
+    alone, log = bench.straight("writable", "train.steps=300"), bench.folder / "read-only.log"
+    for _ in range(5):
+        with small_disk(bench.folder / "disk", 2**26) as remount, log.open("w") as file:
+            command = ["train.py", "soak.toml", "train.steps=300", "run.dir=disk/run"]
+            process = bench.start(*command, output=file.fileno())
+            wait_for(log, "\nstep ", process)
+            while True:
+                try:
+                    remount("ro")
+                    break
+                except subprocess.CalledProcessError:       # a file is being written just now
+                    time.sleep(0.003)
+            _, err = process.communicate(timeout=60)
+            check(process.returncode == 2 and "read-only file system; make it writable" in err, err)
+            bench.call(*command, expected=(2,))
+            remount("rw")
+            bench.call(*command)
+            check_equal(bench.folder / "disk" / "run", alone)
+    return Outcome("5")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# W&B
+
+
+def wandb(bench: Bench) -> Outcome:
+    """No key; a key without a network; W&B's own process killed in mid-run. The key is seen nowhere."""
+    key = "0123456789abcdef" * 2 + "01234567"
+    alone = bench.straight("unlogged")
+    ways: list[tuple[dict[str, str], list[str]]] = [
+        ({"HOME": str(bench.folder)}, ["train.py"]), ({"WANDB_API_KEY": key}, ["train.py"]),
+        ({"WANDB_API_KEY": key, "WANDB_MODE": "offline"}, ["bench/soak.py", "driver", "training", "0", "60"])]
+    for number, (environment, command) in enumerate(ways):
+        run_dir = bench.folder / "runs" / f"logged-{number}"
+        out = bench.call(*command, "soak.toml", "run.wandb=true", f"run.dir={run_dir}",
+                         environment=environment)
+        check(key not in out, "the key is on the screen")
+        files = [path for path in run_dir.rglob("*") if path.is_file()]
+        check(not any(key.encode() in path.read_bytes() for path in files), "the key is in a file")
+        shutil.rmtree(run_dir / "wandb")
+        check_equal(run_dir, alone)
+    return Outcome(f"{len(ways)}: no key, no network, its process killed")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Faults whose tests are the injection
+
+
+def tested(selection: str, *files: str) -> Callable[[Bench], Outcome]:
+    """A case that counts the tests of a fault."""
+    return lambda bench: Outcome(f"{bench.tests(selection, *files)}")
+
+
+def fuzzing(bench: Bench) -> Outcome:
+    """Random files; how many of them, and the most memory that reading one took."""
+    n_tests = bench.tests("any", "tests/test_fuzz.py", environment={"NANOROPE_FUZZ_CASES": str(FUZZ_CASES)})
+    return Outcome(f"{n_tests} x {FUZZ_CASES:,}")
+
+
+RELIABILITY, SECURITY, TRAIN, DATA, CONFIGS = (
+    f"tests/test_{name}.py" for name in ("reliability", "security", "train", "data", "config"))
+CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this name in docs/reliability.md
+    "sigkill": sigkill,
+    "signals": signals,
+    # "two_ranks": two_ranks,
+    "resume": tested("bit or half_done", RELIABILITY, TRAIN),
+    "damage": tested("damaged", RELIABILITY, TRAIN),
+    "leftovers": tested("leaves or kill", RELIABILITY, TRAIN),
+    "full_disk": full_disk,
+    "writes": tested("disk or cannot", RELIABILITY),
+    "read_only": read_only,
+    "numbers": tested("finite or bad_steps or last_step", RELIABILITY),
+    "corpus": tested("corpus or corpora or damage_is_named", RELIABILITY, TRAIN, DATA),
+    "config": tested("", CONFIGS),
+    "ctrl_c": ctrl_c,
+    "wandb": wandb,
+    "hostile": tested("not wandb", SECURITY),
+    "fuzzing": fuzzing,
+}
+
+
+def update_document(name: str, outcome: Outcome) -> None:
+    """Write what was found into the row of a case: its last three cells."""
+    def new_row(row: re.Match[str]) -> str:
+        return f"{row[1]} {outcome.tried} | {outcome.lost} | {date.today()} |"
+
+    text, n_found = re.subn(rf"^(\| `{name}` \|[^|]*\|[^|]*\|)[^|]*\|[^|]*\|[^|]*\|$", new_row,
+                            DOCUMENT.read_text(), flags=re.MULTILINE)
+    assert n_found == 1, f"{DOCUMENT} has no row {name}"
+    DOCUMENT.write_text(text)
+
+
+def main() -> int:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--only", metavar="NAME,...", help=f"from {', '.join(CASES)} (default: all)")
+    parser.add_argument("--kills", type=int, default=100, help="of sigkill (default %(default)s)")
+    args = parser.parse_args()
+    names, n_lost = args.only.split(",") if args.only else list(CASES), 0
+    if set(names) - set(CASES) or args.kills < 1:
+        raise UserError(f"--only {args.only} --kills {args.kills}: choose from {', '.join(CASES)}; 1 or more")
+    for name in names:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+            try:
+                outcome = CASES[name](Bench(Path(folder), args.kills))
+            except Lost as lost:
+                outcome, n_lost = Outcome("failed", " ".join(str(lost).split())), n_lost + 1
+        seconds = time.monotonic() - began
+        print(f"{name}: tried {outcome.tried}; lost {outcome.lost}; {seconds:.0f} s", flush=True)
+        update_document(name, outcome)
+    return 1 if n_lost else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["driver"]:
+        phase, number, at = sys.argv[2:5]
+        sys.argv[1:5] = []
+        drive(phase, int(number), int(at))
+    run_command(main)

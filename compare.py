@@ -16,8 +16,11 @@ import json
 import math
 import re
 import signal
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
@@ -37,6 +40,9 @@ ENOUGH_WINDOWS = 8          # for any interval: fewer say too little about their
 HEAD = ("seq_len", "tokenizer", "data", "seed")     # of an eval JSON: what runs must have in common
 SUMS = ("nll_sum", "tokens", "truncated_nll_sum", "first_nll_sum", "correct", "trials")
 TARGETS = ("document", "end", "tokens", "bytes")    # columns of the .npz that say what was scored
+# what numpy and zipfile raise besides on a header or member of nonsense, which is none of our bugs
+FROM_NUMPY = (MemoryError, OverflowError, RecursionError, SyntaxError, NotImplementedError, AttributeError,
+              TokenError, zlib.error, struct.error)
 Record = dict[str, Any]
 Column = tuple[float, str]  # place on the x axis, heading
 
@@ -167,7 +173,7 @@ def read_run(folder: Path, data: str | None) -> Run:
                        for key in [f"{r['extend'] or 'plain'}/{r['protocol']}/{r['length']}/{column}"]}
         return Run(folder, load_config(folder / "config.toml"), {key: content[key] for key in HEAD}, records,
                    windows)
-    except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError, BadZipFile, *FROM_NUMPY) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} or its .npz: damaged, or of another version of eval.py ({error}); "

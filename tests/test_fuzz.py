@@ -19,9 +19,11 @@ import torch
 from conftest import TINY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_compare import fabricate
 from test_security import rehash_checkpoint, rehash_corpus
 
 import checkpoint
+from compare import read_run
 from config import SECTIONS, Config, UserError, load_config, to_toml
 from data.loader import SPLITS, Corpus, read_meta
 from data.tokenizer import tokenizer_of
@@ -321,3 +323,16 @@ def test_any_values_in_a_state_json(small_run: tuple[Path, Config],
             "run": small_run[1].run.model_copy(update={"dir": str(copy)})})
         code = outcome(lambda: train(config, []))
         assert code in (0, None)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Sums of an evaluation
+
+
+@fuzz
+@given(edits(), st.sampled_from(["words.json", "words.npz"]))
+def test_any_bytes_in_an_evaluation(edit: Callable[[bytes], bytes], name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = fabricate(Path(folder) / "a")
+        (run_dir / "eval" / name).write_bytes(edit((run_dir / "eval" / name).read_bytes()))
+        outcome(lambda: read_run(run_dir, None))

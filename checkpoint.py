@@ -139,7 +139,7 @@ def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
         raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
                         "such as runs/quick, or one of Hugging Face with a config.json")
     config = load_config(run_dir / "config.toml")
-    tokenizer = tokenizer_of(read_meta(run_dir / "corpus.json"), f"run {run_dir}")
+    tokenizer = tokenizer_of(read_meta(run_dir / "corpus.json"), run_dir)
     model = GPT(config)
     if load_newest(run_dir, model) is None:
         raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")

@@ -80,7 +80,7 @@ def train(config: Config, stop: list[int]) -> int:
     model = GPT(config)
     spread_model = parallel.spread(model, config.train, world)
     optimizer = make_optimizer(model, config.train)
-    tokenizer = tokenizer_of(corpus.meta, f"corpus {config.data.dir}")
+    tokenizer = tokenizer_of(corpus.meta, corpus.folder)
     state = checkpoint.load_newest(run_dir, model, optimizer)
     if state:
         print(f"resuming {run_dir} at step {state['step']}")

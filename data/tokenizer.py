@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,12 +86,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     return TOKENIZERS[name]()
 
 
-def tokenizer_of(meta: dict[str, Any], where: object) -> Tokenizer:
-    """The tokenizer that a meta.json names. Raises UserError unless it is the one that made the ids."""
+def tokenizer_of(meta: dict[str, Any], folder: Path) -> Tokenizer:
+    """The tokenizer that the meta.json of a corpus, or a run's corpus.json, names. Raises UserError.
+
+    `folder` is that of the corpus or run. It is an error if the vocabulary is not the one that was recorded.
+    """
     tokenizer = load_tokenizer(meta["tokenizer"]["name"])
     theirs = (meta["tokenizer"]["sha256"], meta["vocab_size"], meta["eot"])
     if theirs != (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot):
-        raise UserError(f"{where}: made with another {tokenizer.name} tokenizer than this one (its checksum, "
+        raise UserError(f"{folder}: made with another {tokenizer.name} tokenizer than this one (its checksum, "
                         "vocabulary or separator differs); prepare the corpus again with data/prepare.py")
     return tokenizer
 

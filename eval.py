@@ -55,6 +55,7 @@ from data.passkey import shortest
 from data.prepare import Document, read
 from data.tokenizer import Tokenizer, byte_lengths
 from eval_show import plot, table
+from files import naming, write_whole
 from model import GPT, autocast
 from positions.extension import Extend, describe_extensions, extended, parse
 
@@ -476,10 +477,14 @@ def main() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"run": str(args.run), "encoding": config.position.encoding, "seq_len": L,
             "tokenizer": tokenizer.name, "data": text.name, "seed": args.seed}
-    path.write_text(json.dumps({**head, "records": records}, indent=1) + "\n")
     temporary = path.with_suffix(".tmp.npz")
-    np.savez(temporary, **evaluation.per_window)  # type: ignore[arg-type]
-    temporary.replace(path.with_suffix(".npz"))
+    try:
+        with naming(temporary):
+            np.savez(temporary, **evaluation.per_window)  # type: ignore[arg-type]
+        write_whole(path, json.dumps({**head, "records": records}, indent=1) + "\n")
+        temporary.replace(path.with_suffix(".npz"))
+    finally:
+        temporary.unlink(missing_ok=True)
     title = f"{config.position.encoding}, trained at L = {L}, evaluated on {text.name}"
     plot(records, title, L, path.with_suffix(".png"))
     print(f"wrote {path}, .npz and .png")

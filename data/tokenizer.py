@@ -94,7 +94,7 @@ def tokenizer_of(meta: dict[str, Any], folder: Path) -> Tokenizer:
     tokenizer = load_tokenizer(meta["tokenizer"]["name"])
     theirs = (meta["tokenizer"]["sha256"], meta["vocab_size"], meta["eot"])
     if theirs != (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot):
-        raise UserError(f"{folder}: made with another {tokenizer.name} tokenizer than this one (its checksum, "
+        raise UserError(f"{folder}: made with another {tokenizer.name} tokenizer than this one (checksum, "
                         "vocabulary or separator differs); prepare the corpus again with data/prepare.py")
     return tokenizer
 

@@ -225,6 +225,17 @@ def test_what_a_kill_leaves_behind_is_cleared(tiny, tmp_path: Path) -> None:
                                         for path in everything(tmp_path / "straight")}
 
 
+def test_what_a_kill_leaves_after_the_last_save_is_cleared_too(tiny, tmp_path: Path) -> None:
+    assert train(tiny(), []) == 0
+    before = set(everything(tmp_path / "run"))
+    (tmp_path / "run" / "summary.json").unlink()
+    for name in (".tmp-00000004", "00000004"):              # it was deleting this one
+        (tmp_path / "run" / "checkpoints" / name).mkdir()
+        (tmp_path / "run" / "checkpoints" / name / "model.safetensors").write_bytes(b"half")
+    assert train(tiny(), []) == 0
+    assert set(everything(tmp_path / "run")) == before
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Disks
 

@@ -29,6 +29,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from checkpoint import check_links
 from config import Config, UserError, argument_parser, load_config, run_command
 from data.loader import read_meta
 from files import read_json
@@ -145,6 +146,7 @@ PAIRED = ("nonoverlap", "sliding", "fixed")     # protocols whose sums are kept 
 
 def find_eval(folder: Path, data: str | None) -> Path:
     """RUN/eval/DATA.json; without data the only one there is. Raises UserError."""
+    check_links(folder)
     if not (folder / "config.toml").is_file():
         raise UserError(f"run {folder}: no run there (no config.toml); give folders that train.py made")
     found = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}

@@ -147,6 +147,8 @@ def test_no_link_is_followed_out_of_the_runs(link: str, tiny, tmp_path: Path, mo
         train(config, [])
     with pytest.raises(UserError, match="leads out of"):
         checkpoint.load_run(runs / "mine")
+    with pytest.raises(UserError, match="leads out of"):
+        read_run(runs / "mine", None)
     assert everything(tmp_path) == before
 
 

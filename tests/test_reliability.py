@@ -157,13 +157,17 @@ def test_a_corpus_that_goes_in_mid_run_is_missed_by_the_next_start_alone(tiny, c
 # Checkpoints
 
 
+def flipped(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1:]
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "0 bytes": lambda content: b"", "1 byte": lambda content: content[:1],
     "half": lambda content: content[:len(content) // 2], "n - 1 bytes": lambda content: content[:-1],
-    "a bit": lambda content: content[:len(content) // 3] + bytes([content[len(content) // 3] ^ 16])
-    + content[len(content) // 3 + 1:],
-    "the first bit": lambda content: bytes([content[0] ^ 1]) + content[1:],
-    "the last bit": lambda content: content[:-1] + bytes([content[-1] ^ 128])}
+    "a bit": lambda content: flipped(content, len(content) // 3),
+    "a digit of the loss, or a bit": lambda content: flipped(content, content.find(b'"loss": ') + 10),
+    "the first byte": lambda content: flipped(content, 0),
+    "the last byte": lambda content: flipped(content, len(content) - 1)}
 
 
 @pytest.fixture(scope="module")

@@ -186,8 +186,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     _apply_overrides(raw, origin, overrides, problems)
     raw, origin = _on_pretrained(raw, origin, problems)
     keys = raw.setdefault("run", {})
-    where = origin["run.dir"] if keys.get("dir") else "(default, after the config's file name)"
-    keys["dir"] = keys.get("dir") or str(Path("runs") / Path(path).stem)
+    where = origin.get("run.dir", "")
+    if keys.get("dir", "") == "":
+        keys["dir"], where = str(Path("runs") / Path(path).stem), "(default, after the config's file name)"
     problems += _run_dir_problems(keys["dir"], where)
     return _resolve(raw, origin, problems, str(path), is_whole)
 

@@ -9,9 +9,13 @@ Face is given to eval.py, sample.py or train.init_from as it is.
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
 from safetensors.torch import save_file
 
@@ -20,6 +24,7 @@ from checkpoint import load_run
 from config import Config, UserError, argument_parser, run_command, to_toml
 from data.hf_tokenizer import separator_name, tokenizer_json
 from data.tokenizer import Tokenizer
+from files import read_json
 from model import GPT
 
 
@@ -65,9 +70,12 @@ def card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architectu
     separator = separator_name(tokenizer)
     result = ""
     if (run / "summary.json").is_file():
-        summary = json.loads((run / "summary.json").read_text())
-        result = (f" {summary['tokens']:,} tokens of training, validation loss {summary['val_loss']:.4f} nats"
-                  f" a token, {summary['val_bpb']:.4f} bits a byte.")
+        try:
+            summary = read_json(run / "summary.json")
+            result = (f" {summary['tokens']:,} tokens of training, validation loss {summary['val_loss']:.4f} "
+                      f"nats a token, {summary['val_bpb']:.4f} bits a byte.")
+        except (ValueError, KeyError, TypeError):       # damaged, or a loss that was no number: no figures
+            pass
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

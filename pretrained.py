@@ -6,7 +6,6 @@ code of the folder is run, and nothing is fetched. What is supported stands in a
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from config import Config, UserError, config_from
+from files import read_json
 
 if TYPE_CHECKING:
     from architectures import Architecture
@@ -106,7 +106,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); get it again") from error
     if not isinstance(content, dict):

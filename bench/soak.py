@@ -282,7 +282,7 @@ def small_disk(folder: Path, n_bytes: int) -> Iterator[Callable[[str], None]]:
 def full_disk(bench: Bench) -> Outcome:
     """A disk that fills up anywhere between the first file and the third checkpoint, then grows."""
     alone, n_tried = bench.straight("roomy"), 0
-    for n_pages in bench.random.sample(range(1, 300), 20):
+    for n_pages in bench.random.sample(range(1, 300), 12):
         with small_disk(bench.folder / "disk", n_pages * 4096) as remount:
             command = ["train.py", "soak.toml", "run.dir=disk/run"]
             out = bench.call(*command, expected=(0, 2))

@@ -14,11 +14,14 @@ import numpy as np
 
 from config import UserError
 from data.tokenizer import ByteTokenizer, Tokenizer
+from files import read_json, read_text
 
 if TYPE_CHECKING:
     import tiktoken
 
 SEPARATOR = "<|endoftext|>"
+MAX_FILE = 2**26        # bytes of a tokenizer.json; Llama 3's has 17 million
+MAX_VOCABULARY = 2**22
 Pair = tuple[bytes, bytes]
 
 
@@ -118,7 +121,7 @@ class PretrainedTokenizer:
         from tokenizers import Tokenizer as Inner  # here: ordinary runs do not need the package
 
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, MAX_FILE)
             self.inner = Inner.from_str(text)
             self.about = json.loads(text)
         except FileNotFoundError as error:
@@ -132,6 +135,8 @@ class PretrainedTokenizer:
         self.inner.no_padding()
         self.name, self.eot = f"hf:{eot}", eot
         self.vocab_size = 1 + max([eot, *self.inner.get_vocab(with_added_tokens=True).values()])
+        if self.vocab_size > MAX_VOCABULARY:
+            raise UserError(f"{path}: has ids up to {self.vocab_size - 1}, more than any model; get it again")
         self._added = {token["id"]: token for token in self.about["added_tokens"]}
         parts = _types(self.about["decoder"])
         self.is_byte_level = "ByteLevel" in parts
@@ -178,8 +183,20 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
     The separator that opens documents is the beginning-of-sequence token, or the end's where there is none.
     """
+    try:
+        tokenizer = _read_tokenizer(folder, config)
+        assert tokenizer.sha256         # looks at each token
+        return tokenizer
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder}: tokenizer.json or tokenizer_config.json: not as transformers writes them "
+                        f"({type(error).__name__}: {error}); get them again") from error
+
+
+def _read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings = read_json(path) if path.is_file() else {}
     tokenizer = PretrainedTokenizer(folder / "tokenizer.json", 0)
     candidates = [found for end in ("bos_token", "eos_token") for found in (
         tokenizer.inner.token_to_id(_content(settings.get(end))), config.get(f"{end}_id"))]

@@ -25,8 +25,9 @@ from test_security import rehash_checkpoint, rehash_corpus
 import checkpoint
 from compare import read_run
 from config import SECTIONS, Config, UserError, load_config, to_toml
+from data.hf_tokenizer import byte_level_json, read_tokenizer
 from data.loader import SPLITS, Corpus, read_meta
-from data.tokenizer import tokenizer_of
+from data.tokenizer import byte_lengths, tokenizer_of
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
@@ -326,6 +327,49 @@ def test_any_values_in_a_state_json(small_run: tuple[Path, Config],
             "run": small_run[1].run.model_copy(update={"dir": str(copy)})})
         code = outcome(lambda: train(config, []))
         assert code in (0, None)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Tokenizers of others
+
+
+@pytest.fixture(scope="module")
+def foreign_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer.json with merges, and one of SentencePiece's kind, in folders a and b."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("tokenizers")
+    ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 256, b"abc": 257, b" a": 258}
+    bytes_kind = byte_level_json(ranks, r"'s| ?\w+|\s+", 259)
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}
+    pieces_kind = {**bytes_kind, "pre_tokenizer": metaspace,
+                   "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}}
+    for name, content in (("a", bytes_kind), ("b", pieces_kind)):
+        (folder / name).mkdir()
+        (folder / name / "tokenizer.json").write_text(json.dumps(content))
+        (folder / name / "tokenizer_config.json").write_text('{"bos_token": "<|endoftext|>", "more": null}')
+    return folder
+
+
+def use_tokenizer(folder: Path) -> None:
+    tokenizer = read_tokenizer(folder, {"bos_token_id": 1})
+    if tokenizer.vocab_size < 1000:     # else load_pretrained refuses it: the model has fewer
+        assert byte_lengths(tokenizer).shape == (tokenizer.vocab_size,)
+        assert (tokenizer.encode(b"abc a'sx") < tokenizer.vocab_size).all()
+
+
+@fuzz
+@given(st.sampled_from("ab"), st.sampled_from(["tokenizer.json", "tokenizer_config.json"]), edits(),
+       st.lists(json_edits(), max_size=2))
+def test_any_tokenizer_of_others(foreign_tokenizer: Path, kind: str, name: str,
+                                 edit: Callable[[bytes], bytes],
+                                 changes: list[Callable[[Any], Any]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(foreign_tokenizer / kind, Path(folder) / "copy")
+        for change in changes:
+            edit_json(copy / name, change)
+        if not changes:
+            (copy / name).write_bytes(edit((copy / name).read_bytes()))
+        outcome(lambda: use_tokenizer(copy))
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -127,8 +127,8 @@ def train(config: Config, stop: list[int]) -> int:
     except Stopped as stopped:
         save()
         number = stopped.args[0]
-        print(f"\nstopped by {signal.Signals(number).name}, saved at step {saved_at} of {steps}; "
-              "the same command goes on from there")
+        where = f"saved at step {saved_at} of {steps}" if saved_at else "before the first step was done"
+        print(f"\nstopped by {signal.Signals(number).name}, {where}; the same command goes on from there")
         return 128 + number
     except Diverged as error:
         if is_writer:

@@ -114,8 +114,9 @@ def train(config: Config, stop: list[int]) -> int:
 
     try:
         while state["step"] < steps or state["is_half_done"]:
+            signalled = 0
             if not state["is_half_done"]:
-                take_step(step_model, optimizer, corpus, config, state, world, stop)
+                signalled = take_step(step_model, optimizer, corpus, config, state, world, stop)
             done, metrics = state["step"], state["metrics"]
             if done % run.eval_every == 0 or done == steps:
                 metrics |= validate(model, corpus, lengths, config, world, stop)
@@ -124,6 +125,8 @@ def train(config: Config, stop: list[int]) -> int:
             state["is_half_done"] = False
             if done % run.save_every == 0 or done == steps:
                 save()
+            if signalled and done < steps:
+                raise Stopped(signalled)
     except Stopped as stopped:
         save()
         number = stopped.args[0]
@@ -140,10 +143,10 @@ def train(config: Config, stop: list[int]) -> int:
 
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config,
-              state: dict[str, Any], world: World, stop: list[int]) -> None:
+              state: dict[str, Any], world: World, stop: list[int]) -> int:
     """One update; or none, where loss or gradient is not finite. The step is half done then: not yet logged.
 
-    Raises Stopped, and Diverged after train.max_bad_steps without an update in a row.
+    Returns the number of a signal that came, else 0. Raises Stopped, and Diverged after train.max_bad_steps without an update in a row.
     """
     t, step = config.train, state["step"]
     lr = learning_rate(step, t)
@@ -159,8 +162,7 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus
         raise Diverged(describe_divergence(config, corpus, step, n_bad, loss, grad_norm))
     state |= {"step": step + 1, "n_bad": n_bad, "is_half_done": True,
               "metrics": {"loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}}
-    if signalled:
-        raise Stopped(signalled)
+    return signalled
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config, step: int,

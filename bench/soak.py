@@ -7,12 +7,14 @@ anything is lost. Linux; the cases of disks mount a tmpfs, which takes root.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -256,8 +258,44 @@ def ctrl_c(bench: Bench) -> Outcome:
     return Outcome(str(n_tried))
 
 
-# To add here, by the author of parallel.py: two_ranks(bench) -> Outcome, signals to and kills of one of two
-# processes, and a resume with another number of them; its line in CASES; its row in docs/reliability.md.
+def pair(bench: Bench, name: str, log: Path) -> list[subprocess.Popen[str]]:
+    """Two processes of one run, as torchrun starts them; the log is the first one's."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        return [bench.start("train.py", "soak.toml", "train.steps=200", f"run.dir=runs/{name}",
+                            environment={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            output=file.fileno()) for rank in range(2)]
+
+
+def two_ranks(bench: Bench) -> Outcome:
+    """One of two processes is signalled or killed; two go on, bit-equal, and one alone goes on too."""
+    log, numbers = bench.folder / "pair.log", (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL)
+    for process in pair(bench, "pair", log):
+        check(process.wait(timeout=600) == 0, "two processes did not finish")
+    for number, rank in itertools.product(numbers, range(2)):
+        name = f"{number.name}-{rank}"
+        both = pair(bench, name, log)
+        wait_for(log, f"\nstep {bench.random.randrange(1, 100)}/", both[0])
+        both[rank].send_signal(number)
+        if number == signal.SIGKILL:
+            both[1 - rank].kill()               # as torchrun does, though it asks first
+        codes = [process.wait(timeout=600) for process in both]
+        expected = -number if number == signal.SIGKILL else 128 + number
+        check(codes == [expected] * 2, f"{name}: codes {codes}")
+        for process in pair(bench, name, log):
+            check(process.wait(timeout=600) == 0, f"{name}: two did not go on")
+        check("resuming" in log.read_text(), f"{name}: began anew")
+        check_equal(bench.folder / "runs" / name, bench.folder / "runs" / "pair")
+    both = pair(bench, "fewer", log)
+    wait_for(log, "\nstep 20/", both[0])
+    both[1].send_signal(signal.SIGTERM)
+    check([process.wait(timeout=600) for process in both] == [143, 143], "fewer: two did not stop")
+    out = bench.call("train.py", "soak.toml", "train.steps=200", "run.dir=runs/fewer")
+    check("resuming" in out and "step 200/200" in out, "fewer: one did not go on")
+    return Outcome("9", "nothing; after a kill at most the 3 steps since the last save")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -360,7 +398,7 @@ RELIABILITY, SECURITY, TRAIN, DATA, CONFIGS = (
 CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this name in docs/reliability.md
     "sigkill": sigkill,
     "signals": signals,
-    # "two_ranks": two_ranks,
+    "two_ranks": two_ranks,
     "resume": tested("bit or half_done", RELIABILITY, TRAIN),
     "damage": tested("damaged", RELIABILITY, TRAIN),
     "leftovers": tested("leaves or kill", RELIABILITY, TRAIN),

@@ -52,7 +52,6 @@ from checkpoint import load_run
 from config import Config, Train, UserError, argument_parser, run_command
 from data.loader import Corpus
 from data.passkey import shortest
-from data.prepare import Document, read
 from data.tokenizer import Tokenizer, byte_lengths
 from eval_show import plot, table
 from files import naming, write_whole
@@ -378,7 +377,7 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
                         "a prepared corpus")
     path = Path(source or data_dir)
     if path.is_file():
-        return Text(path.stem, [read(Document(path), tokenizer)])
+        return Text(path.stem, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
     corpus = Corpus(path)
     theirs = corpus.meta["tokenizer"]
     if theirs["sha256"] != tokenizer.sha256:

@@ -1,24 +1,33 @@
-"""Turn text into a corpus for train.py: `python data/prepare.py SOURCE [--tokenizer byte|gpt2] [--out DIR]`.
+"""Turn text into a corpus for train.py: `python data/prepare.py SOURCE [--tokenizer NAME] [--out DIR]`.
 
 SOURCE is one of
   stdlib      the source text of the running Python's own standard library: always there, public, no download
   passkey     made-up documents to train for the passkey probe: keys told and asked for (data/passkey.py)
-  FILE.txt    one text; its last tenth is for validation
-  FOLDER      its .txt files, a document each. Subfolders train/ and val/ are the splits where both exist;
-              else a hash of each file's path inside the folder picks a tenth of the files for validation
+  FILE        .txt: one text, its last tenth is for validation. .jsonl, .jsonl.gz, .jsonl.zst: a document a
+              line. .parquet: a document a row. A hash of its text picks one document in 100 for validation
+  FOLDER      such files. Subfolders train/ and val/ are the splits where both exist; else of the .txt files,
+              a document each, a hash of the path inside the folder picks a tenth, and of rows as for a file
+  https://... such a file, or a .zip with one file in it, is fetched once (http, https, file)
+  hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, hf:ORG/NAME, or a local folder in its layout,
+              hf:./folder. Train and validation, else test, are the splits; where there is none to validate
+              on, and of a SPLIT that is asked for, a hash of its text picks one document in 100
 
-The corpus appears at DIR all at once when complete; an interrupted preparation leaves nothing that loads.
+tokenizers: byte; gpt2; bpe:N, learned from 128 MB of the train split at most, spread over all of it where its
+size is known, with N ids, the separator included.
+
+The corpus appears at DIR all at once when complete. Text streams through little memory, over all cores. An
+interrupted preparation leaves nothing that loads, but DIR's neighbour .DIR.partial, from which the same
+command goes on, unless the source has changed.
 """
 
-import hashlib
-import json
 import os
 import signal
 import sys
-import sysconfig
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatch
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,174 +40,303 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import UserError, argument_parser, run_command  # noqa: E402
+from data import bpe  # noqa: E402
+from data import tokenizer as tokenizers  # noqa: E402
+from data.journal import Journal, Position  # noqa: E402
 from data.loader import FORMAT_VERSION, SPLITS  # noqa: E402
-from data.passkey import passkey_document, repeating_document  # noqa: E402
-from data.tokenizer import TOKENIZERS, Tokenizer, byte_lengths, load_tokenizer  # noqa: E402
+from data.remote import LINE_BY_LINE, open_dataset, open_url  # noqa: E402
+from data.sources import (  # noqa: E402
+    FILE_VAL_SHARE,
+    ROW_VAL_SHARE,
+    STDLIB_LEFT_OUT,
+    Passkey,
+    Rows,
+    Shard,
+    Source,
+    open_builtin,
+    open_local,
+)
+from data.tokenizer import TOKENIZERS, Tokenizer, byte_lengths, load_tokenizer, pieces  # noqa: E402
 
-VAL_SHARE = 0.1
 BUILT_IN = ("stdlib", "passkey")
-PASSKEY_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}
-PASSKEY_LENGTHS = (24, 129)     # tokens, [from, to): they fit into the quick configs' windows
-STDLIB_LEFT_OUT = {     # paths inside the library -> why
-    "test/*": "tests",
-    "tests/*": "tests",
-    "idle_test/*": "tests",
-    "site-packages/*": "not the standard library",
-    "__pycache__/*": "not source",
-    "_sysconfigdata*": "generated when this Python was built",
-    "config-*/*": "generated when this Python was built",
-    "pydoc_data/topics.py": "generated from the documentation",
-    "encodings/cp*.py": "generated character tables",
-    "encodings/iso8859*.py": "generated character tables",
-    "encodings/koi8*.py": "generated character tables",
-    "encodings/mac*.py": "generated character tables",
-    "html/entities.py": "mostly a table",
-    "lib2to3/*": "not in every Python",
-}
+LEARN_BYTES = 2**27             # of text that bpe:N learns from, at most
+LEARN_PIECE = 2**14             # bytes that are learned from at a time
 
 
-class Document(NamedTuple):
-    """A piece of text: where it lies, and which bytes of the file it is (end None: to the file's end)."""
+class Options(NamedTuple):
+    """What may be asked for beside source, place and tokenizer."""
 
-    path: Path
-    start: int = 0
-    end: int | None = None
-
-
-class Passkey(NamedTuple):
-    """A made-up document: a function of its number. One in four has a key, the others repeat a string."""
-
-    number: int
-
-    def ids(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Its tokens, the separator first."""
-        rng = np.random.default_rng([self.number, 1])
-        if self.number % 4:
-            return repeating_document(tokenizer, rng)
-        return passkey_document(tokenizer, int(rng.integers(*PASSKEY_LENGTHS)), rng.random(), rng)[0]
+    revision: str | None = None
+    text_column: str = "text"
+    articles: bool = False
+    val_share: float | None = None
+    limit_tokens: int | None = None
 
 
-def find_documents(source: str) -> Mapping[str, Sequence[Document | Passkey]]:
-    """Split -> documents of a SOURCE, in an order that depends on their names alone."""
-    if source == "passkey":
-        return {split: [Passkey(number) for number in numbers]
-                for split, numbers in PASSKEY_DOCUMENTS.items()}
-    if source == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return split_by_hash(root, [p for p in root.rglob("*.py")
-                                    if not why_left_out(p.relative_to(root).as_posix())])
-    root = Path(source)
-    if root.is_file() and root.suffix == ".txt":
-        return split_inside(root)
-    if not root.is_dir():
-        problem = "is not a .txt file or a folder of them" if root.exists() else "no such file or folder"
-        raise UserError(f"source {source}: {problem}; give stdlib, passkey, a .txt file or a folder with "
-                        ".txt files")
-    if all((root / split).is_dir() for split in SPLITS):
-        found = {split: sorted(map(Document, (root / split).rglob("*.txt"))) for split in SPLITS}
-    else:
-        found = split_by_hash(root, root.rglob("*.txt"))
+class Piece(NamedTuple):
+    """A document, or some of it: at most MAX_PIECE bytes in memory."""
+
+    split: str
+    where: str
+    text: bytes | Passkey
+    opens: bool                 # is a document's first
+    end: Position
+
+
+DEFAULTS = Options()
+
+
+class Encoded(NamedTuple):
+    """What a chunk of pieces adds to a split."""
+
+    split: str
+    ids: np.ndarray             # (n,) of the corpus' dtype
+    starts: np.ndarray          # where documents begin among them
+
+
+def open_source(source: str, out: Path, options: Options = DEFAULTS) -> Source:
+    """What SOURCE means. Raises UserError for one that is not there."""
+    val_share = options.val_share
+    rows = Rows(options.text_column, ROW_VAL_SHARE if val_share is None else val_share)
+    if (options.revision or options.articles) and not source.startswith("hf:"):
+        raise UserError(f"--revision and --articles: are for hf:NAME, not for {source}; leave them out")
+    if source in BUILT_IN:
+        return open_builtin(source, val_share)
+    if source.startswith("hf:"):
+        return open_dataset(source, rows, options.revision, options.articles)
+    if source.startswith(("http://", "https://", "file://")):
+        return open_url(source, out.parent / ".downloads", rows, val_share)
+    return open_local(source, rows, val_share)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Reading and encoding
+
+
+def read_pieces(shards: Sequence[Shard], tokenizer: Tokenizer, after: Position) -> Iterator[Piece]:
+    """All documents in pieces, from the first that ends after a position."""
+    for s in range(after.shard, len(shards)):
+        first = after.document if s == after.shard else 0
+        for d, document in enumerate(islice(shards[s].documents(), first, None), first):
+            done = after.n_bytes if (s, d) == after[:2] else 0
+            if isinstance(document.text, Passkey):
+                if not done:
+                    yield Piece(document.split, document.where, document.text, True, Position(s, d, 1))
+                continue
+            for text in pieces(document.blocks(done), tokenizer.cut):
+                opens, done = not done, done + len(text)
+                yield Piece(document.split, document.where, text, opens, Position(s, d, done))
+
+
+def chunked(found: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in groups that are worth a call; one that goes on with a document comes first in its group."""
+    chunk: list[Piece] = []
+    n_bytes = 0
+    for piece in found:
+        if chunk and (not piece.opens or n_bytes >= tokenizers.MAX_PIECE):
+            yield chunk
+            chunk, n_bytes = [], 0
+        chunk.append(piece)
+        n_bytes += 100 if isinstance(piece.text, Passkey) else len(piece.text)
+    if chunk:
+        yield chunk
+
+
+def encode(chunk: list[Piece], tokenizer: Tokenizer, lengths: np.ndarray, dtype: str) -> list[Encoded]:
+    """Ids of a chunk, for each split that it has documents of."""
+    encoded = []
     for split in SPLITS:
-        if not found[split]:
-            raise UserError(f"source {source}: no .txt files for {split}; put text there")
-    return found
+        mine = [piece for piece in chunk if piece.split == split]
+        if not mine:
+            continue
+        texts = [piece.text for piece in mine if isinstance(piece.text, bytes)]
+        if texts:
+            ids = tokenizer.encode_documents(texts, continues=not mine[0].opens)
+            assert lengths[ids].sum() == sum(map(len, texts)), f"{mine[0].where}: bytes were lost"
+        else:
+            ids = np.concatenate([piece.text.ids(tokenizer) for piece in mine
+                                  if isinstance(piece.text, Passkey)])
+        assert int(ids.max()) < tokenizer.vocab_size
+        encoded.append(Encoded(split, ids.astype(dtype), np.flatnonzero(ids == tokenizer.eot)))
+    return encoded
 
 
-def why_left_out(path: str) -> str | None:
-    """The reason for which a file of the standard library does not enter the corpus; None if it does."""
-    return next((why for pattern, why in STDLIB_LEFT_OUT.items()
-                 if fnmatch(path, pattern) or fnmatch(path, f"*/{pattern}")), None)
+def in_order(function: Callable[[list[Piece]], list[Encoded]], chunks: Iterator[list[Piece]],
+             workers: int) -> Generator[tuple[list[Piece], list[Encoded]], None, None]:
+    """Each chunk and its ids, in order, some ahead of the one that is asked for.
 
-
-def split_by_hash(root: Path, paths: Any) -> dict[str, list[Document]]:
-    """The hash of its path inside root puts a file into a split: stable across machines and additions."""
-    def rank(path: Path) -> float:
-        return int(hashlib.sha256(path.relative_to(root).as_posix().encode()).hexdigest()[:8], 16) / 2**32
-
-    paths = sorted(p for p in paths if p.is_file())
-    if len(paths) == 1:
-        return split_inside(paths[0])
-    val = {p for p in paths if rank(p) < VAL_SHARE} or {min(paths, key=rank)} if paths else set()
-    return {"train": [Document(p) for p in paths if p not in val], "val": [Document(p) for p in sorted(val)]}
-
-
-def split_inside(path: Path) -> dict[str, list[Document]]:
-    """The first nine tenths of a file, and the rest; the cut does not fall inside a character of UTF-8."""
-    text = path.read_bytes()
-    cut = int(len(text) * (1 - VAL_SHARE))
-    while cut < len(text) and text[cut] & 0xC0 == 0x80:
-        cut += 1
-    return {"train": [Document(path, 0, cut)], "val": [Document(path, cut)]}
-
-
-def read(document: Document | Passkey, tokenizer: Tokenizer) -> np.ndarray:
-    """Ids of a document, the separator first. Raises UserError for text that the tokenizer cannot take."""
-    if isinstance(document, Passkey):
-        return document.ids(tokenizer)
-    text = document.path.read_bytes()[document.start:document.end]
+    Threads, not processes: tiktoken and numpy work without the interpreter's lock, and nothing is copied.
+    """
+    pending: deque[tuple[list[Piece], Future[list[Encoded]]]] = deque()
+    pool = ThreadPoolExecutor(workers)
     try:
-        ids = tokenizer.encode(text)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{document.path}: not UTF-8 at byte {error.start}, which tokenizer {tokenizer.name} "
-                        "needs; convert the file or use --tokenizer byte") from error
-    if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
-        raise UserError(f"{document.path}: id {ids.max()} is beyond the vocabulary of {tokenizer.vocab_size}")
-    return np.concatenate(([tokenizer.eot], ids))
+        for chunk in chunks:
+            pending.append((chunk, pool.submit(function, chunk)))
+            if len(pending) > workers + 2:
+                first, future = pending.popleft()
+                yield first, future.result()
+        for first, future in pending:
+            yield first, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def write_split(folder: Path, split: str, documents: Sequence[Document | Passkey], tokenizer: Tokenizer,
-                dtype: str) -> dict[str, Any]:
-    """Write SPLIT.bin and SPLIT.idx.npy, a document at a time; return what meta.json says of them."""
-    from tqdm import tqdm
-
-    offsets, n_bytes, lengths = [0], 0, byte_lengths(tokenizer)
-    with (folder / f"{split}.bin").open("wb") as file:
-        for document in tqdm(documents, desc=split, unit="file", leave=False, delay=1, disable=None):
-            ids = read(document, tokenizer)
-            if len(ids) == 1:
-                continue                                                # an empty file is no document
-            file.write(ids.astype(dtype).tobytes())
-            offsets.append(offsets[-1] + len(ids))
-            n_bytes += int(lengths[ids].sum())
-    if len(offsets) == 1:
-        raise UserError(f"split {split}: all {len(documents)} files are empty; add text")
-    np.save(folder / f"{split}.idx.npy", np.array(offsets, dtype=np.uint64))
-    checksums = {}
-    for name in (f"{split}.bin", f"{split}.idx.npy"):
-        with (folder / name).open("rb") as file:
-            checksums[name] = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-    return {"tokens": offsets[-1], "bytes": n_bytes, "documents": len(offsets) - 1, "sha256": checksums}
+def learn_from(source: Source) -> Iterator[bytes]:
+    """Text of the train split to learn a vocabulary from: LEARN_BYTES at most, evenly spread if possible."""
+    share = min(1.0, LEARN_BYTES / source.n_bytes) if source.n_bytes else 1.0
+    seen = taken = 0
+    for shard in source.shards:
+        if shard.split == "val":
+            continue
+        for document in shard.documents():
+            if document.split != "train" or isinstance(document.text, Passkey):
+                continue
+            for text in pieces(document.blocks(0), tokenizers.cut_before_space, LEARN_PIECE):
+                seen += len(text)
+                if taken + len(text) <= min(seen * share, LEARN_BYTES):
+                    taken += len(text)
+                    yield text
+            if taken + LEARN_PIECE > LEARN_BYTES:
+                return
 
 
-def prepare(source: str, out: Path, tokenizer_name: str) -> dict[str, Any]:
+# -----------------------------------------------------------------------------------------------------------
+# The corpus
+
+
+def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFAULTS,
+            workers: int | None = None) -> dict[str, Any]:
     """Write a corpus to the folder `out`, complete or not at all, and return its meta.json."""
-    tokenizer = load_tokenizer(tokenizer_name)
-    documents = find_documents(source)
     if out.exists() and not (out / "meta.json").is_file() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: exists and is not a prepared corpus; give another folder")
+    if bpe.size_of(tokenizer_name) is None:
+        load_tokenizer(tokenizer_name)                                  # wrong ones before a download
     out.parent.mkdir(parents=True, exist_ok=True)
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
-        new = Path(temporary) / "new"
-        new.mkdir()
+    found = open_source(source, out, options)
+    said = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
+    plan = {"format_version": FORMAT_VERSION, "source": source, "revision": found.revision,
+            "identity": found.identity, "tokenizer": tokenizer_name, "options": said}
+    with Journal(out, plan) as journal:
+        tokenizer = open_tokenizer(tokenizer_name, found, journal.corpus)
+        journal.open_splits("uint16" if tokenizer.vocab_size <= 2**16 else "uint32", tokenizer.sha256)
+        encode_all(found, tokenizer, journal, options.limit_tokens or sys.maxsize, workers or n_cores())
         meta = {
             "format_version": FORMAT_VERSION,
-            "source": source if source in BUILT_IN else Path(source).name,
-            "revision": f"Python {'.'.join(map(str, sys.version_info[:3]))}" if source == "stdlib" else None,
-            "dtype": dtype, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
+            "source": found.name,
+            "revision": found.revision,
+            "dtype": journal.dtype, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
-            "splits": {split: write_split(new, split, documents[split], tokenizer, dtype)
-                       for split in SPLITS},
+            **({"options": said} if said else {}),
+            "splits": {split: about_split(journal, found, split) for split in SPLITS},
         }
-        with (new / "meta.json").open("w", encoding="utf-8") as file:
-            json.dump(meta, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if out.exists():
-            out.rename(Path(temporary) / "old")
-        new.rename(out)
+        journal.publish(meta)
     return meta
+
+
+def n_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def open_tokenizer(name: str, source: Source, folder: Path) -> Tokenizer:
+    """The tokenizer of that name; one to be learned is, and put into the folder, unless it is there."""
+    size = bpe.size_of(name)
+    if size is not None and not (folder / bpe.FILE).exists():
+        print(f"learning {name} from {source.name}", flush=True)
+        content = bpe.learn(learn_from(source), size)
+        temporary = folder / f".{bpe.FILE}.tmp"
+        temporary.write_text(content, encoding="ascii")
+        temporary.rename(folder / bpe.FILE)
+    return load_tokenizer(name, folder)
+
+
+def encode_all(source: Source, tokenizer: Tokenizer, journal: Journal, limit: int, workers: int) -> None:
+    """Read, encode and write all documents that the journal does not have."""
+    lengths, train = byte_lengths(tokenizer), journal.splits["train"]
+    first_val = next((i for i, shard in enumerate(source.shards) if shard.split == "val"), len(source.shards))
+
+    def encode_chunk(chunk: list[Piece]) -> list[Encoded]:
+        return encode(chunk, tokenizer, lengths, journal.dtype)
+
+    is_utf8 = True
+    with Progress(source, journal) as progress:
+        for end in (first_val, len(source.shards)):                     # those of val alone come last
+            is_full = end == first_val and train.n_tokens >= limit
+            found = read_pieces(source.shards[:end], tokenizer, journal.position)
+            with closing(in_order(encode_chunk, chunked(found), workers)) as work:
+                while not is_full and (done := next(work, None)):
+                    chunk, encoded = done
+                    for part in encoded:
+                        room = limit - train.n_tokens if part.split == "train" else len(part.ids)
+                        is_full |= room < len(part.ids)
+                        write(journal, part, room, lengths)
+                    journal.save(chunk[-1].end)
+                    progress.show(chunk)
+                    is_utf8 = is_utf8 and (tokenizer.name == "byte" or check_utf8(chunk))
+            journal.save(max(journal.position, Position(end)), at_once=True)
+
+
+def write(journal: Journal, part: Encoded, room: int, lengths: np.ndarray) -> None:
+    """Write what a chunk adds to a split, as far as there is room."""
+    ids = part.ids[:room]
+    if len(ids) < len(part.ids) and room in part.starts + 1:
+        ids = ids[:-1]                                                  # a separator with nothing behind it
+    starts = part.starts[part.starts < len(ids)]
+    journal.splits[part.split].write(ids, starts, int(lengths[ids].sum()))
+
+
+def check_utf8(chunk: list[Piece]) -> bool:
+    """Whether a chunk is UTF-8; a warning if not."""
+    for piece in chunk:
+        try:
+            if isinstance(piece.text, bytes):
+                piece.text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            print(f"warning: {piece.where}: not UTF-8 ({error.reason}); such bytes are kept, a token each; "
+                  "text in another encoding is better converted first", file=sys.stderr, flush=True)
+            return False
+    return True
+
+
+def about_split(journal: Journal, source: Source, split: str) -> dict[str, Any]:
+    """What meta.json says of a split, whose index is written. Raises UserError for one without text."""
+    files = journal.splits[split]
+    if not files.n_documents:
+        drawn = any(shard.split is None for shard in source.shards)
+        reason = "no document's hash falls there; change --val-share or add text" if drawn else \
+            "its documents are all empty; add text"
+        raise UserError(f"source {source.name}: no text for {split}: {reason}")
+    index = files.write_index(journal.corpus / f"{split}.idx.npy")
+    return {"tokens": files.n_tokens, "bytes": files.n_bytes, "documents": files.n_documents,
+            "sha256": {f"{split}.bin": files.tokens.sha256.hexdigest(), f"{split}.idx.npy": index}}
+
+
+class Progress:
+    """A bar: text read, its speed, the time that is left. In a file, a line now and then."""
+
+    def __init__(self, source: Source, journal: Journal) -> None:
+        from tqdm import tqdm
+
+        self.source, self.sizes = source, np.cumsum([0.0, *(shard.size for shard in source.shards)])
+        is_terminal = sys.stderr.isatty()
+        self.bar = tqdm(desc="preparing", unit="B", unit_scale=True, leave=False,
+                        delay=1 if is_terminal else 30, mininterval=0.2 if is_terminal else 30,
+                        initial=sum(split.n_bytes for split in journal.splits.values()))
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
+
+    def show(self, chunk: list[Piece]) -> None:
+        """A chunk has been written. The share of the source that has been read tells how much there is."""
+        n_bytes = sum(len(piece.text) for piece in chunk if isinstance(piece.text, bytes))
+        shard = chunk[-1].end.shard
+        share = (self.sizes[shard] + self.source.shards[shard].seen) / max(1.0, self.sizes[-1])
+        if share > 0:
+            self.bar.total = int((self.bar.n + n_bytes) / share)
+        self.bar.update(n_bytes)
 
 
 def describe(meta: dict[str, Any], out: Path) -> Iterator[str]:
@@ -209,18 +347,51 @@ def describe(meta: dict[str, Any], out: Path) -> Iterator[str]:
                f"{about['tokens']:,} tokens ({meta['tokenizer']['name']})")
 
 
-def main() -> None:
+def default_out(source: str) -> Path:
+    """data/ and the source's name."""
+    name = source.removeprefix("hf:").split(":")[0] if source.startswith("hf:") else source
+    return Path("data") / Path(name).name.split(".")[0]
+
+
+def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="stdlib, passkey, a .txt file or a folder of them")
-    parser.add_argument("--tokenizer", default="byte", help=f"{' or '.join(TOKENIZERS)} (default byte)")
+    parser.add_argument("source", metavar="SOURCE", help="see above")
+    parser.add_argument("--tokenizer", default="byte", help=f"{', '.join(TOKENIZERS)} (default byte)")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
+    parser.add_argument("--revision", help="hf: a commit, branch or tag (default main); meta.json records "
+                                           "the commit")
+    parser.add_argument("--text-column", default="text", metavar="NAME",
+                        help="of rows, and of the objects in .jsonl (default text)")
+    parser.add_argument("--articles", action="store_true",
+                        help="hf: rows are lines, and ` = Title = ` opens a document; by itself on "
+                             f"{LINE_BY_LINE[0]}")
+    parser.add_argument("--val-share", type=float, metavar="X",
+                        help=f"share that a hash puts into validation (default {FILE_VAL_SHARE} of .txt "
+                             f"files or of a single one, {ROW_VAL_SHARE} of rows)")
+    parser.add_argument("--limit-tokens", type=int, metavar="N",
+                        help="end the train split after N tokens, separators included, its last document cut "
+                             "short. Validation files stay whole; where a hash picks, validation is what it "
+                             "picked until then")
+    parser.add_argument("--workers", type=int, help="threads (default: one a core); the result is the same")
     args = parser.parse_args()
-    out = args.out or Path("data") / Path(args.source).stem
+    for name, value, is_right in (("--val-share", args.val_share, lambda x: 0 < x < 1),
+                                  ("--limit-tokens", args.limit_tokens, lambda n: n > 0),
+                                  ("--workers", args.workers, lambda n: n > 0)):
+        if value is not None and not is_right(value):
+            raise UserError(f"{name} {value}: must be positive" + ", and below 1" * (name == "--val-share"))
+    out = args.out or default_out(args.source)
     if args.source == "stdlib":
         print("left out of stdlib: "
               + ", ".join(f"{pattern} ({why})" for pattern, why in STDLIB_LEFT_OUT.items()))
-    for line in describe(prepare(args.source, out, args.tokenizer), out):
+    try:
+        options = Options(args.revision, args.text_column, args.articles, args.val_share, args.limit_tokens)
+        meta = prepare(args.source, out, args.tokenizer, options, args.workers)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from there, if it had come far", file=sys.stderr)
+        return 130
+    for line in describe(meta, out):
         print(line)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,229 @@
+"""Sources from elsewhere: datasets in the layout of the Hugging Face hub, and files at a URL.
+
+`hf:NAME` streams a dataset of the hub, or a local folder in its layout (README.md with `configs:`, or files
+named after their split), through the `datasets` library. No code of a dataset is ever run. The commit is
+resolved first, so that all files are of one state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import re
+import shutil
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from config import UserError
+from data.sources import BLOCK, ROWS, SUFFIXES, Document, Rows, Source, identity_of, open_local, texts_of
+
+LINE_BY_LINE = ("Salesforce/wikitext", "wikitext")      # datasets whose rows are lines
+VALIDATION = ("validation", "valid", "val", "test")     # splits to validate on, the first that is there
+HEADING = re.compile(rb"= (?!= ).*(?<! =) =")
+TIMEOUT_S = 60
+
+
+class DatasetPart:
+    """The index-th of n_parts of a streamed dataset: a document a row, or an article of several."""
+
+    def __init__(self, name: str, dataset: Any, index: int, n_parts: int, n_rows: float | None,
+                 split: str | None, rows: Rows, joins: bool) -> None:
+        self.name, self.dataset, self.index, self.n_parts = name, dataset, index, n_parts
+        self.n_rows, self.split, self.rows, self.joins = n_rows, split, rows, joins
+        self.size, self.seen = 1.0, 0.0
+
+    def documents(self) -> Iterator[Document]:
+        values = self._values()
+        for where, value in articles(values) if self.joins else values:
+            yield self.rows.document(self.split, where, value)
+        self.seen = self.size
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        part = self.dataset.shard(self.n_parts, self.index).with_format("arrow") if self.n_parts > 1 \
+            else self.dataset.with_format("arrow")
+        name = self.name if self.n_parts == 1 else f"{self.name}, part {self.index + 1} of {self.n_parts}"
+        number = 0
+        try:
+            for table in part.iter(ROWS):
+                if self.rows.column not in table.column_names:
+                    raise self.rows.absent(name, table.column_names)
+                for value in texts_of(table[self.rows.column]):
+                    number += 1
+                    if self.n_rows:
+                        self.seen = min(1.0, number / self.n_rows)
+                    yield f"{name}: row {number}", value
+        except UserError:
+            raise
+        except Exception as error:  # files of any kind, over any HTTP library: each has its own exceptions
+            raise UserError(f"{name}: cannot be read after row {number} ({one_line(error)}); if the network "
+                            "failed, the same command goes on from there") from error
+
+
+def articles(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
+    """Join rows that are lines into documents: a line ` = Title = ` opens one (WikiText)."""
+    opened, is_blank = "", True
+    lines: list[bytes] = []
+    for where, value in rows:
+        line = (value or b"").rstrip(b"\n") + b"\n"                     # an empty line is an empty row
+        if HEADING.fullmatch(line.strip()) and not is_blank:
+            yield opened, b"".join(lines)
+            opened, lines, is_blank = where, [], True
+        opened = opened or where
+        lines.append(line)
+        is_blank = is_blank and line.isspace()
+    if lines:
+        yield opened, b"".join(lines)
+
+
+def open_dataset(source: str, rows: Rows, revision: str | None, joins: bool) -> Source:
+    """What `hf:NAME[:CONFIG][:SPLIT]` means; NAME is ORG/NAME on the hub, or a local folder.
+
+    Without SPLIT, train and validation (else test) are the splits; where there is no such second one, and
+    for a SPLIT that is asked for, a hash of each document picks. Raises UserError.
+    """
+    name, *rest = source.removeprefix("hf:").split(":")
+    if not name or len(rest) > 2:
+        raise UserError(f"source {source}: must read hf:NAME, hf:NAME:CONFIG, or hf:NAME:CONFIG:SPLIT")
+    config, split = (*(part or None for part in rest), None, None)[:2]
+    is_local = Path(name).is_dir()
+    if not is_local and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        raise UserError(f"source {source}: no such folder, nor the name of a dataset such as hf:ORG/NAME")
+    if is_local and revision:
+        raise UserError(f"--revision {revision}: {name} is a local folder, which has none; leave it out")
+    found, split, revision = _load(source, name, config, split, None if is_local else (revision or "main"))
+    joins = joins or name in LINE_BY_LINE
+    identity = revision or identity_of(sorted(p for p in Path(name).rglob("*") if p.is_file()))
+    shards = [part for of_split, key in choose_splits(source, found, split).items()
+              for part in _parts(f"{source} [{key}]", found[key], of_split, rows, joins)]
+    sizes = [_about(found[key], "num_bytes") for key in found]
+    return Source(f"hf:{Path(name).name}" + source[3 + len(name):] if is_local else source, revision, shards,
+                  identity, None if None in sizes else int(sum(filter(None, sizes))))
+
+
+def _load(source: str, name: str, config: str | None, split: str | None,
+          revision: str | None) -> tuple[dict[str, Any], str | None, str | None]:
+    """Split -> dataset to be streamed; the split that is asked for; the commit, None for a folder."""
+    try:
+        import datasets
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise UserError(f"source {source}: needs the package datasets; pip install datasets") from error
+    try:
+        if revision:
+            revision = HfApi().dataset_info(name, revision=revision).sha
+        configs = datasets.get_dataset_config_names(name, revision=revision)
+        if config not in (None, *configs) and split is None:
+            config, split = None, config                                # hf:NAME:SPLIT
+        builder = datasets.load_dataset_builder(name, config, revision=revision)
+        # a table of ROWS rows at a time: by default it is a row group, which may be gigabytes
+        options = {"batch_size": ROWS} if type(builder).__name__ == "Parquet" else {}
+        found = datasets.load_dataset(name, config, revision=revision, streaming=True, **options)
+    except Exception as error:  # the hub's client has exceptions of three HTTP libraries, and its own
+        hint = "check the name, the configuration and the network"
+        if "scripts are no longer supported" in str(error):
+            hint = "give --revision refs/convert/parquet, where the hub may keep a copy as files"
+        raise UserError(f"source {source}: cannot be opened ({one_line(error)}); {hint}") from error
+    if split not in (None, *found):
+        raise UserError(f"source {source}: no configuration or split {split!r}; configurations are "
+                        f"{', '.join(configs)}, splits {', '.join(found)}")
+    return found, split, revision
+
+
+def choose_splits(source: str, found: dict[str, Any], split: str | None) -> dict[str | None, str]:
+    """Split of ours (None: a hash decides) -> split of the dataset."""
+    if split or len(found) == 1:
+        return {None: split or next(iter(found))}
+    if "train" not in found:
+        raise UserError(f"source {source}: no split train; name one of {', '.join(found)}, as in "
+                        "hf:NAME:CONFIG:SPLIT")
+    val = next((key for key in VALIDATION if key in found), None)
+    return {"train": "train", "val": val} if val else {None: "train"}
+
+
+def _parts(name: str, dataset: Any, split: str | None, rows: Rows, joins: bool) -> Iterator[DatasetPart]:
+    """One for each file, so that going on after an interruption passes over whole files; one if rows join."""
+    if dataset.column_names and rows.column not in dataset.column_names:
+        raise rows.absent(name, dataset.column_names)
+    n_parts = 1 if joins else dataset.num_shards
+    n_rows = _about(dataset, "num_examples")
+    if dataset.column_names:
+        dataset = dataset.select_columns([rows.column])
+    for index in range(n_parts):
+        yield DatasetPart(name, dataset, index, n_parts, n_rows and n_rows / n_parts, split, rows, joins)
+
+
+def _about(dataset: Any, what: str) -> int | None:
+    """A number that the dataset's card tells of a split, if it does."""
+    about = (dataset.info.splits or {}).get(str(dataset.split))
+    return getattr(about, what, None) or None
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception says, in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# URLs
+
+
+def open_url(url: str, cache: Path, rows: Rows, val_share: float | None) -> Source:
+    """A file at a URL, fetched once into `cache`; a .zip must hold a single file. Raises UserError."""
+    address = urlsplit(url)
+    shown = f"{address.scheme}://{address.hostname or ''}{address.path}"        # without keys and passwords
+    path = fetch(url, shown, cache)
+    with path.open("rb") as file:
+        revision = f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    if path.suffix == ".zip":
+        path = unpacked(path, shown)
+    if not path.name.endswith(SUFFIXES):
+        raise UserError(f"source {shown}: must end in {', '.join(SUFFIXES)} or .zip; fetch it by other "
+                        "means, and give the file")
+    return open_local(str(path), rows, val_share)._replace(name=shown, revision=revision, identity=revision)
+
+
+def fetch(url: str, shown: str, cache: Path) -> Path:
+    """The file's place in the cache, after fetching it where it is not there."""
+    path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{Path(urlsplit(url).path).name}"
+    if path.exists():
+        print(f"{shown} was fetched before: {path}")
+        return path
+    cache.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response, temporary.open("wb") as file:  # noqa: S310
+            shutil.copyfileobj(response, file, BLOCK)
+            expected = response.headers.get("Content-Length")
+        if expected and temporary.stat().st_size != int(expected):
+            raise ValueError(f"{temporary.stat().st_size:,} of {int(expected):,} bytes came")
+    except (OSError, ValueError, http.client.HTTPException) as error:   # URLError is an OSError
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"source {shown}: cannot be fetched ({one_line(error)}); check the address and the "
+                        "network") from error
+    temporary.rename(path)
+    return path
+
+
+def unpacked(path: Path, shown: str) -> Path:
+    """The only file in an archive, unpacked beside it; a name without a known ending is taken for text."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            files = [entry for entry in archive.infolist() if not entry.is_dir()]
+            if len(files) != 1:
+                raise UserError(f"source {shown}: must hold one file, it has {len(files)}; unpack it and "
+                                "give the folder")
+            name = Path(files[0].filename).name
+            text = path.with_name(f"{path.stem}-{name}" + ("" if name.endswith(SUFFIXES) else ".txt"))
+            if not text.exists():
+                temporary = text.with_name(text.name + ".part")
+                with archive.open(files[0]) as source, temporary.open("wb") as file:
+                    shutil.copyfileobj(source, file, BLOCK)
+                temporary.rename(text)
+    except zipfile.BadZipFile as error:
+        raise UserError(f"source {shown}: {path} is damaged ({error}); delete it to fetch it "
+                        "again") from error
+    return text

@@ -1,0 +1,371 @@
+"""Where documents come from: what a SOURCE of data/prepare.py means, and reading it in little memory.
+
+A source is a list of shards: a file, or a part of a dataset of the Hugging Face hub (data/hub.py). A shard is
+read from its start and yields documents, each of a split. One that belongs to no split by itself leaves that
+to a hash of each document's text.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from config import UserError
+from data.loader import SPLITS
+from data.passkey import passkey_document, repeating_document
+from data.tokenizer import Tokenizer
+
+FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single text
+ROW_VAL_SHARE = 0.01            # of rows and lines: there are many
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+BLOCK = 2**19                   # bytes read at a time
+ROWS = 64                       # rows of a table read at a time
+MAX_LINE = 2**25                # bytes of a line of .jsonl: it is held in memory
+PASSKEY_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}
+PASSKEY_LENGTHS = (24, 129)     # tokens, [from, to): they fit into the quick configs' windows
+STDLIB_LEFT_OUT = {     # paths inside the library -> why
+    "test/*": "tests",
+    "tests/*": "tests",
+    "idle_test/*": "tests",
+    "site-packages/*": "not the standard library",
+    "__pycache__/*": "not source",
+    "_sysconfigdata*": "generated when this Python was built",
+    "config-*/*": "generated when this Python was built",
+    "pydoc_data/topics.py": "generated from the documentation",
+    "encodings/cp*.py": "generated character tables",
+    "encodings/iso8859*.py": "generated character tables",
+    "encodings/koi8*.py": "generated character tables",
+    "encodings/mac*.py": "generated character tables",
+    "html/entities.py": "mostly a table",
+    "lib2to3/*": "not in every Python",
+}
+
+
+class Part(NamedTuple):
+    """Bytes of a file, from start to end (None: the file's end)."""
+
+    path: Path
+    start: int = 0
+    end: int | None = None
+
+
+class Passkey(NamedTuple):
+    """A made-up document: a function of its number. One in four has a key, the others repeat a string."""
+
+    number: int
+
+    def ids(self, tokenizer: Tokenizer) -> np.ndarray:
+        """Its tokens, the separator first."""
+        rng = np.random.default_rng([self.number, 1])
+        if self.number % 4:
+            return repeating_document(tokenizer, rng)
+        return passkey_document(tokenizer, int(rng.integers(*PASSKEY_LENGTHS)), rng.random(), rng)[0]
+
+
+class Document(NamedTuple):
+    """One document: its split, its place for messages, and its text."""
+
+    split: str
+    where: str
+    text: bytes | Part | Passkey
+
+    def blocks(self, start: int) -> Iterator[bytes]:
+        """The bytes from `start` on, some at a time."""
+        if isinstance(self.text, bytes):
+            yield from (self.text[i:i + BLOCK] for i in range(start, len(self.text), BLOCK))
+        elif isinstance(self.text, Part):
+            place, end = self.text.start + start, self.text.end
+            with self.text.path.open("rb") as file:
+                file.seek(place)
+                while block := file.read(BLOCK if end is None else min(BLOCK, end - place)):
+                    place += len(block)
+                    yield block
+
+
+class Shard(Protocol):
+    """A part of a source that is read from its start."""
+
+    size: float             # shares of the source's size, for progress
+    seen: float             # how much of `size` has been read
+
+    @property
+    def split(self) -> str | None:
+        """Of all its documents; None: a hash of each decides."""
+        ...
+
+    def documents(self) -> Iterator[Document]:
+        """All documents, in an order that is always the same."""
+        ...
+
+
+class Source(NamedTuple):
+    """What a SOURCE means."""
+
+    name: str                   # as meta.json records it
+    revision: str | None
+    shards: Sequence[Shard]
+    identity: Any               # JSON: changes where the content may have changed
+    n_bytes: int | None         # about how much text there is, if that is known
+
+
+class Rows(NamedTuple):
+    """How the rows of tables, or the lines of .jsonl, become documents."""
+
+    column: str = "text"
+    val_share: float = ROW_VAL_SHARE
+
+    def document(self, split: str | None, where: str, value: Any) -> Document:
+        """Of a row's value: a string, UTF-8 bytes, or null, which is an empty document. Raises UserError."""
+        if isinstance(value, str):
+            try:
+                value = value.encode()
+            except UnicodeEncodeError as error:
+                raise UserError(f"{where}: {self.column!r} has half of a surrogate pair at character "
+                                f"{error.start}; mend or remove it") from error
+        if not isinstance(value, bytes | None):
+            raise UserError(f"{where}: {self.column!r} must be a string, got {type(value).__name__}; name "
+                            "the column of the text with --text-column")
+        text = value or b""
+        return Document(split or ("val" if rank(text) < self.val_share else "train"), where, text)
+
+    def absent(self, where: str, names: Iterable[str]) -> UserError:
+        """The mistake of naming a column that is not there."""
+        return UserError(f"{where}: no column {self.column!r}; name that of the text with --text-column: it "
+                         f"has {', '.join(map(str, names)) or 'none'}")
+
+
+def rank(text: bytes) -> float:
+    """A number in [0, 1) that depends on the text alone: stable across machines and additions."""
+    return int(hashlib.sha256(text).hexdigest()[:8], 16) / 2**32
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Shards
+
+
+class TextFile:
+    """A file, or a part of it, that is one document."""
+
+    def __init__(self, part: Part, split: str) -> None:
+        self.part, self.split, self.seen = part, split, 0.0
+        size = part.path.stat().st_size
+        self.size: float = (size if part.end is None else part.end) - part.start
+
+    def documents(self) -> Iterator[Document]:
+        yield Document(self.split, str(self.part.path), self.part)
+
+
+class JsonLines:
+    """A .jsonl, .jsonl.gz or .jsonl.zst file: an object a line, its text under one key."""
+
+    def __init__(self, path: Path, split: str | None, rows: Rows) -> None:
+        self.path, self.split, self.rows = path, split, rows
+        self.size, self.seen = float(path.stat().st_size), 0.0
+
+    def documents(self) -> Iterator[Document]:
+        with self.path.open("rb") as stored:
+            lines, number = self._unpacked(stored), 0
+            while line := self._line(lines, number):
+                number += 1
+                self.seen = stored.tell()
+                if not line.isspace():
+                    yield self.rows.document(self.split, f"{self.path}:{number}", self._value(line, number))
+
+    def _unpacked(self, stored: IO[bytes]) -> Any:
+        if self.path.suffix == ".gz":
+            return gzip.GzipFile(fileobj=stored)
+        if self.path.suffix == ".zst":
+            import io
+
+            import pyarrow  # comes with datasets; Python's own zstd is there from 3.14 on
+            return io.BufferedReader(pyarrow.input_stream(stored, compression="zstd"))  # type: ignore[arg-type]
+        return stored
+
+    def _line(self, lines: Any, number: int) -> bytes:
+        try:
+            line = lines.readline(MAX_LINE + 1)
+        except (EOFError, OSError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise                                                   # the disk's fault, not the content's
+            raise UserError(f"{self.path}:{number + 1}: damaged or cut short ({error}); get the file "
+                            "again") from error
+        if len(line) > MAX_LINE:
+            raise UserError(f"{self.path}:{number + 1}: a line of more than {MAX_LINE:,} bytes; put its text "
+                            "into a .txt file of its own")
+        return line
+
+    def _value(self, line: bytes, number: int) -> Any:
+        where = f"{self.path}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not JSON ({error}); mend or remove the line") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: must be a JSON object, got {type(row).__name__}; mend or remove "
+                            "the line")
+        if self.rows.column not in row:
+            raise self.rows.absent(where, row)
+        return row[self.rows.column]
+
+
+class Parquet:
+    """A .parquet file: a document a row."""
+
+    def __init__(self, path: Path, split: str | None, rows: Rows) -> None:
+        self.path, self.split, self.rows = path, split, rows
+        self.size, self.seen = float(path.stat().st_size), 0.0
+
+    def documents(self) -> Iterator[Document]:
+        import pyarrow
+        import pyarrow.parquet
+
+        number = 0
+        try:
+            # buffer_size: pages are read as they are needed, not a row group at once
+            file = pyarrow.parquet.ParquetFile(self.path, buffer_size=2**20)
+            if self.rows.column not in file.schema_arrow.names:
+                raise self.rows.absent(str(self.path), file.schema_arrow.names)
+            for batch in file.iter_batches(ROWS, columns=[self.rows.column]):
+                for value in texts_of(batch.column(0)):
+                    number += 1
+                    self.seen = self.size * number / file.metadata.num_rows
+                    yield self.rows.document(self.split, f"{self.path}: row {number}", value)
+        except (pyarrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise                                                   # the disk's fault, not the content's
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{self.path}: not a sound .parquet file with text in {self.rows.column!r} "
+                            f"({reason}); get it again, or name another --text-column") from error
+
+
+def texts_of(column: Any) -> list[Any]:
+    """The values of an Arrow column as bytes or None. Raises pyarrow.ArrowException where it is not text."""
+    import pyarrow
+    if pyarrow.types.is_null(column.type):
+        return [None] * len(column)
+    return column.cast(pyarrow.large_binary()).to_pylist()
+
+
+class Passkeys:
+    """The made-up documents of a split."""
+
+    def __init__(self, split: str) -> None:
+        self.split, self.seen = split, 0.0
+        self.size = float(len(PASSKEY_DOCUMENTS[split]))
+
+    def documents(self) -> Iterator[Document]:
+        for number in PASSKEY_DOCUMENTS[self.split]:
+            self.seen += 1
+            yield Document(self.split, f"passkey {number}", Passkey(number))
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Sources on this machine
+
+
+def open_builtin(name: str, val_share: float | None) -> Source:
+    """Stdlib or passkey."""
+    if name == "passkey":
+        return Source(name, None, [Passkeys(split) for split in SPLITS], None, None)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [p for p in root.rglob("*.py") if not why_left_out(p.relative_to(root).as_posix())]
+    shards = split_by_hash(root, paths, val_share)
+    revision = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
+    return Source(name, revision, shards, identity_of(paths), total(shards))
+
+
+def why_left_out(path: str) -> str | None:
+    """The reason for which a file of the standard library does not enter the corpus; None if it does."""
+    return next((why for pattern, why in STDLIB_LEFT_OUT.items()
+                 if fnmatch(path, pattern) or fnmatch(path, f"*/{pattern}")), None)
+
+
+def open_local(source: str, rows: Rows, val_share: float | None) -> Source:
+    """A file, or a folder of files. Raises UserError for what is not there or has no text."""
+    root = Path(source)
+    kinds = ".txt, .jsonl (or .gz, .zst of it) or .parquet"
+    if not root.is_dir():
+        if not (root.is_file() and is_text(root)):
+            problem = f"is not a {kinds} file" if root.exists() else "no such file or folder"
+            raise UserError(f"source {source}: {problem}; give stdlib, passkey, hf:NAME, or a {kinds} file "
+                            "or a folder of such files")
+        paths, shards = [root], shards_of(root.parent, [root], None, rows, val_share)
+    elif all((root / split).is_dir() for split in SPLITS):
+        found = {split: sorted(filter(is_text, (root / split).rglob("*"))) for split in SPLITS}
+        paths = [path for split in SPLITS for path in found[split]]
+        shards = [shard for split in SPLITS
+                  for shard in shards_of(root, found[split], split, rows, val_share)]
+    else:
+        paths = sorted(filter(is_text, root.rglob("*")))
+        shards = shards_of(root, paths, None, rows, val_share)
+    for split in SPLITS:
+        if not any(shard.split in (split, None) for shard in shards):
+            raise UserError(f"source {source}: no {kinds} files for {split}; put text there")
+    return Source(root.name, None, shards, identity_of(paths), total(shards))
+
+
+def is_text(path: Path) -> bool:
+    """Whether it is a file of a kind that can be read."""
+    return path.name.endswith(SUFFIXES) and path.is_file()
+
+
+def shards_of(root: Path, paths: Sequence[Path], split: str | None, rows: Rows,
+              val_share: float | None) -> list[Any]:
+    """Of files inside root, in an order that depends on their names alone: train, rows of either, val."""
+    texts = [path for path in paths if path.suffix == ".txt"]
+    tables = [Parquet(path, split, rows) if path.suffix == ".parquet" else JsonLines(path, split, rows)
+              for path in paths if path.suffix != ".txt"]
+    if split:
+        return [*(TextFile(Part(path), split) for path in texts), *tables]
+    if len(texts) == 1 and tables:
+        return [TextFile(Part(texts[0]), "train"), *tables]             # too few to draw from: rows are drawn
+    found = split_by_hash(root, texts, val_share)
+    return [*(s for s in found if s.split == "train"), *tables, *(s for s in found if s.split == "val")]
+
+
+def split_by_hash(root: Path, paths: Sequence[Path], val_share: float | None) -> list[TextFile]:
+    """The hash of its path inside root puts a file into a split: stable across machines and additions."""
+    share = FILE_VAL_SHARE if val_share is None else val_share
+
+    def place(path: Path) -> float:
+        return rank(path.relative_to(root).as_posix().encode())
+
+    paths = sorted(p for p in paths if p.is_file())
+    if len(paths) == 1:
+        return split_inside(paths[0], share)
+    val = {p for p in paths if place(p) < share} or {min(paths, key=place)} if paths else set()
+    return [*(TextFile(Part(p), "train") for p in paths if p not in val),
+            *(TextFile(Part(p), "val") for p in sorted(val))]
+
+
+def split_inside(path: Path, val_share: float) -> list[TextFile]:
+    """The first nine tenths of a file, and the rest; the cut does not fall inside a character of UTF-8."""
+    cut = int(path.stat().st_size * (1 - val_share))
+    with path.open("rb") as file:
+        file.seek(cut)
+        for byte in file.read(3):
+            if byte & 0xC0 != 0x80:
+                break
+            cut += 1
+    return [TextFile(Part(path, 0, cut), "train"), TextFile(Part(path, cut), "val")]
+
+
+def identity_of(paths: Iterable[Path]) -> str:
+    """Changes when a file comes, goes or is written to."""
+    about = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def total(shards: Iterable[Shard]) -> int:
+    """Bytes of all, as they are stored."""
+    return int(sum(shard.size for shard in shards))

@@ -45,6 +45,7 @@ from config import (
     run_command,
     to_toml,
 )
+from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import Corpus, number_documents, read_meta
 from data.tokenizer import byte_lengths, tokenizer_of
 from files import naming, read_json, temporary_path, write_whole
@@ -322,7 +323,9 @@ def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
     checkpoint.check_links(run_dir)
     config_path, corpus_path = run_dir / "config.toml", run_dir / "corpus.json"
     if not config_path.exists():
-        half_made = {corpus_path, temporary_path(corpus_path), temporary_path(config_path)}     # by a kill
+        # what a kill may have left of a new one
+        half_made = {path for name in ("corpus.json", TOKENIZER_FILE, "config.toml")
+                     for path in (run_dir / name, temporary_path(run_dir / name))} - {config_path}
         if run_dir.exists() and (not run_dir.is_dir() or set(run_dir.iterdir()) - half_made):
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         return False
@@ -341,6 +344,8 @@ def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
     if not (run_dir / "config.toml").exists():
         run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(run_dir / "corpus.json", json.dumps(corpus.meta, indent=1))
+        if (corpus.folder / TOKENIZER_FILE).exists():
+            write_whole(run_dir / TOKENIZER_FILE, (corpus.folder / TOKENIZER_FILE).read_text())
         write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
 
 

@@ -12,8 +12,8 @@ SOURCE is one of
               hf:./folder. Train and validation, else test, are the splits; where there is none to validate
               on, and of a SPLIT that is asked for, a hash of its text picks one document in 100
 
-tokenizers: byte; gpt2; bpe:N, learned from 128 MB of the train split at most, spread over all of it where its
-size is known, with N ids, the separator included.
+Tokenizers: byte; gpt2; bpe:N, learned from 128 MB of the train split at most, spread over all of it where its
+size is known, with N ids, the separator included; or FOLDER, that of the corpus or run there.
 
 The corpus appears at DIR all at once when complete. Text streams through little memory, over all cores. An
 interrupted preparation leaves nothing that loads, but DIR's neighbour .DIR.partial, from which the same
@@ -21,13 +21,11 @@ command goes on, unless the source has changed.
 """
 
 import os
+import shutil
 import signal
 import sys
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import UserError, argument_parser, run_command  # noqa: E402
 from data import bpe  # noqa: E402
 from data import tokenizer as tokenizers  # noqa: E402
+from data.encode import Encoded, Piece, chunked, encode, in_order, read_pieces  # noqa: E402
 from data.journal import Journal, Position  # noqa: E402
-from data.loader import FORMAT_VERSION, SPLITS  # noqa: E402
+from data.loader import FORMAT_VERSION, SPLITS, read_meta  # noqa: E402
 from data.remote import LINE_BY_LINE, open_dataset, open_url  # noqa: E402
 from data.sources import (  # noqa: E402
     FILE_VAL_SHARE,
@@ -51,12 +50,18 @@ from data.sources import (  # noqa: E402
     STDLIB_LEFT_OUT,
     Passkey,
     Rows,
-    Shard,
     Source,
     open_builtin,
     open_local,
 )
-from data.tokenizer import TOKENIZERS, Tokenizer, byte_lengths, load_tokenizer, pieces  # noqa: E402
+from data.tokenizer import (  # noqa: E402
+    TOKENIZERS,
+    Tokenizer,
+    byte_lengths,
+    load_tokenizer,
+    pieces,
+    tokenizer_of,
+)
 
 BUILT_IN = ("stdlib", "passkey")
 LEARN_BYTES = 2**27             # of text that bpe:N learns from, at most
@@ -73,25 +78,7 @@ class Options(NamedTuple):
     limit_tokens: int | None = None
 
 
-class Piece(NamedTuple):
-    """A document, or some of it: at most MAX_PIECE bytes in memory."""
-
-    split: str
-    where: str
-    text: bytes | Passkey
-    opens: bool                 # is a document's first
-    end: Position
-
-
 DEFAULTS = Options()
-
-
-class Encoded(NamedTuple):
-    """What a chunk of pieces adds to a split."""
-
-    split: str
-    ids: np.ndarray             # (n,) of the corpus' dtype
-    starts: np.ndarray          # where documents begin among them
 
 
 def open_source(source: str, out: Path, options: Options = DEFAULTS) -> Source:
@@ -107,78 +94,6 @@ def open_source(source: str, out: Path, options: Options = DEFAULTS) -> Source:
     if source.startswith(("http://", "https://", "file://")):
         return open_url(source, out.parent / ".downloads", rows, val_share)
     return open_local(source, rows, val_share)
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Reading and encoding
-
-
-def read_pieces(shards: Sequence[Shard], tokenizer: Tokenizer, after: Position) -> Iterator[Piece]:
-    """All documents in pieces, from the first that ends after a position."""
-    for s in range(after.shard, len(shards)):
-        first = after.document if s == after.shard else 0
-        for d, document in enumerate(islice(shards[s].documents(), first, None), first):
-            done = after.n_bytes if (s, d) == after[:2] else 0
-            if isinstance(document.text, Passkey):
-                if not done:
-                    yield Piece(document.split, document.where, document.text, True, Position(s, d, 1))
-                continue
-            for text in pieces(document.blocks(done), tokenizer.cut):
-                opens, done = not done, done + len(text)
-                yield Piece(document.split, document.where, text, opens, Position(s, d, done))
-
-
-def chunked(found: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups that are worth a call; one that goes on with a document comes first in its group."""
-    chunk: list[Piece] = []
-    n_bytes = 0
-    for piece in found:
-        if chunk and (not piece.opens or n_bytes >= tokenizers.MAX_PIECE):
-            yield chunk
-            chunk, n_bytes = [], 0
-        chunk.append(piece)
-        n_bytes += 100 if isinstance(piece.text, Passkey) else len(piece.text)
-    if chunk:
-        yield chunk
-
-
-def encode(chunk: list[Piece], tokenizer: Tokenizer, lengths: np.ndarray, dtype: str) -> list[Encoded]:
-    """Ids of a chunk, for each split that it has documents of."""
-    encoded = []
-    for split in SPLITS:
-        mine = [piece for piece in chunk if piece.split == split]
-        if not mine:
-            continue
-        texts = [piece.text for piece in mine if isinstance(piece.text, bytes)]
-        if texts:
-            ids = tokenizer.encode_documents(texts, continues=not mine[0].opens)
-            assert lengths[ids].sum() == sum(map(len, texts)), f"{mine[0].where}: bytes were lost"
-        else:
-            ids = np.concatenate([piece.text.ids(tokenizer) for piece in mine
-                                  if isinstance(piece.text, Passkey)])
-        assert int(ids.max()) < tokenizer.vocab_size
-        encoded.append(Encoded(split, ids.astype(dtype), np.flatnonzero(ids == tokenizer.eot)))
-    return encoded
-
-
-def in_order(function: Callable[[list[Piece]], list[Encoded]], chunks: Iterator[list[Piece]],
-             workers: int) -> Generator[tuple[list[Piece], list[Encoded]], None, None]:
-    """Each chunk and its ids, in order, some ahead of the one that is asked for.
-
-    Threads, not processes: tiktoken and numpy work without the interpreter's lock, and nothing is copied.
-    """
-    pending: deque[tuple[list[Piece], Future[list[Encoded]]]] = deque()
-    pool = ThreadPoolExecutor(workers)
-    try:
-        for chunk in chunks:
-            pending.append((chunk, pool.submit(function, chunk)))
-            if len(pending) > workers + 2:
-                first, future = pending.popleft()
-                yield first, future.result()
-        for first, future in pending:
-            yield first, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def learn_from(source: Source) -> Iterator[bytes]:
@@ -209,15 +124,17 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
     """Write a corpus to the folder `out`, complete or not at all, and return its meta.json."""
     if out.exists() and not (out / "meta.json").is_file() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out}: exists and is not a prepared corpus; give another folder")
-    if bpe.size_of(tokenizer_name) is None:
-        load_tokenizer(tokenizer_name)                                  # wrong ones before a download
+    given = find_tokenizer(tokenizer_name)
     out.parent.mkdir(parents=True, exist_ok=True)
     found = open_source(source, out, options)
     said = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
     plan = {"format_version": FORMAT_VERSION, "source": source, "revision": found.revision,
-            "identity": found.identity, "tokenizer": tokenizer_name, "options": said}
+            "identity": found.identity, "tokenizer": given.sha256 if given else tokenizer_name,
+            "options": said}
     with Journal(out, plan) as journal:
-        tokenizer = open_tokenizer(tokenizer_name, found, journal.corpus)
+        tokenizer = given or learn_tokenizer(tokenizer_name, found, journal.corpus)
+        if given and (Path(tokenizer_name) / bpe.FILE).exists():
+            shutil.copyfile(Path(tokenizer_name) / bpe.FILE, journal.corpus / bpe.FILE)
         journal.open_splits("uint16" if tokenizer.vocab_size <= 2**16 else "uint32", tokenizer.sha256)
         encode_all(found, tokenizer, journal, options.limit_tokens or sys.maxsize, workers or n_cores())
         meta = {
@@ -238,10 +155,19 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def open_tokenizer(name: str, source: Source, folder: Path) -> Tokenizer:
-    """The tokenizer of that name; one to be learned is, and put into the folder, unless it is there."""
+def find_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer of that name, or of a corpus or run in that folder; None for one to be learned."""
+    for file in ("meta.json", "corpus.json"):
+        if (Path(name) / file).is_file():
+            return tokenizer_of(read_meta(Path(name) / file), Path(name))
+    return None if bpe.size_of(name) else load_tokenizer(name)
+
+
+def learn_tokenizer(name: str, source: Source, folder: Path) -> Tokenizer:
+    """The tokenizer bpe:N, learned and put into the folder, unless it is there."""
     size = bpe.size_of(name)
-    if size is not None and not (folder / bpe.FILE).exists():
+    assert size is not None
+    if not (folder / bpe.FILE).exists():
         print(f"learning {name} from {source.name}", flush=True)
         content = bpe.learn(learn_from(source), size)
         temporary = folder / f".{bpe.FILE}.tmp"
@@ -356,7 +282,8 @@ def default_out(source: str) -> Path:
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("source", metavar="SOURCE", help="see above")
-    parser.add_argument("--tokenizer", default="byte", help=f"{', '.join(TOKENIZERS)} (default byte)")
+    parser.add_argument("--tokenizer", default="byte", metavar="NAME",
+                        help=f"{', '.join(TOKENIZERS)} or FOLDER, that of a corpus or run (default byte)")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
     parser.add_argument("--revision", help="hf: a commit, branch or tag (default main); meta.json records "
                                            "the commit")

@@ -264,8 +264,8 @@ class Passkeys:
         self.size = float(len(PASSKEY_DOCUMENTS[split]))
 
     def documents(self) -> Iterator[Document]:
-        for number in PASSKEY_DOCUMENTS[self.split]:
-            self.seen += 1
+        for done, number in enumerate(PASSKEY_DOCUMENTS[self.split], 1):
+            self.seen = done
             yield Document(self.split, f"passkey {number}", Passkey(number))
 
 

@@ -201,7 +201,8 @@ def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
     size = size_of(name)
     if size is None:
         raise UserError(f"tokenizer {name!r}: unknown; choose from {', '.join(TOKENIZERS)}, where N is the "
-                        "size of a vocabulary to learn from the corpus, such as bpe:4096")
+                        "size of a vocabulary to learn from the corpus, such as bpe:4096, or the folder of a "
+                        "corpus or run")
     if folder is None:
         raise UserError(f"tokenizer {name!r}: belongs to a corpus, whose folder is needed to read it")
     import tiktoken  # imported here: a run on bytes does not need the package

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from config import UserError
 from data import prepare as prepare_module
 from data.loader import Corpus
-from data.prepare import find_documents, prepare, why_left_out
+from data.prepare import open_source, prepare
+from data.sources import Part, why_left_out
 from data.tokenizer import ByteTokenizer, byte_lengths, decode, load_tokenizer
 
 
@@ -31,6 +32,12 @@ def documents_of(corpus: Corpus, split: str) -> list[bytes]:
     tokenizer, offsets = ByteTokenizer(), corpus.offsets[split]
     return [b"".join(map(tokenizer.token_bytes, corpus.tokens[split][a:b].tolist()))
             for a, b in zip(offsets, offsets[1:], strict=False)]
+
+
+def parts_of(source: Path | str) -> dict[str, list[Part]]:
+    """Split -> the texts of a source that is made of .txt files."""
+    shards = open_source(str(source), Path("out")).shards
+    return {split: [shard.part for shard in shards if shard.split == split] for split in ("train", "val")}
 
 
 def test_every_byte_of_every_document_comes_back(tmp_path: Path) -> None:
@@ -49,9 +56,9 @@ def test_every_byte_of_every_document_comes_back(tmp_path: Path) -> None:
 
 def test_the_split_is_a_hash_of_the_path_alone(tmp_path: Path) -> None:
     names = {f"{i:03}.txt": b"x" for i in range(300)}
-    small = find_documents(str(write_texts(tmp_path / "a", names)))
+    small = parts_of(write_texts(tmp_path / "a", names))
     more = {f"more/{i}.txt": b"y" for i in range(99)}
-    large = find_documents(str(write_texts(tmp_path / "b", {**names, **more})))
+    large = parts_of(write_texts(tmp_path / "b", {**names, **more}))
     in_val = {d.path.name for d in small["val"]}
     assert in_val == {d.path.name for d in large["val"]
                       if d.path.parent.name == "b"}                     # additions move nothing
@@ -61,7 +68,7 @@ def test_the_split_is_a_hash_of_the_path_alone(tmp_path: Path) -> None:
 
 def test_train_and_val_folders_are_the_splits(tmp_path: Path) -> None:
     texts = {"train/a.txt": b"a", "train/b.txt": b"b", "val/c.txt": b"c"}
-    found = find_documents(str(write_texts(tmp_path, texts)))
+    found = parts_of(write_texts(tmp_path, texts))
     assert [d.path.name for d in found["train"]] == ["a.txt", "b.txt"]
     assert [d.path.name for d in found["val"]] == ["c.txt"]
 
@@ -70,7 +77,7 @@ def test_a_single_text_is_cut_between_characters(tmp_path: Path) -> None:
     text = "äöü€𝄞".encode() * 7
     for n in range(60, len(text)):
         (tmp_path / "a.txt").write_bytes(text[:n].decode(errors="ignore").encode())
-        found = find_documents(str(tmp_path / "a.txt"))
+        found = parts_of(tmp_path / "a.txt")
         parts = [(tmp_path / "a.txt").read_bytes()[d.start:d.end]
                  for d in (found["train"][0], found["val"][0])]
         assert b"".join(parts) == (tmp_path / "a.txt").read_bytes()
@@ -78,7 +85,7 @@ def test_a_single_text_is_cut_between_characters(tmp_path: Path) -> None:
 
 
 def test_stdlib_is_there_with_long_documents_and_without_tests() -> None:
-    found = find_documents("stdlib")
+    found = parts_of("stdlib")
     paths = [d.path for documents in found.values() for d in documents]
     assert len(paths) > 400 and sum(p.stat().st_size > 100_000 for p in paths) >= 5
     assert not any("/test/" in p.as_posix() or "/site-packages/" in p.as_posix() for p in paths)
@@ -94,7 +101,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_loads(tmp_path: Path, mo
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    for function in ("write_split", "read"):
+    for function in ("write", "encode"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(prepare_module, function, interrupt)
             prepare(str(source), out, "byte")
@@ -103,7 +110,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_loads(tmp_path: Path, mo
     before = (out / "meta.json").read_text()
     (source / "more.txt").write_bytes(b"new text")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_module, "write_split", interrupt)
+        patch.setattr(prepare_module, "write", interrupt)
         prepare(str(source), out, "byte")
     assert (out / "meta.json").read_text() == before and Corpus(out)           # the older one is untouched
     prepare(str(source), out, "byte")
@@ -132,8 +139,8 @@ def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_
 
 @pytest.mark.parametrize(("make", "expected"), [
     (lambda p: "no/such/place", "no such file or folder"),
-    (lambda p: str(write_texts(p, {"a.pdf": b"x"}) / "a.pdf"), "is not a .txt file"),
-    (lambda p: str(write_texts(p / "s", {"a.md": b"x"})), "no .txt files"),
+    (lambda p: str(write_texts(p, {"a.pdf": b"x"}) / "a.pdf"), "is not a .txt"),
+    (lambda p: str(write_texts(p / "s", {"a.md": b"x"})), "no .txt, .jsonl"),
     (lambda p: str(write_texts(p / "s", {"a.txt": b"", "b.txt": b""})), "empty"),
     (lambda p: str(write_texts(p / "s", {"train/a.txt": b"x", "val/a.md": b"x"})), "for val"),
 ])
@@ -219,9 +226,6 @@ def test_gpt2_tokenizer_from_its_cache(tmp_path: Path, monkeypatch) -> None:
     source = write_texts(tmp_path / "s", {f"{i}.txt": words(i, 90) for i in range(20)})
     meta = prepare(str(source), tmp_path / "out", "gpt2")
     assert meta["dtype"] == "uint16" and meta["tokenizer"]["name"] == "gpt2" and Corpus(tmp_path / "out")
-    (source / "bad.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="bad.txt: not UTF-8 at byte 0"):
-        prepare(str(source), tmp_path / "out2", "gpt2")
 
 
 def test_gpt2_tokenizer_without_files_says_how_to_provide_them(tmp_path: Path, monkeypatch) -> None:

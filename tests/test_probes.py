@@ -11,7 +11,7 @@ import probes
 from config import Train
 from data.passkey import passkey_document, shortest
 from data.prepare import prepare
-from data.tokenizer import ByteTokenizer, GPT2Tokenizer
+from data.tokenizer import ByteTokenizer, load_tokenizer
 from eval import Evaluation, open_text
 
 BYTES = ByteTokenizer()
@@ -140,7 +140,7 @@ def test_passkeys_are_the_same_at_every_length_and_depth() -> None:
 
 def test_keys_take_as_many_tokens_of_bpe(monkeypatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(needs("tiktoken")))
-    tokenizer = GPT2Tokenizer()
+    tokenizer = load_tokenizer("gpt2")
     made = [passkey_document(tokenizer, 80, 0.5, np.random.default_rng(i)) for i in range(50)]
     assert {(len(ids), n) for ids, n in made} == {(80, 6)}
 
@@ -166,7 +166,7 @@ def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
 
 
 def test_the_passkey_corpus_is_made_of_such_documents(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("data.prepare.PASSKEY_DOCUMENTS", {"train": range(20, 80), "val": range(20)})
+    monkeypatch.setattr("data.sources.PASSKEY_DOCUMENTS", {"train": range(20, 80), "val": range(20)})
     meta = prepare("passkey", tmp_path / "passkey", "byte")
     assert meta["source"] == "passkey" and meta["splits"]["train"]["documents"] == 60
     text = open_text(None, str(tmp_path / "passkey"), BYTES)

@@ -301,11 +301,11 @@ def main() -> int:
                              "picked until then")
     parser.add_argument("--workers", type=int, help="threads (default: one a core); the result is the same")
     args = parser.parse_args()
-    for name, value, is_right in (("--val-share", args.val_share, lambda x: 0 < x < 1),
-                                  ("--limit-tokens", args.limit_tokens, lambda n: n > 0),
-                                  ("--workers", args.workers, lambda n: n > 0)):
-        if value is not None and not is_right(value):
-            raise UserError(f"{name} {value}: must be positive" + ", and below 1" * (name == "--val-share"))
+    if args.val_share is not None and not 0 < args.val_share < 1:
+        raise UserError(f"--val-share {args.val_share}: must lie between 0 and 1, such as 0.1")
+    for name, value, least in (("--limit-tokens", args.limit_tokens, 2), ("--workers", args.workers, 1)):
+        if value is not None and value < least:
+            raise UserError(f"{name} {value}: must be at least {least}")
     out = args.out or default_out(args.source)
     if args.source == "stdlib":
         print("left out of stdlib: "

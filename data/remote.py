@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from config import UserError
-from data.sources import BLOCK, ROWS, SUFFIXES, Document, Rows, Source, identity_of, open_local, texts_of
+from data.sources import BLOCK, ROWS, SUFFIXES, Document, Rows, Source, identity_of, open_local
 
 LINE_BY_LINE = ("Salesforce/wikitext", "wikitext")      # datasets whose rows are lines
 VALIDATION = ("validation", "valid", "val", "test")     # splits to validate on, the first that is there
@@ -51,7 +51,7 @@ class DatasetPart:
             for table in part.iter(ROWS):
                 if self.rows.column not in table.column_names:
                     raise self.rows.absent(name, table.column_names)
-                for value in texts_of(table[self.rows.column]):
+                for value in self.rows.values(name, table[self.rows.column]):
                     number += 1
                     if self.n_rows:
                         self.seen = min(1.0, number / self.n_rows)
@@ -64,17 +64,17 @@ class DatasetPart:
 
 
 def articles(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
-    """Join rows that are lines into documents: a line ` = Title = ` opens one (WikiText)."""
-    opened, is_blank = "", True
+    """Join rows that are lines into documents: ` = Title = ` after an empty line opens one (WikiText)."""
+    opened, has_text = "", False
     lines: list[bytes] = []
     for where, value in rows:
         line = (value or b"").rstrip(b"\n") + b"\n"                     # an empty line is an empty row
-        if HEADING.fullmatch(line.strip()) and not is_blank:
+        if has_text and lines[-1].isspace() and HEADING.fullmatch(line.strip()):
             yield opened, b"".join(lines)
-            opened, lines, is_blank = where, [], True
+            opened, lines, has_text = "", [], False
         opened = opened or where
         lines.append(line)
-        is_blank = is_blank and line.isspace()
+        has_text = has_text or not line.isspace()
     if lines:
         yield opened, b"".join(lines)
 

@@ -29,7 +29,7 @@ FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single 
 ROW_VAL_SHARE = 0.01            # of rows and lines: there are many
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 BLOCK = 2**19                   # bytes read at a time
-ROWS = 64                       # rows of a table read at a time
+ROWS = 16                       # rows of a table read at a time
 MAX_LINE = 2**25                # bytes of a line of .jsonl: it is held in memory
 PASSKEY_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}
 PASSKEY_LENGTHS = (24, 129)     # tokens, [from, to): they fit into the quick configs' windows
@@ -138,6 +138,17 @@ class Rows(NamedTuple):
         text = value or b""
         return Document(split or ("val" if rank(text) < self.val_share else "train"), where, text)
 
+    def values(self, where: str, column: Any) -> list[bytes | None]:
+        """The texts of an Arrow column. Raises UserError where it is not text."""
+        import pyarrow
+        if pyarrow.types.is_null(column.type):
+            return [None] * len(column)
+        try:
+            return column.cast(pyarrow.large_binary()).to_pylist()
+        except pyarrow.ArrowNotImplementedError as error:
+            raise UserError(f"{where}: {self.column!r} must be text, it is {column.type}; name the column of "
+                            "the text with --text-column") from error
+
     def absent(self, where: str, names: Iterable[str]) -> UserError:
         """The mistake of naming a column that is not there."""
         return UserError(f"{where}: no column {self.column!r}; name that of the text with --text-column: it "
@@ -236,7 +247,7 @@ class Parquet:
             if self.rows.column not in file.schema_arrow.names:
                 raise self.rows.absent(str(self.path), file.schema_arrow.names)
             for batch in file.iter_batches(ROWS, columns=[self.rows.column]):
-                for value in texts_of(batch.column(0)):
+                for value in self.rows.values(str(self.path), batch.column(0)):
                     number += 1
                     self.seen = self.size * number / file.metadata.num_rows
                     yield self.rows.document(self.split, f"{self.path}: row {number}", value)
@@ -244,16 +255,8 @@ class Parquet:
             if isinstance(error, OSError) and error.errno:
                 raise                                                   # the disk's fault, not the content's
             reason = str(error).splitlines()[0]
-            raise UserError(f"{self.path}: not a sound .parquet file with text in {self.rows.column!r} "
-                            f"({reason}); get it again, or name another --text-column") from error
-
-
-def texts_of(column: Any) -> list[Any]:
-    """The values of an Arrow column as bytes or None. Raises pyarrow.ArrowException where it is not text."""
-    import pyarrow
-    if pyarrow.types.is_null(column.type):
-        return [None] * len(column)
-    return column.cast(pyarrow.large_binary()).to_pylist()
+            raise UserError(f"{self.path}: not a sound .parquet file, read to row {number} ({reason}); get "
+                            "it again") from error
 
 
 class Passkeys:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +12,18 @@ from conftest import needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoint import load_run
 from config import UserError
 from data import tokenizer as tokenizer_module
 from data.bpe import SEPARATOR, learn, read_ranks
 from data.loader import read_meta
 from data.prepare import Options, prepare
-from data.tokenizer import ByteTokenizer, Tokenizer, byte_lengths, load_tokenizer, pieces, tokenizer_of
+from data.tokenizer import ByteTokenizer, Tokenizer, byte_lengths, decode, load_tokenizer, pieces, tokenizer_of
+from eval import open_text
+from train import train
 
-PROSE = ("It isn't 1,234 naïve  cafés;\n\n\tthey'll say \u3000ok\u00a0ok... 日本語 text\r\n  and 👩‍👩‍👧 too. " * 40).encode()
+PROSE = ("It isn't 1,234 naïve  cafés;\n\n\tthey'll say \u3000ok\u00a0ok... "
+         "日本語 text\r\n  and 👩‍👩‍👧. " * 40).encode()
 some_text = st.one_of(
     st.text(max_size=300),
     st.text(alphabet="ab1 .'\n\t\u00a0\u3000é日\x1c" + "sdmtlvre", max_size=300),   # what words break at
@@ -26,7 +31,7 @@ some_text = st.one_of(
 some_bytes = st.one_of(some_text.map(str.encode), st.binary(max_size=200),
                        st.lists(st.one_of(some_text.map(str.encode), st.binary(max_size=6)), max_size=6)
                        .map(b"".join))
-relaxed = settings(deadline=None, max_examples=150)
+relaxed = settings(deadline=None, max_examples=100)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +97,8 @@ def test_long_text_is_encoded_in_pieces_however_it_comes(folder: Path, monkeypat
     whole = tokenizer.encode(text).tolist()
     monkeypatch.setattr(tokenizer_module, "MAX_PIECE", 64)
     parts = list(pieces([text], tokenizer.cut))
-    assert len(parts) > 20 and tokenizer.encode(text).tolist() == [i for p in parts for i in tokenizer.encode(p)]
+    assert len(parts) > 20
+    assert tokenizer.encode(text).tolist() == [i for part in parts for i in tokenizer.encode(part)]
     ordinary = PROSE.replace("日本語".encode(), b"it")                    # white space everywhere
     in_pieces = tokenizer.encode(ordinary).tolist()
     monkeypatch.undo()
@@ -178,11 +184,13 @@ def test_a_damaged_tokenizer_file_is_one_line(folder: Path, tmp_path: Path) -> N
         return change(model={**good["model"], "vocab": {**vocab, **entries}})
 
     token = next(token for token in vocab if len(token) == 2)
-    bad = [b"", b"{", b"null", b"[1]", b"\xff\xfe", b"[" * 200_000, json.dumps(good).encode()[:-9], change(model=3),
+    bad = [b"", b"{", b"null", b"[1]", b"\xff\xfe", b"[" * 200_000, json.dumps(good).encode()[:-9],
+           change(model=3),
            change(pre_tokenizer=None), change(pre_tokenizer={"type": "Whitespace"}), change(added_tokens=[]),
            change(added_tokens=[{"content": SEPARATOR, "id": 7}]), change(model={"vocab": {}}),
            vocabulary(**{token: "7"}), vocabulary(**{token: True}), vocabulary(**{token: 10**30}),
-           vocabulary(more=399), vocabulary(**{"": 5}), vocabulary(**{"\u4e00": 5}), vocabulary(**{"!": vocab["a"]}),
+           vocabulary(more=399), vocabulary(**{"": 5}), vocabulary(**{"\u4e00": 5}),
+           vocabulary(**{"!": vocab["a"]}),
            change(model={**good["model"], "vocab": {f"{t}!": i for t, i in vocab.items()}})]
     for content in bad:
         (tmp_path / "tokenizer.json").write_bytes(content)
@@ -198,7 +206,27 @@ def test_a_damaged_tokenizer_file_is_one_line(folder: Path, tmp_path: Path) -> N
         read_ranks(tmp_path, 400)
 
 
-def test_a_corpus_takes_the_vocabulary_of_another(tmp_path: Path, monkeypatch) -> None:
+def test_a_run_keeps_the_vocabulary_of_its_corpus(tiny, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(words(3, 9000) + PROSE)
+    prepare(str(tmp_path / "a.txt"), tmp_path / "corpus", "bpe:300")
+    run = tmp_path / "run"
+    config = tiny("rope", f"data.dir={tmp_path / 'corpus'}", "model.vocab_size=300", "train.steps=2")
+    assert train(config, []) == 0
+    assert (run / "tokenizer.json").read_bytes() == (tmp_path / "corpus" / "tokenizer.json").read_bytes()
+    shutil.rmtree(tmp_path / "corpus")                                  # a run needs it no more
+    _, _, tokenizer = load_run(run)
+    assert tokenizer.name == "bpe:300" and decode(tokenizer, tokenizer.encode(PROSE).tolist()) == PROSE.decode()
+    text = open_text(str(tmp_path / "a.txt"), "", tokenizer)
+    assert text.documents[0].tolist() == [299, *tokenizer.encode((tmp_path / "a.txt").read_bytes())]
+    (run / "tokenizer.json").write_text(learn([PROSE], 300))
+    with pytest.raises(UserError, match="not the one that the tokens were made with"):
+        load_run(run)
+    (run / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="is missing"):
+        load_run(run)
+
+
+def test_a_corpus_takes_the_vocabulary_of_another(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_bytes(words(ord(name), 4000) + PROSE)
     first = prepare(str(tmp_path / "a.txt"), tmp_path / "one", "bpe:300")

@@ -18,7 +18,15 @@ from data import tokenizer as tokenizer_module
 from data.bpe import SEPARATOR, learn, read_ranks
 from data.loader import read_meta
 from data.prepare import Options, prepare
-from data.tokenizer import ByteTokenizer, Tokenizer, byte_lengths, decode, load_tokenizer, pieces, tokenizer_of
+from data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    byte_lengths,
+    decode,
+    load_tokenizer,
+    pieces,
+    tokenizer_of,
+)
 from eval import open_text
 from train import train
 
@@ -215,7 +223,8 @@ def test_a_run_keeps_the_vocabulary_of_its_corpus(tiny, tmp_path: Path) -> None:
     assert (run / "tokenizer.json").read_bytes() == (tmp_path / "corpus" / "tokenizer.json").read_bytes()
     shutil.rmtree(tmp_path / "corpus")                                  # a run needs it no more
     _, _, tokenizer = load_run(run)
-    assert tokenizer.name == "bpe:300" and decode(tokenizer, tokenizer.encode(PROSE).tolist()) == PROSE.decode()
+    assert tokenizer.name == "bpe:300"
+    assert decode(tokenizer, tokenizer.encode(PROSE).tolist()) == PROSE.decode()
     text = open_text(str(tmp_path / "a.txt"), "", tokenizer)
     assert text.documents[0].tolist() == [299, *tokenizer.encode((tmp_path / "a.txt").read_bytes())]
     (run / "tokenizer.json").write_text(learn([PROSE], 300))

@@ -382,7 +382,7 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
     theirs = corpus.meta["tokenizer"]
     if theirs["sha256"] != tokenizer.sha256:
         raise UserError(f"--data {path}: tokenizer {theirs['name']}, but the run was trained with "
-                        f"{tokenizer.name}; prepare it with --tokenizer RUN, the run's folder")
+                        f"{tokenizer.name}; prepare it with the same: --tokenizer NAME, or the run's folder")
     return Text(path.name, [corpus.tokens["val"][a:b] for a, b in itertools.pairwise(corpus.offsets["val"])])
 
 

@@ -14,7 +14,7 @@ from data import tokenizer as tokenizers
 from data.journal import Position
 from data.loader import SPLITS
 from data.sources import Part, Passkey, Shard
-from data.tokenizer import Tokenizer, pieces
+from data.tokenizer import CorpusTokenizer, pieces
 
 
 class Piece(NamedTuple):
@@ -35,7 +35,7 @@ class Encoded(NamedTuple):
     starts: np.ndarray          # where documents begin among them
 
 
-def read_pieces(shards: Sequence[Shard], tokenizer: Tokenizer, after: Position) -> Iterator[Piece]:
+def read_pieces(shards: Sequence[Shard], tokenizer: CorpusTokenizer, after: Position) -> Iterator[Piece]:
     """All documents in pieces, from the first that ends after a position."""
     for s in range(after.shard, len(shards)):
         first = after.document if s == after.shard else 0
@@ -66,7 +66,7 @@ def chunked(found: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield chunk
 
 
-def encode(chunk: list[Piece], tokenizer: Tokenizer, lengths: np.ndarray, dtype: str) -> list[Encoded]:
+def encode(chunk: list[Piece], tokenizer: CorpusTokenizer, lengths: np.ndarray, dtype: str) -> list[Encoded]:
     """Ids of a chunk, for each split that it has documents of."""
     encoded = []
     for split in SPLITS:

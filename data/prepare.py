@@ -56,7 +56,7 @@ from data.sources import (  # noqa: E402
 )
 from data.tokenizer import (  # noqa: E402
     TOKENIZERS,
-    Tokenizer,
+    CorpusTokenizer,
     byte_lengths,
     load_tokenizer,
     pieces,
@@ -155,7 +155,7 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def find_tokenizer(name: str) -> Tokenizer | None:
+def find_tokenizer(name: str) -> CorpusTokenizer | None:
     """The tokenizer of that name, or of a corpus or run in that folder; None for one to be learned."""
     for file in ("meta.json", "corpus.json"):
         if (Path(name) / file).is_file():
@@ -163,7 +163,7 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     return None if bpe.size_of(name) else load_tokenizer(name)
 
 
-def learn_tokenizer(name: str, source: Source, folder: Path) -> Tokenizer:
+def learn_tokenizer(name: str, source: Source, folder: Path) -> CorpusTokenizer:
     """The tokenizer bpe:N, learned and put into the folder, unless it is there."""
     size = bpe.size_of(name)
     assert size is not None
@@ -176,7 +176,8 @@ def learn_tokenizer(name: str, source: Source, folder: Path) -> Tokenizer:
     return load_tokenizer(name, folder)
 
 
-def encode_all(source: Source, tokenizer: Tokenizer, journal: Journal, limit: int, workers: int) -> None:
+def encode_all(source: Source, tokenizer: CorpusTokenizer, journal: Journal, limit: int,
+               workers: int) -> None:
     """Read, encode and write all documents that the journal does not have."""
     lengths, train = byte_lengths(tokenizer), journal.splits["train"]
     first_val = next((i for i, shard in enumerate(source.shards) if shard.split == "val"), len(source.shards))

@@ -23,7 +23,7 @@ MAX_PIECE = 2**19       # bytes that are encoded at a time
 
 
 class Tokenizer(Protocol):
-    """What preparing, evaluating and sampling need of a tokenizer."""
+    """What training, evaluating and sampling need of a tokenizer."""
 
     name: str
     vocab_size: int     # V, ids are 0 ... V - 1
@@ -38,6 +38,14 @@ class Tokenizer(Protocol):
         """Ids of a document's bytes, (n,), without the separator."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that an id stands for; none for the separator."""
+        ...
+
+
+class CorpusTokenizer(Tokenizer, Protocol):
+    """What preparing a corpus needs besides: documents in pieces, many at a time."""
+
     def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
         """Ids of texts of at most MAX_PIECE bytes, none empty, the separator before each.
 
@@ -47,10 +55,6 @@ class Tokenizer(Protocol):
 
     def cut(self, window: bytes) -> int:
         """Where to cut a window out of a document, > 0, so that both sides encode as they do together."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes that an id stands for; none for the separator."""
         ...
 
 
@@ -189,7 +193,7 @@ def cut_before_space(window: bytes) -> int:
 TOKENIZERS = ("byte", "gpt2", "bpe:N")
 
 
-def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
+def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
     """The tokenizer of that name; "bpe:N" is read from tokenizer.json in `folder`, of a corpus or a run.
 
     Raises UserError for an unknown one, and where its files cannot be had or are damaged.
@@ -211,7 +215,7 @@ def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
     return BytePairTokenizer(name, encoding)
 
 
-def tokenizer_of(meta: dict[str, Any], folder: Path) -> Tokenizer:
+def tokenizer_of(meta: dict[str, Any], folder: Path) -> CorpusTokenizer:
     """The tokenizer that the meta.json of a corpus, or a run's corpus.json, names. Raises UserError.
 
     `folder` is that of the corpus or run. It is an error if the vocabulary is not the one that was recorded.
@@ -224,7 +228,7 @@ def tokenizer_of(meta: dict[str, Any], folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _gpt2() -> Tokenizer:
+def _gpt2() -> CorpusTokenizer:
     """GPT-2's 50,257 ids; tiktoken fetches two files once and caches them."""
     import tiktoken  # imported here: a run on bytes needs neither the package nor the network
     try:

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
@@ -128,7 +129,7 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
     out.parent.mkdir(parents=True, exist_ok=True)
     found = open_source(source, out, options)
     said = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
-    plan = {"format_version": FORMAT_VERSION, "source": source, "revision": found.revision,
+    plan = {"format_version": FORMAT_VERSION, "source": found.name, "revision": found.revision,
             "identity": found.identity, "tokenizer": given.sha256 if given else tokenizer_name,
             "options": said}
     with Journal(out, plan) as journal:
@@ -275,9 +276,9 @@ def describe(meta: dict[str, Any], out: Path) -> Iterator[str]:
 
 
 def default_out(source: str) -> Path:
-    """data/ and the source's name."""
-    name = source.removeprefix("hf:").split(":")[0] if source.startswith("hf:") else source
-    return Path("data") / Path(name).name.split(".")[0]
+    """data/ and the source's name, without its ending."""
+    name = urlsplit(source).path if "://" in source else source.removeprefix("hf:").split(":")[0]
+    return Path("data") / Path(name.removesuffix(".gz").removesuffix(".zst")).stem
 
 
 def main() -> int:

@@ -144,8 +144,19 @@ def test_an_older_corpus_stays_until_the_new_one_is_whole(tmp_path: Path, monkey
     (source / "more.txt").write_bytes(b"new text")
     interrupted(monkeypatch, source, out, "byte", Options(), 5, True)
     assert contents(out) == before and Corpus(out)
+    rename = Path.rename
+
+    def stop_between(self, target):                                     # the older is away
+        if Path(target) == out:
+            raise Killed
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "rename", stop_between)
+        prepare(str(source), out, "byte")
+    assert contents(tmp_path / ".out.partial" / "old") == before and not out.exists()
     prepare(str(source), out, "byte")
-    assert contents(out) != before
+    assert contents(out) != before and sorted(os.listdir(tmp_path)) == ["out", "source"]
 
 
 def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from conftest import needs, words
 from config import UserError
 from data import remote, sources
 from data.loader import Corpus
-from data.prepare import Options, prepare
+from data.prepare import Options, default_out, prepare
 from data.remote import articles
 from data.tokenizer import ByteTokenizer
 
@@ -210,10 +210,28 @@ def test_a_url_is_fetched_once(tmp_path: Path, capsys) -> None:
     assert not list(out.parent.rglob("*.part"))
 
 
+@pytest.mark.parametrize(("source", "name"), [
+    ("hf:Org/Name:config:train", "Name"), ("hf:./folder/", "folder"), ("dir/a.b.txt", "a.b"),
+    ("x.jsonl.zst", "x"), ("stdlib", "stdlib"), ("https://host.org/deep/input.txt?raw=1", "input"),
+    ("http://host.org/enwik8.zip", "enwik8")])
+def test_a_corpus_is_named_after_its_source(source: str, name: str) -> None:
+    assert default_out(source) == Path("data") / name
+
+
+def interrupt(*arguments) -> None:
+    raise KeyboardInterrupt
+
+
 def test_what_is_in_a_url_besides_the_address_is_not_recorded(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "a.txt").write_bytes(RAW[0] * 9)
     monkeypatch.setattr(remote, "fetch", lambda *arguments: tmp_path / "a.txt")
-    meta = prepare("https://me:secret@host.org/a.txt?key=secret", tmp_path / "out", "byte")
+    url = "https://me:secret@host.org/a.txt?key=secret"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("data.prepare.about_split", interrupt)
+        prepare(url, tmp_path / "out", "byte")
+    assert (tmp_path / ".out.partial" / "progress.json").exists()
+    assert not any(b"secret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    meta = prepare(url, tmp_path / "out", "byte")
     assert meta["source"] == "https://host.org/a.txt" and "secret" not in json.dumps(meta)
     assert not any(b"secret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
@@ -222,14 +240,15 @@ def test_what_is_in_a_url_besides_the_address_is_not_recorded(tmp_path: Path, mo
 # How much of it
 
 
-@pytest.mark.parametrize("limit", [2, 500, 3017, 10**9])
-def test_a_limit_of_tokens_is_exact(limit: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [2, 500, 3017, "a separator", 10**9])
+def test_a_limit_of_tokens_is_exact(limit: int | str, tmp_path: Path) -> None:
     write_table(tmp_path / "s" / "train" / "a.parquet", TEXTS)
     write_table(tmp_path / "s" / "val" / "a.parquet", TEXTS[:5])
     prepare(str(tmp_path / "s"), tmp_path / "all", "byte")
+    whole = Corpus(tmp_path / "all")
+    limit = int(whole.offsets["train"][9]) + 1 if isinstance(limit, str) else limit
     meta = prepare(str(tmp_path / "s"), tmp_path / "out", "byte", Options(limit_tokens=limit))
-    whole, part = Corpus(tmp_path / "all"), Corpus(tmp_path / "out")
-    n = min(limit, len(whole.tokens["train"]))
+    part, n = Corpus(tmp_path / "out"), min(limit, len(whole.tokens["train"]))
     n -= whole.tokens["train"][n - 1] == 256                            # no document of a separator alone
     assert np.array_equal(part.tokens["train"], whole.tokens["train"][:n])
     assert np.array_equal(part.tokens["val"], whole.tokens["val"])
@@ -297,6 +316,12 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch
     write_lines(tmp_path / "a.jsonl.gz", [b'{"text": "fine"}', b'{"text": "' + b"x" * 2000])
     with pytest.raises(UserError, match=r"a.jsonl.gz:2: a line of more than 1,000 bytes"):
         prepare(str(tmp_path / "a.jsonl.gz"), tmp_path / "out", "byte")
+    asked: list[int] = []
+    endless = SimpleNamespace(readline=lambda size=-1: asked.append(size) or b"x" * size)
+    monkeypatch.setattr(sources.JsonLines, "_unpacked", lambda *arguments: endless)
+    with pytest.raises(UserError, match=r"a.jsonl.gz:1: a line of more than"):
+        prepare(str(tmp_path / "a.jsonl.gz"), tmp_path / "out", "byte")
+    assert asked == [1001]
 
 
 def test_a_bad_dataset_is_one_line(tmp_path: Path, monkeypatch) -> None:

@@ -35,7 +35,8 @@ PROSE = ("It isn't 1,234 naïve  cafés;\n\n\tthey'll say \u3000ok\u00a0ok... "
          "日本語 text\r\n  and 👩‍👩‍👧. " * 40).encode()
 some_text = st.one_of(
     st.text(max_size=300),
-    st.lists(st.sampled_from(["\n", " ", "\t", "\n" * 5, " " * 7, "\u3000", "word", "1234567", "日"])).map("".join),
+    st.lists(st.sampled_from(["\n", " ", "\t", "\n" * 5, " " * 7, "\u3000", "word", "1234567", "日"]))
+    .map("".join),
     st.text(alphabet="ab1 .'\n\t\u00a0\u3000é日\x1c" + "sdmtlvre", max_size=300),   # what words break at
     st.sampled_from([SEPARATOR, "x" + SEPARATOR * 2, " ", "\n", " \n ", "a" * 200, " " * 200, "日" * 70]))
 some_bytes = st.one_of(some_text.map(str.encode), st.binary(max_size=200),
@@ -49,7 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the tokenizer.json of bpe:400 lies."""
     folder = tmp_path_factory.mktemp("tokenizer")
     blank = b"a" + b"b".join(b"\n" * n + b" " * n for n in range(1, 9))    # white space of many lengths
-    (folder / "tokenizer.json").write_text(learn([PROSE, words(0, 5000), blank * 9, b"1234567 " * 9], 400))
+    texts = [PROSE, words(0, 5000), blank * 9, b"1234567 " * 9]
+    (folder / "tokenizer.json").write_text(learn(texts, 400))
     return folder
 
 

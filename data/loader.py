@@ -253,8 +253,8 @@ def read_meta(path: Path) -> dict[str, Any]:
             Meta.model_validate(meta)
     except FileNotFoundError as error:
         raise UserError(f"data.dir {folder}: no prepared corpus there (no {path.name}); make one with "
-                        f"`python data/prepare.py SOURCE --out {folder}`, SOURCE being stdlib, a .txt file "
-                        "or a folder") from error
+                        f"`python data/prepare.py SOURCE --out {folder}`, SOURCE being stdlib, a file, a "
+                        "folder, or hf:NAME") from error
     except ValidationError as errors:
         first = errors.errors()[0]
         key = ".".join(map(str, first["loc"]))

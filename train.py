@@ -147,7 +147,8 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus
               state: dict[str, Any], world: World, stop: list[int]) -> int:
     """One update; or none, where loss or gradient is not finite. The step is half done then: not yet logged.
 
-    Returns the number of a signal that came, else 0. Raises Stopped, and Diverged after train.max_bad_steps without an update in a row.
+    Returns the number of a signal that came, else 0. Raises Stopped, and Diverged after train.max_bad_steps
+    without an update in a row.
     """
     t, step = config.train, state["step"]
     lr = learning_rate(step, t)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -145,6 +146,8 @@ class Journal:
             split.starts.file.close()
         if kind is None or (self.position == Position() and not (self.corpus / TOKENIZER_FILE).exists()):
             shutil.rmtree(self.folder, ignore_errors=True)              # done, or nothing to go on from
+        else:
+            print(f"{self.folder} keeps what is done; the same command goes on from there", file=sys.stderr)
         os.close(self._lock)
 
     def open_splits(self, dtype: str, tokenizer_sha256: str) -> None:

@@ -281,7 +281,7 @@ def default_out(source: str) -> Path:
     return Path("data") / Path(name.removesuffix(".gz").removesuffix(".zst")).stem
 
 
-def main() -> int:
+def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("source", metavar="SOURCE", help="see above")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
@@ -312,15 +312,10 @@ def main() -> int:
     if args.source == "stdlib":
         print("left out of stdlib: "
               + ", ".join(f"{pattern} ({why})" for pattern, why in STDLIB_LEFT_OUT.items()))
-    try:
-        options = Options(args.revision, args.text_column, args.articles, args.val_share, args.limit_tokens)
-        meta = prepare(args.source, out, args.tokenizer, options, args.workers)
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from there, if it had come far", file=sys.stderr)
-        return 130
+    options = Options(args.revision, args.text_column, args.articles, args.val_share, args.limit_tokens)
+    meta = prepare(args.source, out, args.tokenizer, options, args.workers)
     for line in describe(meta, out):
         print(line)
-    return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from config import UserError
+from config import UserError, shown
 from data.bpe import GPT2_PATTERN, SEPARATOR, read_ranks, size_of
 
 if TYPE_CHECKING:
@@ -204,9 +204,9 @@ def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
         return _gpt2()
     size = size_of(name)
     if size is None:
-        raise UserError(f"tokenizer {name!r}: unknown; choose from {', '.join(TOKENIZERS)}, where N is the "
-                        "size of a vocabulary to learn from the corpus, such as bpe:4096, or the folder of a "
-                        "corpus or run")
+        raise UserError(f"tokenizer {shown(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size of a "
+                        "vocabulary to learn from the corpus, such as bpe:4096), or the folder of a corpus or "
+                        "run")
     if folder is None:
         raise UserError(f"tokenizer {name!r}: belongs to a corpus, whose folder is needed to read it")
     import tiktoken  # imported here: a run on bytes does not need the package
@@ -220,11 +220,11 @@ def tokenizer_of(meta: dict[str, Any], folder: Path) -> CorpusTokenizer:
 
     `folder` is that of the corpus or run. It is an error if the vocabulary is not the one that was recorded.
     """
-    about = meta["tokenizer"]
-    tokenizer = load_tokenizer(about["name"], folder)
-    if tokenizer.sha256 != about["sha256"]:
-        raise UserError(f"tokenizer {about['name']} of {folder}: its vocabulary is not the one that the "
-                        "tokens were made with; prepare the corpus again with data/prepare.py")
+    tokenizer = load_tokenizer(meta["tokenizer"]["name"], folder)
+    theirs = (meta["tokenizer"]["sha256"], meta["vocab_size"], meta["eot"])
+    if theirs != (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot):
+        raise UserError(f"{folder}: made with another {tokenizer.name} tokenizer than this one (checksum, "
+                        "vocabulary or separator differs); prepare the corpus again with data/prepare.py")
     return tokenizer
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import words
 
-from config import UserError
+from config import UserError, run_command
 from data import journal as journal_module
 from data import prepare as prepare_module
 from data.journal import Journal, Position
@@ -212,13 +212,29 @@ def test_killed_at_any_moment_the_same_command_goes_on(tmp_path: Path, monkeypat
     assert contents(out) == contents(tmp_path / "straight") and not progress.parent.exists()
 
 
-def test_ctrl_c_ends_it_in_a_line(tmp_path: Path, monkeypatch, capsys) -> None:
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_a_line(number: int, tmp_path: Path, monkeypatch, capsys, often) -> None:
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(source), "--out", str(out), "--val-share", "0.3"])
+    write, written = prepare_module.write, []
 
-    monkeypatch.setattr(prepare_module, "encode", interrupt)
-    monkeypatch.setattr(sys, "argv", ["prepare.py", str(write_source(tmp_path / "source")), "--out",
-                                      str(tmp_path / "out")])
-    assert prepare_module.main() == 130
-    assert "the same command goes on" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["source"]                           # it had not come far
+    def signalled(*arguments) -> None:
+        written.append(arguments)
+        if len(written) == 5:
+            os.kill(os.getpid(), number)
+        write(*arguments)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
+            patch.setattr(prepare_module, "write", signalled)
+            run_command(prepare_module.main)
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert caught.value.code == 128 + number
+    said = capsys.readouterr().err
+    assert "the same command goes on from there" in said and "Traceback" not in said
+    prepare(str(source), tmp_path / "straight", "byte", Options(val_share=0.3))
+    prepare_module.main()
+    assert contents(out) == contents(tmp_path / "straight") and not (tmp_path / ".out.partial").exists()

@@ -236,7 +236,7 @@ def test_a_run_keeps_the_vocabulary_of_its_corpus(tiny, tmp_path: Path) -> None:
     text = open_text(str(tmp_path / "a.txt"), "", tokenizer)
     assert text.documents[0].tolist() == [299, *tokenizer.encode((tmp_path / "a.txt").read_bytes())]
     (run / "tokenizer.json").write_text(learn([PROSE], 300))
-    with pytest.raises(UserError, match="not the one that the tokens were made with"):
+    with pytest.raises(UserError, match="made with another bpe:300 tokenizer"):
         load_run(run)
     (run / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="is missing"):
@@ -253,5 +253,5 @@ def test_a_corpus_takes_the_vocabulary_of_another(tmp_path: Path) -> None:
     other = prepare(str(tmp_path / "b.txt"), tmp_path / "three", "bpe:300", Options(limit_tokens=100))
     assert other["tokenizer"]["sha256"] != first["tokenizer"]["sha256"]
     (tmp_path / "two" / "tokenizer.json").write_bytes((tmp_path / "three" / "tokenizer.json").read_bytes())
-    with pytest.raises(UserError, match="not the one that the tokens were made with"):
+    with pytest.raises(UserError, match="made with another bpe:300 tokenizer"):
         tokenizer_of(second, tmp_path / "two")

@@ -204,9 +204,9 @@ def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
         return _gpt2()
     size = size_of(name)
     if size is None:
-        raise UserError(f"tokenizer {shown(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size of a "
-                        "vocabulary to learn from the corpus, such as bpe:4096), or the folder of a corpus or "
-                        "run")
+        raise UserError(f"tokenizer {shown(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size of "
+                        "a vocabulary to learn from the corpus, such as bpe:4096), or the folder of a corpus "
+                        "or run")
     if folder is None:
         raise UserError(f"tokenizer {name!r}: belongs to a corpus, whose folder is needed to read it")
     import tiktoken  # imported here: a run on bytes does not need the package

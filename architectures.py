@@ -243,7 +243,7 @@ class Qwen2(Llama):
     fields = SHAPE
     block = {"qkv_bias": True}
     constants = {"hidden_act": "silu", "use_sliding_window": False}
-    defaults = Llama.defaults | {"max_position_embeddings": 32_768}
+    defaults = Llama.defaults | {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
 
 
 class Qwen3(Llama):
@@ -255,7 +255,7 @@ class Qwen3(Llama):
     fields = SHAPE | {"head_dim": "head_dim"}
     block = {"qk_norm": True}
     constants = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}
-    defaults = Llama.defaults | {"head_dim": 128, "max_position_embeddings": 32_768}
+    defaults = Qwen2.defaults | {"head_dim": 128}
 
     def obstacles(self, config: Config) -> list[str]:
         return Architecture.obstacles(self, config)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import eval as eval_command
 import export as export_command
 import sample
+from architectures import ARCHITECTURES
 from checkpoint import load_run
 from config import UserError, load_config
 from data.hf_tokenizer import tokenizer_json
@@ -23,6 +24,7 @@ from data.tokenizer import ByteTokenizer
 from export import export
 from model import autocast
 from positions.extension import EXTENSIONS, extended, parse
+from pretrained import read_tables
 from sample import generate
 from train import train
 
@@ -164,6 +166,25 @@ def test_rotary_parameters_as_before_5_0(saved: Saved, tmp_path: Path) -> None:
     plain = changed(folder, tmp_path / "plain", rope_parameters=None, rope_theta=500_000.0, rope_scaling=None)
     position = load_run(plain)[1].position
     assert position.base == 500_000 and position.scaling is None and load_run(plain)[1].train.seq_len == 64
+
+
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "n_embd", "n_layer", "n_head", "d_model", "n_layers", "n_heads")
+LONG_OLD = {"rope_scaling": {"type": "longrope", **FACTORS}, "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5, "max_position_embeddings": 64, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("more", [{}, {"num_key_value_heads": None}, LONG_OLD])
+@pytest.mark.parametrize("case", ["llama", "mistral", "smollm3", "qwen2", "qwen3", "phi3", "gpt2", "mpt"])
+def test_what_config_json_leaves_out_is_what_transformers_takes(case: str, more: dict,
+                                                                tmp_path: Path) -> None:
+    if more is LONG_OLD and case != "phi3" or more and case == "mistral":       # null is no number there
+        return
+    fields = {key: value for key, value in CASES[case][1].items() if key in NEEDED}
+    kind = ARCHITECTURES[case]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": case, **fields, **more}))
+    completed = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert read_tables(tmp_path) == kind.tables(completed)
 
 
 def test_names_and_files_of_older_folders(saved: Saved, tmp_path: Path) -> None:

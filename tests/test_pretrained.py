@@ -171,7 +171,8 @@ def test_rotary_parameters_as_before_5_0(saved: Saved, tmp_path: Path) -> None:
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "n_embd", "n_layer", "n_head", "d_model", "n_layers", "n_heads")
 LONG_OLD = {"rope_scaling": {"type": "longrope", **FACTORS}, "rope_theta": 10_000.0,
-            "partial_rotary_factor": 0.5, "max_position_embeddings": 64, "original_max_position_embeddings": 16}
+            "partial_rotary_factor": 0.5, "max_position_embeddings": 64,
+            "original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize("more", [{}, {"num_key_value_heads": None}, LONG_OLD])

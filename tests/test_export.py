@@ -70,8 +70,8 @@ CASES = {       # name -> architecture, encoding, what else
 }
 every_case = pytest.mark.parametrize("case", CASES)
 LENGTH_CHANGES_ALL = {"dynamic", "longrope", "partial longrope"}        # but not keys that they cached
-BF16 = {"grouped": 150, "window": 150, "qwen2": 150, "qwen3": 150, "layers": 150, "partial longrope": 150,
-        "learned untied": 300, "alibi": 300}                            # steps: until the text is learned
+BF16 = {"grouped": 60, "window": 60, "qwen2": 60, "qwen3": 60, "layers": 60, "partial longrope": 60,
+        "learned untied": 120, "alibi": 100}                            # steps: until the text is learned
 
 Exported = Callable[[str], tuple[Path, Path]]
 loaded: dict[Path, tuple] = {}
@@ -82,7 +82,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """case -> (run, folder), trained and exported once, on text that can be learned by heart."""
     source = tmp_path_factory.mktemp("source")
     for i in range(24):
-        text = b"The dog chased another dog, the cat sat by and saw it all. " * 40
+        text = b"The dog chased another dog. " * 80
         (source / f"{i:02}.txt").write_bytes(text[3 * i:])
     prepare(str(source), source / "corpus", "byte")
     done: dict[str, tuple[Path, Path]] = {}
@@ -92,11 +92,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
             return done[case]
         folder = tmp_path_factory.mktemp("case")
         architecture, encoding, *overrides = CASES[case]
-        path, steps = folder / "run.toml", BF16.get(case, 12)
+        path, steps = folder / "run.toml", BF16.get(case, 8)
         path.write_text(f'[data]\ndir = "{source / "corpus"}"\n[position]\nencoding = "{encoding}"\n')
         config = load_config(path, [*TINY, f"run.dir={folder / 'run'}", "train.batch_size=8", "train.lr=1e-2",
                                     f"train.steps={steps}", "run.save_every=999", "run.eval_every=999",
-                                    *overrides])
+                                    "run.log_every=999", "train.val_windows=1", *overrides])
         with torch.enable_grad():
             assert train(config, []) == 0
         assert export(folder / "run", folder / "hf") == ARCHITECTURES[architecture].class_name
@@ -136,7 +136,7 @@ def test_in_bf16_the_likeliest_token_is_the_same(case: str, exported: Exported) 
     """Ours as eval.py runs it, theirs as it is served. A window's first bytes leave open which word it is."""
     ours, config, tokenizer, theirs = both(exported(case))
     theirs = copy.deepcopy(theirs).bfloat16()
-    text = tokenizer.encode(b"The dog chased another dog, the cat sat by and saw it all. " * 40)
+    text = tokenizer.encode(b"The dog chased another dog. " * 84)
     x = torch.tensor(text[:32 * 73].reshape(73, 32).astype(int))
     settings = config.train.model_copy(update={"dtype": "bfloat16"})
     with autocast(settings, torch.device("cpu")):

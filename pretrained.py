@@ -32,7 +32,7 @@ def is_pretrained(folder: str | Path) -> bool:
 
 def read_tables(folder: str | Path) -> dict[str, dict[str, Any]]:
     """[model], [position] and train.seq_len of a folder. Raises UserError."""
-    architecture, theirs = _read_config(Path(folder))
+    architecture, theirs = read_config(Path(folder))
     try:
         return architecture.tables(theirs)
     except UserError as error:
@@ -51,7 +51,7 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
     from data.hf_tokenizer import read_tokenizer  # here: ordinary runs load none of these
     from model import GPT
 
-    architecture, theirs = _read_config(folder)
+    architecture, theirs = read_config(folder)
     tables = {**read_tables(folder), "run": {"dir": str(folder)}, "data": {"dir": ""}}
     config = config_from(tables, f"in {folder}/config.json")
     with torch.device("meta"):      # no numbers drawn, no memory taken: all weights are there already
@@ -69,7 +69,8 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
     return model, config, tokenizer
 
 
-def _read_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
+def read_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
+    """Which architecture a folder holds, and its config.json. Raises UserError for one that is unknown."""
     from architectures import ARCHITECTURES  # here: it reads configs itself
 
     theirs = _read_json(folder / "config.json")

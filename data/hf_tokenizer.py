@@ -5,24 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from config import UserError
-from data.tokenizer import ByteTokenizer, Tokenizer
+from data.bpe import SEPARATOR
+from data.tokenizer import ByteTokenizer, Tokenizer, cut_before_space
 from files import read_json, read_text
 
 if TYPE_CHECKING:
     import tiktoken
 
-SEPARATOR = "<|endoftext|>"
 MAX_FILE = 2**26        # bytes of a tokenizer.json; Llama 3's has 17 million
 MAX_VOCABULARY = 2**22
 Pair = tuple[bytes, bytes]
+AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
 
 def _byte_characters() -> list[str]:
@@ -112,9 +113,10 @@ def oniguruma(pattern: str) -> str:
 class PretrainedTokenizer:
     """A tokenizer.json: byte-level, or SentencePiece's kind, where "▁" is a space and <0x0A> a byte.
 
-    Text is UTF-8. Special tokens in it are text like any other. `token_bytes` makes bits per byte right for
-    byte-level ones. Where a normalizer changes text before it is cut (NFC of Qwen, the space that Llama 2
-    puts before a document) bytes are those of the changed text: for Llama 2, one too many a document.
+    Text is UTF-8; other bytes are ids of their own. Special tokens in it are text like any other. For a
+    byte-level tokenizer `token_bytes` gives back the text and makes bits per byte right. Where text is
+    changed before it is cut (NFC of Qwen, the space that Llama 2 puts before a document) they are the bytes
+    of the changed text: for Llama 2, one too many a document.
     """
 
     def __init__(self, path: Path, eot: int) -> None:
@@ -140,6 +142,7 @@ class PretrainedTokenizer:
         self._added = {token["id"]: token for token in self.about["added_tokens"]}
         parts = _types(self.about["decoder"])
         self.is_byte_level = "ByteLevel" in parts
+        self.is_lossless = self.is_byte_level and self.about["normalizer"] is None
         if not self.is_byte_level and not parts & {"Metaspace", "ByteFallback", "Replace"}:
             raise UserError(f"{path}: decoder {', '.join(sorted(parts)) or 'none'}; only byte-level and "
                             "SentencePiece's kind of tokenizer are supported")
@@ -155,9 +158,50 @@ class PretrainedTokenizer:
             ids.update(json.dumps(self.about, sort_keys=True).encode())
         return ids.hexdigest()
 
+    @cached_property
+    def byte_ids(self) -> dict[bytes, int]:
+        """The id of each single byte."""
+        pairs = ((self.token_bytes(token), token) for token in reversed(range(self.vocab_size)))
+        return {byte: token for byte, token in pairs if len(byte) == 1}
+
+    @cached_property
+    def adds_to_space(self) -> bool:
+        """Whether even text that begins with a space gets one more: Llama 2's Prepend, but not Metaspace."""
+        return b"".join(map(self.token_bytes, self._ids(" a"))) == b"  a"
+
     def encode(self, text: bytes) -> np.ndarray:
-        encoding = self.inner.encode(text.decode("utf-8"), add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint32)
+        # a byte that is not UTF-8 comes out as a lone surrogate, U+DC00 + byte
+        parts = re.split("([\udc80-\udcff]+)", text.decode("utf-8", errors="surrogateescape"))
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            ids += self._ids(part) if i % 2 == 0 else self._bytes_alone(part)
+        return np.array(ids, dtype=np.uint32)
+
+    def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
+        ids = []
+        for i, text in enumerate(texts):
+            goes_on = continues and i == 0
+            # cut before a space: what it adds is that space
+            start = int(goes_on and self.adds_to_space and text.startswith(b" "))
+            ids += [np.array([] if goes_on else [self.eot], np.uint32), self.encode(text[start:])]
+        return np.concatenate(ids)
+
+    def cut(self, window: bytes) -> int:
+        """Before a space after anything but white space, which begins a word for all of these."""
+        place = len(window)
+        while (place := window.rfind(b" ", 1, place)) > 0:
+            if not window[place - 1:place].isspace():
+                return place
+        return cut_before_space(window)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.inner.encode(text, add_special_tokens=False).ids if text else []
+
+    def _bytes_alone(self, escaped: str) -> list[int]:
+        values = escaped.encode("utf-8", errors="surrogateescape")
+        if not all(bytes([value]) in self.byte_ids for value in values):
+            raise UserError("text is not UTF-8, and this tokenizer has no ids for bytes; convert the text")
+        return [self.byte_ids[bytes([value])] for value in values]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that an id stands for; none for special tokens and those that do not exist."""
@@ -178,13 +222,23 @@ def _types(part: dict[str, Any] | None) -> set[str]:
     return {part["type"]}.union(*map(_types, part.get("decoders", ())))
 
 
-def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
+def read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer | ByteTokenizer:
     """The tokenizer of a folder of Hugging Face, given its config.json; ours, where it is our bytes.
 
     The separator that opens documents is the beginning-of-sequence token, or the end's where there is none.
     """
+    return _checked(lambda: _read_tokenizer(folder, config), folder)
+
+
+def read_saved(path: Path, eot: int) -> PretrainedTokenizer:
+    """The tokenizer.json that a corpus or run keeps, and the id that opens documents with it."""
+    return _checked(lambda: PretrainedTokenizer(path, eot), path.parent)
+
+
+def _checked(read: Callable[[], AnyTokenizer], folder: Path) -> AnyTokenizer:
+    """What `read` gives, looked at whole. Raises UserError."""
     try:
-        tokenizer = _read_tokenizer(folder, config)
+        tokenizer = read()
         assert tokenizer.sha256         # looks at each token
         return tokenizer
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
@@ -194,7 +248,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
                         f"({type(error).__name__}: {error}); get them again") from error
 
 
-def _read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
+def _read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer | ByteTokenizer:
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.is_file() else {}
     tokenizer = PretrainedTokenizer(folder / "tokenizer.json", 0)

@@ -13,7 +13,8 @@ SOURCE is one of
               on, and of a SPLIT that is asked for, a hash of its text picks one document in 100
 
 Tokenizers: byte; gpt2; bpe:N, learned from 128 MB of the train split at most, spread over all of it where its
-size is known, with N ids, the separator included; or FOLDER, that of the corpus or run there.
+size is known, with N ids, the separator included; or FOLDER, that of the corpus, run or model of Hugging Face
+there.
 
 The corpus appears at DIR all at once when complete. Text streams through little memory, over all cores. An
 interrupted preparation leaves nothing that loads, but DIR's neighbour .DIR.partial, from which the same
@@ -42,6 +43,7 @@ from config import UserError, argument_parser, run_command  # noqa: E402
 from data import bpe  # noqa: E402
 from data import tokenizer as tokenizers  # noqa: E402
 from data.encode import Encoded, Piece, chunked, encode, in_order, read_pieces  # noqa: E402
+from data.hf_tokenizer import read_tokenizer  # noqa: E402
 from data.journal import Journal, Position  # noqa: E402
 from data.loader import FORMAT_VERSION, SPLITS, read_meta  # noqa: E402
 from data.remote import LINE_BY_LINE, open_dataset, open_url  # noqa: E402
@@ -63,6 +65,7 @@ from data.tokenizer import (  # noqa: E402
     pieces,
     tokenizer_of,
 )
+from pretrained import is_pretrained, read_config  # noqa: E402
 
 BUILT_IN = ("stdlib", "passkey")
 LEARN_BYTES = 2**27             # of text that bpe:N learns from, at most
@@ -157,10 +160,12 @@ def n_cores() -> int:
 
 
 def find_tokenizer(name: str) -> CorpusTokenizer | None:
-    """The tokenizer of that name, or of a corpus or run in that folder; None for one to be learned."""
+    """The tokenizer of that name, or of a corpus, run or model in that folder; None for one to be learned."""
     for file in ("meta.json", "corpus.json"):
         if (Path(name) / file).is_file():
             return tokenizer_of(read_meta(Path(name) / file), Path(name))
+    if is_pretrained(name):
+        return read_tokenizer(Path(name), read_config(Path(name))[1])
     return None if bpe.size_of(name) else load_tokenizer(name)
 
 
@@ -285,7 +290,8 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("source", metavar="SOURCE", help="see above")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
-                        help=f"{', '.join(TOKENIZERS)} or FOLDER, that of a corpus or run (default byte)")
+                        help=f"{', '.join(TOKENIZERS)} or FOLDER, that of a corpus, a run or a model of "
+                             "Hugging Face (default byte)")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
     parser.add_argument("--revision", help="hf: a commit, branch or tag (default main); meta.json records "
                                            "the commit")

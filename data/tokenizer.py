@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from config import UserError, shown
+from data.bpe import FILE as TOKENIZER_FILE
 from data.bpe import GPT2_PATTERN, SEPARATOR, read_ranks, size_of
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Tokenizer(Protocol):
 class CorpusTokenizer(Tokenizer, Protocol):
     """What preparing a corpus needs besides: documents in pieces, many at a time."""
 
+    is_lossless: bool   # do a text's ids stand for its very bytes?
+
     def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
         """Ids of texts of at most MAX_PIECE bytes, none empty, the separator before each.
 
@@ -62,6 +65,7 @@ class ByteTokenizer:
     """The 256 bytes, and 256 as the separator. Any input at all, no vocabulary to fetch, 1 byte a token."""
 
     name = "byte"
+    is_lossless = True
     vocab_size = 257
     eot = 256
     sha256 = hashlib.sha256(b"byte").hexdigest()
@@ -91,6 +95,8 @@ class BytePairTokenizer:
     Text is UTF-8. A byte that is not part of any is an id of its own, and what stands between such bytes is
     encoded by itself. In text, the separator's name is text like any other.
     """
+
+    is_lossless = True
 
     def __init__(self, name: str, encoding: "tiktoken.Encoding") -> None:
         self.name, self.encoding = name, encoding
@@ -196,17 +202,21 @@ TOKENIZERS = ("byte", "gpt2", "bpe:N")
 def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
     """The tokenizer of that name; "bpe:N" is read from tokenizer.json in `folder`, of a corpus or a run.
 
-    Raises UserError for an unknown one, and where its files cannot be had or are damaged.
+    So is "hf:SEPARATOR": a tokenizer of Hugging Face, and the id that opens documents with it. Raises
+    UserError for an unknown one, and where its files cannot be had or are damaged.
     """
     if name == "byte":
         return ByteTokenizer()
     if name == "gpt2":
         return _gpt2()
+    if folder is not None and re.fullmatch("hf:[0-9]{1,9}", name):
+        from data.hf_tokenizer import read_saved  # here: other corpora do not need the package
+        return read_saved(folder / TOKENIZER_FILE, int(name[3:]))
     size = size_of(name)
     if size is None:
         raise UserError(f"tokenizer {shown(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size of "
-                        "a vocabulary to learn from the corpus, such as bpe:4096), or the folder of a corpus "
-                        "or run")
+                        "a vocabulary to learn from the corpus, such as bpe:4096), or the folder of a corpus, "
+                        "run or model of Hugging Face")
     if folder is None:
         raise UserError(f"tokenizer {name!r}: belongs to a corpus, whose folder is needed to read it")
     import tiktoken  # imported here: a run on bytes does not need the package

@@ -6,13 +6,14 @@ import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiktoken
 from conftest import needs
 
 from config import UserError
 from data.hf_tokenizer import PretrainedTokenizer, merges, oniguruma, read_tokenizer, tokenizer_json
-from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer
+from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer, pieces
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 tokenizers = pytest.importorskip("tokenizers")
@@ -164,6 +165,27 @@ def test_sentencepiece_gives_all_bytes_and_the_space_in_front(metaspace: bool, t
         ids = tokenizer.encode(text.encode()).tolist()
         assert b"".join(map(tokenizer.token_bytes, ids)) == b" " + text.encode()
         assert not {0, 1, 2} & set(ids)
+
+
+@pytest.mark.parametrize("kind", ["own", "own, cl100k", "llama 2", "metaspace"])
+def test_pieces_encode_as_the_whole_and_any_byte_comes_back(kind: str, tmp_path: Path, monkeypatch) -> None:
+    content = sentencepiece_like(kind == "metaspace") if kind in ("llama 2", "metaspace") else tokenizer_json(
+        ours(kind, monkeypatch))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = PretrainedTokenizer(tmp_path / "tokenizer.json", 1 if "own" not in kind else 600)
+    assert tokenizer.is_lossless == ("own" in kind)
+    text = ("the cat's  123!\n\n hats, \tä日本\n the </s> " * 20).encode()
+    whole = tokenizer.encode_documents([text], continues=False)
+    cut = list(pieces([text], tokenizer.cut, 100))
+    assert len(cut) > 5 and b"".join(cut) == text
+    parts = [tokenizer.encode_documents([piece], continues=i > 0) for i, piece in enumerate(cut)]
+    assert np.concatenate(parts).tolist() == whole.tolist() and whole[0] == tokenizer.eot
+    two = tokenizer.encode_documents([b"the cat", b"sat"], continues=False).tolist()
+    assert two.count(tokenizer.eot) == 2
+    for broken in (b"\xff", b"the \xe2\x28 cat\x80\x81", b"\xf0\x9f"):
+        found = b"".join(map(tokenizer.token_bytes, tokenizer.encode(broken).tolist()))
+        assert found == broken or not tokenizer.is_lossless and found.replace(b" ", b"") == broken.replace(
+            b" ", b"")
 
 
 def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:

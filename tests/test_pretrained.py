@@ -20,7 +20,9 @@ from architectures import ARCHITECTURES
 from checkpoint import load_run
 from config import UserError, load_config
 from data.hf_tokenizer import tokenizer_json
+from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
+from eval import open_text
 from export import export
 from model import autocast
 from positions.extension import EXTENSIONS, extended, parse
@@ -294,6 +296,36 @@ def test_init_from_takes_model_encoding_and_length_from_the_folder(saved: Saved,
     assert again == config and all(0 < (a - b).abs().max() < 0.01 for a, b in pairs)    # two steps away
     shutil.rmtree(folder)
     assert load_run(tmp_path / "tuned")[1] == config                    # a run needs it no more
+
+
+def test_a_corpus_of_the_folders_own_tokenizer(saved: Saved, tmp_path: Path) -> None:
+    """prepare, train, evaluate, export: each keeps the tokenizer.json that came with the model."""
+    folder = changed(saved("llama, grouped, yarn")[0], tmp_path / "llama", bos_token_id=300, vocab_size=300)
+    content = tokenizer_json(ByteTokenizer())
+    content["model"]["vocab"] |= {"Ċ" * 2: 257, "th": 258}
+    content["model"]["merges"] = [["Ċ", "Ċ"], ["t", "h"]]
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 259, "content": "<s>"})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "<|endoftext|>"}')
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the cat sat on the other mat\n\n" * 40)
+    meta = prepare(str(text), tmp_path / "corpus", str(folder))
+    assert meta["tokenizer"]["name"] == "hf:259" and meta["eot"] == 259 and meta["vocab_size"] == 260
+    assert meta["splits"]["train"]["bytes"] + meta["splits"]["val"]["bytes"] == text.stat().st_size
+    path = tmp_path / "tune.toml"
+    path.write_text(f'[data]\ndir = "{tmp_path / "corpus"}"\n[train]\ninit_from = "{folder}"\n')
+    with torch.enable_grad():
+        train(load_config(path, ["train.steps=1", f"run.dir={tmp_path / 'run'}", "train.batch_size=2",
+                                 "train.compile=off"]), [])
+    _, config, tokenizer = load_run(tmp_path / "run")
+    assert tokenizer.name == "hf:259" and tokenizer.encode(b"the\n\n").tolist() == [258, *b"e", 257]
+    open_text(None, config.data.dir, tokenizer)
+    export(tmp_path / "run", tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("the\n\n").input_ids == [258, *b"e", 257] and theirs.bos_token == "<s>"
+    (tmp_path / "run" / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer())))
+    with pytest.raises(UserError, match="vocabulary is not the one"):
+        load_run(tmp_path / "run")
 
 
 def test_init_from_another_model_is_refused_by_what_differs(saved: Saved, tmp_path: Path,

@@ -21,6 +21,17 @@ SEPARATOR = "<|endoftext|>"
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
+def _byte_characters() -> list[str]:
+    """The character that byte-level vocabularies write for each byte: itself where it shows, else 256 on."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
+
+
+CHARACTERS = _byte_characters()
+BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
+
+
 def size_of(name: str) -> int | None:
     """N of "bpe:N", the size of the vocabulary with the separator; None for any other name."""
     match = re.fullmatch(r"bpe:([0-9]{1,9})", name)
@@ -82,8 +93,7 @@ def _ranks(content: dict[str, Any], size: int) -> dict[bytes, int]:
         raise ValueError("pre_tokenizer is not GPT-2's")
     if [(added["content"], added["id"]) for added in content["added_tokens"]] != [(SEPARATOR, size - 1)]:
         raise ValueError(f"the only added token must be {SEPARATOR} with id {size - 1}")
-    value = {sign: byte for byte, sign in _signs().items()}
-    ranks = {bytes(value[sign] for sign in token): rank for token, rank in content["model"]["vocab"].items()}
+    ranks = {bytes(BYTES[sign] for sign in token): rank for token, rank in content["model"]["vocab"].items()}
     if b"" in ranks or any(type(rank) is not int for rank in ranks.values()):
         raise ValueError("vocab must map text to integers")
     if sorted(ranks.values()) != list(range(size - 1)):
@@ -91,10 +101,3 @@ def _ranks(content: dict[str, Any], size: int) -> dict[bytes, int]:
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise ValueError("vocab lacks a byte")
     return ranks
-
-
-def _signs() -> dict[int, str]:
-    """What stands for each byte in tokenizer.json: its character if it prints, else one from U+0100 on."""
-    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {byte: chr(byte) for byte in printed} | {byte: chr(256 + i) for i, byte in enumerate(others)}

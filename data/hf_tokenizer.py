@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from config import UserError
-from data.bpe import SEPARATOR
+from data.bpe import BYTES, CHARACTERS, SEPARATOR
 from data.tokenizer import ByteTokenizer, Tokenizer, cut_before_space
 from files import read_json, read_text
 
@@ -24,17 +24,6 @@ MAX_FILE = 2**26        # bytes of a tokenizer.json; Llama 3's has 17 million
 MAX_VOCABULARY = 2**22
 Pair = tuple[bytes, bytes]
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
-
-
-def _byte_characters() -> list[str]:
-    """The character that byte-level vocabularies write for each byte: itself where it shows, else 256 on."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
-
-
-CHARACTERS = _byte_characters()
-BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
 
 
 def written(token: bytes) -> str:

@@ -215,8 +215,8 @@ def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
     size = size_of(name)
     if size is None:
         raise UserError(f"tokenizer {shown(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size of "
-                        "a vocabulary to learn from the corpus, such as bpe:4096), or the folder of a corpus, "
-                        "run or model of Hugging Face")
+                        "a vocabulary to learn from the corpus, such as bpe:4096), or the folder of a "
+                        "corpus, run or model of Hugging Face")
     if folder is None:
         raise UserError(f"tokenizer {name!r}: belongs to a corpus, whose folder is needed to read it")
     import tiktoken  # imported here: a run on bytes does not need the package

@@ -324,7 +324,7 @@ def test_a_corpus_of_the_folders_own_tokenizer(saved: Saved, tmp_path: Path) -> 
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("the\n\n").input_ids == [258, *b"e", 257] and theirs.bos_token == "<s>"
     (tmp_path / "run" / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer())))
-    with pytest.raises(UserError, match="vocabulary is not the one"):
+    with pytest.raises(UserError, match="made with another hf:259 tokenizer"):
         load_run(tmp_path / "run")
 
 

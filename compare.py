@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
     path: Path
     config: Config
-    head: dict[str, Any]                # HEAD of the eval JSON
+    head: dict[str, Any]                # HEAD of the eval JSON, and data_sha256: None in older ones
     records: list[Record]
     windows: dict[str, np.ndarray]      # "EXTEND/PROTOCOL/LENGTH/COLUMN" -> one number a window
 
@@ -173,8 +173,8 @@ def read_run(folder: Path, data: str | None) -> Run:
             windows = {key: arrays[key] for r in records if r["protocol"] in PAIRED
                        for column in (*TARGETS, "nll", *(["truncated_nll"] if "gain" in r else []))
                        for key in [f"{r['extend'] or 'plain'}/{r['protocol']}/{r['length']}/{column}"]}
-        return Run(folder, load_config(folder / "config.toml"), {key: content[key] for key in HEAD}, records,
-                   windows)
+        head = {key: content[key] for key in HEAD} | {"data_sha256": content.get("data_sha256")}
+        return Run(folder, load_config(folder / "config.toml"), head, records, windows)
     except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError, BadZipFile, *FROM_NUMPY) as error:
         if isinstance(error, UserError):
             raise
@@ -185,17 +185,21 @@ def read_run(folder: Path, data: str | None) -> Run:
 def check_comparable(runs: Sequence[Run]) -> None:
     """Raise UserError unless tokenizer, text, evaluation seed, training length and targets are the same."""
     first = runs[0]
-    corpus = read_meta(first.path / "corpus.json")["splits"]
+    corpora = [trained_on(run) for run in runs]
     targets: dict[str, tuple[Run, np.ndarray]] = {}
     counts: dict[Any, tuple[Run, Any]] = {}
-    for run in runs:
+    for run, corpus in zip(runs, corpora, strict=True):
         pair = f"runs {first.path} and {run.path}"
         for key, what in zip(HEAD, ("training length", "tokenizer", "evaluation data", "evaluation seed"),
                              strict=True):
             if run.head[key] != first.head[key]:
                 raise UserError(f"{pair}: {what} differs, {first.head[key]!r} and {run.head[key]!r}; compare "
                                 "runs where it is the same")
-        if read_meta(run.path / "corpus.json")["splits"] != corpus:
+        texts = [r.head["data_sha256"] for r in (first, run)]
+        if texts[0] != texts[1] and None not in texts:
+            raise UserError(f"{pair}: evaluated on different texts that are both called {run.head['data']}; "
+                            "evaluate both on the same one")
+        if corpus != corpora[0]:
             raise UserError(f"{pair}: trained on different text; compare runs on the same corpus")
         for r in run.records:
             place = (r["protocol"], r["length"], column_of(r), r.get("depth"))
@@ -236,6 +240,12 @@ def labels(paths: Sequence[Path]) -> list[str]:
             if len(set(candidate)) == len(paths):
                 return candidate
     raise AssertionError("two configs in one folder")
+
+
+def trained_on(run: Run) -> list[Any]:
+    """What the corpora of a run hold: its own, and those of a mixture."""
+    meta = read_meta(run.path / "corpus.json")
+    return [about["splits"] for about in (meta, *meta.get("mixture", {}).values())]
 
 
 def check_replicates(group: Sequence[Run]) -> None:

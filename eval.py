@@ -30,6 +30,7 @@ Legend: B batch, T time, C = n_embd, V vocabulary. Loss in nats per token.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -81,6 +82,14 @@ class Text(NamedTuple):
 
     name: str
     documents: list[np.ndarray]
+
+    def sha256(self) -> str:
+        """Fingerprint of the ids, by which compare.py tells two texts of one name apart."""
+        ids = hashlib.sha256()
+        for document in self.documents:
+            ids.update(len(document).to_bytes(8, "little"))
+            ids.update(document.astype("<u4").tobytes())
+        return ids.hexdigest()
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -475,7 +484,7 @@ def main() -> None:
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"run": str(args.run), "encoding": config.position.encoding, "seq_len": L,
-            "tokenizer": tokenizer.name, "data": text.name, "seed": args.seed}
+            "tokenizer": tokenizer.name, "data": text.name, "data_sha256": text.sha256(), "seed": args.seed}
     temporary = path.with_suffix(".tmp.npz")
     try:
         with naming(temporary):

@@ -69,7 +69,7 @@ def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=(None
             record("passkey", 256, 1.0, 10, depth=0.0, correct=1, trials=10)
             record("passkey", 256, 1.0, 10, depth=1.0, correct=8, trials=20)
     content = {"run": str(folder), "encoding": encoding, "seq_len": L, "tokenizer": "byte", "data": "words",
-               "seed": 0, **head, "records": records}
+               "data_sha256": "0" * 64, "seed": 0, **head, "records": records}
     (folder / "eval" / "words.json").write_text(json.dumps(content))
     np.savez(folder / "eval" / "words.npz", **arrays)
     return folder
@@ -338,6 +338,8 @@ def test_the_page_draws_switches_and_reads_in_a_browser(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("other", "arguments", "expected"), [
     ({"tokenizer": "gpt2"}, [], "tokenizer differs, 'byte' and 'gpt2'"),
     ({"data": "books"}, [], "evaluation data differs"),
+    ({"data_sha256": "1" * 64}, [], "evaluated on different texts that are both called words"),
+    ({"corpus": {**CORPUS, "mixture": {"data/more": CORPUS}}}, [], "trained on different text"),
     ({"seed": 0, "seq_len": 64}, [], "training length differs, 128 and 64"),
     ({"documents": 5}, [], "nonoverlap at 64: different targets"),
     ({"corpus": OTHER}, [], "trained on different text"),

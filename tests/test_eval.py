@@ -279,6 +279,14 @@ def test_a_text_file_is_one_document_and_a_foreign_corpus_is_refused(tmp_path: P
         open_text(None, str(corpus_dir), other)
 
 
+def test_the_fingerprint_of_a_text_is_of_its_ids_and_bounds() -> None:
+    ids = np.arange(10)
+    texts = [Text("x", [ids]), Text("y", [ids.astype(np.uint16)]), Text("x", [ids[:5], ids[5:]]),
+             Text("x", [ids + 1])]
+    prints = [text.sha256() for text in texts]
+    assert prints[0] == prints[1] and len(set(prints)) == 3
+
+
 def run_eval(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, str(ROOT / "eval.py"), *arguments], capture_output=True, text=True)
 

@@ -330,6 +330,40 @@ def test_any_values_in_a_state_json(small_run: tuple[Path, Config],
 
 
 # -----------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+@pytest.fixture(scope="module")
+def learned_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with a tokenizer.json of its own, of few ids."""
+    pytest.importorskip("tokenizers")
+    from data.prepare import prepare
+
+    folder = tmp_path_factory.mktemp("learned")
+    (folder / "text.txt").write_bytes(b"the dog chased another dog and the cat\n" * 40)
+    prepare(str(folder / "text.txt"), folder / "corpus", "bpe:270")
+    return folder / "corpus"
+
+
+@fuzz
+@given(edits(), st.lists(json_edits(), max_size=2))
+def test_any_tokenizer_of_a_corpus(learned_corpus: Path, edit: Callable[[bytes], bytes],
+                                   changes: list[Callable[[Any], Any]]) -> None:
+    """It is the one that was recorded, or refused."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(learned_corpus, Path(folder) / "copy")
+        path = copy / "tokenizer.json"
+        for change in changes:
+            edit_json(path, change)
+        if not changes:
+            path.write_bytes(edit(path.read_bytes()))
+        tokenizer = outcome(lambda: tokenizer_of(read_meta(copy / "meta.json"), copy))
+        if tokenizer is not None:
+            ids = tokenizer.encode(b"the dog \xff")
+            assert b"".join(map(tokenizer.token_bytes, ids.tolist())) == b"the dog \xff"
+
+
+# -----------------------------------------------------------------------------------------------------------
 # Tokenizers of others
 
 

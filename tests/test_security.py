@@ -20,7 +20,9 @@ import sample
 import train as train_module
 from compare import read_run
 from config import UserError, load_config, run_command
+from data.hf_tokenizer import read_tokenizer
 from data.loader import Corpus
+from data.tokenizer import load_tokenizer
 from train import train
 
 SECRET = "hunter2hunter2"
@@ -332,6 +334,17 @@ def test_a_hostile_pickle_is_refused_wherever_it_lies(name: str, kind: str, fini
     harmless = ("metrics", "eval/", "optimizer")        # opened by one command or none of the three
     if not any(part in name for part in harmless):
         assert 2 in codes
+
+
+@pytest.mark.parametrize("kind", ["bare", "npy", "zip"])
+def test_a_hostile_pickle_is_no_tokenizer(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_bytes(hostile_pickles(tmp_path / "sentinel")[kind])
+    with pytest.raises(UserError, match="tokenizer.json"):
+        load_tokenizer("bpe:270", tmp_path)
+    with pytest.raises(UserError, match="tokenizer.json"):
+        read_tokenizer(tmp_path, {"bos_token_id": 0})
+    assert not (tmp_path / "sentinel").exists()
 
 
 # -----------------------------------------------------------------------------------------------------------

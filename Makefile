@@ -4,7 +4,7 @@
 # make compare train and evaluate four encodings at the quick size, four times make train (an
 #              interrupted one goes on) -> runs/compare/report/report.html
 # make bench   a training step of every encoding over RoPE's -> results/bench-encodings.md
-# make soak    break training again and again, about 20 minutes -> docs/reliability.md; the cases of disks take root
+# make soak    break training again and again, up to an hour -> docs/reliability.md; needs root for its disks
 # make gallery pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 PYTHON ?= python3
 PY := .venv/bin/python

@@ -45,8 +45,9 @@ class State(BaseModel):
     step: int = Field(ge=0, lt=2**53)
     wall_s: float = Field(ge=0, allow_inf_nan=False)
     metrics: dict[str, float | None]
-    n_bad: int = Field(ge=0, lt=2**53)          # steps in a row that were not applied
-    is_half_done: bool                          # is the step still to be validated and logged?
+    # with defaults for runs that were saved before there were these
+    n_bad: int = Field(0, ge=0, lt=2**53)       # steps in a row that were not applied
+    is_half_done: bool = False                  # is the step still to be validated and logged?
     sha256: dict[str, str]
 
 
@@ -197,7 +198,7 @@ def _verified_state(folder: Path) -> dict[str, Any]:
     check = state.pop("check")
     if check != _check(state):
         raise ValueError("state.json: checksum differs")
-    State.model_validate(state)
+    state = State.model_validate(state).model_dump()
     if state["step"] != int(folder.name):
         raise ValueError(f"state.json: is of step {state['step']}")
     for name in FILES:

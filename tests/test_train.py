@@ -297,6 +297,21 @@ def test_if_every_checkpoint_is_damaged_nothing_is_deleted(tiny, tmp_path: Path)
     assert len(files) == 2 and all(path.exists() for path in files)
 
 
+def test_a_checkpoint_of_older_code_is_read_and_gone_on_from(tiny, tmp_path: Path) -> None:
+    """Its state.json lacks what came later: steps not applied, and a step saved before its validation."""
+    config = tiny("rope", "run.keep=3")
+    train(config, [])
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    for path in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
+        state = json.loads(path.read_text())
+        old = {key: state[key] for key in ("step", "wall_s", "metrics", "sha256")}
+        path.write_text(json.dumps({**old, "check": checkpoint._check(old)}))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "00000012")
+    (tmp_path / "run" / "summary.json").unlink()
+    assert train(config, []) == 0
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run", 12)
+
+
 def test_a_failed_save_leaves_the_older_checkpoints(tiny, tmp_path: Path, monkeypatch) -> None:
     config = tiny()
     train(config, [])

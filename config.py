@@ -29,6 +29,7 @@ from positions.scaling import SCALINGS, Scaling
 
 LIMIT = 2**17           # bytes of a config file; the largest of ours has a few hundred
 DEEPEST = 20            # files that extend one another
+LONGEST = 2000          # characters of a message
 LARGEST = 2**53         # of integers: what a float still holds exactly
 RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
@@ -42,9 +43,13 @@ class UserError(ValueError):
 
 
 def one_line(text: str) -> str:
-    """Text whose control characters are spelled out: what a file holds cannot add lines or steer a screen."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
-                   for c in text)
+    """Text whose control characters are spelled out: what a file holds cannot add lines or steer a screen.
+
+    Nor fill it: what is beyond LONGEST characters is left out.
+    """
+    spelled = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+                      for c in text)
+    return spelled if len(spelled) <= LONGEST else spelled[:LONGEST] + " ..."
 
 
 def shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,11 @@ def read_json(path: Path) -> Any:
         return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def finite(number: float) -> float | None:
+    """The number; None for infinities and nan, which JSON cannot hold."""
+    return number if math.isfinite(number) else None
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import Config
+from files import finite
+from log import start_wandb, without_key
 
 ABREAST = 8             # curves in one picture: more cannot be told apart
 ASINH_WIDTH = 0.05      # gains look linear up to about this, nats a token, logarithmic beyond
@@ -79,10 +81,10 @@ class Table(NamedTuple):
     def is_best(self, label: str, column: int) -> bool:
         """Whether no other curve is better here, and some are worse."""
         values = [row[column] for row in self.rows.values()]
-        finite = [cell.value for cell in values if cell and math.isfinite(cell.value)]
+        known = [cell.value for cell in values if cell and math.isfinite(cell.value)]
         cell = self.rows[label][column]
-        return bool(self.best and cell and finite and min(finite) < max(finite)
-                    and cell.value == self.best(finite))
+        return bool(self.best and cell and known and min(known) < max(known)
+                    and cell.value == self.best(known))
 
 
 class Map(NamedTuple):
@@ -217,8 +219,8 @@ def draw_grids(grids: dict[str, list[list[float]]], shown: Map, x: tuple[list[st
     """Panels on one colour scale that is monotone in lightness, each value written into its cell."""
     from matplotlib import pyplot as plt
 
-    finite = [v for grid in grids.values() for row in grid for v in row if math.isfinite(v)] or [0.0]
-    low, high = (0.0, 1.0) if "%" in shown.form else (min(finite), max(finite))
+    known = [v for grid in grids.values() for row in grid for v in row if math.isfinite(v)] or [0.0]
+    low, high = (0.0, 1.0) if "%" in shown.form else (min(known), max(known))
     across = min(4, len(grids))
     down = math.ceil(len(grids) / across)
     size = (2 + across * max(2.5, 0.62 * len(x[0])), 1.3 + down * (1 + 0.33 * len(y[0])))
@@ -318,15 +320,8 @@ def as_json(table: Table) -> dict[str, Any]:
                      for label, row in table.rows.items()]}
 
 
-def finite(x: float) -> float | None:
-    """JSON has no infinities."""
-    return x if math.isfinite(x) else None
-
-
 def to_wandb(out: Path, config: Config, tables: Sequence[Table], pictures: Sequence[Picture]) -> None:
     """Log tables and pictures as a run of W&B, in the project of the config; a warning if that fails."""
-    from train import start_wandb, without_key
-
     run = start_wandb(out, config)
     try:
         if run:

@@ -427,7 +427,7 @@ def test_a_trained_and_evaluated_run_as_typed(tiny, tmp_path: Path) -> None:
 
 
 def test_wandb_gets_tables_and_pictures_and_may_fail(tmp_path: Path, monkeypatch, capsys) -> None:
-    pytest.importorskip("wandb")
+    pytest.importorskip("wandb").teardown()     # else it keeps the mode of an earlier test in this process
     monkeypatch.setenv("WANDB_MODE", "offline")
     run, out = fabricate(tmp_path / "a"), tmp_path / "out"
     call(monkeypatch, run, "--out", out, "--wandb")

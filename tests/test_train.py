@@ -413,7 +413,7 @@ def test_wandb_failing_in_mid_run_costs_one_warning(tiny, tmp_path: Path, monkey
             if step == 2:
                 raise ConnectionError("gone")
 
-    monkeypatch.setattr(train_module, "start_wandb", lambda *_: Broken())
+    monkeypatch.setattr("log.start_wandb", lambda *_: Broken())
     assert train(tiny("rope", "run.wandb=true", "train.steps=5"), []) == 0
     assert capsys.readouterr().out.count("warning: W&B failed") == 1 and len(metrics(tmp_path / "run")) == 5
 

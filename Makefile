@@ -1,5 +1,5 @@
 # make train   set up .venv, prepare the corpus if missing, train the quick config, evaluate it at longer contexts
-# make test    set up .venv with the test packages, run the tests
+# make test    set up .venv with the test packages, run the tests, two at a time
 # make lint    ruff and mypy
 # make compare train and evaluate four encodings at the quick size, four times make train (an
 #              interrupted one goes on) -> runs/compare/report/report.html
@@ -18,7 +18,7 @@ train: .venv/.installed data/stdlib/meta.json
 	$(PY) eval.py runs/quick
 
 test: .venv/.installed-test
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 lint: .venv/.installed-test
 	$(PY) -m ruff check

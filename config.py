@@ -21,6 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from files import read_text
@@ -249,6 +250,12 @@ def run_command(main: Callable[[], int | None]) -> None:
         reason = f"{error.filename or 'input/output'}: {(error.strerror or str(error)).lower()}"
         remedy = REMEDIES.get(error.errno or 0)
         print("error: " + one_line("; ".join(filter(None, (reason, remedy)))), file=sys.stderr)
+    except (MemoryError, RuntimeError) as error:    # torch has two of its own for it, of this kind
+        of_torch = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+        if not (of_torch or isinstance(error, MemoryError)):
+            raise
+        print("error: out of memory; take a smaller batch, length or model (in training a larger "
+              "train.accumulate has the same effect as a smaller batch)", file=sys.stderr)
     except KeyboardInterrupt as stop:
         number = stop.args[0] if stop.args else signal.SIGINT
         print("\n" * sys.stderr.isatty() + f"stopped by {signal.Signals(number).name}", file=sys.stderr)
@@ -332,6 +339,10 @@ def _on_pretrained(raw: Raw, origin: Origin, problems: list[str]) -> tuple[Raw, 
         return raw, origin
     from pretrained import is_pretrained, read_tables  # here: it reads configs itself
 
+    is_needed = "encoding" not in raw.get("position", {})               # it was to come from there
+    if is_needed and not Path(folder).is_dir():
+        problems.append(f"train.init_from {origin['train.init_from']}: no folder {shown(folder)}; give a "
+                        "run, or a folder of Hugging Face")
     if not is_pretrained(folder):
         return raw, origin
     try:
@@ -480,7 +491,7 @@ def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
     if data and sum(data.mixture.values()) >= 1:
         yield (f"{at('data.mixture')}: must add up to less than 1, the rest being data.dir's, "
                f"got {sum(data.mixture.values()):g}")
-    if data and data.dir in data.mixture:
+    if data and Path(data.dir).resolve() in {Path(name).resolve() for name in data.mixture}:
         yield f"{at('data.mixture')}: {data.dir} is data.dir, which has the rest anyway; name other corpora"
     if train:
         if train.batch_size % train.accumulate:

@@ -4,7 +4,8 @@ The same command again goes on where an unfinished run stopped, exactly; a finis
 folder holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
 `torchrun --nproc_per_node=N train.py CONFIG.toml` spreads it over N processes, a device each (parallel.py).
 Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 128 + n stopped by signal n after saving:
-130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1, which Slurm can send before a time limit (sbatch --signal=USR1@60).
+130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1. Slurm can send one before a time limit: sbatch --signal=USR1@60; TERM@60
+under torchrun, which hands only that on.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def train(config: Config, stop: list[int]) -> int:
     if is_finished(run_dir, config, corpus):
         print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
         return 0
+    corpus.require_windows(config.train.seq_len)
     torch.manual_seed(config.train.seed)
     model = GPT(config)
     spread_model = parallel.spread(model, config.train, world)

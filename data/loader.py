@@ -73,11 +73,14 @@ class Corpus:
         twice = lru_cache(maxsize=2)                                    # a batch may straddle two
         self.epoch, self.mix = twice(self._epoch), twice(self._mix)
         self.starts_inside = twice(self._starts_inside)                 # of each split
-        mixture = mixture or {}
+        mixture = dict(sorted((mixture or {}).items()))                 # their order in a config is no matter
         others = {name: Corpus(name, cross_documents, is_verified=is_verified) for name in mixture}
         shares = [max(1, round(share * MIX)) for share in mixture.values()]
         self.corpora: list[Corpus] = [self, *others.values()]
         self.counts = [MIX - sum(shares), *shares]                      # of each corpus in MIX samples
+        if self.counts[0] < 1:
+            raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to data.dir {folder}; "
+                            "lower the shares")
         self.meta = read_meta(self.folder / "meta.json")
         self.tokens: dict[str, np.ndarray] = {}         # split -> ids (n_tokens,)
         self.offsets: dict[str, np.ndarray] = {}        # split -> document bounds (n_documents + 1,)
@@ -154,6 +157,12 @@ class Corpus:
             raise UserError(f"corpus {self.folder}: {split} has {n_tokens} tokens, too few{inside} for one "
                             f"window of train.seq_len = {seq_len} and a target more; shorten it or add text")
         return n_windows
+
+    def require_windows(self, seq_len: int) -> None:
+        """Raise UserError unless each corpus can be trained on, and this one validated on."""
+        for corpus in self.corpora:
+            corpus.windows("train", seq_len)
+        self.windows("val", seq_len)
 
     def batch(self, seq_len: int, batch_size: int, seed: int, step: int,
               rank: int = 0, world_size: int = 1) -> tuple[Tensor, Tensor]:

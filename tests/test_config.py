@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Literal, get_args, get_origin
 
 import pytest
+import torch
 from conftest import ROOT, every_encoding
 
 from config import SECTIONS, UserError, describe_schema, differences, load_config, run_command, to_toml
@@ -81,6 +82,28 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         f"config {tmp_path / 'quik.toml'}: no such file; did you mean {tmp_path / 'quick.toml'}?",)
     assert "valid TOML" in problems(write(tmp_path / "bad.toml", "[train\n"))[0]
     assert "readable" in problems(tmp_path)[0]
+
+
+def test_a_start_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", '[data]\ndir = "x"\n[train]\ninit_from = "hf/gone"\n')
+    assert problems(path)[0] == (f"train.init_from in {path}: no folder 'hf/gone'; give a run, or a folder "
+                                 "of Hugging Face")
+    load_config(write(tmp_path / "b.toml", MINIMAL), ["train.init_from=gone"])  # a run's own config is whole
+
+
+def test_a_corpus_is_not_mixed_with_itself(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", MINIMAL)
+    assert "is data.dir" in problems(path, ["data.dir=data/a", 'data.mixture={"data/b/../a/"=0.3}'])[0]
+
+
+def test_out_of_memory_is_one_line(capsys) -> None:
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
+                  RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
+        def main(error: BaseException = error) -> int:
+            raise error
+        with pytest.raises(SystemExit) as ended:
+            run_command(main)
+        assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: out of memory; ")
 
 
 def test_extends_in_a_circle_ends(tmp_path: Path) -> None:

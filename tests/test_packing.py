@@ -166,6 +166,31 @@ def test_a_mixture_trains_resumes_and_belongs_to_the_run(tiny, other_dir: Path, 
         train(tiny("rope"), [])
 
 
+def test_too_little_text_is_said_before_the_run_begins(tiny, corpus_dir: Path, other_dir: Path,
+                                                       tmp_path: Path) -> None:
+    """Not at the first validation, nor when a corpus with a small share is drawn from at last."""
+    n_val = Corpus(corpus_dir).windows("val", 2) * 2
+    cases = [((f"train.seq_len={n_val + 2}",), "val has"),
+             ((f'data.mixture={{"{other_dir}"=0.001}}', "train.seq_len=300", "data.cross_documents=never"),
+              f"corpus {other_dir}: train has")]
+    for overrides, expected in cases:
+        with pytest.raises(UserError, match=expected):
+            train(tiny("rope", *overrides), [])
+        assert not (tmp_path / "run").exists()
+
+
+def test_the_order_of_a_mixture_is_no_matter_and_data_dir_keeps_a_share(corpus_dir: Path, other_dir: Path,
+                                                                        tmp_path: Path) -> None:
+    third = tmp_path / "a"
+    shutil.copytree(other_dir, third)
+    one, two = ({str(other_dir): 0.3, str(third): 0.2}, {str(third): 0.2, str(other_dir): 0.3})
+    batches = [Corpus(corpus_dir, mixture=mixture).batch(32, 50, 0, 0)[0] for mixture in (one, two)]
+    assert torch.equal(*batches)
+    for shares in ({str(other_dir): 0.9999}, {str(other_dir): 0.9995, str(third): 0.0004}):
+        with pytest.raises(UserError, match="leaves less than 1/1000"):
+            Corpus(corpus_dir, mixture=shares)
+
+
 @pytest.mark.parametrize(("value", "expected"), [
     ('{"a"=0.5,"b"=0.5}', "must add up to less than 1"),
     ('{"a"=1.5}', "must be a table of numbers > 0 and < 1"),

@@ -65,7 +65,10 @@ def spread(model: GPT, t: Train, world: World) -> nn.Module:
 
     if t.parallel == "ddp":
         model.to(world.device)
-        return DistributedDataParallel(model, [world.device] if world.device.type == "cuda" else None)
+        # an encoding that is not in all layers may have weights for the others, which get no gradient
+        is_partial = len(model.encoded_layers) < len(model.blocks)
+        return DistributedDataParallel(model, [world.device] if world.device.type == "cuda" else None,
+                                       find_unused_parameters=is_partial)
     mesh = init_device_mesh(world.device.type, (world.size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

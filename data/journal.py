@@ -27,6 +27,8 @@ from data.loader import SPLITS
 SAVE_EVERY_S = 10.0
 BLOCK = 2**20               # bytes
 FILES = ("tokens", "starts")
+CORPUS_FILES = {"meta.json", TOKENIZER_FILE,
+                *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy"))}
 
 
 class Position(NamedTuple):
@@ -180,6 +182,7 @@ class Journal:
 
     def publish(self, meta: dict[str, Any]) -> None:
         """Write meta.json and give the corpus its place, all at once; an older one there goes."""
+        check_replaceable(self.out)                                     # again: hours may have passed
         write_flushed(self.corpus / "meta.json", json.dumps(meta, indent=1))
         old = self.folder / "old"
         shutil.rmtree(old, ignore_errors=True)
@@ -207,6 +210,18 @@ class Journal:
             else:
                 path.unlink()
         write_flushed(self.folder / "progress.json", json.dumps({"plan": self.plan}))
+
+
+def check_replaceable(out: Path) -> None:
+    """Raise UserError where `out` is, or holds, anything but a corpus: what replaces it would delete that."""
+    if not out.exists():
+        return
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if not out.is_dir() or (names and "meta.json" not in names):
+        raise UserError(f"--out {out}: exists and is not a prepared corpus; give another folder")
+    if others := sorted(names - CORPUS_FILES):
+        raise UserError(f"--out {out}: would be replaced whole, and has {others[0]!r}, which is no part of a "
+                        "corpus; give another folder")
 
 
 def write_flushed(path: Path, text: str) -> None:

@@ -44,7 +44,7 @@ from data import bpe  # noqa: E402
 from data import tokenizer as tokenizers  # noqa: E402
 from data.encode import Encoded, Piece, chunked, encode, in_order, read_pieces  # noqa: E402
 from data.hf_tokenizer import read_tokenizer  # noqa: E402
-from data.journal import Journal, Position  # noqa: E402
+from data.journal import Journal, Position, check_replaceable  # noqa: E402
 from data.loader import FORMAT_VERSION, SPLITS, read_meta  # noqa: E402
 from data.remote import LINE_BY_LINE, open_dataset, open_url  # noqa: E402
 from data.sources import (  # noqa: E402
@@ -126,8 +126,7 @@ def learn_from(source: Source) -> Iterator[bytes]:
 def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFAULTS,
             workers: int | None = None) -> dict[str, Any]:
     """Write a corpus to the folder `out`, complete or not at all, and return its meta.json."""
-    if out.exists() and not (out / "meta.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out}: exists and is not a prepared corpus; give another folder")
+    check_replaceable(out)
     given = find_tokenizer(tokenizer_name)
     out.parent.mkdir(parents=True, exist_ok=True)
     found = open_source(source, out, options)
@@ -281,8 +280,9 @@ def describe(meta: dict[str, Any], out: Path) -> Iterator[str]:
 
 
 def default_out(source: str) -> Path:
-    """data/ and the source's name, without its ending."""
-    name = urlsplit(source).path if "://" in source else source.removeprefix("hf:").split(":")[0]
+    """data/ and the source's name, without its ending; of "." and "..", that of the folder."""
+    name = urlsplit(source).path if "://" in source else \
+        os.path.abspath(source.removeprefix("hf:").split(":")[0])
     return Path("data") / Path(name.removesuffix(".gz").removesuffix(".zst")).stem
 
 

@@ -17,7 +17,7 @@ from data import journal as journal_module
 from data import prepare as prepare_module
 from data.journal import Journal, Position
 from data.loader import Corpus
-from data.prepare import Options, prepare
+from data.prepare import Options, default_out, prepare
 from data.sources import JsonLines
 
 
@@ -157,6 +157,32 @@ def test_an_older_corpus_stays_until_the_new_one_is_whole(tmp_path: Path, monkey
     assert contents(tmp_path / ".out.partial" / "old") == before and not out.exists()
     prepare(str(source), out, "byte")
     assert contents(out) != before and sorted(os.listdir(tmp_path)) == ["out", "source"]
+
+
+def test_what_is_no_corpus_is_never_replaced(tmp_path: Path, monkeypatch) -> None:
+    """Not a file of the user's beside a corpus, be it the source, nor one that comes while it is prepared."""
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    prepare(str(source), out, "byte")
+    prepare(str(source), out, "byte")                                   # a corpus alone is replaced
+    for place in (out / "notes.md", out / "text.txt"):
+        place.write_text("mine " * 50)
+        before = contents(out)
+        with pytest.raises(UserError, match=f"--out .*{place.name}.* give another folder"):
+            prepare(str(place if place.suffix == ".txt" else source), out, "byte")
+        assert contents(out) == before
+        place.unlink()
+    original = prepare_module.encode_all
+
+    def late(*arguments) -> None:
+        original(*arguments)
+        (out / "late.md").write_text("mine")
+
+    monkeypatch.setattr(prepare_module, "encode_all", late)
+    with pytest.raises(UserError, match="late.md"):
+        prepare(str(source), out, "byte")
+    assert (out / "late.md").read_text() == "mine"
+    monkeypatch.chdir(source)
+    assert default_out(".") == default_out("hf:.") == Path("data/source") and default_out("..").name != ".."
 
 
 def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:

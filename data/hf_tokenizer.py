@@ -19,9 +19,12 @@ from files import read_json, read_text
 
 if TYPE_CHECKING:
     import tiktoken
+    from tokenizers import Tokenizer as Inner
 
 MAX_FILE = 2**26        # bytes of a tokenizer.json; Llama 3's has 17 million
 MAX_VOCABULARY = 2**22
+STEPS = ("normalizers", "pretokenizers", "decoders", "processors")     # what a sequence may hold
+KEEPING = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts"}     # lose no text when cutting
 Pair = tuple[bytes, bytes]
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
 
@@ -131,10 +134,24 @@ class PretrainedTokenizer:
         self._added = {token["id"]: token for token in self.about["added_tokens"]}
         parts = _types(self.about["decoder"])
         self.is_byte_level = "ByteLevel" in parts
-        self.is_lossless = self.is_byte_level and self.about["normalizer"] is None
+        steps = [*_steps(self.about["normalizer"]), *_steps(self.about["pre_tokenizer"])]
+        self._adds_prefix = any(_without_prefix(step) != step for step in steps)
+        model = self.about["model"]
+        unknown = model.get("unk_token")
+        self._unknown = model.get("unk_id") if unknown is None else self.inner.token_to_id(unknown)
         if not self.is_byte_level and not parts & {"Metaspace", "ByteFallback", "Replace"}:
             raise UserError(f"{path}: decoder {', '.join(sorted(parts)) or 'none'}; only byte-level and "
                             "SentencePiece's kind of tokenizer are supported")
+
+    @cached_property
+    def is_lossless(self) -> bool:
+        """Whether a text's ids stand for its very bytes: nothing is changed, put in front or swallowed."""
+        steps = _steps(self.about["pre_tokenizer"])
+        swallows = any(added.get("lstrip") or added.get("rstrip") for added in self._added.values()
+                       if not added["special"])
+        return (self.is_byte_level and self.about["normalizer"] is None and not self._adds_prefix
+                and not swallows and len(self.byte_ids) == 256 and "ByteLevel" in {s["type"] for s in steps}
+                and all(s["type"] in KEEPING and s.get("behavior") != "Removed" for s in steps))
 
     @cached_property
     def sha256(self) -> str:
@@ -154,25 +171,28 @@ class PretrainedTokenizer:
         return {byte: token for byte, token in pairs if len(byte) == 1}
 
     @cached_property
-    def adds_to_space(self) -> bool:
-        """Whether even text that begins with a space gets one more: Llama 2's Prepend, but not Metaspace."""
-        return b"".join(map(self.token_bytes, self._ids(" a"))) == b"  a"
+    def known_bytes(self) -> bytes:
+        """The bytes that have ids."""
+        return b"".join(self.byte_ids)
+
+    @cached_property
+    def continuing(self) -> Inner:
+        """The same for text that goes on: without what is put in front of a document, a space or "▁"."""
+        about = json.loads(self.inner.to_str())
+        for name in ("normalizer", "pre_tokenizer"):
+            about[name] = _without_prefix(about[name])
+        inner = type(self.inner).from_str(json.dumps(about))
+        inner.encode_special_tokens = True
+        return inner
 
     def encode(self, text: bytes) -> np.ndarray:
-        # a byte that is not UTF-8 comes out as a lone surrogate, U+DC00 + byte
-        parts = re.split("([\udc80-\udcff]+)", text.decode("utf-8", errors="surrogateescape"))
-        ids: list[int] = []
-        for i, part in enumerate(parts):
-            ids += self._ids(part) if i % 2 == 0 else self._bytes_alone(part)
-        return np.array(ids, dtype=np.uint32)
+        return self._encode(text, goes_on=False)
 
     def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
         ids = []
         for i, text in enumerate(texts):
             goes_on = continues and i == 0
-            # cut before a space: what it adds is that space
-            start = int(goes_on and self.adds_to_space and text.startswith(b" "))
-            ids += [np.array([] if goes_on else [self.eot], np.uint32), self.encode(text[start:])]
+            ids += [np.array([] if goes_on else [self.eot], np.uint32), self._encode(text, goes_on)]
         return np.concatenate(ids)
 
     def cut(self, window: bytes) -> int:
@@ -183,13 +203,37 @@ class PretrainedTokenizer:
                 return place
         return cut_before_space(window)
 
-    def _ids(self, text: str) -> list[int]:
-        return self.inner.encode(text, add_special_tokens=False).ids if text else []
+    def _encode(self, text: bytes, goes_on: bool) -> np.ndarray:
+        """Ids of a text that goes on with a document, or opens one."""
+        # a byte that is not UTF-8 comes out as a lone surrogate, U+DC00 + byte
+        parts = re.split("([\udc80-\udcff]+)", text.decode("utf-8", errors="surrogateescape"))
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            ids += self._ids(part, goes_on or i > 0) if i % 2 == 0 else self._bytes_alone(part)
+        return np.array(ids, dtype=np.uint32)
+
+    def _ids(self, text: str, goes_on: bool) -> list[int]:
+        if not text:
+            return []
+        inner = self.continuing if goes_on and self._adds_prefix else self.inner
+        if self.is_byte_level and len(self.byte_ids) < 256:             # what has no id would vanish
+            changed = inner.normalizer.normalize_str(text) if inner.normalizer else text
+            if lost := changed.encode().translate(None, self.known_bytes):
+                raise UserError(f"text has the byte 0x{lost[0]:02X}, for which this tokenizer has no id; "
+                                "take the byte out, or take a tokenizer that has all 256")
+        encoded = inner.encode(text, add_special_tokens=False)
+        if self._unknown in encoded.ids:
+            start, end = encoded.offsets[encoded.ids.index(self._unknown)]
+            raise UserError(f"text has {text[start:end][:20]!r}, for which this tokenizer has no id; take it "
+                            "out, or take a tokenizer with ids for bytes")
+        return encoded.ids
 
     def _bytes_alone(self, escaped: str) -> list[int]:
         values = escaped.encode("utf-8", errors="surrogateescape")
-        if not all(bytes([value]) in self.byte_ids for value in values):
-            raise UserError("text is not UTF-8, and this tokenizer has no ids for bytes; convert the text")
+        for value in values:
+            if bytes([value]) not in self.byte_ids:
+                raise UserError(f"text is not UTF-8, and this tokenizer has no id for its byte "
+                                f"0x{value:02X}; convert the text")
         return [self.byte_ids[bytes([value])] for value in values]
 
     def token_bytes(self, token: int) -> bytes:
@@ -204,11 +248,29 @@ class PretrainedTokenizer:
         return piece.replace("▁", " ").encode()
 
 
+def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer, decoder or post-processor, in order, sequences opened."""
+    if part is None:
+        return []
+    inside = [step for name in STEPS for step in part.get(name) or ()]
+    return [part] if part["type"] != "Sequence" else [step for one in inside for step in _steps(one)]
+
+
 def _types(part: dict[str, Any] | None) -> set[str]:
     """The types of a decoder, or of the sequence that it is."""
-    if part is None:
-        return set()
-    return {part["type"]}.union(*map(_types, part.get("decoders", ())))
+    return {step["type"] for step in _steps(part)}
+
+
+def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts nothing in front of a text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    if part["type"] == "Sequence":
+        return {**part, **{name: [step for one in part[name] if (step := _without_prefix(one))]
+                           for name in STEPS if name in part}}
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    return {**part, "add_prefix_space": False} if part["type"] == "ByteLevel" else part
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer | ByteTokenizer:

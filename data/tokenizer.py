@@ -47,7 +47,10 @@ class Tokenizer(Protocol):
 class CorpusTokenizer(Tokenizer, Protocol):
     """What preparing a corpus needs besides: documents in pieces, many at a time."""
 
-    is_lossless: bool   # do a text's ids stand for its very bytes?
+    @property
+    def is_lossless(self) -> bool:
+        """Whether a text's ids stand for its very bytes."""
+        ...
 
     def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
         """Ids of texts of at most MAX_PIECE bytes, none empty, the separator before each.

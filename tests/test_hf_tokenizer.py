@@ -190,6 +190,53 @@ def test_pieces_encode_as_the_whole_and_any_byte_comes_back(kind: str, tmp_path:
             b" ", b"")
 
 
+def test_what_has_no_id_is_named_and_nothing_vanishes(tmp_path: Path) -> None:
+    """Byte-level with a space put in front, with 255 bytes, and SentencePiece's kind without bytes."""
+    def opened(content: dict) -> PretrainedTokenizer:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        return PretrainedTokenizer(tmp_path / "tokenizer.json", 256)
+
+    content = tokenizer_json(ByteTokenizer())
+    assert opened(content).is_lossless
+    content["pre_tokenizer"]["pretokenizers"][-1]["add_prefix_space"] = True
+    spaced = opened(content)
+    assert not spaced.is_lossless and decode(spaced, spaced.encode(b"the").tolist()) == " the"
+    pair = spaced.encode_documents([b"the", b"cat"], continues=True).tolist()
+    assert pair == [*b"the", 256, *b" cat"]
+    content = tokenizer_json(ByteTokenizer())
+    content["normalizer"] = {"type": "NFC"}
+    composing = opened(content)
+    assert not composing.is_lossless and composing.encode("e\u0301".encode()).tolist() == [195, 169]
+    for normalizer, expected in ((None, "0x41"), ({"type": "Lowercase"}, None)):
+        content = {**tokenizer_json(ByteTokenizer()), "normalizer": normalizer}
+        del content["model"]["vocab"]["A"]
+        tokenizer = opened(content)
+        assert not tokenizer.is_lossless
+        if expected:
+            with pytest.raises(UserError, match=f"{expected}.* no id"):
+                tokenizer.encode_documents([b"an Apple"], continues=False)
+        else:
+            assert tokenizer.encode(b"an Apple").tolist() == [*b"an apple"]
+    content = sentencepiece_like(True)
+    content["model"]["byte_fallback"] = False
+    with pytest.raises(UserError, match="'Z'.* no id"):
+        opened(content).encode(b"the Zat")
+
+
+def test_a_part_that_goes_on_has_no_space_in_front(tmp_path: Path) -> None:
+    for metaspace in (False, True):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(sentencepiece_like(metaspace)))
+        tokenizer = PretrainedTokenizer(tmp_path / "tokenizer.json", 1)
+        text = "日本 the\ncat".encode()
+        whole = tokenizer.encode_documents([text], continues=False).tolist()
+        for place in (3, 6, 10):                    # before a letter, a space, a line feed
+            parts = [tokenizer.encode_documents([part], continues=i > 0).tolist()
+                     for i, part in enumerate((text[:place], text[place:]))]
+            assert sum(parts, []) == whole
+        ids = tokenizer.encode(b"a\xff cat\xffcat").tolist()
+        assert b"".join(map(tokenizer.token_bytes, ids)) == b" a\xff cat\xffcat"
+
+
 def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:
     content = tokenizer_json(ByteTokenizer())
     added = content["added_tokens"]

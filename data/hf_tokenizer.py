@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_FILE = 2**26        # bytes of a tokenizer.json; Llama 3's has 17 million
 MAX_VOCABULARY = 2**22
 STEPS = ("normalizers", "pretokenizers", "decoders", "processors")     # what a sequence may hold
+TEMPLATES = {"TemplateProcessing", "BertProcessing", "RobertaProcessing"}      # these add special tokens
 KEEPING = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts"}     # lose no text when cutting
 Pair = tuple[bytes, bytes]
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer)
@@ -41,10 +42,14 @@ def written(token: bytes) -> str:
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of tokenizer.json: same ids for text, and same text for ids.
 
-    One thing differs: theirs read the separator's name in text as the separator, ours as text.
+    One thing differs: theirs read the separator's name in text as the separator, ours as text. None adds
+    special tokens by itself: what does that in one of theirs is left out, or prompts would open twice.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
-        return json.loads(tokenizer.inner.to_str())
+        about = json.loads(tokenizer.inner.to_str())
+        if TEMPLATES & _types(about["post_processor"]):
+            about["post_processor"] = None
+        return about
     encoding: tiktoken.Encoding | None = getattr(tokenizer, "encoding", None)
     if encoding is None:
         ranks = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)

@@ -305,6 +305,10 @@ def test_a_corpus_of_the_folders_own_tokenizer(saved: Saved, tmp_path: Path) -> 
     content["model"]["vocab"] |= {"Ċ" * 2: 257, "th": 258}
     content["model"]["merges"] = [["Ċ", "Ċ"], ["t", "h"]]
     content["added_tokens"].append({**content["added_tokens"][0], "id": 259, "content": "<s>"})
+    content["post_processor"] = {                                       # as Llama 2's, which opens documents
+        "type": "TemplateProcessing", "pair": [], "single": [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [259], "tokens": ["<s>"]}}}
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "<|endoftext|>"}')
     text = tmp_path / "text.txt"
@@ -322,7 +326,10 @@ def test_a_corpus_of_the_folders_own_tokenizer(saved: Saved, tmp_path: Path) -> 
     open_text(None, config.data.dir, tokenizer)
     export(tmp_path / "run", tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs("the\n\n").input_ids == [258, *b"e", 257] and theirs.bos_token == "<s>"
+    assert theirs("<s>the\n\n").input_ids == [259, 258, *b"e", 257]     # as the card says: opened once
+    assert theirs.bos_token == theirs.eos_token == "<s>"
+    assert "whatever the tokenizer's eos_token was" in (tmp_path / "out" / "README.md").read_text()
+    open_text(None, config.data.dir, load_run(tmp_path / "out")[2])
     (tmp_path / "run" / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer())))
     with pytest.raises(UserError, match="made with another hf:259 tokenizer"):
         load_run(tmp_path / "run")

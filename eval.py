@@ -53,6 +53,7 @@ from checkpoint import load_run
 from config import Config, Train, UserError, argument_parser, run_command
 from data.loader import Corpus
 from data.passkey import shortest
+from data.sources import SUFFIXES
 from data.tokenizer import Tokenizer, byte_lengths
 from eval_show import plot, table
 from files import naming, write_whole
@@ -386,6 +387,9 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
                         "a prepared corpus")
     path = Path(source or data_dir)
     if path.is_file():
+        if path.name.lower().endswith((*(end for end in SUFFIXES if end != ".txt"), ".gz", ".zst")):
+            raise UserError(f"--data {path}: not plain text; prepare it first with data/prepare.py, and give "
+                            "that folder")
         return Text(path.stem, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
     corpus = Corpus(path)
     theirs = corpus.meta["tokenizer"]

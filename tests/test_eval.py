@@ -270,6 +270,10 @@ def test_a_text_file_is_one_document_and_a_foreign_corpus_is_refused(tmp_path: P
     (tmp_path / "a.txt").write_bytes(b"hello")
     text = open_text(str(tmp_path / "a.txt"), "unused", ByteTokenizer())
     assert text.name == "a" and text.documents[0].tolist() == [256, *b"hello"]
+    for name in ("a.parquet", "a.JSONL", "a.jsonl.zst", "a.txt.gz"):    # their bytes are no text
+        (tmp_path / name).write_bytes(b"hello")
+        with pytest.raises(UserError, match="prepare it first"):
+            open_text(str(tmp_path / name), "unused", ByteTokenizer())
     other = ByteTokenizer()
     other.name, other.sha256 = "other", "of another vocabulary"
     with pytest.raises(UserError, match="trained with other"):

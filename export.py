@@ -86,7 +86,8 @@ pipeline_tag: text-generation
 {config.train.seq_len} tokens.{result}
 
 Every document of its training opens with `{separator}` (id {tokenizer.eot}), which is both bos_token and
-eos_token here, whatever the tokenizer's eos_token was before. The tokenizer does not put it there by itself: begin a prompt with `tokenizer.bos_token`.
+eos_token here, whatever the tokenizer's eos_token was before. The tokenizer does not put it there by itself:
+begin a prompt with `tokenizer.bos_token`.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -56,7 +56,7 @@ from data.passkey import shortest
 from data.sources import SUFFIXES
 from data.tokenizer import Tokenizer, byte_lengths
 from eval_show import plot, table
-from files import naming, write_whole
+from files import naming, read_json, write_whole
 from model import GPT, autocast
 from positions.extension import Extend, describe_extensions, extended, parse
 
@@ -439,6 +439,14 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
     return extends
 
 
+def is_of_another_text(path: Path, text: Text) -> bool:
+    """Whether results that are there already were measured on another text."""
+    try:
+        return read_json(path).get("data_sha256", "") != text.sha256()
+    except (OSError, ValueError, AttributeError):                       # none, or damaged: nothing to keep
+        return False
+
+
 def main() -> None:
     parser = argument_parser(__doc__ or "", describe_extensions())
     parser.add_argument("run", metavar="RUN", help="a folder that train.py made, or one of Hugging Face")
@@ -480,12 +488,15 @@ def main() -> None:
                         f"{model.encoding.max_length} positions; give a shorter one")
     print(f"{args.run}: {config.position.encoding}, trained at L = {L}, on {text.name}: "
           f"{len(evaluation.text.documents)} documents of more than {evaluation.longest} tokens")
+    path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
+    if is_of_another_text(path, text):
+        print(f"warning: {path}: is of another text of that name, and will be overwritten; --json FILE keeps "
+              "both", flush=True)
     records = evaluation.run()
     print("\n".join(table(records, evaluation.lengths, L)))
     limit = model.encoding.max_length
     if limit and max(lengths) > limit:
         print(f"{config.position.encoding} is not defined beyond position {limit - 1}: empty cells")
-    path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = {"run": str(args.run), "encoding": config.position.encoding, "seq_len": L,
             "tokenizer": tokenizer.name, "data": text.name, "data_sha256": text.sha256(), "seed": args.seed}

@@ -21,6 +21,7 @@ from eval import (
     choose_lengths,
     ended_windows,
     fixed_ends,
+    is_of_another_text,
     nonoverlap_windows,
     open_text,
     position_buckets,
@@ -313,6 +314,13 @@ def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, cor
     picture = (tmp_path / "run" / "eval" / "words.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     assert "plain/fixed/16/nll" in np.load(tmp_path / "run" / "eval" / "words.npz", allow_pickle=False)
+    place = tmp_path / "run" / "eval" / "words.json"
+    text = text_of(corpus_dir)
+    assert not is_of_another_text(place, text) and not is_of_another_text(tmp_path / "none.json", text)
+    (tmp_path / "words.txt").write_bytes(b"another text " * 20)         # of the same name
+    done = run_eval(str(tmp_path / "run"), "--lengths", "16", "--windows", "3", "--tokens", "64",
+                    "--data", str(tmp_path / "words.txt"))
+    assert done.returncode == 0 and f"warning: {place}: is of another text" in done.stdout
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [

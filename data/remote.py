@@ -178,9 +178,9 @@ def open_url(url: str, cache: Path, rows: Rows, val_share: float | None) -> Sour
     path = fetch(url, shown, cache)
     with path.open("rb") as file:
         revision = f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
-    if path.suffix == ".zip":
+    if path.suffix.lower() == ".zip":
         path = unpacked(path, shown)
-    if not path.name.endswith(SUFFIXES):
+    if not path.name.lower().endswith(SUFFIXES):
         raise UserError(f"source {shown}: must end in {', '.join(SUFFIXES)} or .zip; fetch it by other "
                         "means, and give the file")
     return open_local(str(path), rows, val_share)._replace(name=shown, revision=revision, identity=revision)
@@ -217,7 +217,7 @@ def unpacked(path: Path, shown: str) -> Path:
                 raise UserError(f"source {shown}: must hold one file, it has {len(files)}; unpack it and "
                                 "give the folder")
             name = Path(files[0].filename).name
-            text = path.with_name(f"{path.stem}-{name}" + ("" if name.endswith(SUFFIXES) else ".txt"))
+            text = path.with_name(f"{path.stem}-{name}" + ("" if name.lower().endswith(SUFFIXES) else ".txt"))
             if not text.exists():
                 temporary = text.with_name(text.name + ".part")
                 with archive.open(files[0]) as source, temporary.open("wb") as file:

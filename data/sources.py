@@ -1,8 +1,8 @@
 """Where documents come from: what a SOURCE of data/prepare.py means, and reading it in little memory.
 
-A source is a list of shards: a file, or a part of a dataset of the Hugging Face hub (data/hub.py). A shard is
-read from its start and yields documents, each of a split. One that belongs to no split by itself leaves that
-to a hash of each document's text.
+A source is a list of shards: a file, or a part of a dataset of the Hugging Face hub (data/remote.py). A shard
+is read from its start and yields documents, each of a split. One that belongs to no split by itself leaves
+that to a hash of each document's text.
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ class JsonLines:
                     yield self.rows.document(self.split, f"{self.path}:{number}", self._value(line, number))
 
     def _unpacked(self, stored: IO[bytes]) -> Any:
-        if self.path.suffix == ".gz":
+        if self.path.suffix.lower() == ".gz":
             return gzip.GzipFile(fileobj=stored)
-        if self.path.suffix == ".zst":
+        if self.path.suffix.lower() == ".zst":
             import io
 
             import pyarrow  # comes with datasets; Python's own zstd is there from 3.14 on
@@ -304,12 +304,12 @@ def open_local(source: str, rows: Rows, val_share: float | None) -> Source:
                             "or a folder of such files")
         paths, shards = [root], shards_of(root.parent, [root], None, rows, val_share)
     elif all((root / split).is_dir() for split in SPLITS):
-        found = {split: sorted(filter(is_text, (root / split).rglob("*"))) for split in SPLITS}
+        found = {split: texts_in(root / split) for split in SPLITS}
         paths = [path for split in SPLITS for path in found[split]]
         shards = [shard for split in SPLITS
                   for shard in shards_of(root, found[split], split, rows, val_share)]
     else:
-        paths = sorted(filter(is_text, root.rglob("*")))
+        paths = texts_in(root)
         shards = shards_of(root, paths, None, rows, val_share)
     for split in SPLITS:
         if not any(shard.split in (split, None) for shard in shards):
@@ -319,15 +319,22 @@ def open_local(source: str, rows: Rows, val_share: float | None) -> Source:
 
 def is_text(path: Path) -> bool:
     """Whether it is a file of a kind that can be read."""
-    return path.name.endswith(SUFFIXES) and path.is_file()
+    return path.name.lower().endswith(SUFFIXES) and path.is_file()
+
+
+def texts_in(root: Path) -> list[Path]:
+    """Such files in a folder, however deep; not what is hidden, as .git is."""
+    return sorted(path for path in root.rglob("*") if is_text(path) and not any(
+        part.startswith(".") for part in path.relative_to(root).parts))
 
 
 def shards_of(root: Path, paths: Sequence[Path], split: str | None, rows: Rows,
               val_share: float | None) -> list[Any]:
     """Of files inside root, in an order that depends on their names alone: train, rows of either, val."""
-    texts = [path for path in paths if path.suffix == ".txt"]
-    tables = [Parquet(path, split, rows) if path.suffix == ".parquet" else JsonLines(path, split, rows)
-              for path in paths if path.suffix != ".txt"]
+    kinds = {path: path.suffix.lower() for path in paths}
+    texts = [path for path in paths if kinds[path] == ".txt"]
+    tables = [Parquet(path, split, rows) if kinds[path] == ".parquet" else JsonLines(path, split, rows)
+              for path in paths if kinds[path] != ".txt"]
     if split:
         return [*(TextFile(Part(path), split) for path in texts), *tables]
     if len(texts) == 1 and tables:

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import shutil
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,25 @@ def test_a_folder_may_hold_all_kinds(tmp_path: Path) -> None:
     prepare(str(tmp_path / "mixed"), tmp_path / "out", "byte", Options(val_share=0.1))
     train, val = both(tmp_path / "out")
     assert sorted([*train, *val]) == sorted(RAW[i] for i in range(41)) and RAW[40] in train and val
+
+
+def test_endings_in_capitals_count_and_hidden_files_do_not(tmp_path: Path) -> None:
+    source = tmp_path / ".hidden" / "source"            # above the source nothing is looked at
+    write_json(source / "train" / "A.JSONL", TEXTS[:10])
+    write_lines(source / "train" / "b.jsonl.gz", [b'{"text": "x"}']).rename(source / "train" / "B.JSONL.GZ")
+    write_table(source / "train" / "C.PARQUET", TEXTS[10:20])
+    (source / "train" / "D.TXT").write_bytes(RAW[20])
+    for name in (".git/x.txt", "deep/.cache/x.txt", ".x.txt"):
+        path = source / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("hidden")
+    (source / "val").mkdir()
+    (source / "val" / "e.txt").write_bytes(RAW[21])
+    prepare(str(source), tmp_path / "out", "byte")
+    assert sorted(both(tmp_path / "out")[0]) == sorted([*(RAW[i] for i in range(21)), b"x"])
+    shutil.rmtree(source / "val")
+    prepare(str(source), tmp_path / "out", "byte", Options(val_share=0.5))
+    assert not any(b"hidden" in text for part in both(tmp_path / "out") for text in part)
 
 
 def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def _checked(read: Callable[[], AnyTokenizer], folder: Path) -> AnyTokenizer:
         tokenizer = read()
         assert tokenizer.sha256         # looks at each token
         return tokenizer
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder}: tokenizer.json or tokenizer_config.json: not as transformers writes them "

@@ -256,6 +256,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="neither bos_token nor eos_token"):
         read_tokenizer(tmp_path, {})
+    with pytest.raises(UserError, match="not as transformers writes them"):
+        read_tokenizer(tmp_path, {"eos_token_id": []})
     content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="decoder WordPiece"):

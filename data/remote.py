@@ -13,6 +13,7 @@ import re
 import shutil
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,9 @@ def open_dataset(source: str, rows: Rows, revision: str | None, joins: bool) -> 
         raise UserError(f"source {source}: no such folder, nor the name of a dataset such as hf:ORG/NAME")
     if is_local and revision:
         raise UserError(f"--revision {revision}: {name} is a local folder, which has none; leave it out")
-    found, split, revision = _load(source, name, config, split, None if is_local else (revision or "main"))
     joins = joins or name in LINE_BY_LINE
+    found, split, revision = _load(source, name, config, split, None if is_local else (revision or "main"),
+                                   joins)
     identity = revision or identity_of(sorted(p for p in Path(name).rglob("*") if p.is_file()))
     shards = [part for of_split, key in choose_splits(source, found, split).items()
               for part in _parts(f"{source} [{key}]", found[key], of_split, rows, joins)]
@@ -105,7 +107,7 @@ def open_dataset(source: str, rows: Rows, revision: str | None, joins: bool) -> 
 
 
 def _load(source: str, name: str, config: str | None, split: str | None,
-          revision: str | None) -> tuple[dict[str, Any], str | None, str | None]:
+          revision: str | None, joins: bool) -> tuple[dict[str, Any], str | None, str | None]:
     """Split -> dataset to be streamed; the split that is asked for; the commit, None for a folder."""
     try:
         import datasets
@@ -120,7 +122,10 @@ def _load(source: str, name: str, config: str | None, split: str | None,
             config, split = None, config                                # hf:NAME:SPLIT
         builder = datasets.load_dataset_builder(name, config, revision=revision)
         # a table of ROWS rows at a time: by default it is a row group, which may be gigabytes
-        options = {"batch_size": ROWS} if type(builder).__name__ == "Parquet" else {}
+        kind = type(builder.config).__name__        # the builder's own class is named after the dataset too
+        options: dict[str, Any] = {"batch_size": ROWS} if kind == "ParquetConfig" else {}
+        if kind == "TextConfig" and not joins and builder.config.sample_by == "line":
+            options = {"sample_by": "document"}     # else a row is a line, and line feeds are lost
         found = datasets.load_dataset(name, config, revision=revision, streaming=True, **options)
     except Exception as error:  # the hub's client has exceptions of three HTTP libraries, and its own
         hint = "check the name, the configuration and the network"
@@ -210,6 +215,7 @@ def fetch(url: str, shown: str, cache: Path) -> Path:
 
 def unpacked(path: Path, shown: str) -> Path:
     """The only file in an archive, unpacked beside it; a name without a known ending is taken for text."""
+    temporary = path.with_name(path.name + ".unpacked.part")
     try:
         with zipfile.ZipFile(path) as archive:
             files = [entry for entry in archive.infolist() if not entry.is_dir()]
@@ -219,11 +225,11 @@ def unpacked(path: Path, shown: str) -> Path:
             name = Path(files[0].filename).name
             text = path.with_name(f"{path.stem}-{name}" + ("" if name.lower().endswith(SUFFIXES) else ".txt"))
             if not text.exists():
-                temporary = text.with_name(text.name + ".part")
                 with archive.open(files[0]) as source, temporary.open("wb") as file:
                     shutil.copyfileobj(source, file, BLOCK)
                 temporary.rename(text)
-    except zipfile.BadZipFile as error:
-        raise UserError(f"source {shown}: {path} is damaged ({error}); delete it to fetch it "
-                        "again") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:       # the last: a password
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"source {shown}: {path} is damaged or encrypted ({one_line(error)}); delete it to "
+                        "fetch it again") from error
     return text

@@ -168,6 +168,17 @@ def test_a_dataset_without_a_card_is_read_by_the_names_of_its_files(tmp_path: Pa
     assert sum(map(len, both(tmp_path / "out"))) == 30
 
 
+def test_a_text_file_of_a_dataset_is_a_document_with_its_lines(tmp_path: Path) -> None:
+    articles_of = [b" = A = \n\n one\n", b" = B = \n\n two\n"]
+    for name, text in (("train", b"\n".join(articles_of)), ("test", b"one\n\n two \n")):
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        (tmp_path / "hub" / f"{name}.txt").write_bytes(text)
+    prepare(f"hf:{tmp_path / 'hub'}", tmp_path / "out", "byte")
+    assert both(tmp_path / "out") == ([b"\n".join(articles_of)], [b"one\n\n two \n"])
+    prepare(f"hf:{tmp_path / 'hub'}", tmp_path / "out", "byte", Options(articles=True))     # WikiText's form
+    assert both(tmp_path / "out")[0] == [articles_of[0] + b"\n", articles_of[1]]
+
+
 def test_the_commit_of_a_dataset_is_resolved_first_and_recorded(tmp_path: Path, monkeypatch) -> None:
     import datasets
     import huggingface_hub
@@ -393,7 +404,20 @@ def test_a_bad_url_is_one_line(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
         archive.writestr("a", "x")
         archive.writestr("b", "y")
-    for url, expected in (("https://", "cannot be fetched"), ("no.txt", "cannot be fetched"),
+    with zipfile.ZipFile(tmp_path / "cut.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.txt", words(1, 900))
+    content = bytearray((tmp_path / "cut.zip").read_bytes())
+    content[40:90] = b"\xff" * 50                                       # inside the compressed text
+    (tmp_path / "flipped.zip").write_bytes(content)
+    with zipfile.ZipFile(tmp_path / "cut.zip", "w") as archive:
+        archive.writestr("a.txt", words(1, 900))
+    content = bytearray((tmp_path / "cut.zip").read_bytes())
+    content[6] |= 1                                                     # says that it is encrypted
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    (tmp_path / "locked.zip").write_bytes(content)
+    for url, expected in (("flipped.zip", "damaged.*error: Error.*delete it"),
+                          ("locked.zip", "encrypted.*delete it"),
+                          ("https://", "cannot be fetched"), ("no.txt", "cannot be fetched"),
                           ("a.pdf", "must end in"), ("bad.zip", "damaged"),
                           ("two.zip", "must hold one file, it has 2")):
         with pytest.raises(UserError, match=expected) as caught:

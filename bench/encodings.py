@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))       # `python bench/encodings.py` finds the root
 
 import torch  # noqa: E402
 
+from bench.memory import peak_bytes  # noqa: E402
 from config import Config, UserError, argument_parser, load_config, run_command  # noqa: E402
 from model import GPT, autocast, pick_device, pick_dtype  # noqa: E402
 from positions import ENCODINGS  # noqa: E402
@@ -71,7 +72,7 @@ def time_ratios(names: Sequence[str], shape: tuple[int, int], rounds: int) -> di
                    statistics.median(row[name] / row["rope"] for row in table)) for name in names}
 
 
-def peak_bytes(name: str, shape: tuple[int, int], n_steps: int) -> int:
+def fresh_peak(name: str, shape: tuple[int, int], n_steps: int) -> int:
     """Peak memory of a fresh process that takes this many steps."""
     arguments = [sys.executable, __file__, "--peak", name, *map(str, shape), str(n_steps)]
     return int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
@@ -82,13 +83,7 @@ def print_peak(name: str, seq_len: int, batch_size: int, n_steps: int) -> None:
     step = Step(make_config(name, seq_len, batch_size))
     for _ in range(n_steps):
         step.seconds()
-    if step.device.type == "cuda":
-        print(torch.cuda.max_memory_allocated())
-    else:
-        # not ru_maxrss: Linux hands the parent's down to a child, and the parent holds every model
-        high_water = next(line for line in Path("/proc/self/status").read_text().splitlines()
-                          if line.startswith("VmHWM:"))
-        print(1024 * int(high_water.split()[1]))
+    print(torch.cuda.max_memory_allocated() if step.device.type == "cuda" else peak_bytes())
 
 
 def report(names: Sequence[str], rounds: int) -> str:
@@ -102,8 +97,8 @@ def report(names: Sequence[str], rounds: int) -> str:
     columns: dict[str, list[str]] = {name: [] for name in names}
     for shape in SHAPES:
         times = time_ratios(names, shape, rounds)
-        base = peak_bytes("rope", shape, 0)
-        memory = {name: peak_bytes(name, shape, 3) - base for name in dict.fromkeys(("rope", *names))}
+        base = fresh_peak("rope", shape, 0)
+        memory = {name: fresh_peak(name, shape, 3) - base for name in dict.fromkeys(("rope", *names))}
         for name in names:
             seconds, ratio = times[name]
             columns[name] += [f"{ratio:.2f} ({1e3 * seconds:.0f})",

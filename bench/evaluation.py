@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))       # `python bench/evaluation.py` finds the roo
 
 import torch  # noqa: E402
 
+from bench.memory import peak_bytes  # noqa: E402
 from config import UserError, argument_parser, load_config, run_command  # noqa: E402
 from eval import token_losses  # noqa: E402
 from model import GPT, autocast  # noqa: E402
@@ -41,9 +42,7 @@ def measure(way: str, encoding: str, length: int) -> None:
         else:
             token_losses(model, tokens[:, :-1], tokens[:, 1:])
         seconds = time.perf_counter() - began
-    high_water = next(line for line in Path("/proc/self/status").read_text().splitlines()
-                      if line.startswith("VmHWM:"))
-    print(seconds, 1024 * int(high_water.split()[1]))
+    print(seconds, peak_bytes())
 
 
 def fresh(way: str, encoding: str, length: int) -> tuple[float, float]:

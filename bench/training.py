@@ -25,6 +25,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from bench.memory import peak_bytes  # noqa: E402
 from config import UserError, argument_parser, load_config, run_command  # noqa: E402
 from model import GPT  # noqa: E402
 from train import make_optimizer  # noqa: E402
@@ -130,9 +131,7 @@ def alone(name: str, T: int, batch_size: int) -> dict[str, float]:
     built = time.perf_counter() - began
     first = step.seconds()
     steady = min(step.seconds() for _ in range(2))
-    high_water = next(line for line in Path("/proc/self/status").read_text().splitlines()
-                      if line.startswith("VmHWM:"))
-    return {"build_s": built, "compile_s": first - steady, "peak_mb": int(high_water.split()[1]) / 1000}
+    return {"build_s": built, "compile_s": first - steady, "peak_mb": peak_bytes() / 1e6}
 
 
 def matmul_flops(dtype: torch.dtype, n: int = 2048) -> float:

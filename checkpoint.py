@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -104,11 +104,11 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
         try:
             state = _verified_state(folder)
             problem = _problem(folder / FILES[0], model.state_dict())
-            model_tensors = {} if problem else _load_tensors(folder / FILES[0])
+            model_tensors = {} if problem else load_file(folder / FILES[0])
             optimizer_tensors = {}
             if optimizer and not problem:
                 problem = _problem(folder / FILES[1], _moments(model), is_whole=False)
-                optimizer_tensors = {} if problem else _load_tensors(folder / FILES[1])
+                optimizer_tensors = {} if problem else load_file(folder / FILES[1])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             damaged.append(folder.name)
             reason = " ".join(str(error).split())
@@ -224,11 +224,6 @@ def _problem(path: Path, expected: Mapping[str, Tensor], is_whole: bool = True) 
         if names_of:
             return f"{what}: {', '.join(sorted(names_of)[:5])}{' ...' * (len(names_of) > 5)}"
     return None
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}   # noqa: SIM118  it is no dict
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

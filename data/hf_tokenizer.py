@@ -132,10 +132,8 @@ class PretrainedTokenizer:
         self.inner.encode_special_tokens = True
         self.inner.no_truncation()
         self.inner.no_padding()
-        self.name, self.eot = f"hf:{eot}", eot
-        self.vocab_size = 1 + max([eot, *self.inner.get_vocab(with_added_tokens=True).values()])
-        if self.vocab_size > MAX_VOCABULARY:
-            raise UserError(f"{path}: has ids up to {self.vocab_size - 1}, more than any model; get it again")
+        self.path = path
+        self.open_with(eot)
         self._added = {token["id"]: token for token in self.about["added_tokens"]}
         parts = _types(self.about["decoder"])
         self.is_byte_level = "ByteLevel" in parts
@@ -147,6 +145,14 @@ class PretrainedTokenizer:
         if not self.is_byte_level and not parts & {"Metaspace", "ByteFallback", "Replace"}:
             raise UserError(f"{path}: decoder {', '.join(sorted(parts)) or 'none'}; only byte-level and "
                             "SentencePiece's kind of tokenizer are supported")
+
+    def open_with(self, eot: int) -> None:
+        """Let this id open documents. Raises UserError for a vocabulary of absurd size."""
+        self.name, self.eot = f"hf:{eot}", eot
+        self.vocab_size = 1 + max([eot, *self.inner.get_vocab(with_added_tokens=True).values()])
+        if self.vocab_size > MAX_VOCABULARY:
+            raise UserError(f"{self.path}: has ids up to {self.vocab_size - 1}, more than any model; get it "
+                            "again")
 
     @cached_property
     def is_lossless(self) -> bool:
@@ -314,7 +320,7 @@ def _read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer
     if not ids:
         raise UserError(f"{path}: names neither bos_token nor eos_token, one of which must open each "
                         "document; add one")
-    tokenizer = PretrainedTokenizer(folder / "tokenizer.json", ids[0])
+    tokenizer.open_with(ids[0])         # nothing has been asked of it that depends on this
     ours = ByteTokenizer()
     if tokenizer.vocab_size == ours.vocab_size and tokenizer.eot == ours.eot and all(
             tokenizer.token_bytes(token) == ours.token_bytes(token) for token in range(ours.vocab_size)):

@@ -1,7 +1,7 @@
 """What the tests share: a small corpus, small configs and models whose logits are far from zero."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,12 @@ def needs(*parts: str) -> Path:
     if not path.exists():
         pytest.skip(f"no {path}: set NANOROPE_TEST_DATA to a folder with {'/'.join(parts)}")
     return path
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 def words(seed: int, n_bytes: int) -> bytes:

@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,8 @@ from positions import ENCODINGS
 from pretrained import load_pretrained
 from sample import generate
 from train import train
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -103,12 +105,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
         done[case] = folder / "run", folder / "hf"
         return done[case]
     return make
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def theirs_of(folder: Path) -> torch.nn.Module:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,8 @@ from positions.extension import EXTENSIONS, extended, parse
 from pretrained import read_tables
 from sample import generate
 from train import train
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -94,12 +96,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             done[case] = folder, theirs
         return done[case]
     return make
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @every_case

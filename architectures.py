@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import rope
-from config import Config, Model, UserError
+from command import UserError
+from config import Config, Model
 from model import encoded_layers, hidden_width
 from positions import Options
 from positions.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters

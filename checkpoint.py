@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import parallel
-from config import Config, UserError, differences, load_config
+from command import UserError
+from config import Config, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
 from files import naming, read_json

@@ -30,7 +30,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from checkpoint import check_links
-from config import Config, UserError, argument_parser, load_config, run_command
+from command import UserError, argument_parser, run_command
+from config import Config, load_config
 from data.loader import read_meta
 from files import read_json
 from report import Cell, Map, Table, draw, html, markdown, to_wandb

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 
 from architectures import choose
 from checkpoint import load_run
-from config import Config, UserError, argument_parser, run_command, to_toml
+from command import UserError, argument_parser, run_command
+from config import Config, to_toml
 from data.hf_tokenizer import separator_name, tokenizer_json
 from data.tokenizer import Tokenizer
 from files import read_json

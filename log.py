@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from config import Config, one_line
+from command import one_line
+from config import Config
 from files import naming, write_whole
 
 

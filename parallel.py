@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import Train, UserError
+from command import UserError
+from config import Train
 from model import GPT, pick_device
 
 

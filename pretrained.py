@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from config import Config, UserError, config_from
+from command import UserError
+from config import Config, config_from
 from files import read_json
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import load_run
-from config import UserError, argument_parser, run_command
+from command import UserError, argument_parser, run_command
 from data.tokenizer import decode
 from model import GPT
 

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
-from config import UserError, argument_parser, load_config, run_command
+from command import UserError, argument_parser, run_command
+from config import load_config
 
 ROOT = Path(__file__).resolve().parent
 STAMP = "evaluated.json"    # in a run's folder: of which checkpoint, with which arguments eval/*.json are

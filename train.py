@@ -32,18 +32,8 @@ from torch import nn
 
 import checkpoint
 import parallel
-from config import (
-    Config,
-    Train,
-    UserError,
-    argument_parser,
-    describe_schema,
-    differences,
-    interrupt,
-    load_config,
-    run_command,
-    to_toml,
-)
+from command import UserError, argument_parser, interrupt, run_command
+from config import Config, Train, describe_schema, differences, load_config, to_toml
 from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import Corpus, number_documents, read_meta
 from data.tokenizer import byte_lengths, tokenizer_of

@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))       # `python bench/encodings.py` finds the root
 import torch  # noqa: E402
 
 from bench.memory import peak_bytes  # noqa: E402
-from config import Config, UserError, argument_parser, load_config, run_command  # noqa: E402
+from command import UserError, argument_parser, run_command  # noqa: E402
+from config import Config, load_config  # noqa: E402
 from model import GPT, autocast, pick_device, pick_dtype  # noqa: E402
 from positions import ENCODINGS  # noqa: E402
 from train import make_optimizer  # noqa: E402

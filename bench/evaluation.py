@@ -19,7 +19,8 @@ sys.path.insert(0, str(ROOT))       # `python bench/evaluation.py` finds the roo
 import torch  # noqa: E402
 
 from bench.memory import peak_bytes  # noqa: E402
-from config import UserError, argument_parser, load_config, run_command  # noqa: E402
+from command import UserError, argument_parser, run_command  # noqa: E402
+from config import load_config  # noqa: E402
 from eval import token_losses  # noqa: E402
 from model import GPT, autocast  # noqa: E402
 from positions import ENCODINGS  # noqa: E402

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))       # `python bench/prepare.py` finds the root's
 
 import numpy as np  # noqa: E402
 
-from config import argument_parser, run_command  # noqa: E402
+from command import argument_parser, run_command  # noqa: E402
 from data.prepare import n_cores, open_source, prepare  # noqa: E402
 from data.sources import Passkey  # noqa: E402
 

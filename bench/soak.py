@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))       # `python bench/soak.py` finds the root's mo
 
 import checkpoint  # noqa: E402
 import train  # noqa: E402
-from config import UserError, argument_parser, run_command  # noqa: E402
+from command import UserError, argument_parser, run_command  # noqa: E402
 from model import GPT  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "reliability.md"

@@ -26,7 +26,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from bench.memory import peak_bytes  # noqa: E402
-from config import UserError, argument_parser, load_config, run_command  # noqa: E402
+from command import UserError, argument_parser, run_command  # noqa: E402
+from config import load_config  # noqa: E402
 from model import GPT  # noqa: E402
 from train import make_optimizer  # noqa: E402
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from config import UserError
+from command import UserError
 
 FILE = "tokenizer.json"
 MAX_FILE = 2**26        # bytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from config import UserError
+from command import UserError
 from data.bpe import BYTES, CHARACTERS, SEPARATOR
 from data.tokenizer import ByteTokenizer, Tokenizer, cut_before_space
 from files import read_json, read_text

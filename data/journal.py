@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config import UserError
+from command import UserError
 from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import SPLITS
 

@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from config import UserError, shown
+from command import UserError, shown
 from files import read_json
 
 FORMAT_VERSION = 1

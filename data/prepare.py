@@ -39,7 +39,7 @@ import numpy as np
 # `python data/prepare.py` finds the root's modules
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import UserError, argument_parser, run_command  # noqa: E402
+from command import UserError, argument_parser, run_command  # noqa: E402
 from data import bpe  # noqa: E402
 from data import tokenizer as tokenizers  # noqa: E402
 from data.encode import Encoded, Piece, chunked, encode, in_order, read_pieces  # noqa: E402

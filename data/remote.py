@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from config import UserError
+from command import UserError
 from data.sources import BLOCK, ROWS, SUFFIXES, Document, Rows, Source, identity_of, open_local
 
 LINE_BY_LINE = ("Salesforce/wikitext", "wikitext")      # datasets whose rows are lines

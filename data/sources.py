@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from config import UserError
+from command import UserError
 from data.loader import SPLITS
 from data.passkey import passkey_document, repeating_document
 from data.tokenizer import Tokenizer

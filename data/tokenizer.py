@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from config import UserError, shown
+from command import UserError, shown
 from data.bpe import FILE as TOKENIZER_FILE
 from data.bpe import GPT2_PATTERN, SEPARATOR, read_ranks, size_of
 

@@ -21,7 +21,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from config import Config, UserError, describe_choice, did_you_mean, explain
+from command import UserError
+from config import Config, describe_choice, did_you_mean, explain
 from model import GPT, Attention
 from positions.contract import At, Encoding
 from positions.rotary import RoPE

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import rope
-from config import UserError
+from command import UserError
 from positions.rotary import RotaryOptions
 from positions.scaling import NTK, SCALINGS, Base
 

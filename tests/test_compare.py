@@ -17,7 +17,7 @@ from conftest import ROOT
 
 import compare
 import report
-from config import UserError, run_command
+from command import UserError, run_command
 from train import train
 
 SPLIT = {"tokens": 9, "bytes": 9, "documents": 1, "sha256": {"val.bin": "a"}}

@@ -10,7 +10,8 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding
 
-from config import SECTIONS, UserError, describe_schema, differences, load_config, run_command, to_toml
+from command import UserError, run_command
+from config import SECTIONS, describe_schema, differences, load_config, to_toml
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
 

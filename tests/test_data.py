@@ -12,7 +12,7 @@ from conftest import needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config import UserError
+from command import UserError
 from data import prepare as prepare_module
 from data.loader import Corpus
 from data.prepare import open_source, prepare

@@ -8,7 +8,7 @@ import torch
 from conftest import lively, tokens
 from torch import Tensor
 
-from config import UserError
+from command import UserError
 from model import GPT
 from positions import At, Encoding
 from positions.distance import T5, ALiBi

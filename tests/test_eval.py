@@ -12,26 +12,22 @@ import torch
 from conftest import ROOT, every_encoding, lively, needs
 
 import eval as eval_module
-from config import UserError
+from command import UserError
 from data.loader import Corpus
 from data.tokenizer import ByteTokenizer
-from eval import (
-    Evaluation,
-    Text,
-    choose_lengths,
-    ended_windows,
-    fixed_ends,
-    is_of_another_text,
-    nonoverlap_windows,
-    open_text,
-    position_buckets,
-    rolling_windows,
-    sliding_windows,
-    token_losses,
-)
+from eval import Evaluation, choose_lengths, is_of_another_text, open_text, token_losses
 from model import GPT
 from positions import ENCODINGS
 from train import train
+from windows import (
+    Text,
+    ended_windows,
+    fixed_ends,
+    nonoverlap_windows,
+    position_buckets,
+    rolling_windows,
+    sliding_windows,
+)
 
 LENGTHS = [16, 32, 50, 64, 128, 256]
 
@@ -345,7 +341,7 @@ def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, cor
 ])
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, tiny, tmp_path: Path,
                                           monkeypatch, capsys) -> None:
-    from config import run_command
+    from command import run_command
 
     train(tiny(), [])
     empty = tmp_path / "empty"

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import rope
 from architectures import ARCHITECTURES, choose
 from checkpoint import load_run
-from config import UserError, load_config
+from command import UserError
+from config import load_config
 from data.prepare import prepare
 from export import export
 from model import autocast

@@ -8,7 +8,7 @@ import torch
 from conftest import lively, tokens
 
 import rope
-from config import UserError
+from command import UserError
 from data.tokenizer import ByteTokenizer
 from eval import Evaluation, open_text
 from model import GPT

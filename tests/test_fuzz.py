@@ -23,8 +23,9 @@ from test_compare import fabricate
 from test_security import rehash_checkpoint, rehash_corpus
 
 import checkpoint
+from command import UserError
 from compare import read_run
-from config import SECTIONS, Config, UserError, load_config, to_toml
+from config import SECTIONS, Config, load_config, to_toml
 from data.hf_tokenizer import byte_level_json, read_tokenizer
 from data.loader import SPLITS, Corpus, read_meta
 from data.tokenizer import byte_lengths, tokenizer_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding
 
-from config import UserError
+from command import UserError
 from positions import ENCODINGS, Encoding
 
 sys.path.insert(0, str(ROOT / "docs"))

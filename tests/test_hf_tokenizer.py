@@ -12,7 +12,7 @@ import pytest
 import tiktoken
 from conftest import needs
 
-from config import UserError
+from command import UserError
 from data.hf_tokenizer import PretrainedTokenizer, merges, oniguruma, read_tokenizer, tokenizer_json
 from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer, pieces
 

@@ -9,9 +9,10 @@ from conftest import ROOT, TINY, words
 
 from checkpoint import load_run
 from config import load_config
-from eval import Evaluation, Text, open_text, rolling_windows
+from eval import Evaluation, open_text
 from export import export
 from train import train
+from windows import Text, rolling_windows
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 lm_eval = pytest.importorskip("lm_eval")

@@ -11,7 +11,7 @@ import torch
 from conftest import every_encoding, lively, tokens, words
 from test_train import CPU, metrics
 
-from config import UserError
+from command import UserError
 from data.loader import MIX, Corpus, number_documents
 from data.prepare import prepare
 from model import GPT

@@ -13,7 +13,8 @@ from conftest import ROOT, lively, tokens
 from test_train import assert_equal_runs, metrics, weights
 
 import parallel
-from config import Config, UserError, to_toml
+from command import UserError
+from config import Config, to_toml
 from data.loader import Corpus
 from model import GPT
 from parallel import World

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import words
 
-from config import UserError, run_command
+from command import UserError, run_command
 from data import journal as journal_module
 from data import prepare as prepare_module
 from data.journal import Journal, Position

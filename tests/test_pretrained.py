@@ -18,7 +18,8 @@ import export as export_command
 import sample
 from architectures import ARCHITECTURES
 from checkpoint import load_run
-from config import UserError, load_config
+from command import UserError
+from config import load_config
 from data.hf_tokenizer import tokenizer_json
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer

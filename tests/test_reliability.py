@@ -25,7 +25,8 @@ import checkpoint
 import eval as eval_module
 import files
 import train as train_module
-from config import Config, UserError, run_command, to_toml
+from command import UserError, run_command
+from config import Config, to_toml
 from data.loader import Corpus
 from model import GPT
 from train import train

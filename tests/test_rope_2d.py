@@ -5,7 +5,7 @@ import torch
 from conftest import lively, tokens
 
 import rope
-from config import UserError
+from command import UserError
 from positions import ENCODINGS, At
 from positions.scaling import YaRN
 

@@ -9,7 +9,8 @@ from conftest import lively, tokens
 from test_config import wrong_values
 
 import rope
-from config import UserError, describe_schema, load_config, to_toml
+from command import UserError
+from config import describe_schema, load_config, to_toml
 from model import GPT
 from positions.scaling import NTK, PI, SCALINGS, Base, DynamicNTK, Llama3, LongRoPE, Scaling, YaRN
 

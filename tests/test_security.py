@@ -18,8 +18,9 @@ import checkpoint
 import eval as eval_module
 import sample
 import train as train_module
+from command import UserError, run_command
 from compare import read_run
-from config import UserError, load_config, run_command
+from config import load_config
 from data.hf_tokenizer import read_tokenizer
 from data.loader import Corpus
 from data.tokenizer import load_tokenizer

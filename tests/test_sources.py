@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import needs, words
 
-from config import UserError
+from command import UserError
 from data import remote, sources
 from data.loader import Corpus
 from data.prepare import Options, default_out, prepare

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, TINY
 
 import sweep
-from config import UserError
+from command import UserError
 
 EVAL = "--eval=--lengths 16,32,64 --windows 4 --tokens 256 --protocol fixed"
 
@@ -130,7 +130,7 @@ def test_submitit_runs_each_as_a_job(configs) -> None:
 ])
 def test_mistakes_are_one_line_and_nothing_starts(arguments: list[str], expected: str, configs, monkeypatch,
                                                   capsys) -> None:
-    from config import run_command
+    from command import run_command
 
     Path("other").mkdir()
     Path("other/rope.toml").write_text(Path("rope.toml").read_text())

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import load_run
-from config import UserError
+from command import UserError
 from data import tokenizer as tokenizer_module
 from data.bpe import SEPARATOR, learn, read_ranks
 from data.loader import read_meta

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 import checkpoint
 import train as train_module
-from config import Config, UserError, to_toml
+from command import UserError
+from config import Config, to_toml
 from data.loader import Corpus
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer

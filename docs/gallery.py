@@ -32,8 +32,8 @@ from properties import HOOKS, Properties, added, biases, logits, make, overridde
 from torch import Tensor  # noqa: E402
 
 import rope  # noqa: E402
+from attention import attend_fused  # noqa: E402
 from command import UserError, argument_parser, run_command  # noqa: E402
-from model import attend_fused  # noqa: E402
 from positions import ENCODINGS, At, Encoding  # noqa: E402
 
 GUIDE = ROOT / "docs" / "encodings.md"

@@ -7,7 +7,8 @@ import torch
 from conftest import lively, tokens
 
 import rope
-from model import GPT, attend_fused, autocast
+from attention import attend_fused
+from model import GPT, autocast
 from positions import At
 
 D = 16

@@ -7,8 +7,8 @@ import torch
 from conftest import lively, tokens
 from torch import Tensor
 
-import model as model_module
-from model import attend_fused, attend_in_blocks, row_blocks
+import attention
+from attention import attend_fused, attend_in_blocks, row_blocks
 from positions import ENCODINGS, At, Encoding
 from positions.distance import ALiBi
 
@@ -52,7 +52,7 @@ def at_of(encoding: Encoding, pos: Tensor, Tq: int) -> At:
 @pytest.mark.parametrize("where", POSITIONS)
 def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int | None, tiny,
                                               monkeypatch) -> None:
-    monkeypatch.setattr(model_module, "MIN_ROWS", 5)
+    monkeypatch.setattr(attention, "MIN_ROWS", 5)
     encoding, pos, (q, k, v) = make_alibi(tiny), POSITIONS[where], inputs(24)
     q = q[:, :, -Tq:]
     found = attend_fused(q, k, v, encoding, at_of(encoding, pos, Tq), True, window, 0.0)
@@ -90,7 +90,7 @@ def spied(monkeypatch) -> list[str]:
     """Names of the paths taken from now on."""
     taken: list[str] = []
     for path in (attend_fused, attend_in_blocks):
-        monkeypatch.setattr(model_module, path.__name__,
+        monkeypatch.setattr(attention, path.__name__,
                             lambda *args, path=path: taken.append(path.__name__) or path(*args))
     return taken
 
@@ -102,7 +102,7 @@ def test_long_texts_fold_and_nothing_changes(tiny, monkeypatch) -> None:
         x, y = tokens((2, 40)), tokens((2, 40), 1)
         found = []
         for fold_from, path in ((8, "attend_fused"), (99, "attend_in_blocks")):
-            monkeypatch.setattr(model_module, "FOLD_FROM", fold_from)
+            monkeypatch.setattr(attention, "FOLD_FROM", fold_from)
             with monkeypatch.context() as patch:
                 taken = spied(patch)
                 model.zero_grad()
@@ -121,7 +121,7 @@ def test_what_cannot_fold_does_not(change: str, tiny, monkeypatch) -> None:
     model = lively(tiny("alibi", *(["position.learned=true"] if change == "learned" else [])))
     for block in model.blocks:
         block.attention.is_causal = change != "all see all"
-    monkeypatch.setattr(model_module, "FOLD_FROM", 1)
+    monkeypatch.setattr(attention, "FOLD_FROM", 1)
     taken = spied(monkeypatch)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0)) if change == "positions" else None
     model(tokens((1, 12)), positions=order)
@@ -132,7 +132,7 @@ def test_what_cannot_fold_does_not(change: str, tiny, monkeypatch) -> None:
 def test_no_block_holds_more_than_its_share(name: str, tiny, monkeypatch) -> None:
     """T x T logits never exist: what `scores` sees stays below MAX_BLOCK, in fp32 whatever q's type is."""
     model = lively(tiny(name))
-    monkeypatch.setattr(model_module, "MAX_BLOCK", 2000)
+    monkeypatch.setattr(attention, "MAX_BLOCK", 2000)
     scores, seen = model.encoding.scores, []
     monkeypatch.setattr(model.encoding, "scores",
                         lambda logits, *rest: seen.append(logits) or scores(logits, *rest))

@@ -6,10 +6,11 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding, lively, tokens
 
-import model as model_module
+import attention
 import rope
+from attention import attend_fused, attend_in_blocks
 from config import load_config
-from model import GPT, attend_fused, attend_in_blocks, autocast
+from model import GPT, autocast
 from positions import ENCODINGS, At
 from positions.distance import ALiBi
 
@@ -91,8 +92,8 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
     logits = encoding.scores(logits.masked_fill(~mask, -torch.inf), q, k, at)
     expected = torch.einsum("bhij,bhjd->bhid", logits.exp() / logits.exp().sum(-1, keepdim=True), v)
     # blocks of 5 rows, the last one shorter
-    monkeypatch.setattr(model_module, "MAX_BLOCK", 2 * 2 * 24 * 5)
-    monkeypatch.setattr(model_module, "MIN_ROWS", 5)
+    monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 24 * 5)
+    monkeypatch.setattr(attention, "MIN_ROWS", 5)
     paths = [attend_in_blocks] if encoding.has_scores() else [attend_in_blocks, attend_fused]
     for path in paths:
         found = path(q, k, v, encoding, at, True, window, 0.0)
@@ -258,7 +259,7 @@ GROUPED = ("model.n_head=4", "model.head_dim=12")       # 4 x 12 is not n_embd =
 def test_grouped_queries_are_heads_with_repeated_keys_and_values(name: str, n_kv_head: int, tiny,
                                                                  monkeypatch) -> None:
     """Neighbouring heads of queries share a head of keys and values, on all paths, and so does the cache."""
-    monkeypatch.setattr(model_module, "FOLD_FROM", 20)
+    monkeypatch.setattr(attention, "FOLD_FROM", 20)
     grouped = lively(tiny(name, *GROUPED, f"model.n_kv_head={n_kv_head}")).double()
     plain = GPT(tiny(name, *GROUPED)).eval().double()
     weights = grouped.state_dict()

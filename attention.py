@@ -5,6 +5,7 @@ Legend: B batch, T time (Tq queries, Tk keys), H heads of queries, G of keys and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -14,17 +15,20 @@ from torch import Tensor
 
 from positions import At, Encoding
 
-MAX_BLOCK = 2**21       # logits held at a time where an encoding changes them: 8 MB in fp32, near the cache
-FOLD_FROM = 1024        # queries; with fewer, a CPU is faster in blocks than in the fused kernel
+MAX_BLOCK = 2**22       # logits held at a time where they are explicit: 16 MB in fp32, near the cache
+FUSE_FROM = 1024        # queries; with fewer, blocks are faster on a CPU than the fused kernel
 MIN_ROWS = 256          # queries that share a window's keys
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
            window: int | None, dropout: float) -> Tensor:
     """softmax(encoding(q k^T / sqrt(D))) v, of unrotated q (B, H, Tq, D), k and v (B, G, Tk, D): like q."""
-    pays = q.shape[2] >= FOLD_FROM or q.device.type != "cpu"
-    folds = encoding.can_fold and is_causal and at.in_order
-    way = attend_fused if not encoding.has_scores() or (folds and pays) else attend_in_blocks
+    is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
+    if encoding.has_scores():
+        is_fused = encoding.can_fold and is_causal and at.in_order and not is_short
+    else:   # blocks round logits to bfloat16, which only training gets: the kernel's backward is twice as slow
+        is_fused = not (is_short and q.dtype == torch.bfloat16 and torch.is_grad_enabled())
+    way = attend_fused if is_fused else attend_in_blocks
     return way(q, k, v, encoding, at, is_causal, window, dropout)
 
 
@@ -89,7 +93,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     """Explicit softmax in blocks of query rows: T x T logits never exist at once. -> (B, H, Tq, D)."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
-    n_rows = max(1, MAX_BLOCK // (B * H * Tk))
+    n_blocks = math.ceil(Tq / max(1, MAX_BLOCK // (B * H * Tk)))
+    n_rows = math.ceil(Tq / n_blocks)                                   # blocks of one size
     q_turned, k_turned = encoding.rotate(q, k, at)
     k_turned, k, v = (for_each_head(x, H) for x in (k_turned, k, v))
     outputs = []

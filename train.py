@@ -10,6 +10,7 @@ under torchrun, which hands only that on.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -275,6 +276,19 @@ def learning_rate(step: int, t: Train) -> float:
     return t.min_lr + (t.lr - t.min_lr) * min(1.0, left)
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep blocks of up to 1 GB that are freed, rather than give each back to the system.
+
+    A step takes and frees the same ones as the last; mapped anew, page by page, they cost a tenth of it on a
+    CPU. Other C libraries have no such switch.
+    """
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(M_MMAP_THRESHOLD, 2**30)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
 def make_optimizer(model: GPT, t: Train) -> torch.optim.AdamW:
     """Fused AdamW; weight decay on the matrices of linear layers and embeddings alone."""
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
@@ -429,6 +443,7 @@ def main() -> int:
         return 0
     for number in SIGNALS:
         signal.signal(number, interrupt)        # while nothing is there to save, at once
+    keep_freed_memory()
     code = train(config, [])
     parallel.leave()
     return code

@@ -94,10 +94,12 @@ class RoPE(Encoding):
         """Positions (1 or B, T) -> radians (1 or B, T, R/2)."""
         return rope.angles(positions, inv_freq)
 
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
         f, factor = self.frequencies(k_pos)
         q_angle, k_angle = (self.angles(p, f)[:, None] for p in (q_pos, k_pos))     # (1 or B, 1, T, R/2)
-        return q_angle.cos() * factor, q_angle.sin() * factor, k_angle.cos() * factor, k_angle.sin() * factor
+        tables = q_angle.cos(), q_angle.sin(), k_angle.cos(), k_angle.sin()
+        # torch.compile would take the cosines of every layer anew: what as_strided sees it has to store
+        return tuple((x * factor).as_strided(x.shape, x.stride()) for x in tables)
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         q_cos, q_sin, k_cos, k_sin = at.tables

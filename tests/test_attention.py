@@ -102,7 +102,7 @@ def test_long_texts_fold_and_nothing_changes(tiny, monkeypatch) -> None:
         x, y = tokens((2, 40)), tokens((2, 40), 1)
         found = []
         for fold_from, path in ((8, "attend_fused"), (99, "attend_in_blocks")):
-            monkeypatch.setattr(attention, "FOLD_FROM", fold_from)
+            monkeypatch.setattr(attention, "FUSE_FROM", fold_from)
             with monkeypatch.context() as patch:
                 taken = spied(patch)
                 model.zero_grad()
@@ -121,7 +121,7 @@ def test_what_cannot_fold_does_not(change: str, tiny, monkeypatch) -> None:
     model = lively(tiny("alibi", *(["position.learned=true"] if change == "learned" else [])))
     for block in model.blocks:
         block.attention.is_causal = change != "all see all"
-    monkeypatch.setattr(attention, "FOLD_FROM", 1)
+    monkeypatch.setattr(attention, "FUSE_FROM", 1)
     taken = spied(monkeypatch)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0)) if change == "positions" else None
     model(tokens((1, 12)), positions=order)

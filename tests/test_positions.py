@@ -259,7 +259,7 @@ GROUPED = ("model.n_head=4", "model.head_dim=12")       # 4 x 12 is not n_embd =
 def test_grouped_queries_are_heads_with_repeated_keys_and_values(name: str, n_kv_head: int, tiny,
                                                                  monkeypatch) -> None:
     """Neighbouring heads of queries share a head of keys and values, on all paths, and so does the cache."""
-    monkeypatch.setattr(attention, "FOLD_FROM", 20)
+    monkeypatch.setattr(attention, "FUSE_FROM", 20)
     grouped = lively(tiny(name, *GROUPED, f"model.n_kv_head={n_kv_head}")).double()
     plain = GPT(tiny(name, *GROUPED)).eval().double()
     weights = grouped.state_dict()

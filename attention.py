@@ -26,7 +26,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causa
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
     if encoding.has_scores():
         is_fused = encoding.can_fold and is_causal and at.in_order and not is_short
-    else:   # blocks round logits to bfloat16, which only training gets: the kernel's backward is twice as slow
+    else:   # in bfloat16 the kernel's backward is slow; blocks round logits to it, which evaluation is spared
         is_fused = not (is_short and q.dtype == torch.bfloat16 and torch.is_grad_enabled())
     way = attend_fused if is_fused else attend_in_blocks
     return way(q, k, v, encoding, at, is_causal, window, dropout)

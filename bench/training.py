@@ -1,10 +1,10 @@
 """A training step of ours and of the peers that pip brings, in the same run, interleaved.
 
 `python bench/training.py [--rounds N] [--shape T,B] [--only NAME,NAME] [--out FILE.md]`. All are decoders of
-6 layers, 384 wide, 6 heads, 256 tokens in the vocabulary, and take a step (forward, backward, AdamW) in turn,
-round after round, so that a noisy machine disturbs all alike; medians of the ratios within a round are
-printed. Peers get what we get: bfloat16 autocast, torch.compile and the fused optimiser. Start-up, compile
-time and peak memory are those of a fresh process each.
+6 layers, 384 wide, 6 heads, 256 tokens in the vocabulary. Each has a process of its own, as its user would
+start it, and they take a step (forward, backward, AdamW) in turn, round after round, so that a noisy machine
+disturbs all alike; ratios are medians of those within a round. Peers get what we get: bfloat16 autocast,
+torch.compile or eager, the fused optimiser.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from bench.memory import peak_bytes  # noqa: E402
 from command import UserError, argument_parser, run_command  # noqa: E402
 from config import load_config  # noqa: E402
 from model import GPT  # noqa: E402
-from train import make_optimizer  # noqa: E402
+from train import keep_freed_memory, make_optimizer  # noqa: E402
 
 N_LAYER, N_EMBD, N_HEAD, VOCAB_SIZE = 6, 384, 6, 256
-OURS = "nanorope rope"
+OURS, NONE = "nanorope rope", "nanorope none"
+OUR_PLAIN, PLAIN = "nanorope rope (fp32 eager)", "transformers GPT-2 (fp32 eager)"
 
 
 def ours(encoding: str, T: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -83,15 +84,20 @@ class Contender(NamedTuple):
 
 CONTENDERS = {
     OURS: Contender(lambda T: ours("rope", T)),
-    "nanorope none": Contender(lambda T: ours("none", T)),
+    NONE: Contender(lambda T: ours("none", T)),
     "nanorope alibi": Contender(lambda T: ours("alibi", T)),
     "transformers Llama": Contender(lambda T: theirs(llama(T))),
     "transformers GPT-2": Contender(lambda T: theirs(gpt2(T))),
     "x-transformers rotary": Contender(lambda T: theirs(x_transformers(T, rotary_pos_emb=True))),
     "x-transformers ALiBi": Contender(lambda T: theirs(x_transformers(T, alibi_pos_bias=True))),
     "nanorope rope (eager)": Contender(lambda T: ours("rope", T), is_compiled=False),
-    "nanorope rope (fp32 eager)": Contender(lambda T: ours("rope", T), torch.float32, is_compiled=False),
-    "transformers GPT-2 (fp32 eager)": Contender(lambda T: theirs(gpt2(T)), torch.float32, is_compiled=False),
+    "nanorope none (eager)": Contender(lambda T: ours("none", T), is_compiled=False),
+    "transformers Llama (eager)": Contender(lambda T: theirs(llama(T)), is_compiled=False),
+    "transformers GPT-2 (eager)": Contender(lambda T: theirs(gpt2(T)), is_compiled=False),
+    "x-transformers rotary (eager)": Contender(
+        lambda T: theirs(x_transformers(T, rotary_pos_emb=True)), is_compiled=False),
+    OUR_PLAIN: Contender(lambda T: ours("rope", T), torch.float32, is_compiled=False),
+    PLAIN: Contender(lambda T: theirs(gpt2(T)), torch.float32, is_compiled=False),
 }
 
 
@@ -125,14 +131,44 @@ class Step:
         return time.perf_counter() - began
 
 
-def alone(name: str, T: int, batch_size: int) -> dict[str, float]:
-    """Of a fresh process: seconds to build the model and to take the first step, and peak memory after 3."""
-    began = time.perf_counter()
+def serve(name: str, T: int, batch_size: int) -> None:
+    """What a contender's process does: take a step for each line that comes, and answer with a line."""
+    if name.startswith("nanorope"):
+        keep_freed_memory()                                             # as train.py does
     step = Step(name, T, batch_size)
-    built = time.perf_counter() - began
-    first = step.seconds()
-    steady = min(step.seconds() for _ in range(2))
-    return {"build_s": built, "compile_s": first - steady, "peak_mb": peak_bytes() / 1e6}
+    print(json.dumps(sum(p.numel() for p in step.model.parameters())), flush=True)
+    for _ in sys.stdin:
+        print(json.dumps((step.seconds(), peak_bytes() / 1e6)), flush=True)
+
+
+class Process:
+    """A contender in a process of its own, and what is known of it."""
+
+    def __init__(self, name: str, T: int, batch_size: int) -> None:
+        began = time.perf_counter()
+        self.command = [sys.executable, __file__, "--serve", name, str(T), str(batch_size)]
+        self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL, text=True)
+        self.n_parameters: int = self.answer()
+        self.start_s = time.perf_counter() - began
+        first, *others = (self.seconds() for _ in range(3))             # the first compiles
+        self.compile_s = max(0.0, first - min(others))
+
+    def answer(self) -> Any:
+        """The next line it says."""
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise UserError(f"{self.command}: ended; run it by hand to see why")
+        return json.loads(line)
+
+    def seconds(self) -> float:
+        """Have it take a step; its wall time."""
+        assert self.process.stdin
+        self.process.stdin.write("step\n")
+        self.process.stdin.flush()
+        seconds, self.peak_mb = self.answer()
+        return seconds
 
 
 def matmul_flops(dtype: torch.dtype, n: int = 2048) -> float:
@@ -146,42 +182,55 @@ def matmul_flops(dtype: torch.dtype, n: int = 2048) -> float:
     return 2 * n**3 / min(times)
 
 
+def take_turns(processes: dict[str, Process], rounds: int) -> list[dict[str, float]]:
+    """Seconds of a step of each in each round; every other round goes backwards."""
+    names, table = list(processes), []
+    for n in range(rounds):
+        order = names if n % 2 == 0 else names[::-1]
+        table.append({name: processes[name].seconds() for name in order})
+    for process in processes.values():
+        process.process.communicate()
+    return table
+
+
 def report(names: list[str], T: int, batch_size: int, rounds: int) -> str:
-    """The table as Markdown."""
-    steps = {name: Step(name, T, batch_size) for name in names}
-    for step in steps.values():
-        for _ in range(2):
-            step.seconds()                                              # compiles, and warms up
-    table = [{name: step.seconds() for name, step in steps.items()} for _ in range(rounds)]
+    """The table as Markdown, and how ours stands to the best peer, to plain fp32, and to no encoding."""
+    processes = {name: Process(name, T, batch_size) for name in names}
+    table = take_turns(processes, rounds)
     ceilings = {dtype: matmul_flops(dtype) for dtype in (torch.bfloat16, torch.float32)}
     flops = ours("rope", T)[0].flops_per_token(T) * T * batch_size  # type: ignore[operator]
-    parameters = {name: sum(p.numel() for p in step.model.parameters()) for name, step in steps.items()}
     rates = ", ".join(f"{str(dtype)[6:]} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in ceilings.items())
     lines = [f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, T {T}, batch {batch_size}, "
              f"{rounds} rounds; {flops / 1e9:.0f} GFLOP a step by our formula; ceilings, of a product of "
              f"matrices: {rates}", "",
-             "| | parameters | ms a step, median (least ... most) | tokens/s | over ours | of the ceiling | "
-             "build s | compile s | peak MB |", "|---|" + "---:|" * 8]
-    del steps
-    for name in names:
+             f"| | parameters | ms a step, median (least ... most) | tokens/s | step / {names[0]}'s | of the "
+             "ceiling | start s | compile s | peak MB |", "|---|" + "---:|" * 8]
+
+    def ratio(name: str, base: str) -> float:
+        return statistics.median(row[name] / row[base] for row in table)
+
+    medians = {name: statistics.median(row[name] for row in table) for name in names}
+    for name, process in processes.items():
         times = [row[name] for row in table]
-        median = statistics.median(times)
-        ratio = statistics.median(row[name] / row[names[0]] for row in table)
-        command = [sys.executable, __file__, "--alone", name, str(T), str(batch_size)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        fresh = json.loads(done.stdout.splitlines()[-1])
-        share = flops / median / ceilings[CONTENDERS[name].dtype]
-        cells = (f"{parameters[name] / 1e6:.1f} M",
-                 f"{1e3 * median:.0f} ({1e3 * min(times):.0f} ... {1e3 * max(times):.0f})",
-                 f"{T * batch_size / median:,.0f}", f"{ratio:.2f}", f"{share:.0%}", f"{fresh['build_s']:.1f}",
-                 f"{fresh['compile_s']:.0f}", f"{fresh['peak_mb']:.0f}")
+        share = flops / medians[name] / ceilings[CONTENDERS[name].dtype]
+        cells = (f"{process.n_parameters / 1e6:.1f} M",
+                 f"{1e3 * medians[name]:.0f} ({1e3 * min(times):.0f} ... {1e3 * max(times):.0f})",
+                 f"{T * batch_size / medians[name]:,.0f}", f"{ratio(name, names[0]):.2f}", f"{share:.0%}",
+                 f"{process.start_s:.1f}", f"{process.compile_s:.0f}", f"{process.peak_mb:.0f}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    peers = [name for name in names if not name.startswith("nanorope")]
+    if OURS in names and peers:
+        best = min(peers, key=lambda name: ratio(name, OURS))
+        against = [f"{ratio(best, OURS):.2f} times as fast as the best peer configuration here ({best})"]
+        against += [f"{ratio(name, OURS):.2f} as {name}" for name in (PLAIN, OUR_PLAIN) if name in names]
+        against += [f"{ratio(OURS, NONE):.3f} of {NONE}'s step"] if NONE in names else []
+        lines += ["", f"{OURS}: {', '.join(against)}."]
     return "\n".join(lines)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--alone"]:
-        print(json.dumps(alone(sys.argv[2], *map(int, sys.argv[3:5]))))
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2], *map(int, sys.argv[3:5]))
         return
     parser = argument_parser(__doc__)
     parser.add_argument("--only", help=f"of {', '.join(CONTENDERS)}; commas between (default: all)")

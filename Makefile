@@ -28,7 +28,7 @@ compare: .venv/.installed data/stdlib/meta.json
 	$(PY) sweep.py configs/quick.toml configs/alibi.toml configs/sinusoidal.toml configs/none.toml --runs runs/compare
 
 bench: .venv/.installed
-	$(PY) bench/encodings.py --out results/bench-encodings.md
+	$(PY) bench/each_encoding.py --out results/bench-encodings.md
 
 soak: .venv/.installed-test
 	$(PY) bench/soak.py

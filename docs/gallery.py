@@ -231,7 +231,7 @@ def property_cells(p: Properties) -> list[str]:
 
 
 def read_costs(path: Path) -> tuple[list[str], dict[str, list[str]]]:
-    """What bench/encodings.py wrote -> its shapes, and encoding -> "time, memory" over RoPE's at each."""
+    """What bench/each_encoding.py wrote -> its shapes, and encoding -> "time, memory" over RoPE's at each."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     head = rows[0] if rows else []

@@ -23,6 +23,13 @@ def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
                           env={**os.environ, "COLUMNS": "120"})
 
 
+def test_no_file_hides_a_module_of_the_standard_library() -> None:
+    """A script's folder is on the path of the Pythons that torch.compile starts to see what the chip can do:
+    one that cannot import its own modules (bench/encodings.py, once) costs all vector instructions.
+    """
+    assert not {path.stem for path in SOURCES} & sys.stdlib_module_names
+
+
 @pytest.mark.parametrize("script", ["train.py", "eval.py", "sample.py", "export.py", "data/prepare.py"])
 def test_help_is_complete_and_a_wrong_call_is_one_line(script: str) -> None:
     done = run(script, "--help")

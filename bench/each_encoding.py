@@ -1,6 +1,6 @@
 """Cost of each encoding: a training step's time and memory over RoPE's, in the same run, interleaved.
 
-`python bench/encodings.py [--encodings rope,alibi,...] [--rounds N] [--out FILE.md]` takes one step of each
+`python bench/each_encoding.py [--encodings rope,alibi,...] [--rounds N] [--out FILE.md]` takes one step of each
 encoding in turn, round after round, so that a noisy machine disturbs all alike, at the quick config and at
 longer T with the same number of tokens, and prints medians of the ratios within a round. Peak memory is that
 of a fresh process which takes three steps of one encoding, less that of one which only makes the model.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/encodings.py` finds the root's modules
+sys.path.insert(0, str(ROOT))       # `python bench/each_encoding.py` finds the root's modules
 
 import torch  # noqa: E402
 
@@ -124,7 +124,7 @@ def main() -> None:
     text = report(names, args.rounds)
     print(text)
     if args.out:
-        args.out.write_text(f"`python bench/encodings.py --rounds {args.rounds}`\n\n{text}\n")
+        args.out.write_text(f"`python bench/each_encoding.py --rounds {args.rounds}`\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from log import Log, figure
 from model import GPT, autocast, pick_dtype
 from parallel import World
 
-# On two CPU cores compiling takes 20 to 60 s and then saves a fifth of a step: it pays from some 5 minutes on.
+# On two CPU cores compiling takes 20 to 60 s and then saves a fifth of a step: it pays after 5 minutes or so.
 COMPILE_WORTH_FLOPS = 1e14
 VAL_TOKENS = 16_384         # in a batch of the validation, at most
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -1,9 +1,9 @@
 """Cost of each encoding: a training step's time and memory over RoPE's, in the same run, interleaved.
 
-`python bench/each_encoding.py [--encodings rope,alibi,...] [--rounds N] [--out FILE.md]` takes one step of each
-encoding in turn, round after round, so that a noisy machine disturbs all alike, at the quick config and at
-longer T with the same number of tokens, and prints medians of the ratios within a round. Peak memory is that
-of a fresh process which takes three steps of one encoding, less that of one which only makes the model.
+`python bench/each_encoding.py [--encodings rope,alibi,...] [--rounds N] [--out FILE.md]` takes one step of
+each encoding in turn, round after round, so that a noisy machine disturbs all alike, at the quick config and
+at longer T with the same number of tokens, and prints medians of the ratios within a round. Peak memory is
+that of a fresh process which takes three steps of one encoding, less that of one which only makes the model.
 """
 
 from __future__ import annotations

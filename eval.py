@@ -22,6 +22,7 @@ begin wherever they fall, as in training: nothing is put in front of them.
 
 Each --extend METHOD[:key=value,...] adds a curve of the same model under a method that stretches its context
 (positions/extension.py); METHOD+METHOD applies both. Forwards are full ones, no key is cached.
+`torchrun --nproc_per_node=N eval.py RUN ...` shares them out over N processes, a GPU each, to the same sums.
 
 Writes RUN/eval/DATA.json (records), .npz (sums for each window) and .png (the picture).
 
@@ -47,6 +48,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import parallel
 import probes
 from checkpoint import load_run
 from command import UserError, argument_parser, run_command
@@ -58,6 +60,7 @@ from data.tokenizer import Tokenizer, byte_lengths
 from eval_show import plot, table
 from files import naming, read_json, write_whole
 from model import GPT, autocast
+from parallel import World
 from positions.extension import Extend, describe_extensions, extended, parse
 from windows import (
     Text,
@@ -77,6 +80,7 @@ PLAIN = Extend("plain", [])
 MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32, 64)      # of L, the default lengths
 CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward
+ALONE = World(torch.device("cpu"))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -95,16 +99,26 @@ def token_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses).view(targets.shape)
 
 
-def score(model: GPT, text: Text, windows: Sequence[Window], train: Train) -> Iterator[np.ndarray]:
-    """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward."""
+def score(model: GPT, text: Text, windows: Sequence[Window], train: Train,
+          world: World = ALONE) -> Iterator[np.ndarray]:
+    """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward.
+
+    Several processes take turns at the forwards, which are the same whatever their number.
+    """
     device = next(model.parameters()).device
-    for (length, n_scored), alike in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
-        for batch in batched(list(alike), max(1, TOKENS_PER_FORWARD // length)):
-            rows = np.stack([text.documents[w.document][w.start:w.end + 1] for w in batch])
-            tokens = torch.from_numpy(rows.astype(np.int64)).to(device)     # (B, length + 1)
-            with autocast(train, device):
-                losses = token_losses(model, tokens[:, :-1], tokens[:, -n_scored:])
-            yield from losses.double().cpu().numpy()
+
+    def losses_of(batch: list[Window]) -> np.ndarray:                   # (B, n_scored)
+        rows = np.stack([text.documents[w.document][w.start:w.end + 1] for w in batch])
+        tokens = torch.from_numpy(rows.astype(np.int64)).to(device)     # (B, length + 1)
+        with autocast(train, device):
+            losses = token_losses(model, tokens[:, :-1], tokens[:, -batch[0].n_scored:])
+        return losses.double().cpu().numpy()
+
+    shapes = itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored))
+    batches = [batch for (length, _), alike in shapes
+               for batch in batched(list(alike), max(1, TOKENS_PER_FORWARD // length))]
+    for losses in parallel.take_turns(world, batches, losses_of):
+        yield from losses
 
 
 def batched(windows: list[Window], size: int) -> Iterator[list[Window]]:
@@ -128,7 +142,8 @@ class Evaluation:
 
     def __init__(self, model: GPT, text: Text, tokenizer: Tokenizer, config: Config, protocols: Sequence[str],
                  lengths: Sequence[int], n_scored: int, n_windows: int, max_tokens: int, seed: int,
-                 extends: Sequence[Extend] = (), stride: int | None = None) -> None:
+                 extends: Sequence[Extend] = (), stride: int | None = None, world: World = ALONE) -> None:
+        self.world = world
         self.model, self.tokenizer, self.config, self.protocols = model, tokenizer, config, protocols
         self.max_tokens, self.seed, self.stride, self.n_windows = max_tokens, seed, stride, n_windows
         self.L, self.lengths, self.n_scored = config.train.seq_len, sorted(set(lengths)), n_scored
@@ -241,8 +256,9 @@ class Evaluation:
         size = max(1, TOKENS_PER_FORWARD // length)
         pieces = [tokens[i:i + size] for i in range(0, len(tokens), size)]
         with extended(self.model, self.config, self.extend.methods, length):
-            scored = [probes.losses_at(self.model, self.config.train, piece, at)
-                      for piece in self._bar(pieces, f"{protocol} {length}", "batch")]
+            turns = parallel.take_turns(self.world, pieces, lambda piece: probes.losses_at(
+                self.model, self.config.train, piece, at))
+            scored = list(self._bar(turns, f"{protocol} {length}", "batch", len(pieces)))
         losses, is_top = (np.concatenate(parts) for parts in zip(*scored, strict=True))
         return (losses, is_top), time.perf_counter() - began
 
@@ -260,15 +276,15 @@ class Evaluation:
     def _score(self, protocol: str, length: int, windows: Sequence[Window]) -> tuple[list[np.ndarray], float]:
         began = time.perf_counter()
         with extended(self.model, self.config, self.extend.methods, length):
-            scores = score(self.model, self.text, windows, self.config.train)
+            scores = score(self.model, self.text, windows, self.config.train, self.world)
             return list(self._bar(scores, f"{protocol} {length}", "window", len(windows))), (
                 time.perf_counter() - began)
 
-    def _bar(self, things: Any, what: str, unit: str, total: int | None = None) -> Any:
+    def _bar(self, things: Any, what: str, unit: str, total: int) -> Any:
         from tqdm import tqdm
 
         return tqdm(things, total=total, unit=unit, desc=f"{self.extend.spec} {what}", delay=3, leave=False,
-                    disable=None)
+                    disable=True if self.world.rank else None)          # None: on a terminal only
 
     def _bytes(self, window: Window) -> np.ndarray:
         """Bytes of each scored target (n_scored,)."""
@@ -382,6 +398,7 @@ def main() -> None:
     for protocol in protocols:
         if protocol not in (*PROTOCOLS, *PROBES):
             raise UserError(f"--protocol {protocol}: unknown; choose from {','.join((*PROTOCOLS, *PROBES))}")
+    world = parallel.join_to_evaluate()
     model, config, tokenizer = load_run(args.run)
     L = config.train.seq_len
     text = open_text(args.data, config.data.dir, tokenizer)
@@ -394,7 +411,7 @@ def main() -> None:
                         f"--targets at most the shortest length, {min(lengths)}")
     extends = open_extensions(args.extend, model, config, lengths)
     evaluation = Evaluation(model, text, tokenizer, config, protocols, lengths, n_scored, args.windows,
-                            args.tokens, args.seed, extends, args.stride)
+                            args.tokens, args.seed, extends, args.stride, world)
     if not evaluation.possible:
         raise UserError(f"--lengths {args.lengths}: {config.position.encoding} ends at "
                         f"{model.encoding.max_length} positions; give a shorter one")
@@ -405,6 +422,9 @@ def main() -> None:
         print(f"warning: {path}: is of another text of that name, and will be overwritten; --json FILE keeps "
               "both", flush=True)
     records = evaluation.run()
+    parallel.leave()
+    if world.rank:
+        return
     print("\n".join(table(records, evaluation.lengths, L)))
     limit = model.encoding.max_length
     if limit and max(lengths) > limit:

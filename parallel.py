@@ -3,13 +3,16 @@
 The batch of a step, its order and its loss are the same whatever their number: they share out the sequences
 of one global batch. With `train.parallel = "ddp"` each holds the whole model; with "fsdp" a share of weights,
 gradients and moments, for models that one device cannot hold. Process 0 writes the run's folder; checkpoints
-hold whole tensors, so that any number of processes goes on from them.
+hold whole tensors, so that any number of processes goes on from them. `torchrun ... eval.py RUN` shares the
+windows out: each process holds the whole model, takes its turns at the forwards, and gets the others' losses.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,8 @@ from torch import Tensor, nn
 from command import UserError
 from config import Train
 from model import GPT, pick_device
+
+PATIENCE = timedelta(days=1)    # of an evaluation with a process whose forward takes long; a dead one is seen
 
 
 class World(NamedTuple):
@@ -33,12 +38,18 @@ class World(NamedTuple):
         return batch[self.rank::self.size]
 
 
+def place() -> tuple[int, int, int]:
+    """Rank, rank on this machine, and number of processes, as torchrun tells them; 0, 0, 1 without it."""
+    if "LOCAL_RANK" not in os.environ:
+        return 0, 0, 1
+    return int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+
+
 def join(t: Train) -> World:
     """Meet the others that torchrun started, if any. Raises UserError for a batch that does not divide."""
-    device, size = pick_device(t), int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or "LOCAL_RANK" not in os.environ:
+    device, (rank, local_rank, size) = pick_device(t), place()
+    if size == 1:
         return World(device)
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     if t.batch_size % (size * t.accumulate):
         raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {size} processes times "
                         f"train.accumulate = {t.accumulate}; make it so")
@@ -50,9 +61,29 @@ def join(t: Train) -> World:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if rank:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # process 0 speaks for all
+    let_first_speak(rank)
     return World(device, rank, size)
+
+
+def join_to_evaluate() -> World:
+    """Meet the others that torchrun started, if any; "cuda" is then a GPU of this process' own.
+
+    Results are exchanged on the CPU, whatever the model is on: losses are small, and where a process ends,
+    gloo tells the others at once.
+    """
+    rank, local_rank, size = place()
+    if size > 1:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        dist.init_process_group("gloo", timeout=PATIENCE)
+        let_first_speak(rank)
+    return World(torch.device("cpu"), rank, size)
+
+
+def let_first_speak(rank: int) -> None:
+    """Process 0 speaks for all: what others print is dropped, but for errors."""
+    if rank:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def spread(model: GPT, t: Train, world: World) -> nn.Module:
@@ -101,6 +132,30 @@ def add_up(world: World, values: Tensor) -> Tensor:
     if world.size > 1:
         dist.all_reduce(values)
     return values
+
+
+def take_turns(world: World, work: Sequence[Any], do: Callable[[Any], Any]) -> Iterator[Any]:
+    """`do` of each piece of work, in order, on every process; each does every size-th piece itself.
+
+    Raises UserError where another process has ended.
+    """
+    for first in range(0, len(work), world.size):
+        turn = first + world.rank
+        mine = [do(piece) for piece in work[turn:turn + 1]]             # one, or none where none is left
+        yield from (result for results in exchange(world, mine) for result in results)
+
+
+def exchange(world: World, mine: Any) -> list[Any]:
+    """What each process has, in the order of their ranks."""
+    if world.size == 1:
+        return [mine]
+    said: list[Any] = [None] * world.size
+    try:
+        dist.all_gather_object(said, mine)
+    except RuntimeError as error:       # gloo's for a closed connection
+        raise UserError("another process of torchrun has ended; mend what it said, and start all of them "
+                        "again") from error
+    return said
 
 
 def wait_for_all(world: World) -> None:

@@ -1,21 +1,27 @@
 """Several processes: they train as one does, stop together, and hand over to any number."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, lively, tokens
 from test_train import assert_equal_runs, metrics, weights
 
+import eval as eval_module
 import parallel
 from command import UserError
 from config import Config, to_toml
 from data.loader import Corpus
+from eval import PROBES, PROTOCOLS
 from model import GPT
 from parallel import World
 from train import train, validate
@@ -26,12 +32,17 @@ STEPS = 40
 def start(config: Config, path: Path) -> list[subprocess.Popen]:
     """Two processes of train.py, as torchrun starts them."""
     path.write_text(to_toml(config))
+    return start_two(str(ROOT / "train.py"), str(path))
+
+
+def start_two(*command: str) -> list[subprocess.Popen]:
+    """Two processes of a script, as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     world = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
              "OMP_NUM_THREADS": "1"}
-    return [subprocess.Popen([sys.executable, str(ROOT / "train.py"), str(path)], text=True,
+    return [subprocess.Popen([sys.executable, *command], text=True, cwd=ROOT,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                              env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
 
@@ -122,6 +133,89 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
             validate(model, corpus, lengths, config, World(cpu, rank, size))
         monkeypatch.setattr(parallel, "add_up", lambda _, sums, total=sum(shares): total)
         assert validate(model, corpus, lengths, config, World(cpu, 0, size)) == alone
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) -> None:
+    """Of simulated processes, threads; each does its own pieces alone."""
+    boards, barrier = [None] * size, threading.Barrier(size)
+
+    def exchange(world: World, mine: list) -> list:
+        barrier.wait()
+        boards[world.rank] = mine
+        barrier.wait()
+        return list(boards)
+
+    monkeypatch.setattr(parallel, "exchange", exchange)
+    for n_pieces in (0, 1, 4, 7):
+        def work(rank: int, n: int = n_pieces) -> tuple[list, list]:
+            done: list[int] = []
+            world = World(torch.device("cpu"), rank, size)
+            return list(parallel.take_turns(world, range(n), lambda i: done.append(i) or 10 * i)), done
+
+        with ThreadPoolExecutor(size) as pool:
+            results = list(pool.map(work, range(size)))
+        assert all(got == [10 * i for i in range(n_pieces)] for got, _ in results)
+        assert [done for _, done in results] == [list(range(rank, n_pieces, size)) for rank in range(size)]
+
+
+EVALUATE = """
+import os, sys, eval
+from command import run_command
+eval.TOKENS_PER_FORWARD, mistake = 2100, sys.argv.pop()
+sys.argv[-1] = sys.argv[-1].replace("RANK", os.environ["RANK"])
+losses, calls = eval.token_losses, []
+def counted(*arguments):
+    calls.append(1)
+    if mistake == "True" and os.environ["RANK"] == "1" and len(calls) == 3:
+        raise RuntimeError("can't allocate memory")
+    return losses(*arguments)
+eval.token_losses = counted
+try:
+    run_command(eval.main)
+finally:
+    print(len(calls), "forwards", file=sys.stderr)
+"""
+
+
+def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, tmp_path: Path,
+                                                                          monkeypatch) -> None:
+    """All protocols and probes, plain and extended, bit for bit; one that fails lets no other wait."""
+    train(tiny("rope", "train.steps=4"), [])
+    arguments = [str(tmp_path / "run"), "--lengths", "24,32,1000", "--windows", "5", "--tokens", "4000",
+                 "--protocol", ",".join((*PROTOCOLS, *PROBES)), "--extend", "yarn"]
+    together = start_two("-c", EVALUATE, *arguments, "--json", str(tmp_path / "twoRANK.json"), "False")
+    failing = start_two("-c", EVALUATE, *arguments[:3], "--json", str(tmp_path / "failedRANK.json"), "True")
+    n_alone, losses = 0, eval_module.token_losses
+
+    def counted(*arguments) -> torch.Tensor:
+        nonlocal n_alone
+        n_alone += 1
+        return losses(*arguments)
+
+    monkeypatch.setattr(eval_module, "TOKENS_PER_FORWARD", 2100)
+    monkeypatch.setattr(eval_module, "token_losses", counted)
+    monkeypatch.setattr(sys, "argv", ["eval.py", *arguments, "--json", str(tmp_path / "one.json")])
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)            # as the two have: it may decide in which order a product is summed
+    eval_module.main()
+    torch.set_num_threads(n_threads)
+    (out, errors), (silent, others) = (process.communicate(timeout=60) for process in together)
+    assert [process.returncode for process in together] == [0, 0], errors + others
+    assert "wrote" in out and not silent
+    n_forwards = [int(text.split()[-2]) for text in (errors, others)]
+    assert sum(n_forwards) == n_alone and max(n_forwards) < 2 * min(n_forwards), n_forwards     # a share each
+    one, two = (json.loads((tmp_path / name).read_text())["records"] for name in ("one.json", "two0.json"))
+    assert {(r["extend"], r["protocol"]) for r in one} == {
+        (extend, protocol) for extend in (None, "yarn") for protocol in (*PROTOCOLS, *PROBES)}
+    assert [{**r, "seconds": 0} for r in one] == [{**r, "seconds": 0} for r in two]
+    one, two = (np.load(tmp_path / name) for name in ("one.npz", "two0.npz"))
+    assert one.files == two.files and all(one[key].tobytes() == two[key].tobytes() for key in one.files)
+    said = [process.communicate(timeout=60)[1] for process in failing]
+    assert [process.returncode for process in failing] == [2, 2], said
+    assert said[0].startswith("error: another process of torchrun has ended"), said[0]
+    assert said[1].startswith("error: out of memory"), said[1]
+    assert {path.stem for path in tmp_path.glob("*.json")} == {"one", "two0"}     # the first alone writes
 
 
 def test_a_share_is_every_nth_row() -> None:

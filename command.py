@@ -23,14 +23,20 @@ class UserError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-def one_line(text: str) -> str:
+def one_line(text: str, longest: int = LONGEST) -> str:
     """Text whose control characters are spelled out: what a file holds cannot add lines or steer a screen.
 
-    Nor fill it: what is beyond LONGEST characters is left out.
+    Nor fill it: what is beyond `longest` characters is left out.
     """
     spelled = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
                       for c in text)
-    return spelled if len(spelled) <= LONGEST else spelled[:LONGEST] + " ..."
+    return spelled if len(spelled) <= longest else spelled[:longest] + " ..."
+
+
+def told(error: BaseException, secret: str | None = None) -> str:
+    """Kind of an exception of somebody else's code and what it says, on one line, without a secret."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return one_line(text.replace(secret, "***") if secret else text, longest=300)
 
 
 def shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command import one_line
+from command import told
 from config import Config
 from files import naming, write_whole
 
@@ -88,9 +88,7 @@ def step_of(line: str) -> int:
 
 def without_key(error: Exception) -> str:
     """What W&B says is wrong, on one line, without the key that it may quote."""
-    text = one_line(" ".join(f"{type(error).__name__}: {error}".split()))
-    key = os.environ.get("WANDB_API_KEY")
-    return text.replace(key, "***") if key else text
+    return told(error, os.environ.get("WANDB_API_KEY"))
 
 
 def start_wandb(run_dir: Path, config: Config) -> Any:

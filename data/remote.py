@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from command import UserError
+from command import UserError, told
 from data.sources import BLOCK, ROWS, SUFFIXES, Document, Rows, Source, identity_of, open_local
 
 LINE_BY_LINE = ("Salesforce/wikitext", "wikitext")      # datasets whose rows are lines
@@ -60,7 +60,7 @@ class DatasetPart:
         except UserError:
             raise
         except Exception as error:  # files of any kind, over any HTTP library: each has its own exceptions
-            raise UserError(f"{name}: cannot be read after row {number} ({one_line(error)}); if the network "
+            raise UserError(f"{name}: cannot be read after row {number} ({told(error)}); if the network "
                             "failed, the same command goes on from there") from error
 
 
@@ -131,7 +131,7 @@ def _load(source: str, name: str, config: str | None, split: str | None,
         hint = "check the name, the configuration and the network"
         if "scripts are no longer supported" in str(error):
             hint = "give --revision refs/convert/parquet, where the hub may keep a copy as files"
-        raise UserError(f"source {source}: cannot be opened ({one_line(error)}); {hint}") from error
+        raise UserError(f"source {source}: cannot be opened ({told(error)}); {hint}") from error
     if split not in (None, *found):
         raise UserError(f"source {source}: no configuration or split {split!r}; configurations are "
                         f"{', '.join(configs)}, splits {', '.join(found)}")
@@ -165,11 +165,6 @@ def _about(dataset: Any, what: str) -> int | None:
     """A number that the dataset's card tells of a split, if it does."""
     about = (dataset.info.splits or {}).get(str(dataset.split))
     return getattr(about, what, None) or None
-
-
-def one_line(error: BaseException) -> str:
-    """What an exception says, in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -207,7 +202,7 @@ def fetch(url: str, shown: str, cache: Path) -> Path:
             raise ValueError(f"{temporary.stat().st_size:,} of {int(expected):,} bytes came")
     except (OSError, ValueError, http.client.HTTPException) as error:   # URLError is an OSError
         temporary.unlink(missing_ok=True)
-        raise UserError(f"source {shown}: cannot be fetched ({one_line(error)}); check the address and the "
+        raise UserError(f"source {shown}: cannot be fetched ({told(error)}); check the address and the "
                         "network") from error
     temporary.rename(path)
     return path
@@ -230,6 +225,6 @@ def unpacked(path: Path, shown: str) -> Path:
                 temporary.rename(text)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:       # the last: a password
         temporary.unlink(missing_ok=True)
-        raise UserError(f"source {shown}: {path} is damaged or encrypted ({one_line(error)}); delete it to "
+        raise UserError(f"source {shown}: {path} is damaged or encrypted ({told(error)}); delete it to "
                         "fetch it again") from error
     return text

@@ -5,7 +5,8 @@ evaluated; at the end all are compared. train.py goes on where it was interrupte
 repeated while checkpoint and arguments are the same, so the same command always does what is left. A run that
 fails is named at the end and the others go on. What the commands print goes to RUNS/<name>.log.
 
-With --submitit FOLDER each run is a job: on Slurm where there is one, else a process on this machine.
+With --submitit FOLDER each run is a job: on Slurm where there is one, else a process on this machine, all at
+once and by submitit's ways without a GPU. For several GPUs of one machine see README.md.
 Exit codes: 0 done, 1 a run failed, 2 a mistake in the call, 129, 130 or 143 stopped by a signal after saving.
 """
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from command import UserError
-from config import Config, config_from
+from config import Config, Raw, config_from
 from files import read_json
 
 if TYPE_CHECKING:
@@ -31,9 +31,13 @@ def is_pretrained(folder: str | Path) -> bool:
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / "config.toml").exists()
 
 
-def read_tables(folder: str | Path) -> dict[str, dict[str, Any]]:
+def read_tables(folder: str | Path) -> Raw:
     """[model], [position] and train.seq_len of a folder. Raises UserError."""
-    architecture, theirs = read_config(Path(folder))
+    return tables_of(folder, *read_config(Path(folder)))
+
+
+def tables_of(folder: str | Path, architecture: Architecture, theirs: dict[str, Any]) -> Raw:
+    """The same of a config.json that is read already."""
     try:
         return architecture.tables(theirs)
     except UserError as error:
@@ -53,7 +57,7 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
     from model import GPT
 
     architecture, theirs = read_config(folder)
-    tables = {**read_tables(folder), "run": {"dir": str(folder)}, "data": {"dir": ""}}
+    tables = {**tables_of(folder, architecture, theirs), "run": {"dir": str(folder)}, "data": {"dir": ""}}
     config = config_from(tables, f"in {folder}/config.json")
     with torch.device("meta"):      # no numbers drawn, no memory taken: all weights are there already
         model = GPT(config)

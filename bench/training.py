@@ -10,6 +10,7 @@ torch.compile or eager, the fused optimiser.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -51,8 +52,9 @@ def llama(T: int) -> nn.Module:
     """Llama of transformers: the same block as our default."""
     from transformers import LlamaConfig, LlamaForCausalLM
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=N_EMBD, intermediate_size=1024, num_hidden_layers=N_LAYER,
-        num_attention_heads=N_HEAD, max_position_embeddings=T, use_cache=False))
+        vocab_size=VOCAB_SIZE, hidden_size=N_EMBD, intermediate_size=64 * math.ceil(N_EMBD / 24),
+        num_hidden_layers=N_LAYER, num_attention_heads=N_HEAD, max_position_embeddings=T,
+        use_cache=False))
 
 
 def gpt2(T: int) -> nn.Module:

@@ -3,8 +3,9 @@
 # make lint    ruff and mypy
 # make compare train and evaluate four encodings at the quick size, four times make train (an
 #              interrupted one goes on) -> runs/compare/report/report.html
-# make bench   a training step against the peers' -> results/bench-cpu.md, and one of every encoding over
-#              RoPE's -> results/bench-encodings.md; on an otherwise idle machine
+# make bench   a training step against the peers' -> results/bench-cpu.md, one of every encoding over
+#              RoPE's -> results/bench-encodings.md, its growth with T and parameters -> results/growth.md;
+#              on an otherwise idle machine
 # make soak    break training again and again, up to an hour -> docs/reliability.md; needs root for its disks
 # make gallery pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 PYTHON ?= python3
@@ -31,6 +32,7 @@ compare: .venv/.installed data/stdlib/meta.json
 bench: .venv/.installed-test
 	$(PY) bench/training.py --out results/bench-cpu.md
 	$(PY) bench/each_encoding.py --out results/bench-encodings.md
+	$(PY) bench/growth.py --out results/growth.md
 
 soak: .venv/.installed-test
 	$(PY) bench/soak.py

@@ -8,6 +8,7 @@ that would have to be done anew for each shape.
 
 Every figure is that of fresh processes, one at a time, each contender in turn, round after round: a step of
 64 tokens to warm up, then steps for some seconds, of which the first counts only where it is the only one.
+Where a round takes over a minute, it is the only one.
 Time should grow as FLOPs a token do, 6 for each weight of a matrix and 6 n_layer C (T + 1) of causal
 attention (model.py: flops_per_token). Memory, the peak of a process less what it had before its model was
 made, should be 12 bytes for each parameter (weight and two moments) and an amount for each token that grows
@@ -24,6 +25,7 @@ import resource
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
@@ -47,6 +49,7 @@ TOKENS = 4096                       # a step, or T where that is more
 SIZE, LENGTH = (6, 384), 256        # n_layer and n_embd as T grows, and T as they do
 HEAD_WIDTH = 64
 WARM_UP = 64                        # tokens
+LONG = 60                           # seconds for a round, after which there is no other
 RACE = 1024                         # T at which the best peer is found
 OURS, FOLDED, IN_BLOCKS = "nanorope rope (eager)", "nanorope alibi (eager)", "nanorope t5 (eager)"
 PEERS = ("transformers Llama (eager)", "transformers GPT-2 (eager)", "x-transformers rotary (eager)")
@@ -179,7 +182,10 @@ def measure(names: Sequence[str], point: Point, rounds: int, seconds: float, pat
     """Each contender in turn, in each round: its median time, and its highest peak."""
     found: dict[str, list[Figure]] = {name: [] for name in names}
     failed: Row = {}
-    for _ in range(rounds):
+    began = time.perf_counter()
+    for n in range(rounds):
+        if n and time.perf_counter() - began > LONG:
+            break
         for name in (name for name in names if name not in failed):
             figure = figure_of(name, point, seconds, patience)
             if isinstance(figure, str):

@@ -253,8 +253,12 @@ def _gpt2() -> CorpusTokenizer:
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Text of ids; bytes that are not UTF-8 become U+FFFD, separators vanish."""
-    return b"".join(tokenizer.token_bytes(token) for token in tokens).decode("utf-8", errors="replace")
+    """Text of ids; bytes that are not UTF-8 become U+FFFD, separators vanish.
+
+    So do ids beyond the vocabulary, which a model has where its own is rounded up.
+    """
+    known = (token for token in tokens if token < tokenizer.vocab_size)
+    return b"".join(map(tokenizer.token_bytes, known)).decode("utf-8", errors="replace")
 
 
 def byte_lengths(tokenizer: Tokenizer) -> np.ndarray:

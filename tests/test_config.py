@@ -12,6 +12,7 @@ from conftest import ROOT, every_encoding
 
 from command import UserError, run_command
 from config import SECTIONS, describe_schema, differences, load_config, to_toml
+from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
 
@@ -35,6 +36,17 @@ def test_every_shipped_config_is_valid_and_survives_the_round_trip(path: Path, t
     config = load_config(path)
     assert load_config(write(tmp_path / "again.toml", to_toml(config))) == config
     assert config.run.dir == f"runs/{path.stem}"
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-124m-learned", "fineweb-edu"])
+def test_configs_of_gpt2s_size_have_its_parameters(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.toml")
+    with torch.device("meta"):
+        model = GPT(config)
+    assert round(model.n_parameters() / 1e6) == 124
+    assert config.model.vocab_size % 64 == 0 and 50_257 <= config.model.vocab_size < 50_257 + 64
+    assert config.train.batch_size * config.train.seq_len == 491_520    # nanoGPT's half a million tokens
+    assert round(model.flops_per_token(1024) / 1e6) == 798              # README's hours follow from it
 
 
 def test_strings_survive_the_round_trip(tmp_path: Path) -> None:

@@ -43,11 +43,11 @@ from positions import ENCODINGS  # noqa: E402
 from train import git_revision  # noqa: E402
 
 # Seconds that later parts are sure of: what an earlier one may take is all that is left but these. Expected,
-# not measured: parity and compiling 60 processes of 30 s, 8 at a time, 230 s; gpt2 60 s, a third of it timed;
+# not measured: parity and compiling 47 processes of 30 s, 6 at a time, 240 s; gpt2 60 s, a third of it timed;
 # encodings 21 x 4 s; evaluation 20 s, or 60 s where a bias goes through blocks.
 RESERVED = {"gpt2": 80.0, "encodings": 110.0, "evaluation": 45.0}
 LONGEST_CHECK = 150.0       # of a process that checks or compiles
-WORKERS = 8                 # such processes at a time, on 16 cores
+WORKERS = 6                 # such processes at a time: 16 cores, and memory for a step of each
 RUNNING: set[subprocess.Popen[str]] = set()     # each in a session of its own, with its children
 
 
@@ -73,9 +73,9 @@ def rows_of(command: Sequence[str], limit: float, log: Path) -> Iterator[Row]:
 
     It is killed with its children when the limit, in seconds, is over.
     """
-    name = {"section": "problem", "name": " ".join([*command[:3], "..." if command[3:] else ""]).strip()}
+    about: Row = {"section": "problem", "command": list(command), "is_late": False}
     if limit < 1:
-        yield name | {"problem": "not begun, no time was left"}
+        yield about | {"is_late": True, "problem": "not begun, no time was left"}
         return
     with log.open("ab") as errors:
         child = subprocess.Popen([sys.executable, str(ROOT / "bench" / command[0]), *command[1:]],
@@ -91,15 +91,17 @@ def rows_of(command: Sequence[str], limit: float, log: Path) -> Iterator[Row]:
         RUNNING.add(child)
         try:
             assert child.stdout
-            yield from (json.loads(line) for line in child.stdout if line.startswith("{"))
+            # whole lines of ours: a library may print others, and what is killed may leave half of one
+            yield from (json.loads(line) for line in child.stdout
+                        if line.startswith('{"section"') and line.endswith("}\n"))
             child.wait()
         finally:
             timer.cancel()
             RUNNING.discard(child)
     if cut.is_set():
-        yield name | {"problem": f"cut short after {limit:.0f} s"}
+        yield about | {"is_late": True, "problem": f"cut short after {limit:.0f} s"}
     elif child.returncode:
-        yield name | {"problem": f"ended with code {child.returncode}: {last_line(log)}"}
+        yield about | {"problem": f"ended with code {child.returncode}: {last_line(log)}"}
 
 
 def kill_running() -> None:
@@ -119,10 +121,10 @@ def checks(size: Size) -> list[list[str]]:
     """Commands that may run side by side: warming up first, for what is timed later waits for it."""
     if size is SMOKE:
         first, *others = CASES                  # one is compiled and warmed up, to see that this works
-        return [["gpu_speed.py", "encodings", "rope", "--warm", "--smoke"],
+        return [[*warming_up("rope"), "--smoke"],
                 ["gpu_parity.py", first, "--compile"], ["gpu_parity.py", *others]]
     return [["gpu_speed.py", "gpt2", *CONTENDERS, "--warm"],
-            *(["gpu_speed.py", "encodings", name, "--warm"] for name in ENCODINGS),
+            *(warming_up(name) for name in ENCODINGS),
             *(["gpu_parity.py", case, "--device", "cuda", "--compile"] for case in CASES)]
 
 
@@ -152,9 +154,14 @@ def not_checked(rows: Sequence[Row]) -> Iterator[Row]:
 
 def order(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Encodings to time, first those that change the logits, which have a goal; and those not to compile."""
-    warmed = {row["name"] for row in rows if row["section"] == "warm"}
     names = sorted(ENCODINGS, key=lambda name: not ENCODINGS[name].has_scores())
-    return names, [name for name in names if name not in warmed]
+    late = [row["command"] for row in rows if row["section"] == "problem" and row["is_late"]]
+    return names, [name for name in names if warming_up(name) in late]
+
+
+def warming_up(name: str) -> list[str]:
+    """The command that compiles an encoding's step, so that it need not be compiled when it is timed."""
+    return ["gpu_speed.py", "encodings", name, "--warm"]
 
 
 def machine(size: Size, command: str) -> dict[str, Any]:
@@ -206,6 +213,8 @@ def main() -> int:
     rows += not_checked(rows)
     write()
     names, eager = order(rows)
+    if args.smoke:
+        eager = names[2:]                       # tracing all of them would take a minute
     smoke = ["--smoke"] * args.smoke
     try:
         for command in (["gpt2"], ["encodings", *names, *(["--eager", ",".join(eager)] if eager else [])],

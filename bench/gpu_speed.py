@@ -10,6 +10,7 @@ is compared takes steps in turn, round after round; medians, and medians of rati
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
@@ -49,7 +50,7 @@ class Size(NamedTuple):
     rounds: int
     long_T: int                     # evaluation
     matmul: int                     # rows and columns of the product that measures the ceiling
-    backend: str                    # of torch.compile
+    backend: str                    # of torch.compile; "": eager
 
 
 FULL = Size("cuda", [], 1024, (64, 32, 16, 8), 4, 16, 12, 65_536, 8192, "inductor")
@@ -69,6 +70,7 @@ class Step:
 
     def __init__(self, model: nn.Module, config: Config, batch_size: int, backend: str | None) -> None:
         self.device, self.train = torch.device(config.train.device), config.train
+        reset_peak(self.device)
         before = allocated(self.device)
         self.model = model.to(self.device)
         self.optimizer = (make_optimizer(model, config.train) if isinstance(model, GPT) else
@@ -122,6 +124,8 @@ def peak(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
+    """Give back what nothing holds any more (compiled models go in circles), and count from here."""
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -196,7 +200,6 @@ def gpt2(names: Sequence[str], size: Size) -> Iterator[Row]:
             break
         except torch.OutOfMemoryError:
             torch._dynamo.reset()
-            reset_peak(torch.device(size.device))
     if not steps:
         raise UserError(f"no memory for a batch of {min(size.batch_sizes)} sequences; free the device")
     yield from problems
@@ -241,7 +244,7 @@ def encoding_step(name: str, size: Size, is_compiled: bool) -> Step:
 
 
 def encodings(names: Sequence[str], size: Size, eager: Sequence[str] = ()) -> Iterator[Row]:
-    """Each encoding's step over RoPE's, taken in turn; eager over eager for those that do not compile."""
+    """Each encoding's step over RoPE's, taken in turn; eager over eager for those that are not to compile."""
     bases: dict[bool, Step] = {}
     for name in names:
         is_compiled = name not in eager
@@ -250,16 +253,19 @@ def encodings(names: Sequence[str], size: Size, eager: Sequence[str] = ()) -> It
         try:
             if is_compiled not in bases:
                 bases[is_compiled] = encoding_step(BASE, size, is_compiled)
-            base, step = bases[is_compiled], encoding_step(name, size, is_compiled)
-            rounds = [(base.seconds(), step.seconds()) for _ in range(size.rounds)]
-        except torch.OutOfMemoryError as error:
-            reset_peak(torch.device(size.device))
-            yield row | {"problem": one_line(f"out of memory: {error}")[:120]}
-            continue
-        ratios = [other / own for own, other in rounds]
-        yield row | {"ms": 1e3 * statistics.median(other for _, other in rounds), "peak": step.peak,
-                     "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
-                     "peak_ratio": step.peak / base.peak if base.peak else None}
+            yield row | over_base(bases[is_compiled], name, size, is_compiled)
+        except Exception as error:  # no memory, or what a compiler throws: costs this row, not the others
+            yield row | {"problem": one_line(f"{type(error).__name__}: {error}")[:160]}
+
+
+def over_base(base: Step, name: str, size: Size, is_compiled: bool) -> Row:
+    """An encoding's step in turn with another's."""
+    step = encoding_step(name, size, is_compiled)
+    rounds = [(base.seconds(), step.seconds()) for _ in range(size.rounds)]
+    ratios = [other / own for own, other in rounds]
+    return {"ms": 1e3 * statistics.median(other for _, other in rounds), "peak": step.peak,
+            "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
+            "peak_ratio": step.peak / base.peak if base.peak else None}
 
 
 # -----------------------------------------------------------------------------------------------------------

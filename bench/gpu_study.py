@@ -7,13 +7,14 @@ alone first, as they are the quickest. Several train at a time, since one alone 
 starts, compiles and saves. When the time is over, what runs is stopped, saved, and the report is written.
 
 The same command goes on where the last one ended: what is in RUNS is not done again. OUT gets the report and
-study.tar.gz, the finished runs without their weights: unpacked in RUNS' place on another machine, they count
-there too. --smoke does all of it at toy size, with a few encodings on the stdlib corpus, on a CPU.
+study.tar.gz, the report and the finished runs without their weights: unpacked beside RUNS on another machine,
+they count there too. --smoke does all of it at toy size, with a few encodings on the stdlib corpus, on a CPU.
 Exit codes: 0 done, 1 a run failed or none is finished, 2 a mistake in the call, 128 + n stopped by signal n.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -109,12 +110,15 @@ def plan(names: Sequence[str], n_seeds: int, runs: Path, overrides: Sequence[str
     return jobs
 
 
-def archive(jobs: Sequence[Job], path: Path) -> None:
-    """The finished runs without weights, but with what tells sweep.py that they are finished."""
-    with tarfile.open(path, "w:gz") as tar:
+def archive(jobs: Sequence[Job], out: Path) -> None:
+    """OUT/study.tar.gz: the report, and the finished runs: no weights, but what says that they are done."""
+    runs = jobs[0].run_dir.parent
+    with tarfile.open(out / "study.tar.gz", "w:gz") as tar:
+        for file in sorted(path for path in out.glob("*") if path.suffix != ".gz"):
+            tar.add(file, f"{runs.name}/report/{file.name}")
         for job in jobs:
             for file in sorted({file for pattern in KEPT for file in job.run_dir.glob(pattern)}):
-                tar.add(file, f"{job.run_dir.parent.name}/{file.relative_to(job.run_dir.parent)}")
+                tar.add(file, f"{runs.name}/{file.relative_to(runs)}")
 
 
 def main() -> int:
@@ -136,8 +140,9 @@ def main() -> int:
     if unknown or min(args.seeds, args.jobs) < 1:
         raise UserError(f"--encodings {','.join(unknown)} --seeds {args.seeds} --jobs {args.jobs}: encodings "
                         f"are {', '.join(ENCODINGS)}; the others must be at least 1")
-    runs = args.runs or ROOT / "runs" / ("gpu-study-smoke" if args.smoke else "gpu-study")
-    out = args.out or (runs / "report" if args.smoke else ROOT / "results" / "gpu" / "study")
+    runs = (args.runs or ROOT / "runs" / ("gpu-study-smoke" if args.smoke else "gpu-study")).resolve()
+    out = (args.out or (runs / "report" if args.smoke else ROOT / "results" / "gpu" / "study")).resolve()
+    os.chdir(ROOT)                                  # where the configs' data.dir is
     overrides = [*(SMOKE if args.smoke else []), *args.overrides]
     jobs = plan(list(dict.fromkeys(chosen)), args.seeds, runs, overrides, SMOKE_EVAL if args.smoke else EVAL)
     corpus = ROOT / "data" / "stdlib"
@@ -149,9 +154,10 @@ def main() -> int:
     print(f"{len(finished)} of {len(jobs)} runs are finished; the same command goes on with the rest")
     if not finished:
         return 1
+    code = report(finished, out)
     out.mkdir(parents=True, exist_ok=True)
-    archive(finished, out / "study.tar.gz")
-    return report(finished, out) or (1 if study.failed else 0)
+    archive(finished, out)
+    return code or (1 if study.failed else 0)
 
 
 if __name__ == "__main__":

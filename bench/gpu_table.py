@@ -136,4 +136,6 @@ def evaluation(rows: Sequence[Row], size: Size) -> Iterator[str]:
 
 def problems(rows: Sequence[Row], size: Size) -> Iterator[str]:
     """What did not end by itself."""
-    yield from (f"- `{row['name']}`: {row['problem']}" for row in of(rows, "problem", False))
+    for row in of(rows, "problem", False):
+        command = [*row["command"][:3], *(["..."] if row["command"][3:] else [])]
+        yield f"- `{' '.join(command)}`: {row['problem']}"

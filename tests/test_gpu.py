@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+import attention
 from bench import gpu, gpu_parity, gpu_study
 from bench.gpu_parity import CASES, TOLERANCES, errors, is_within
 from bench.gpu_speed import (
@@ -46,7 +47,7 @@ def test_errors_are_relative_to_each_gradient_and_none_is_lost() -> None:
     assert (loss, worst) == (0.25, "a") and gradient == pytest.approx(5 / (5 + 0.1), rel=1e-2)
     none_of_a = errors((2.0, {"b": exact[1]["b"]}), exact)
     assert none_of_a[1:] == (pytest.approx(1, rel=0.05), "a")
-    nan = (float("nan"), {"a": torch.tensor([0.0, float("nan")]), "b": exact[1]["b"]})
+    nan = (float("nan"), {"a": exact[1]["a"], "b": torch.tensor([0.0, float("nan")])})
     for found in (nan, (2.0, nan[1]), (nan[0], exact[1])):
         assert not is_within(*errors(found, exact)[:2], TOLERANCES[torch.bfloat16])
     with_c = [(2.0, {**exact[1], "c": c}) for c in (exact[1]["a"], torch.zeros(2))]     # ought to be zero
@@ -57,6 +58,14 @@ def test_errors_are_relative_to_each_gradient_and_none_is_lost() -> None:
 def test_parity_holds_on_this_cpu(case: str) -> None:
     rows = list(gpu_parity.check(case, "cpu", False))
     assert [row["dtype"] for row in rows] == ["float32", "bfloat16"] and all(row["ok"] for row in rows), rows
+
+
+def test_the_reference_is_explicit_and_in_fp64(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "attend_fused", lambda *args: pytest.fail("a kernel"))
+    loss, gradients = gpu_parity.exact("rope")
+    assert 4 < loss < 8 and {g.dtype for g in gradients.values()} == {torch.float64}
+    rounded = {name: g.float().double() for name, g in gradients.items()}
+    assert 0 < errors((loss, rounded), (loss, gradients))[1] < 1e-6
 
 
 def test_parity_sees_a_wrong_bias_and_a_crash(monkeypatch) -> None:
@@ -103,7 +112,8 @@ def test_a_part_that_hangs_is_ended_with_its_children_and_its_rows_are_kept(tmp_
         "print('{\"section\": \"x\", \"child\": %d}' % child.pid, flush=True)\ntime.sleep(60)\n"))
     began = time.monotonic()
     row, problem = gpu.rows_of([hangs, "x"], 2, tmp_path / "log")
-    assert "cut short after 2 s" in problem["problem"] and time.monotonic() - began < 30
+    assert "cut short after 2 s" in problem["problem"] and problem["is_late"]
+    assert time.monotonic() - began < 30
     for _ in range(100):
         stat = Path(f"/proc/{row['child']}/stat")
         if not stat.exists() or stat.read_text().split()[2] == "Z":
@@ -116,16 +126,22 @@ def test_a_part_that_hangs_is_ended_with_its_children_and_its_rows_are_kept(tmp_
 
 def test_a_part_that_crashes_is_named_with_its_last_line(tmp_path: Path) -> None:
     crashes = script(tmp_path / "crashes.py",
-                     "print('no row')\nprint('{\"a\": 1}')\nraise SystemExit('went wrong')\n")
+                     "print('{no row}')\nprint('{\"section\": \"x\"}')\nprint('{\"section\": ', end='')\n"
+                     "raise SystemExit('went wrong')\n")
     row, problem = gpu.rows_of([crashes], 60, tmp_path / "log")
-    assert row == {"a": 1} and problem["problem"] == "ended with code 1: went wrong"
+    assert row == {"section": "x"} and problem["problem"] == "ended with code 1: went wrong"
+    assert not problem["is_late"]
     (late,) = gpu.rows_of([crashes], 0.5, tmp_path / "log")
     assert "no time was left" in late["problem"]
 
 
-def test_what_did_not_warm_up_is_timed_eager_and_biases_come_first() -> None:
-    names, eager = gpu.order([{"section": "warm", "name": "rope"}, {"section": "warm", "name": "t5"}])
-    assert sorted(names) == sorted(ENCODINGS) and set(eager) == set(ENCODINGS) - {"rope", "t5"}
+def test_what_takes_too_long_to_compile_is_timed_eager_and_biases_come_first() -> None:
+    rope, t5 = (next(command for command in gpu.checks(FULL) if command[1:3] == ["encodings", name])
+                for name in ("rope", "t5"))
+    rows = [{"section": "problem", "command": command, "is_late": is_late, "problem": "..."}
+            for command, is_late in ((rope, True), (t5, False))]
+    names, eager = gpu.order(rows)
+    assert sorted(names) == sorted(ENCODINGS) and eager == ["rope"]
     changes = [ENCODINGS[name].has_scores() for name in names]
     assert changes == sorted(changes, reverse=True)
 
@@ -149,6 +165,12 @@ def test_speed_sections_measure_at_toy_size() -> None:
     assert all(0 < row["least"] <= row["ratio"] <= row["most"] for row in rows)
     (row,) = evaluation(["t5"], SMOKE)
     assert row["T"] == 512 and row["seconds"] > 0
+
+
+def test_an_encoding_that_breaks_costs_its_row_alone(monkeypatch) -> None:
+    monkeypatch.setattr(ALiBi, "scores", lambda *args: 1 / 0)
+    broken, whole = encodings(["alibi", "t5"], SMOKE, eager=["alibi", "t5"])
+    assert "ZeroDivisionError" in broken["problem"] and broken["changes_logits"] and whole["ms"] > 0
 
 
 def encoding_row(name: str, ratio: float) -> dict:
@@ -181,9 +203,10 @@ def test_the_table_says_which_goals_hold() -> None:
     assert goals_of([*good, not_measured])[3] == "**missed**"
     toy = markdown(good, {"command": "x"}, SMOKE, True)
     assert toy.count("| toy size |") == 4       # three goals, and t5's row
-    cut = {"section": "problem", "name": "gpu_speed.py x", "problem": "cut short after 9 s"}
+    cut = {"section": "problem", "command": ["gpu_speed.py", "x", "y", "z"], "is_late": True,
+           "problem": "cut short after 9 s"}
     text = markdown([*bad, cut], {"command": "x"}, FULL, True)
-    for part in ("**FAIL**", "Above 1.15 x RoPE: t5.", "`gpu_speed.py x`: cut short after 9 s", "smoke test"):
+    for part in ("**FAIL**", "Above 1.15 x RoPE: t5.", "`gpu_speed.py x y ...`: cut short", "smoke test"):
         assert part in text
 
 
@@ -192,7 +215,7 @@ def test_a_peer_that_is_missing_costs_its_row_alone(monkeypatch) -> None:
         raise ImportError("no such package")
 
     monkeypatch.setitem(CONTENDERS, "peer", ("gpt2-124m", missing))
-    rows = list(gpt2([OURS, "peer"], SMOKE))
+    rows = list(gpt2([OURS, "peer"], SMOKE._replace(backend="")))
     assert [row["section"] for row in rows] == ["gpt2", "matmul", "gpt2"]
     assert "no such package" in rows[0]["problem"] and rows[2]["tokens_per_s"] > 0
     assert rows[2]["mfu_full"] > rows[2]["mfu"] > 0
@@ -239,12 +262,15 @@ def test_an_archive_of_the_study_counts_as_finished_elsewhere(tmp_path: Path) ->
         path.write_text(text)
     (job.run_dir / STAMP).write_text(json.dumps({**state(job), "written": evaluations_of(job)}))
     assert is_evaluated(job)
-    gpu_study.archive([job], tmp_path / "study.tar.gz")
-    with tarfile.open(tmp_path / "study.tar.gz") as tar:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "report.md").write_text("report")
+    gpu_study.archive([job], tmp_path / "out")
+    with tarfile.open(tmp_path / "out" / "study.tar.gz") as tar:
         tar.extractall(tmp_path / "elsewhere", filter="data")
     (other,) = gpu_study.plan(["rope"], 1, tmp_path / "elsewhere" / "gpu-study", gpu_study.SMOKE, [])
     assert is_evaluated(other) and (other.run_dir / "summary.json").exists()
     assert not list(other.run_dir.rglob("*.safetensors"))
+    assert (tmp_path / "elsewhere" / "gpu-study" / "report" / "report.md").read_text() == "report"
 
 
 # -----------------------------------------------------------------------------------------------------------

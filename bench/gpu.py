@@ -97,6 +97,9 @@ def rows_of(command: Sequence[str], limit: float, log: Path) -> Iterator[Row]:
             child.wait()
         finally:
             timer.cancel()
+            if child.poll() is None:            # we were stopped, or closed: it must not outlive us
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
             RUNNING.discard(child)
     if cut.is_set():
         yield about | {"is_late": True, "problem": f"cut short after {limit:.0f} s"}
@@ -105,7 +108,7 @@ def rows_of(command: Sequence[str], limit: float, log: Path) -> Iterator[Row]:
 
 
 def kill_running() -> None:
-    """End the processes that have not ended: they must not outlive us."""
+    """End the processes that other threads wait for."""
     for child in list(RUNNING):
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
@@ -118,14 +121,14 @@ def last_line(path: Path) -> str:
 
 
 def checks(size: Size) -> list[list[str]]:
-    """Commands that may run side by side: warming up first, for what is timed later waits for it."""
+    """Commands that may run side by side, what matters most and what takes longest first."""
     if size is SMOKE:
         first, *others = CASES                  # one is compiled and warmed up, to see that this works
         return [[*warming_up("rope"), "--smoke"],
                 ["gpu_parity.py", first, "--compile"], ["gpu_parity.py", *others]]
     return [["gpu_speed.py", "gpt2", *CONTENDERS, "--warm"],
-            *(warming_up(name) for name in ENCODINGS),
-            *(["gpu_parity.py", case, "--device", "cuda", "--compile"] for case in CASES)]
+            *(["gpu_parity.py", case, "--device", "cuda", "--compile"] for case in CASES),
+            *(warming_up(name) for name in ENCODINGS)]
 
 
 def side_by_side(commands: Sequence[Sequence[str]], clock: Clock, size: Size, log: Path) -> list[Row]:
@@ -216,15 +219,12 @@ def main() -> int:
     if args.smoke:
         eager = names[2:]                       # tracing all of them would take a minute
     smoke = ["--smoke"] * args.smoke
-    try:
-        for command in (["gpt2"], ["encodings", *names, *(["--eager", ",".join(eager)] if eager else [])],
-                        ["evaluation", *EVALUATED]):
-            limit = clock.left(reserved_after(command[0]))
-            for row in rows_of(["gpu_speed.py", *command, *smoke], limit, log):
-                rows.append(row)
-                write()
-    finally:
-        kill_running()
+    for command in (["gpt2"], ["encodings", *names, *(["--eager", ",".join(eager)] if eager else [])],
+                    ["evaluation", *EVALUATED]):
+        limit = clock.left(reserved_after(command[0]))
+        for row in rows_of(["gpu_speed.py", *command, *smoke], limit, log):
+            rows.append(row)
+            write()
     print(out.read_text())
     failed = [row for row in rows if row["section"] == "parity" and not row["ok"]]
     for row in failed:

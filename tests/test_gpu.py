@@ -105,23 +105,35 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_part_that_hangs_is_ended_with_its_children_and_its_rows_are_kept(tmp_path: Path) -> None:
-    hangs = script(tmp_path / "hangs.py", (
+def hanging(tmp_path: Path) -> str:
+    """A script with a child of its own, whose number it prints."""
+    return script(tmp_path / "hangs.py", (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
         "print('{\"section\": \"x\", \"child\": %d}' % child.pid, flush=True)\ntime.sleep(60)\n"))
-    began = time.monotonic()
-    row, problem = gpu.rows_of([hangs, "x"], 2, tmp_path / "log")
-    assert "cut short after 2 s" in problem["problem"] and problem["is_late"]
-    assert time.monotonic() - began < 30
+
+
+def has_ended(pid: int) -> bool:
     for _ in range(100):
-        stat = Path(f"/proc/{row['child']}/stat")
+        stat = Path(f"/proc/{pid}/stat")
         if not stat.exists() or stat.read_text().split()[2] == "Z":
-            break
+            return True
         time.sleep(0.05)
-    else:
-        pytest.fail("its child lives on")
-    assert not gpu.RUNNING
+    return False
+
+
+def test_a_part_that_hangs_is_ended_with_its_children_and_its_rows_are_kept(tmp_path: Path) -> None:
+    began = time.monotonic()
+    row, problem = gpu.rows_of([hanging(tmp_path), "x"], 2, tmp_path / "log")
+    assert "cut short after 2 s" in problem["problem"] and problem["is_late"]
+    assert time.monotonic() - began < 30 and has_ended(row["child"]) and not gpu.RUNNING
+
+
+def test_no_part_outlives_the_command(tmp_path: Path) -> None:
+    rows = gpu.rows_of([hanging(tmp_path)], 60, tmp_path / "log")
+    child = next(rows)["child"]
+    rows.close()                                # as an exception, a signal's among them, does
+    assert has_ended(child) and not gpu.RUNNING
 
 
 def test_a_part_that_crashes_is_named_with_its_last_line(tmp_path: Path) -> None:

@@ -36,10 +36,18 @@ sys.path.insert(0, str(ROOT))       # `python bench/gpu.py` finds the root's mod
 import torch  # noqa: E402
 
 from bench.gpu_parity import CASES  # noqa: E402
-from bench.gpu_speed import CONTENDERS, EVALUATED, FULL, SMOKE, Row, Size  # noqa: E402
+from bench.gpu_speed import (  # noqa: E402
+    CONTENDERS,
+    EVALUATED,
+    FULL,
+    SMOKE,
+    WAYS,
+    Row,
+    Size,
+    changes_logits,
+)
 from bench.gpu_table import markdown  # noqa: E402
 from command import UserError, argument_parser, run_command  # noqa: E402
-from positions import ENCODINGS  # noqa: E402
 from train import git_revision  # noqa: E402
 
 # Seconds that later parts are sure of: what an earlier one may take is all that is left but these. Expected,
@@ -128,7 +136,7 @@ def checks(size: Size) -> list[list[str]]:
                 ["gpu_parity.py", first, "--compile"], ["gpu_parity.py", *others]]
     return [["gpu_speed.py", "gpt2", *CONTENDERS, "--warm"],
             *(["gpu_parity.py", case, "--device", "cuda", "--compile"] for case in CASES),
-            *(warming_up(name) for name in ENCODINGS)]
+            *(warming_up(name) for name in WAYS)]
 
 
 def side_by_side(commands: Sequence[Sequence[str]], clock: Clock, size: Size, log: Path) -> list[Row]:
@@ -157,7 +165,7 @@ def not_checked(rows: Sequence[Row]) -> Iterator[Row]:
 
 def order(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Encodings to time, first those that change the logits, which have a goal; and those not to compile."""
-    names = sorted(ENCODINGS, key=lambda name: not ENCODINGS[name].has_scores())
+    names = sorted(WAYS, key=lambda name: not changes_logits(name))
     late = [row["command"] for row in rows if row["section"] == "problem" and row["is_late"]]
     return names, [name for name in names if warming_up(name) in late]
 
@@ -219,7 +227,7 @@ def main() -> int:
     if args.smoke:
         eager = names[2:]                       # tracing all of them would take a minute
     smoke = ["--smoke"] * args.smoke
-    for command in (["gpt2"], ["encodings", *names, *(["--eager", ",".join(eager)] if eager else [])],
+    for command in (["gpt2"], ["encodings", *names, *(["--eager", ";".join(eager)] if eager else [])],
                     ["evaluation", *EVALUATED]):
         limit = clock.left(reserved_after(command[0]))
         for row in rows_of(["gpu_speed.py", *command, *smoke], limit, log):

@@ -36,11 +36,15 @@ from positions import ENCODINGS  # noqa: E402
 BATCH_SIZE, T, VOCAB_SIZE = 2, 200, 256
 SHAPE = ["model.n_layer=2", "model.n_head=2", "model.n_embd=128", f"model.vocab_size={VOCAB_SIZE}",
          f"train.seq_len={T}"]
+# encodings that model.flex serves (flex.py, where this checkout has it); it does nothing on a CPU
+FLEXIBLE = [name for name, encoding in ENCODINGS.items() if getattr(encoding, "by_distance", False)]
 CASES = {
     **{name: [f"position.encoding={name}"] for name in ENCODINGS},
+    **{f"{name}, flex": [f"position.encoding={name}", "model.flex=true"] for name in FLEXIBLE},
     "rope, window 50": ["model.window=50"],
     "rope, 1 head of keys": ["model.n_kv_head=1"],
     "t5, window 50": ["position.encoding=t5", "model.window=50"],
+    **({"rope, window 50, flex": ["model.window=50", "model.flex=true"]} if FLEXIBLE else {}),
     "alibi, 1 head of keys": ["position.encoding=alibi", "model.n_kv_head=1"],
 }
 

@@ -1,6 +1,6 @@
 """Speed on one GPU: GPT-2 124 M against transformers', each encoding over RoPE, evaluation of a long text.
 
-`python bench/gpu_speed.py gpt2|encodings|evaluation [NAME ...] [--warm] [--eager NAME,NAME] [--smoke]`, as
+`python bench/gpu_speed.py gpt2|encodings|evaluation [NAME ...] [--warm] [--eager NAME;NAME] [--smoke]`, as
 bench/gpu.py calls it; prints a JSON object a line. --warm takes a step of each and times nothing: compilers
 keep what they made on disk, so that the timed call need not wait for it. --smoke: toy size, on the CPU.
 
@@ -26,6 +26,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from bench.gpu_parity import FLEXIBLE  # noqa: E402
 from command import UserError, argument_parser, one_line, run_command  # noqa: E402
 from config import Config, load_config  # noqa: E402
 from eval import token_losses  # noqa: E402
@@ -34,7 +35,6 @@ from positions import ENCODINGS  # noqa: E402
 from train import make_optimizer  # noqa: E402
 
 OURS, BASE = "nanorope, learned (GPT-2's block)", "rope"
-EVALUATED = ("rope", "alibi", "t5")         # no bias, one that folds into the kernel, one that does not
 Row = dict[str, Any]
 
 
@@ -56,6 +56,10 @@ class Size(NamedTuple):
 FULL = Size("cuda", [], 1024, (64, 32, 16, 8), 4, 16, 12, 65_536, 8192, "inductor")
 SMOKE = Size("cpu", ["model.vocab_size=512", "model.n_layer=2", "model.n_head=2", "model.n_embd=64"], 64,
              (4, 2), 1, 2, 2, 512, 256, "eager")      # traced, which is what may fail; no minutes of C++
+WAYS = {**{name: [f"position.encoding={name}"] for name in ENCODINGS},
+        **{f"{name}, flex": [f"position.encoding={name}", "model.flex=true"] for name in FLEXIBLE}}
+# no bias, one that folds into the kernel, one that does not, by each way that it has
+EVALUATED = tuple(name for name in ("rope", "alibi", "t5", "t5, flex") if name in WAYS)
 SMALL_VOCABULARY = 512      # encodings: a large output, the same for all, would hide differences
 
 
@@ -236,8 +240,8 @@ def flops_per_token(config: Config, T: int) -> tuple[int, int]:
 
 
 def encoding_step(name: str, size: Size, is_compiled: bool) -> Step:
-    """A step of this encoding in GPT-2's width and heads, with few layers and a small vocabulary."""
-    config = gpt2_config("gpt2-124m", size, f"position.encoding={name}", f"model.n_layer={size.n_layer}",
+    """A step of one of WAYS in GPT-2's width and heads, with few layers and a small vocabulary."""
+    config = gpt2_config("gpt2-124m", size, *WAYS[name], f"model.n_layer={size.n_layer}",
                          f"model.vocab_size={SMALL_VOCABULARY}")
     torch.manual_seed(0)
     return Step(GPT(config), config, size.batch_size, size.backend if is_compiled else None)
@@ -249,13 +253,18 @@ def encodings(names: Sequence[str], size: Size, eager: Sequence[str] = ()) -> It
     for name in names:
         is_compiled = name not in eager
         row = {"section": "encodings", "name": name, "way": "compiled" if is_compiled else "eager",
-               "changes_logits": ENCODINGS[name].has_scores()}
+               "changes_logits": changes_logits(name)}
         try:
             if is_compiled not in bases:
                 bases[is_compiled] = encoding_step(BASE, size, is_compiled)
             yield row | over_base(bases[is_compiled], name, size, is_compiled)
         except Exception as error:  # no memory, or what a compiler throws: costs this row, not the others
             yield row | {"problem": one_line(f"{type(error).__name__}: {error}")[:160]}
+
+
+def changes_logits(name: str) -> bool:
+    """Whether the encoding of one of WAYS does: such have a goal."""
+    return ENCODINGS[name.partition(",")[0]].has_scores()
 
 
 def over_base(base: Step, name: str, size: Size, is_compiled: bool) -> Row:
@@ -276,7 +285,7 @@ def over_base(base: Step, name: str, size: Size, is_compiled: bool) -> Row:
 def evaluation(names: Sequence[str], size: Size) -> Iterator[Row]:
     """Seconds that eval.py's token_losses takes for one text of long_T tokens, 124 M parameters."""
     for name in names:
-        config = gpt2_config("gpt2-124m", size, f"position.encoding={name}")
+        config = gpt2_config("gpt2-124m", size, *WAYS[name])
         assert config.model.vocab_size
         device = torch.device(size.device)
         model = GPT(config).to(device).eval()
@@ -297,7 +306,7 @@ def evaluation(names: Sequence[str], size: Size) -> Iterator[Row]:
 
 SECTIONS: dict[str, tuple[Callable[[Sequence[str], Size], Iterator[Row]], tuple[str, ...]]] = {
     "gpt2": (gpt2, tuple(CONTENDERS)),
-    "encodings": (encodings, tuple(ENCODINGS)),
+    "encodings": (encodings, tuple(WAYS)),
     "evaluation": (evaluation, EVALUATED),
 }
 
@@ -319,11 +328,11 @@ def main() -> None:
     parser.add_argument("section", choices=tuple(SECTIONS))
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the section (default: all)")
     parser.add_argument("--warm", action="store_true", help="only compile")
-    parser.add_argument("--eager", metavar="NAME,NAME", help="encodings: not to compile")
+    parser.add_argument("--eager", metavar="NAME;NAME", help="encodings: not to compile")
     parser.add_argument("--smoke", action="store_true", help="toy size, on the CPU")
     args = parser.parse_args()
     run, default = SECTIONS[args.section]
-    known = CONTENDERS if args.section == "gpt2" else ENCODINGS
+    known = CONTENDERS if args.section == "gpt2" else WAYS
     unknown = [name for name in args.names if name not in known]
     if unknown:
         raise UserError(f"NAME {'; '.join(unknown)}: unknown; choose from {'; '.join(known)}")
@@ -331,7 +340,7 @@ def main() -> None:
     if args.warm:
         rows = warm(args.section, names, size)
     elif args.eager:
-        rows = encodings(names, size, args.eager.split(","))
+        rows = encodings(names, size, args.eager.split(";"))
     else:
         rows = run(names, size)
     for row in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,10 +55,12 @@ def goals(rows: Sequence[Row], size: Size) -> Iterator[str]:
     ours = {row["name"]: row for row in of(rows, "gpt2")}
     peers = [row["speed"] for name, row in ours.items() if not name.startswith("nanorope")]
     mfu = ours[OURS]["mfu"] if OURS in ours else None
-    biases = [row for row in of(rows, "encodings") if row["changes_logits"]]
-    slow = [row["name"] for row in biases if row["ratio"] > MOST_BIAS]
-    unmeasured = [row["name"] for row in of(rows, "encodings", False) if row["changes_logits"]]
-    late = f"; not measured: {', '.join(unmeasured)}" if unmeasured else ""
+    biases = [row for row in rows if row["section"] == "encodings" and row["changes_logits"]]
+    best: dict[str, float] = {}     # of the ways that an encoding has; not measured: infinite
+    for row in biases:
+        name = row["name"].partition(",")[0]
+        best[name] = min(best.get(name, math.inf), row.get("ratio", math.inf))
+    slow = [name for name, ratio in best.items() if ratio > MOST_BIAS]
     yield from table(("goal", "found", ""), [
         ("loss and gradients as in fp64 (tolerances below)",
          f"{len(checked) - wrong} of {len(checked)}" if checked else "-",
@@ -67,11 +70,11 @@ def goals(rows: Sequence[Row], size: Size) -> Iterator[str]:
         ("tokens/s over transformers' GPT-2, more than 1", f"{1 / min(peers):.2f}" if peers else "-",
          verdict(min(peers) < 1 if peers else None, size)),
         (f"encodings that change the logits at most {MOST_BIAS} x RoPE's step",
-         f"{len(biases) - len(slow)} of {len(biases)}{late}" if biases else f"-{late}",
-         verdict(not slow and not unmeasured if biases else None, size)),
+         f"{len(best) - len(slow)} of {len(best)}" if best else "-",
+         verdict(not slow if best else None, size)),
     ])
     if slow:
-        yield from ("", f"Above {MOST_BIAS} x RoPE: {', '.join(slow)}.")
+        yield from ("", f"Above {MOST_BIAS} x RoPE, or not measured: {', '.join(slow)}.")
 
 
 def parity(rows: Sequence[Row], size: Size) -> Iterator[str]:

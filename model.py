@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import attend
+from loss import mean_loss
 from positions import ENCODINGS, At, Encoding, NoPE
 from positions.temperature import TEMPERATURES, Temperature
 
@@ -194,10 +195,11 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
                 cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
-        logits = self.logits(self.hidden(tokens, positions, cache, documents))
+        x = self.hidden(tokens, positions, cache, documents)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return self.logits(x)
+        head = self.embedding.weight if self.head is None else self.head.weight
+        return mean_loss(x.flatten(0, 1), head, targets.flatten())
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
                documents: Tensor | None = None) -> Tensor:

@@ -29,10 +29,18 @@ from train import train, validate
 STEPS = 40
 
 
+def train_in_chunks(folder: Path) -> str:
+    """A script that is train.py, whose loss is made in chunks of 16 rows; of 256 tokens it would not be."""
+    path = folder / "train_in_chunks.py"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport loss, train\n"
+                    "loss.MAX_LOGITS = 16 * 257\nsys.exit(train.main())\n")
+    return str(path)
+
+
 def start(config: Config, path: Path) -> list[subprocess.Popen]:
-    """Two processes of train.py, as torchrun starts them."""
+    """Two processes of train.py, as torchrun starts them, with the loss in chunks."""
     path.write_text(to_toml(config))
-    return start_two(str(ROOT / "train.py"), str(path))
+    return start_two(train_in_chunks(path.parent), str(path))
 
 
 def start_two(*command: str) -> list[subprocess.Popen]:
@@ -75,6 +83,7 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
     """Of DDP: two by torchrun as one alone; two that are stopped and started again as two that are not.
 
     With an encoding that has weights for a layer in which it does not act.
+    The one alone takes its loss at once, they in chunks.
     """
     def make(name: str) -> Config:
         return tiny("fire", "position.layers=first", f"train.steps={STEPS}", "train.accumulate=2",
@@ -83,7 +92,7 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
 
     (tmp_path / "straight.toml").write_text(to_toml(make("straight")))
     launcher = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-                               str(ROOT / "train.py"), str(tmp_path / "straight.toml")],
+                               train_in_chunks(tmp_path), str(tmp_path / "straight.toml")],
                               capture_output=True, text=True)
     assert launcher.returncode == 0, launcher.stderr
     assert "2 x cpu by ddp" in launcher.stdout
@@ -99,10 +108,13 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
 
 
 def test_a_sharded_run_goes_on_in_one_process(tiny, tmp_path: Path) -> None:
-    """FSDP2: stopped, and gone on with alone, it is the run of one process; an encoding with weights too."""
+    """FSDP2: stopped, and gone on with alone, it is the run of one process; an encoding with weights too.
+
+    So is a tied matrix, whose gradients are of the embedding and of a loss in chunks.
+    """
     def make(name: str) -> Config:
         return tiny("t5", f"train.steps={STEPS}", "train.accumulate=2", "train.parallel=fsdp",
-                    f"run.dir={tmp_path / name}", "run.save_every=100")
+                    "model.tied=true", f"run.dir={tmp_path / name}", "run.save_every=100")
 
     codes, out = stop_in_the_middle(start(make("sharded"), tmp_path / "sharded.toml"), signal.SIGTERM)
     assert codes == [143, 143] and "2 x cpu by fsdp" in out[0]

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from positions import At, Encoding
 
-MAX_BLOCK = 2**22       # logits held at a time where they are explicit: 16 MB in fp32, near the cache
+# logits held at a time where they are explicit
+MAX_BLOCK = 2**22       # on a CPU: 16 MB in fp32, near the cache
+MAX_BLOCK_GPU = 2**28   # elsewhere: 1 GB; at usual lengths all at once, in few large kernels
 FUSE_FROM = 1024        # queries; with fewer, blocks are faster on a CPU than the fused kernel
 MIN_ROWS = 256          # queries that share a window's keys
 
@@ -93,7 +95,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     """Explicit softmax in blocks of query rows: T x T logits never exist at once. -> (B, H, Tq, D)."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
-    n_blocks = math.ceil(Tq / max(1, MAX_BLOCK // (B * H * Tk)))
+    limit = MAX_BLOCK if q.device.type == "cpu" else MAX_BLOCK_GPU
+    n_blocks = math.ceil(Tq / max(1, limit // (B * H * Tk)))
     n_rows = math.ceil(Tq / n_blocks)                                   # blocks of one size
     q_turned, k_turned = encoding.rotate(q, k, at)
     k_turned, k, v = (for_each_head(x, H) for x in (k_turned, k, v))

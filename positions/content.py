@@ -23,7 +23,12 @@ KEYS_AT_A_TIME = 256    # whose products with a table are held at once
 
 
 def cut(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of a table (P, D) that rows, any integers, point into, and where in it they point."""
+    """The part of a table (P, D) that rows, any integers, point into, and where in it they point.
+
+    All of it on a GPU, which would be waited for, and for torch.compile, which would not know its size.
+    """
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return table, rows
     first, last = map(int, rows.aminmax())
     return table[first:last + 1], rows - first
 

@@ -58,7 +58,8 @@ class ALiBi(Encoding):
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         if self.log_slopes is not None:
             return self.log_slopes.exp()[:, None, None]                 # (H, 1, 1)
-        return torch.tensor(self.slopes(self.n_head), device=q_pos.device)[:, None, None]
+        slopes = torch.tensor(self.slopes(self.n_head)).to(q_pos.device, non_blocking=True)
+        return slopes[:, None, None]
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         return logits - at.tables * at.distance()
@@ -223,15 +224,11 @@ class Sandwich(Encoding):
         super().__init__(config)
         self.n_head, self.dim = config.model.n_head, config.position.dim
 
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        n = int((q_pos.max() - k_pos.min()).clamp(min=0)) + 1
-        distance = torch.arange(n, device=q_pos.device, dtype=torch.float32)
-        total = torch.zeros_like(distance)
-        for f in rope.inv_freq(self.dim, 10_000.0, device=q_pos.device):        # never (n, dim/2) numbers
-            total += (distance * f).cos()
-        ratio = 8 / self.n_head * torch.arange(1, self.n_head + 1, device=q_pos.device)
-        return total / ratio[:, None]                                   # (H, n)
-
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        bias = at.tables[:, at.distance()[:, 0]]                        # (H, 1 or B, Tq, Tk)
-        return logits + bias.transpose(0, 1)
+        f = rope.inv_freq(self.dim, 10_000.0, device=q.device).double()     # sums of many cancel
+        angles = (rope.angles(positions, f) for positions in (at.q_pos, at.k_pos))
+        # cos(a - b) = cos a cos b + sin a sin b: a product of matrices, whatever the distances
+        q_wave, k_wave = (torch.cat((a.cos(), a.sin()), dim=-1) for a in angles)    # (1 or B, T, dim)
+        total = (q_wave @ k_wave.mT)[:, None]                           # (1 or B, 1, Tq, Tk)
+        ratio = 8 / self.n_head * torch.arange(1, self.n_head + 1, device=q.device)
+        return logits + total.to(logits.dtype) / ratio[:, None, None]

@@ -1,6 +1,7 @@
 """Both paths of attention: what a block holds, and that a bias in extra channels is the bias itself."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import attention
 from attention import attend_fused, attend_in_blocks, row_blocks
+from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.distance import ALiBi
 
@@ -191,3 +193,42 @@ def test_blocks_hold_every_visible_pair_once(Tq: int, Tk: int, window: int | Non
         count[rows, keys] += mask
         assert mask.any(0).all() and mask.any(1).all()                  # no key that no query sees
     assert torch.equal(count, visible)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("positions", ["plain", "skipping"])
+def test_no_value_is_asked_for_in_a_training_pass(name: str, positions: str, tiny, monkeypatch) -> None:
+    """A GPU would be waited for. On the meta device, which holds no values, asking is an error."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())      # there is none on that device
+    model = GPT(tiny(name, "train.dtype=bfloat16")).to("meta")
+    x, at = torch.zeros((2, 32), dtype=torch.long, device="meta"), None
+    if positions == "skipping" and model.encoding.max_length is None:   # a limit is looked for in positions
+        at = torch.zeros((2, 32), dtype=torch.long, device="meta")
+    documents = (x == 5).cumsum(-1)
+    model(x, x, at, documents=documents).backward()
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_training_pass_is_one_graph_and_the_next_step_runs_it_too(name: str, tiny) -> None:
+    """Other tokens and another seed are no reason to compile again."""
+    torch._dynamo.reset()
+    model = GPT(tiny(name, "model.n_layer=1"))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for step in range(3):
+        torch.manual_seed(step)
+        x = tokens((2, 33), step)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0), torch.autocast("cpu", torch.bfloat16):
+            compiled(x[:, :-1], x[:, 1:]).backward()
+
+
+@pytest.mark.parametrize(("B", "T", "n_blocks"), [(16, 1024, 1), (1, 2**14, 13), (1, 2**16, 193)])
+def test_a_gpu_has_few_large_blocks_and_never_all_logits(B: int, T: int, n_blocks: int, tiny,
+                                                         monkeypatch) -> None:
+    model = GPT(tiny("t5", "model.n_head=12", "model.n_embd=24", "model.n_layer=1")).to("meta")
+    scores, seen = model.encoding.scores, []
+    monkeypatch.setattr(model.encoding, "scores",
+                        lambda logits, *rest: seen.append(logits.numel()) or scores(logits, *rest))
+    with torch.no_grad():
+        model.hidden(torch.zeros((B, T), dtype=torch.long, device="meta"))
+    assert len(seen) == n_blocks and max(seen) <= 2**28

@@ -117,13 +117,19 @@ def sync_gradients(model: Any, is_on: bool) -> None:
         model.set_requires_gradient_sync(is_on)
 
 
+def tell(world: World, *figures: Tensor | float) -> Tensor:
+    """What each process has to say, (processes, figures), on the device, in fp64; nothing waits for it."""
+    said = torch.zeros(world.size, len(figures), dtype=torch.float64, device=world.device)
+    for i, figure in enumerate(figures):
+        said[world.rank, i] = figure
+    return add_up(world, said)
+
+
 def agree(world: World, loss: float, signal: int) -> tuple[float, int]:
     """The mean of all processes' losses, and the number of a signal that any of them got, else 0."""
     if world.size == 1:
         return loss, signal
-    said = torch.zeros(world.size, 2, dtype=torch.float64, device=world.device)
-    said[world.rank] = torch.tensor([loss, signal])
-    dist.all_reduce(said)
+    said = tell(world, loss, signal)
     return float(said[:, 0].mean()), int(said[:, 1].max())
 
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
@@ -55,6 +55,14 @@ class Stopped(Exception):
 
 class Diverged(Exception):
     """Too many steps in a row had no finite loss or gradient."""
+
+
+class Queued(NamedTuple):
+    """A step that the device may still be at."""
+
+    lr: float
+    said: torch.Tensor              # (processes, 3) loss, gradient's norm, signal; there once `ready`
+    ready: torch.cuda.Event | None
 
 
 def train(config: Config, stop: list[int]) -> int:
@@ -97,6 +105,8 @@ def train(config: Config, stop: list[int]) -> int:
     let_signals_wait(stop)
 
     run, steps, saved_at = config.run, config.train.steps, state["step"]
+    queue: list[Queued] = []                    # begun after state["step"]
+    n_ahead, signalled = 2 if runs_ahead(optimizer, device) else 1, 0
 
     def save() -> None:
         nonlocal saved_at
@@ -107,9 +117,9 @@ def train(config: Config, stop: list[int]) -> int:
 
     try:
         while state["step"] < steps or state["is_half_done"]:
-            signalled = 0
             if not state["is_half_done"]:
-                signalled = take_step(step_model, optimizer, corpus, config, state, world, stop)
+                signalled = take_step(step_model, optimizer, corpus, config, state, world, stop, queue,
+                                      1 if signalled else n_ahead) or signalled
             done, metrics = state["step"], state["metrics"]
             if done % run.eval_every == 0 or done == steps:
                 metrics |= validate(model, corpus, lengths, config, world, stop)
@@ -118,7 +128,7 @@ def train(config: Config, stop: list[int]) -> int:
             state["is_half_done"] = False
             if done % run.save_every == 0 or done == steps:
                 save()
-            if signalled and done < steps:
+            if signalled and not queue and done < steps:
                 raise Stopped(signalled)
     except Stopped as stopped:
         save()
@@ -136,31 +146,70 @@ def train(config: Config, stop: list[int]) -> int:
 
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config,
-              state: dict[str, Any], world: World, stop: list[int]) -> int:
+              state: dict[str, Any], world: World, stop: list[int], queue: list[Queued], n_ahead: int) -> int:
     """One update; or none, where loss or gradient is not finite. The step is half done then: not yet logged.
+
+    With n_ahead = 2 the step after it is queued before this one's figures are read, so that a GPU waits
+    neither for them nor for a batch; but never beyond a step at which the state is looked at.
 
     Returns the number of a signal that came, else 0. Raises Stopped, and Diverged after train.max_bad_steps
     without an update in a row.
     """
     t, step = config.train, state["step"]
-    lr = learning_rate(step, t)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    loss, grad_norm = update(model, optimizer, corpus, config, step, world, stop)
-    loss, signalled = parallel.agree(world, loss, stop[0] if stop else 0)   # asked once a step
-    is_good = math.isfinite(loss) and math.isfinite(grad_norm)
-    n_bad = 0 if is_good else state["n_bad"] + 1
-    if is_good:
-        optimizer.step()
-    elif n_bad >= t.max_bad_steps:
+    while not queue or (len(queue) < n_ahead and not is_looked_at(step + len(queue), config)):
+        queue.append(queue_step(model, optimizer, corpus, config, step + len(queue), world, stop, not queue))
+    lr, said, ready = queue.pop(0)
+    if ready:
+        ready.synchronize()
+    loss, grad_norm, signalled = float(said[:, 0].mean()), float(said[:, 1].max()), int(said[:, 2].max())
+    n_bad = 0 if math.isfinite(loss) and math.isfinite(grad_norm) else state["n_bad"] + 1
+    if n_bad >= t.max_bad_steps:
         raise Diverged(describe_divergence(config, corpus, step, n_bad, loss, grad_norm))
     state |= {"step": step + 1, "n_bad": n_bad, "is_half_done": True,
               "metrics": {"loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}}
     return signalled
 
 
+def is_looked_at(done: int, config: Config) -> bool:
+    """Whether a line, a validation or a checkpoint follows so many steps."""
+    run = config.run
+    return done == config.train.steps or not (done % run.log_every and done % run.eval_every
+                                              and done % run.save_every)
+
+
+def queue_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config, step: int,
+               world: World, stop: list[int], may_stop: bool) -> Queued:
+    """Begin a step: on a GPU this returns before it is done, and nothing here waits for it."""
+    lr = learning_rate(step, config.train)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss, grad_norm = update(model, optimizer, corpus, config, step, world, stop if may_stop else ())
+    said = parallel.tell(world, loss, grad_norm, stop[0] if stop else 0)    # asked once a step
+    apply_where(said[:, :2].isfinite().all(), optimizer)
+    if not said.is_cuda:
+        return Queued(lr, said, None)
+    said = said.to("cpu", non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return Queued(lr, said, ready)
+
+
+def apply_where(is_good: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Update the weights, or leave them and their moments as they are, as a value on the device says."""
+    if runs_ahead(optimizer, is_good.device):
+        optimizer.found_inf = (~is_good).float()    # type: ignore[attr-defined]    # as GradScaler has it
+        optimizer.step()
+    elif is_good:
+        optimizer.step()
+
+
+def runs_ahead(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether steps are queued without waiting. Of optimisers, fused AdamW alone can skip one by itself."""
+    return device.type == "cuda" and isinstance(optimizer, torch.optim.AdamW)
+
+
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config, step: int,
-           world: World, stop: Sequence[int] = ()) -> tuple[float, float]:
+           world: World, stop: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of one batch, in train.accumulate parts, clipped; return the loss and the gradient's norm.
 
     With several processes the loss is that of this one's share of the batch, the gradient that of all of it.
@@ -168,13 +217,11 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, c
     """
     t, device = config.train, world.device
     torch.manual_seed(t.seed * 2**32 + step * world.size + world.rank)     # dropout: a function of these
-    inputs, targets = corpus.batch(t.seq_len, t.batch_size, t.seed, step, world.rank, world.size)
-    if device.type == "cuda":
-        inputs, targets = inputs.pin_memory(), targets.pin_memory()
-    inputs, targets = (x.to(device, non_blocking=True) for x in (inputs, targets))
+    batch = corpus.batch(t.seq_len, t.batch_size, t.seed, step, world.rank, world.size)
+    inputs, targets = (to_device(x, device) for x in batch)
     positions: Any = [None] * t.accumulate
     if t.pose_length:
-        positions = world.share(skipping_positions(t, step)).to(device).chunk(t.accumulate)
+        positions = to_device(world.share(skipping_positions(t, step)), device).chunk(t.accumulate)
     model.train()
     optimizer.zero_grad(set_to_none=True)
     losses = []
@@ -188,7 +235,12 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, c
         loss.backward()
         losses.append(loss.detach())
     grad_norm = parallel.whole(nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf))
-    return float(sum(losses)), float(grad_norm)
+    return torch.stack(losses).sum(), grad_norm
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """To a GPU by way of memory from which it copies by itself: nothing waits."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def packed(tokens: torch.Tensor, config: Config, corpus: Corpus) -> torch.Tensor | None:

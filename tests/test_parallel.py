@@ -29,18 +29,19 @@ from train import train, validate
 STEPS = 40
 
 
-def train_in_chunks(folder: Path) -> str:
-    """A script that is train.py, whose loss is made in chunks of 16 rows; of 256 tokens it would not be."""
-    path = folder / "train_in_chunks.py"
+def train_as_on_a_gpu(folder: Path) -> str:
+    """A script that is train.py as on a GPU: the loss in chunks of 16 rows, updates decided on the device."""
+    path = folder / "train_as_on_a_gpu.py"
     path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport loss, train\n"
-                    "loss.MAX_LOGITS = 16 * 257\nsys.exit(train.main())\n")
+                    "loss.MAX_LOGITS, train.runs_ahead = 16 * 257, lambda *_: True\n"
+                    "sys.exit(train.main())\n")
     return str(path)
 
 
 def start(config: Config, path: Path) -> list[subprocess.Popen]:
     """Two processes of train.py, as torchrun starts them, with the loss in chunks."""
     path.write_text(to_toml(config))
-    return start_two(train_in_chunks(path.parent), str(path))
+    return start_two(train_as_on_a_gpu(path.parent), str(path))
 
 
 def start_two(*command: str) -> list[subprocess.Popen]:
@@ -92,7 +93,7 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
 
     (tmp_path / "straight.toml").write_text(to_toml(make("straight")))
     launcher = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-                               train_in_chunks(tmp_path), str(tmp_path / "straight.toml")],
+                               train_as_on_a_gpu(tmp_path), str(tmp_path / "straight.toml")],
                               capture_output=True, text=True)
     assert launcher.returncode == 0, launcher.stderr
     assert "2 x cpu by ddp" in launcher.stdout

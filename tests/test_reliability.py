@@ -329,9 +329,11 @@ def spoiled(steps: set[int], kind: str) -> Callable:
     return call
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("kind", ["loss", "infinite loss", "gradient"])
-def test_an_update_that_is_not_finite_is_not_applied(kind: str, tiny, tmp_path: Path, monkeypatch,
-                                                     capsys) -> None:
+def test_an_update_that_is_not_finite_is_not_applied(kind: str, is_ahead: bool, tiny, tmp_path: Path,
+                                                     monkeypatch, capsys) -> None:
+    monkeypatch.setattr(train_module, "runs_ahead", lambda *_: is_ahead)    # the optimiser leaves it out then
     config = tiny("rope", "run.save_every=1", "run.keep=99", "run.log_every=4", "train.max_bad_steps=3")
     monkeypatch.setattr(GPT, "forward", spoiled({5, 6, 9}, kind))
     assert train(config, []) == 0
@@ -353,10 +355,12 @@ def test_an_update_that_is_not_finite_is_not_applied(kind: str, tiny, tmp_path: 
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_too_many_bad_steps_in_a_row_end_training_with_3(kind: str, tiny, tmp_path: Path, monkeypatch,
-                                                         capsys) -> None:
-    config = tiny("rope", "train.max_bad_steps=3")
+def test_too_many_bad_steps_in_a_row_end_training_with_3(kind: str, is_ahead: bool, tiny, tmp_path: Path,
+                                                         monkeypatch, capsys) -> None:
+    monkeypatch.setattr(train_module, "runs_ahead", lambda *_: is_ahead)
+    config = tiny("rope", "train.max_bad_steps=3", f"run.log_every={9 if is_ahead else 1}")
     monkeypatch.setattr(GPT, "forward", spoiled({2, 3, 6, 7, 8}, kind))     # 2 in a row do not
     assert train(config, []) == 3
     error = capsys.readouterr().err

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, every_encoding, lively, words
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import train as train_module
@@ -109,6 +111,52 @@ def test_resume_is_bit_equal_to_an_uninterrupted_run(overrides: tuple[str, ...],
     assert codes == [130, 130] and not (tmp_path / "stopped" / "summary.json").exists()
     assert train(stopped, []) == 0
     assert_equal_runs(tmp_path / "straight", tmp_path / "stopped", steps)
+
+
+class Asked(TorchDispatchMode):
+    """How often the value of a tensor was asked for: on a GPU, each is a wait."""
+
+    n = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.n += function is torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("name", ["rope", "sandwich"])
+def test_nothing_waits_for_a_step_that_is_queued(name: str, tiny, monkeypatch) -> None:
+    """From the batch to the update, with parts, packed documents, skipped positions, clipping and dropout."""
+    config = tiny(name, "train.accumulate=2", "train.pose_length=99", "data.cross_documents=mask",
+                  "model.dropout=0.1")
+    model, corpus = lively(config), Corpus(config.data.dir)
+    optimizer = make_optimizer(model, config.train)
+    waits = []
+    for is_ahead in (True, False):
+        monkeypatch.setattr(train_module, "runs_ahead", lambda *_, is_ahead=is_ahead: is_ahead)
+        with Asked() as asked:
+            train_module.queue_step(model, optimizer, corpus, config, 0, CPU, [], True)
+        waits.append(asked.n)
+    assert waits == [0, 1]              # AdamW decides for itself, else it is decided here
+
+
+@pytest.mark.parametrize("overrides", [("run.log_every=5",), ("run.log_every=1",),
+                                       ("run.log_every=7", "model.dropout=0.3", "train.accumulate=2")])
+def test_steps_queued_ahead_are_the_same_steps(overrides: tuple[str, ...], tiny, tmp_path: Path,
+                                               monkeypatch) -> None:
+    """Lines, weights, moments, stopped and resumed too; one is begun before the last one's loss is read."""
+    overrides = (*overrides, "train.steps=24", "run.save_every=9")
+    assert train(tiny("rope", *overrides, f"run.dir={tmp_path / 'straight'}"), []) == 0
+    monkeypatch.setattr(train_module, "runs_ahead", lambda *_: True)
+    depths, take_step = [], train_module.take_step
+    monkeypatch.setattr(train_module, "take_step",
+                        lambda *given: (take_step(*given), depths.append(len(given[-2])))[0])
+    assert train(tiny("rope", *overrides, f"run.dir={tmp_path / 'ahead'}"), []) == 0
+    assert_equal_runs(tmp_path / "straight", tmp_path / "ahead", 24)
+    assert max(depths) == (0 if "run.log_every=1" in overrides else 1)
+    config = tiny("rope", *overrides)
+    codes = [train(config, stop_after(n)) for n in (9, 2, 5)]
+    assert codes == [130] * 3 and train(config, []) == 0
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run", 24)
 
 
 def test_a_run_starts_from_another_at_a_longer_length_under_an_extension(tiny, tmp_path: Path) -> None:
@@ -348,8 +396,8 @@ def test_gradients_are_clipped(tiny) -> None:
     for limit, bound in ((0.5, 0.5), (0.0, math.inf)):
         config = tiny("rope", f"train.grad_clip={limit}")
         model = lively(config)
-        _, norm = update(model, make_optimizer(model, config.train), Corpus(config.data.dir), config, 0,
-                         CPU)
+        _, norm = map(float, update(model, make_optimizer(model, config.train), Corpus(config.data.dir),
+                                    config, 0, CPU))
         after = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
         assert norm > 0.5 and after == pytest.approx(min(norm, bound), rel=1e-3)
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import flex
 from positions import At, Encoding
 
 # logits held at a time where they are explicit
@@ -25,6 +26,8 @@ MIN_ROWS = 256          # queries that share a window's keys
 def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
            window: int | None, dropout: float) -> Tensor:
     """softmax(encoding(q k^T / sqrt(D))) v, of unrotated q (B, H, Tq, D), k and v (B, G, Tk, D): like q."""
+    if flex.serves(q, encoding, at, is_causal, window, dropout):
+        return flex.attend_flex(q, k, v, encoding, at)
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
     if encoding.has_scores():
         is_fused = encoding.can_fold and is_causal and at.in_order and not is_short

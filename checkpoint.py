@@ -155,8 +155,8 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
     """
     source, theirs, their_tokenizer = load_run(run_dir)
     may_change = tuple(f"{key}:" for key in (
-        "model.dropout", "position.scaling", "position.base", "position.layers", "position.skip_every",
-        "position.temperature"))
+        "model.dropout", "model.flex", "position.scaling", "position.base", "position.layers",
+        "position.skip_every", "position.temperature"))
     changes = [line for line in differences(theirs, config)
                if line.startswith(("model.", "position.")) and not line.startswith(may_change)]
     if their_tokenizer.sha256 != tokenizer.sha256:

@@ -83,6 +83,9 @@ class Model(Section):
         None, ge=1, description="keys that a query sees, its own among them (default: all up to its own)")
     full_every: int = Field(
         0, ge=0, description="k: every k-th layer has no window, from the k-th on (Cohere2: 4); 0: none")
+    flex: bool = Field(
+        False, description="FlexAttention, on CUDA, for windows, packed documents and biases by distance, in "
+                           "place of masks and blocks; not with dropout or train.pose_length")
     qk_norm: bool = Field(False, description="RMSNorm of each head's q and k before their product")
     dropout: float = Field(0.0, ge=0, lt=1, description="on embeddings, attention weights, sublayer outputs")
 

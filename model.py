@@ -10,12 +10,13 @@ channels of a head (C // H by default), V vocabulary. Loss in nats per token.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import flex
 from attention import attend
 from loss import mean_loss
 from positions import ENCODINGS, At, Encoding, NoPE
@@ -168,7 +169,7 @@ class GPT(nn.Module):
         model = config.model
         assert model.vocab_size, "the corpus' vocabulary must be filled in first"
         self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
-        self.dropout = nn.Dropout(model.dropout)
+        self.dropout, self.flex = nn.Dropout(model.dropout), model.flex
         self.blocks = nn.ModuleList(Block(model, None if is_every(model.full_every, layer) else model.window)
                                     for layer in range(model.n_layer))
         self.norm = make_norm(model)
@@ -208,12 +209,16 @@ class GPT(nn.Module):
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
         tables = self.encoding.tables(q_pos, k_pos)
+        blocks: Any = self.blocks
+        windows, masks = [block.attention.window for block in blocks], {}
+        if self.flex and positions is None and cache is None and tokens.device.type in flex.DEVICES:
+            masks = flex.block_masks(windows, tokens.shape[1], documents, tokens.device)
         x = self.dropout(self.encoding.embed(self.embedding(tokens), q_pos))
         temperatures = self.temperature(q_pos)
         for layer, block in enumerate(self.blocks):
             encoding = self.encoding if layer in self.encoded_layers else self.no_encoding
             at = At(q_pos, k_pos, layer, tables, in_order=positions is None, temperature=temperatures[layer],
-                    documents=documents)
+                    documents=documents, block_mask=masks.get(windows[layer]))
             x = block(x, encoding, at, cache)
         return self.norm(x)
 

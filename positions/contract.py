@@ -25,6 +25,7 @@ class At(NamedTuple):
     features: Tensor | None = None  # what its `features` returned for the keys, (B, H, Tk, F)
     temperature: Tensor | None = None  # factor of the queries, (1 or B, 1 or H, Tq, 1)
     documents: Tensor | None = None  # of packed tokens, (B, T): logits across them are -inf
+    block_mask: Any = None  # what FlexAttention is to see, where it may be used: see flex.py
     in_order: bool = False  # is it known that no key that a query sees has a larger position?
 
     def distance(self) -> Tensor:
@@ -68,6 +69,7 @@ class Encoding(nn.Module):
     n_axes: ClassVar[int] = 1  # above 1 it takes positions (1 or B, T, n_axes) too, a number for each axis
     max_length: int | None = None  # positions it is defined for are 0 ... max_length - 1; None: all
     can_fold: bool = False  # is `fold` the same as `scores`?
+    by_distance: ClassVar[bool] = False  # does `scores` add what head, layer, distance decide alone (tested)?
 
     def __init__(self, config: Config) -> None:
         """Make the parameters. One instance serves all layers; those of each layer are stacked on axis 0."""

@@ -35,6 +35,7 @@ class ALiBi(Encoding):
     """
 
     Options = ALiBiOptions
+    by_distance = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -104,6 +105,7 @@ class T5(Encoding):
     """
 
     Options = T5Options
+    by_distance = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -135,6 +137,7 @@ class Kerple(Encoding):
     forward the parameters themselves are clamped to at least 0.01 (and the power's p to at most 2).
     """
 
+    by_distance = True
     max_p: float | None = None
 
     def __init__(self, config: Config) -> None:
@@ -219,6 +222,7 @@ class Sandwich(Encoding):
     """
 
     Options = SandwichOptions
+    by_distance = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

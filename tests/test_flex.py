@@ -1,0 +1,122 @@
+"""FlexAttention: the same values and gradients. Its fused kernel needs a GPU; what it is given is tested."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import lively, tokens
+from torch import Tensor
+
+import attention
+import flex
+from config import Config
+from model import GPT
+from positions import ENCODINGS
+
+FLEXIBLE = [name for name, encoding in ENCODINGS.items() if encoding.by_distance]
+OPTIONS = {"plain": (), "window": ("model.window=9", "model.full_every=2"),
+           "grouped": ("model.n_head=4", "model.n_kv_head=2", "model.head_dim=16"),
+           "sharp": ("position.temperature=ssmax",), "all of it": ("model.window=20", "model.n_kv_head=1")}
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | None, block_mask: Any,
+          scale: float, enable_gqa: bool) -> Tensor:
+    """FlexAttention by its documentation, all pairs at once."""
+    (B, H, T, _), n_shared = q.shape, q.shape[1] // k.shape[1]
+    assert enable_gqa == (n_shared > 1)
+    k, v = (x.repeat_interleave(n_shared, dim=1) for x in (k, v))
+    b, h, i, j = (torch.arange(n).view([-1 if place == axis else 1 for axis in range(4)])
+                  for place, n in enumerate((B, H, T, T)))
+    logits = q @ k.mT * scale
+    logits = score_mod(logits, b, h, i, j) if score_mod else logits
+    return logits.masked_fill(~block_mask.mask_mod(b, h, i, j), -torch.inf).softmax(-1) @ v
+
+
+def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> tuple[list[Tensor], int]:
+    """Loss, and gradients of all parameters; how many layers took FlexAttention."""
+    with monkeypatch.context() as patch:
+        patch.setattr(flex, "DEVICES", {"cpu"} if is_flex else set())
+        taken, attend = [], flex.attend_flex
+        patch.setattr(flex, "attend_flex", lambda *given: taken.append(1) or attend(*given))
+        patch.setattr(flex, "kernel", lambda device: dense)
+        model.zero_grad()
+        loss = model(tokens((2, 33)), tokens((2, 33), 1), documents=documents)
+        loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())], len(taken)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["rope", *FLEXIBLE])
+def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tiny, monkeypatch) -> None:
+    model = lively(tiny(name, "model.flex=true", *OPTIONS[options])).double()
+    documents = (tokens((2, 33), 2) < 30).cumsum(-1) if packed else None
+    expected, n_none = values(model, documents, monkeypatch, False)
+    found, n_taken = values(model, documents, monkeypatch, True)
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-7)
+    n_windows = sum(block.attention.window is not None for block in model.blocks)
+    assert n_none == 0 and n_taken == (2 if name != "rope" or packed else n_windows)
+
+
+def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
+    """PyTorch's own, uncompiled; its backward pass on a CPU is there, and refused unless one insists.
+
+    With masks by blocks, of a window and of documents; shared keys; a learned bias that it captures.
+    """
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    torch._dynamo.reset()
+    options = ("model.flex=true", "model.window=100", "model.full_every=2", "model.n_kv_head=1")
+    model, x, found = lively(tiny("t5", *options)).double(), tokens((2, 201)), []
+    documents = (x[:, :-1] < 3).cumsum(-1)
+    for devices, call in ((set(), model), ({"cpu"}, torch.compile(model, backend="eager", fullgraph=True))):
+        monkeypatch.setattr(flex, "DEVICES", devices)
+        model.zero_grad()
+        loss = call(x[:, :-1], x[:, 1:], documents=documents)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    torch.testing.assert_close(*found, atol=1e-9, rtol=1e-7)
+
+
+def test_learned_slopes_too(tiny, monkeypatch) -> None:
+    model = lively(tiny("alibi", "model.flex=true", "position.learned=true")).double()
+    found, n_taken = values(model, None, monkeypatch, True)
+    torch.testing.assert_close(found, values(model, None, monkeypatch, False)[0], atol=1e-9, rtol=1e-7)
+    assert n_taken == 2 and model.encoding.log_slopes.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("name", FLEXIBLE)
+def test_a_table_by_distance_holds_all_that_the_encoding_adds(name: str, tiny) -> None:
+    """Wherever query and key stand, so that a new encoding that says `by_distance` in error is found out."""
+    encoding = lively(tiny(name)).encoding.double()
+    position = torch.arange(40)[None]
+    at = attention.At(position, position, 1, encoding.tables(position, position))
+    q = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).double()
+    full = encoding.scores(torch.zeros(1, 2, 40, 40).double(), q, q, at)[0]
+    table, i, j = flex.bias_by_distance(encoding, at, q), *torch.tril_indices(40, 40)
+    torch.testing.assert_close(full[:, i, j], table[:, i - j], atol=1e-5, rtol=1e-5)
+
+
+def asked(config: Config, **given: Tensor) -> Callable[[], Tensor]:
+    model = lively(config)
+    return lambda: model(tokens((1, 12)), **given)
+
+
+def test_what_it_does_not_serve_goes_the_other_ways(tiny, monkeypatch) -> None:
+    """Positions of one's own, a cache, dropout, narrow heads, contents, and a mask that is lifted."""
+    monkeypatch.setattr(flex, "DEVICES", {"cpu"})
+    monkeypatch.setattr(flex, "attend_flex", lambda *_: pytest.fail("flex was taken"))
+    on = "model.flex=true"
+    asked(tiny("t5", on), positions=torch.arange(12))()
+    asked(tiny("cope", on, "model.window=4"))()
+    asked(tiny("t5", on, "model.head_dim=8"))()
+    asked(tiny("t5"))()
+    asked(tiny("rope", on))()                               # nothing to win over the causal kernel
+    model = lively(tiny("t5", on))
+    model(tokens((1, 12)), cache=model.new_cache())
+    lively(tiny("t5", on, "model.dropout=0.1")).train()(tokens((1, 12)))
+    for block in model.blocks:
+        block.attention.is_causal = False
+    model(tokens((1, 12)))

@@ -31,11 +31,11 @@ from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
 from files import naming, read_json
 from model import GPT, pick_device
+from optimizer import kept
 from pretrained import is_pretrained, load_pretrained
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")     # what AdamW keeps of a parameter
 
 
 class State(BaseModel):
@@ -108,7 +108,7 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
             model_tensors = {} if problem else load_file(folder / FILES[0])
             optimizer_tensors = {}
             if optimizer and not problem:
-                problem = _problem(folder / FILES[1], _moments(model), is_whole=False)
+                problem = _problem(folder / FILES[1], _moments(model, optimizer), is_whole=False)
                 optimizer_tensors = {} if problem else load_file(folder / FILES[1])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             damaged.append(folder.name)
@@ -248,16 +248,17 @@ def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None
 
 
 def _optimizer_tensors(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
-    """AdamW's moments and step counts, named after the parameters they belong to."""
+    """The optimizer's moments and step counts, named after the parameters they belong to."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {f"{names[p]}/{key}": torch.as_tensor(value)
             for p, moments in optimizer.state.items() for key, value in moments.items()}
 
 
-def _moments(model: GPT) -> dict[str, Tensor]:
-    """What an optimizer's file may hold: the shapes of AdamW's moments and step count of each parameter."""
+def _moments(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
+    """What an optimizer's file may hold, in their shapes: moments, and step counts, of each parameter."""
+    keys = {p: kept(group) for group in optimizer.param_groups for p in group["params"]}
     return {f"{name}/{key}": torch.zeros(()) if key == "step" else p
-            for name, p in model.named_parameters() for key in MOMENTS}
+            for name, p in model.named_parameters() for key in keys[p]}
 
 
 def _restore_optimizer(model: GPT, optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:

@@ -41,6 +41,7 @@ from data.tokenizer import byte_lengths, tokenizer_of
 from files import finite, read_json, temporary_path, write_whole
 from log import Log, figure
 from model import GPT, autocast, pick_dtype
+from optimizer import make_optimizer
 from parallel import World
 
 # On two CPU cores compiling takes 20 to 60 s and then saves a fifth of a step: it pays after 5 minutes or so.
@@ -182,7 +183,7 @@ def queue_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpu
     """Begin a step: on a GPU this returns before it is done, and nothing here waits for it."""
     lr = learning_rate(step, config.train)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_ratio"]
     loss, grad_norm = update(model, optimizer, corpus, config, step, world, stop if may_stop else ())
     said = parallel.tell(world, loss, grad_norm, stop[0] if stop else 0)    # asked once a step
     apply_where(said[:, :2].isfinite().all(), optimizer)
@@ -339,14 +340,6 @@ def keep_freed_memory() -> None:
     if mallopt:
         mallopt(M_MMAP_THRESHOLD, 2**30)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def make_optimizer(model: GPT, t: Train) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on the matrices of linear layers and embeddings alone."""
-    matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
-    groups = [{"params": [p for p in model.parameters() if p in matrices], "weight_decay": t.weight_decay},
-              {"params": [p for p in model.parameters() if p not in matrices], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
 
 
 def worth_compiling(model: GPT, t: Train, device: torch.device) -> bool:

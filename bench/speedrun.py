@@ -1,0 +1,107 @@
+"""Time to a loss: nanoGPT's CPU example against our speedrun config, both trained by train.py, in turn.
+
+`python bench/speedrun.py [--data DIR] [--rounds N] [--out FILE.md]` trains tinyshakespeare-nanogpt.toml and
+tinyshakespeare-speedrun.toml of configs/ in turn, each from scratch in a fresh process, the round's number
+being the seed. It takes the wall time of the whole process, start and final validation included, that of the
+training loop in it (summary.json's wall_s, validation included), and the loss on the whole validation split,
+measured once, at the end. The speedrun has to end at or below 1.886 nats a character, which nanoGPT has after
+its 2000 steps: a round in which it does not is a miss, and is shown as one.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))       # `python bench/speedrun.py` finds the root's modules
+
+import torch  # noqa: E402
+
+from command import UserError, argument_parser, run_command  # noqa: E402
+from config import Config, load_config  # noqa: E402
+
+BASELINE, SPEEDRUN = (ROOT / "configs" / f"tinyshakespeare-{name}.toml" for name in ("nanogpt", "speedrun"))
+TARGET = 1.886          # nats a character
+
+
+class Trained(NamedTuple):
+    """One training in a process of its own: seconds of all of it, those of its loop, and its loss."""
+
+    wall_s: float
+    loop_s: float
+    val_loss: float
+
+
+def train(path: Path, data: str, seed: int) -> Trained:
+    """Train a config from scratch. Raises UserError with what train.py says where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, ROOT / "train.py", path, f"data.dir={data}",
+                               f"train.seed={seed}", f"run.dir={folder}/run"], capture_output=True, text=True)
+        wall_s = time.perf_counter() - began
+        if done.returncode:
+            raise UserError(*(line.removeprefix("error: ") for line in done.stderr.splitlines()[-3:]))
+        summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+    return Trained(wall_s, summary["wall_s"], summary["val_loss"])
+
+
+def describe(name: str, config: Config) -> str:
+    """A config's hyper-parameters, as far as they matter for the time."""
+    m, t = config.model, config.train
+    return (f"- {name}: {m.n_layer} layers, {m.n_embd} wide, {config.position.encoding}, {m.mlp}, "
+            f"{t.optimizer}, {t.dtype}, {t.steps} steps of {t.batch_size} x {t.seq_len} = "
+            f"{t.steps * t.batch_size * t.seq_len:,} characters")
+
+
+def row(seed: int, baseline: Trained, speedrun: Trained) -> str:
+    """A round as a line of the table."""
+    cells = (f"{baseline.wall_s:.1f} ({baseline.loop_s:.1f})", f"{baseline.val_loss:.4f}",
+             f"{speedrun.wall_s:.1f} ({speedrun.loop_s:.1f})", f"{speedrun.val_loss:.4f}",
+             "yes" if speedrun.val_loss <= TARGET else "**missed**",
+             f"{speedrun.wall_s / baseline.wall_s:.3f} ({speedrun.loop_s / baseline.loop_s:.3f})")
+    return f"| {seed} | " + " | ".join(cells) + " |"
+
+
+def report(data: str, n_rounds: int) -> str:
+    """The table as Markdown; each round is told on stderr as it ends."""
+    head = [f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}; seconds of the process "
+            "(in brackets those of the training loop), nats a character on the whole validation split",
+            "", describe("nanoGPT's", load_config(BASELINE)), describe("speedrun", load_config(SPEEDRUN)), "",
+            f"| seed | nanoGPT's s | loss | speedrun s | loss | <= {TARGET} | speedrun / nanoGPT's |",
+            "|---|" + "---:|" * 6]
+    rounds, rows = [], []
+    for seed in range(n_rounds):
+        rounds.append((train(BASELINE, data, seed), train(SPEEDRUN, data, seed)))
+        rows.append(row(seed, *rounds[-1]))
+        print(rows[-1], file=sys.stderr, flush=True)
+    ratios = [speedrun.wall_s / baseline.wall_s for baseline, speedrun in rounds]
+    n_reached = sum(speedrun.val_loss <= TARGET for _, speedrun in rounds)
+    verdict = (f"The loss was reached in {n_reached} of {n_rounds} rounds; seconds over nanoGPT's: median "
+               f"{statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}.")
+    return "\n".join([*head, *rows, "", verdict])
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--data", default="data/tinyshakespeare",
+                        help="the corpus, prepared from nanoGPT's input.txt (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="trainings of each (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="Markdown file to write besides the screen")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        raise UserError(f"--rounds {args.rounds}: must be at least 1")
+    text = report(args.data, args.rounds)
+    print(text)
+    if args.out:
+        args.out.write_text(f"`python bench/speedrun.py --rounds {args.rounds}`\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    run_command(main)

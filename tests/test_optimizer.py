@@ -1,0 +1,134 @@
+"""Muon and AdamW: what moves which parameter, by how much, and that processes and stops change nothing."""
+
+import math
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import every_encoding, lively
+from test_parallel import start, stop_in_the_middle
+from test_train import CPU, metrics, weights
+
+from config import Config
+from data.loader import Corpus
+from model import GPT
+from optimizer import Muon, make_optimizer, orthogonal
+from train import learning_rate, take_step, train, update
+
+
+@every_encoding
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_parameter_is_in_one_group(name: str, optimizer: str, tiny) -> None:
+    """Muon's are the matrices of the layers; embeddings, head, norms and the encoding's are AdamW's."""
+    config = tiny(name, f"train.optimizer={optimizer}", "model.bias=true", "model.norm=layernorm")
+    model = GPT(config)
+    groups = make_optimizer(model, config.train).param_groups
+    moved = [p for group in groups for p in group["params"]]
+    assert len(moved) == len(set(moved)) and set(moved) == set(model.parameters())
+    by_muon = {p for group in groups if "momentum" in group for p in group["params"]}
+    for path, p in model.named_parameters():
+        assert (p in by_muon) == (optimizer == "muon" and path.startswith("blocks.") and p.dim() == 2), path
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (32, 64), (48, 48)])
+def test_a_step_of_muon_is_orthogonal_momentum(shape: tuple[int, int]) -> None:
+    """Of the momentum U S V^T in fp64 it is U R V^T, with R near 1 wherever S is not near 0."""
+    lr, decay, beta = 0.5, 0.1, 0.95
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(3)]
+    optimizer = Muon(parameters, lr, decay, beta)
+    averages = [torch.zeros(shape, dtype=torch.float64) for _ in parameters]
+    for _ in range(4):
+        before = [p.detach().double().clone() for p in parameters]
+        for i, p in enumerate(parameters):
+            p.grad = torch.randn(shape, generator=generator)
+            averages[i] = beta * averages[i] + (1 - beta) * p.grad.double()
+        optimizer.step()
+        for p, old, average in zip(parameters, before, averages, strict=True):
+            momentum = beta * average + (1 - beta) * p.grad.double()    # Nesterov's
+            moved = ((1 - lr * decay) * old - p.detach().double()) / (lr * 0.2 * math.sqrt(max(shape)))
+            U, S, Vh = torch.linalg.svd(momentum, full_matrices=False)
+            turned = U.mT @ moved @ Vh.mT
+            values = turned.diagonal()
+            assert values.min() > 0 and values.max() < 1.3 and values[S / S.norm() > 0.02].min() > 0.6
+            assert (turned - values.diag()).norm() < 0.03 * values.norm()
+
+
+def test_muon_is_that_of_torch() -> None:
+    """To bfloat16's rounding, whatever shapes are stacked; a matrix without gradient stays."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 8), (16, 16), (8, 24), (16, 16), (5, 1), (16, 16)]
+    ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    optimizers = (Muon(ours, 0.02, 0.1, 0.95),
+                  torch.optim.Muon(theirs, 0.02, 0.1, adjust_lr_fn="match_rms_adamw"))
+    for _ in range(5):
+        for p, q in list(zip(ours, theirs, strict=True))[:-1]:
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q, shape in zip(ours, theirs, shapes, strict=True):
+        torch.testing.assert_close(p, q, atol=5 * 0.02 * 0.2 * math.sqrt(max(shape)) * 0.02, rtol=0)
+    assert torch.equal(ours[-1], theirs[-1]) and ours[-1] not in optimizers[0].state
+
+
+def test_orthogonal_takes_each_matrix_for_itself() -> None:
+    stack = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(0))
+    stack[1] = 0
+    together = orthogonal(stack)
+    assert torch.equal(together[1], torch.zeros(12, 20, dtype=torch.bfloat16))
+    for one, alone in zip(together, stack, strict=True):
+        torch.testing.assert_close(one, orthogonal(1e3 * alone[None])[0], atol=0.02, rtol=0)
+        torch.testing.assert_close(one.mT, orthogonal(alone.mT[None])[0], atol=0.02, rtol=0)
+
+
+def test_both_learning_rates_follow_the_schedule(tiny) -> None:
+    config = tiny("rope", "train.optimizer=muon", "train.lr=1e-3", "train.muon_lr=4e-3", "train.steps=10")
+    model, state = lively(config), {"step": 0, "n_bad": 0}
+    optimizer = make_optimizer(model, config.train)
+    for step in (0, 1, 9):
+        take_step(model, optimizer, Corpus(config.data.dir), config, state | {"step": step}, CPU, [])
+        lr = learning_rate(step, config.train)
+        rates = [group["lr"] / lr for group in optimizer.param_groups]
+        assert rates == pytest.approx([4.0, 1.0, 1.0])
+        assert [group["lr"] for part in optimizer.parts for group in part.param_groups] == \
+            [group["lr"] for group in optimizer.param_groups]           # it is these that the parts go by
+
+
+def test_a_step_that_is_not_finite_leaves_both_alone(tiny, monkeypatch) -> None:
+    config = tiny("rope", "train.optimizer=muon")
+    model = lively(config)
+    optimizer = make_optimizer(model, config.train)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    state = {"step": 0, "n_bad": 0}
+    monkeypatch.setattr("train.update", lambda *a: (update(*a)[0], math.inf))
+    take_step(model, optimizer, Corpus(config.data.dir), config, state, CPU, [])
+    assert state["n_bad"] == 1 and not optimizer.state
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def assert_nearly_equal_runs(a: Path, b: Path, step: int) -> None:
+    """Muon works in bfloat16, where another order of additions shows; what it does to the loss is small."""
+    for x, y in zip(metrics(a), metrics(b), strict=True):
+        assert x["step"] == y["step"] and x["loss"] == pytest.approx(y["loss"], abs=2e-3), (x, y)
+    ours, theirs = weights(a, step), weights(b, step)
+    assert ours.keys() == theirs.keys() and any("momentum_buffer" in name for name in ours)
+    for name in ours:
+        assert (ours[name] - theirs[name]).norm() <= 0.01 * theirs[name].norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_processes_train_as_one_and_hand_over(parallel: str, tiny, tmp_path: Path) -> None:
+    """Two, stopped and gone on with alone, are one; of odd widths too, which do not share out evenly."""
+    def make(name: str) -> Config:
+        return tiny("alibi", "train.steps=30", "train.optimizer=muon", f"train.parallel={parallel}",
+                    "model.n_hidden=37", "train.warmup=10", "run.save_every=100",
+                    f"run.dir={tmp_path / name}")
+
+    codes, out = stop_in_the_middle(start(make("shared"), tmp_path / "shared.toml"), signal.SIGTERM)
+    assert codes == [143, 143] and f"2 x cpu by {parallel}" in out[0]
+    assert train(make("shared"), []) == 0
+    train(make("alone"), [])
+    assert_nearly_equal_runs(tmp_path / "shared", tmp_path / "alone", 30)

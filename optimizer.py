@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Muon(Optimizer):
     def _move(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum, updates = group["lr"], group["momentum"], []
         for p in matrices:
+            assert p.grad is not None
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
@@ -100,7 +102,7 @@ def make_optimizer(model: GPT, t: Train) -> Optimizer:
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden
     rest = set(model.parameters()) - hidden - matrices
 
-    def group(members: set[nn.Parameter], weight_decay: float, lr_ratio: float = 1.0) -> dict[str, Any]:
+    def group(members: Collection[Tensor], weight_decay: float, lr_ratio: float = 1.0) -> dict[str, Any]:
         return {"params": [p for p in model.parameters() if p in members],      # in the model's order
                 "weight_decay": weight_decay, "lr_ratio": lr_ratio}
 

@@ -113,8 +113,6 @@ class Train(Section):
                              "steps to a loss, each a little slower. Muon's updates are as large as AdamW's, "
                              "so that lr and weight_decay hold for both")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    muon_lr: float | None = Field(
-        None, gt=0, description="peak learning rate of what muon moves (default: lr), on lr's schedule")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
     warmup: int = Field(100, ge=0, description="steps of linear warm-up")
     schedule: Literal["cosine", "wsd"] = Field(

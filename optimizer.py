@@ -94,24 +94,19 @@ class Together(Optimizer):
 
 
 def make_optimizer(model: GPT, t: Train) -> Optimizer:
-    """As `train.optimizer` says. Weight decay on the matrices of linear layers and embeddings alone.
-
-    A group's `lr_ratio` is its learning rate over `train.lr`, through the whole schedule.
-    """
+    """As `train.optimizer` says. Weight decay on the matrices of linear layers and embeddings alone."""
     hidden = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear) and t.optimizer == "muon"}
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden
     rest = set(model.parameters()) - hidden - matrices
 
-    def group(members: Collection[Tensor], weight_decay: float, lr_ratio: float = 1.0) -> dict[str, Any]:
-        return {"params": [p for p in model.parameters() if p in members],      # in the model's order
-                "weight_decay": weight_decay, "lr_ratio": lr_ratio}
+    def group(members: Collection[Tensor], weight_decay: float) -> dict[str, Any]:
+        return {"params": [p for p in model.parameters() if p in members], "weight_decay": weight_decay}
 
     adamw = AdamW([group(matrices, t.weight_decay), group(rest, 0.0)], lr=t.lr, betas=(t.beta1, t.beta2),
                   fused=True)
     if not hidden:
         return adamw
-    lr = t.muon_lr or t.lr
-    return Together(Muon([group(hidden, t.weight_decay, lr / t.lr)], lr, t.weight_decay, t.beta1), adamw)
+    return Together(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
 
 
 def kept(group: dict[str, Any]) -> tuple[str, ...]:

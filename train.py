@@ -183,7 +183,7 @@ def queue_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpu
     """Begin a step: on a GPU this returns before it is done, and nothing here waits for it."""
     lr = learning_rate(step, config.train)
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_ratio"]
+        group["lr"] = lr
     loss, grad_norm = update(model, optimizer, corpus, config, step, world, stop if may_stop else ())
     said = parallel.tell(world, loss, grad_norm, stop[0] if stop else 0)    # asked once a step
     apply_where(said[:, :2].isfinite().all(), optimizer)

@@ -84,18 +84,16 @@ def test_orthogonal_takes_each_matrix_for_itself() -> None:
         torch.testing.assert_close(one.mT, orthogonal(alone.mT[None])[0], atol=0.02, rtol=0)
 
 
-def test_all_parameters_move_and_both_learning_rates_follow_the_schedule(tiny) -> None:
-    config = tiny("rope", "train.optimizer=muon", "train.lr=1e-3", "train.muon_lr=4e-3", "train.steps=10")
+def test_all_parameters_move_and_all_learning_rates_follow_the_schedule(tiny) -> None:
+    config = tiny("rope", "train.optimizer=muon", "train.steps=10")
     model, state = lively(config), {"step": 0, "n_bad": 0}
     optimizer = make_optimizer(model, config.train)
     before = [p.clone() for p in model.parameters()]
     for step in (0, 1, 9):
         take_step(model, optimizer, Corpus(config.data.dir), config, state | {"step": step}, CPU, [])
         lr = learning_rate(step, config.train)
-        rates = [group["lr"] / lr for group in optimizer.param_groups]
-        assert rates == pytest.approx([4.0, 1.0, 1.0])
-        assert [group["lr"] for part in optimizer.parts for group in part.param_groups] == \
-            [group["lr"] for group in optimizer.param_groups]           # it is these that the parts go by
+        for groups in (optimizer.param_groups, *(part.param_groups for part in optimizer.parts)):
+            assert [group["lr"] for group in groups] == [lr] * len(groups)
     assert not any(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
 
 

@@ -100,7 +100,7 @@ def stop_after(n: int) -> list[int]:
 @pytest.mark.parametrize("overrides", [
     (), ("train.pose_length=64", "train.accumulate=2", "position.encoding=rope"),
     ("model.dropout=0.3", "train.accumulate=2"), ("train.dtype=bfloat16", "train.schedule=wsd"),
-    ("train.optimizer=muon", "train.muon_lr=0.01"),
+    ("train.optimizer=muon", "train.lr=1e-2"),
     ("train.batch_size=64", "train.seq_len=128", "train.steps=9")])     # the last one crosses epochs
 def test_resume_is_bit_equal_to_an_uninterrupted_run(overrides: tuple[str, ...], tiny,
                                                      tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_all_parameters_move_and_all_learning_rates_follow_the_schedule(tiny) ->
     optimizer = make_optimizer(model, config.train)
     before = [p.clone() for p in model.parameters()]
     for step in (0, 1, 9):
-        take_step(model, optimizer, Corpus(config.data.dir), config, state | {"step": step}, CPU, [])
+        take_step(model, optimizer, Corpus(config.data.dir), config, state | {"step": step}, CPU, [], [], 1)
         lr = learning_rate(step, config.train)
         for groups in (optimizer.param_groups, *(part.param_groups for part in optimizer.parts)):
             assert [group["lr"] for group in groups] == [lr] * len(groups)
@@ -103,8 +103,8 @@ def test_a_step_that_is_not_finite_leaves_both_alone(tiny, monkeypatch) -> None:
     optimizer = make_optimizer(model, config.train)
     before = {name: p.clone() for name, p in model.named_parameters()}
     state = {"step": 0, "n_bad": 0}
-    monkeypatch.setattr("train.update", lambda *a: (update(*a)[0], math.inf))
-    take_step(model, optimizer, Corpus(config.data.dir), config, state, CPU, [])
+    monkeypatch.setattr("train.update", lambda *a: (update(*a)[0], torch.tensor(math.inf)))
+    take_step(model, optimizer, Corpus(config.data.dir), config, state, CPU, [], [], 1)
     assert state["n_bad"] == 1 and not optimizer.state
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 

@@ -160,6 +160,14 @@ def test_steps_queued_ahead_are_the_same_steps(overrides: tuple[str, ...], tiny,
     assert_equal_runs(tmp_path / "straight", tmp_path / "run", 24)
 
 
+def test_a_signal_stops_a_run_that_is_ahead_soon(tiny, tmp_path: Path, monkeypatch) -> None:
+    """Nothing more is queued then; not only at the next line, which may be far."""
+    monkeypatch.setattr(train_module, "runs_ahead", lambda *_: True)
+    rare = [f"run.{key}_every=99" for key in ("log", "eval", "save")]
+    assert train(tiny("rope", "train.steps=24", *rare), stop_after(6)) == 130
+    assert 3 <= int(checkpoint.newest(tmp_path / "run").name) <= 8
+
+
 def test_a_run_starts_from_another_at_a_longer_length_under_an_extension(tiny, tmp_path: Path) -> None:
     """Before its first update it is the trained model under that extension, and then it learns."""
     train(tiny("rope", "train.steps=60", "train.lr=1e-2", f"run.dir={tmp_path / 'short'}"), [])

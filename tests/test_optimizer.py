@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import every_encoding, lively
-from test_parallel import start, stop_in_the_middle
+from conftest import ROOT, every_encoding, lively
+from test_parallel import start_two, stop_in_the_middle
 from test_train import CPU, metrics, weights
 
-from config import Config
+from config import Config, to_toml
 from data.loader import Corpus
 from model import GPT
 from optimizer import Muon, make_optimizer, orthogonal
@@ -127,7 +127,9 @@ def test_processes_train_as_one_and_hand_over(parallel: str, tiny, tmp_path: Pat
                     "model.n_hidden=37", "train.warmup=10", "run.save_every=100",
                     f"run.dir={tmp_path / name}")
 
-    codes, out = stop_in_the_middle(start(make("shared"), tmp_path / "shared.toml"), signal.SIGTERM)
+    (tmp_path / "shared.toml").write_text(to_toml(make("shared")))
+    two = start_two(str(ROOT / "train.py"), str(tmp_path / "shared.toml"))      # as on a CPU: test_parallel's
+    codes, out = stop_in_the_middle(two, signal.SIGTERM)                        # are as on a GPU
     assert codes == [143, 143] and f"2 x cpu by {parallel}" in out[0]
     assert train(make("shared"), []) == 0
     train(make("alone"), [])

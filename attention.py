@@ -99,6 +99,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
     limit = MAX_BLOCK if q.device.type == "cpu" else MAX_BLOCK_GPU
+    limit //= 2 if encoding.has_scores() else 1                         # it holds more numbers a logit
     n_blocks = math.ceil(Tq / max(1, limit // (B * H * Tk)))
     n_rows = math.ceil(Tq / n_blocks)                                   # blocks of one size
     q_turned, k_turned = encoding.rotate(q, k, at)

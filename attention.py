@@ -98,8 +98,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     """Explicit softmax in blocks of query rows: T x T logits never exist at once. -> (B, H, Tq, D)."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
-    limit = MAX_BLOCK if q.device.type == "cpu" else MAX_BLOCK_GPU
-    limit //= 2 if encoding.has_scores() else 1                         # it holds more numbers a logit
+    n_each = 2 if encoding.has_scores() else 1                          # such hold more numbers a logit
+    limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
     n_blocks = math.ceil(Tq / max(1, limit // (B * H * Tk)))
     n_rows = math.ceil(Tq / n_blocks)                                   # blocks of one size
     q_turned, k_turned = encoding.rotate(q, k, at)

@@ -30,15 +30,15 @@ compare: .venv/.installed data/stdlib/meta.json
 	$(PY) sweep.py configs/quick.toml configs/alibi.toml configs/sinusoidal.toml configs/none.toml --runs runs/compare
 
 bench: .venv/.installed-test
-	$(PY) bench/training.py --out results/bench-cpu.md
-	$(PY) bench/each_encoding.py --out results/bench-encodings.md
-	$(PY) bench/growth.py --out results/growth.md
+	$(PY) -m bench.training --out results/bench-cpu.md
+	$(PY) -m bench.each_encoding --out results/bench-encodings.md
+	$(PY) -m bench.growth --out results/growth.md
 
 soak: .venv/.installed-test
-	$(PY) bench/soak.py
+	$(PY) -m bench.soak
 
 gallery: .venv/.installed
-	$(PY) docs/gallery.py
+	$(PY) -m docs.gallery
 
 data/stdlib/meta.json: | .venv/.installed
 	$(PY) data/prepare.py stdlib

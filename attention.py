@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import flex
 from positions import At, Encoding
+from runtime import flex
 
 # logits held at a time where they are explicit
 MAX_BLOCK = 2**22       # on a CPU: 16 MB in fp32, near the cache

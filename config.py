@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
-from command import UserError, shown
-from files import read_text
 from positions import ENCODINGS, Options
 from positions.scaling import SCALINGS, Scaling
+from runtime.errors import UserError, shown
+from runtime.files import read_text
 
 LIMIT = 2**17           # bytes of a config file; the largest of ours has a few hundred
 DEEPEST = 20            # files that extend one another
@@ -35,7 +35,7 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Run(Section):
+class RunConfig(Section):
     dir: str = Field("", description="folder of the run, FOLDER/NAME (default: runs/<config's file name>). "
                                      "NAME: 1 to 100 of A-Z a-z 0-9 . _ -; FOLDER: any, without '..'. No "
                                      "link inside is followed out of FOLDER")
@@ -47,7 +47,7 @@ class Run(Section):
     wandb_project: str = Field("nanorope", min_length=1, description="project to log to")
 
 
-class Data(Section):
+class DataConfig(Section):
     dir: str = Field(description="a prepared corpus: what `python data/prepare.py SOURCE --out DIR` wrote")
     mixture: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(
         {}, description='shares of the training windows from other corpora, such as { "data/books" = 0.3 }; '
@@ -58,7 +58,7 @@ class Data(Section):
                               "never: no window does, so documents shorter than seq_len + 1 are left out")
 
 
-class Model(Section):
+class ModelConfig(Section):
     n_layer: int = Field(4, ge=1, description="layers")
     n_head: int = Field(4, ge=1, description="attention heads; divides n_embd, unless head_dim is set")
     n_kv_head: int | None = Field(
@@ -95,7 +95,7 @@ class Model(Section):
         return self.head_dim or self.n_embd // self.n_head
 
 
-class Train(Section):
+class TrainConfig(Section):
     steps: int = Field(1000, ge=1, description="updates in all")
     batch_size: int = Field(32, ge=1, description="sequences an update")
     accumulate: int = Field(1, ge=1, description="parts of a batch, one at a time to save memory; divides it")
@@ -118,7 +118,7 @@ class Train(Section):
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine", description="after the warm-up: cosine to min_lr, or wsd: constant, then linear to min_lr")
     decay: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decays")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW, on matrices only")
+    weight_decay: float = Field(0.1, ge=0, description="on matrices only")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW; and Muon's momentum, often 0.95 in long runs")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW")
     grad_clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: no limit")
@@ -141,15 +141,15 @@ class Train(Section):
 class Config(Section):
     """A resolved, valid configuration."""
 
-    run: Run
-    data: Data
-    model: Model
+    run: RunConfig
+    data: DataConfig
+    model: ModelConfig
     position: SerializeAsAny[Options]
-    train: Train
+    train: TrainConfig
 
 
 SECTIONS: dict[str, type[BaseModel]] = {
-    "run": Run, "data": Data, "model": Model, "position": Options, "train": Train}
+    "run": RunConfig, "data": DataConfig, "model": ModelConfig, "position": Options, "train": TrainConfig}
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")                        # TOML asks for quotes around others
 Raw = dict[str, dict[str, Any]]     # section -> key -> value
 Origin = dict[str, str]             # "section.key" -> where it was said
@@ -254,7 +254,7 @@ def _on_pretrained(raw: Raw, origin: Origin, problems: list[str]) -> tuple[Raw, 
     folder = raw.get("train", {}).get("init_from")
     if not isinstance(folder, str) or not folder:
         return raw, origin
-    from pretrained import is_pretrained, read_tables  # here: it reads configs itself
+    from hf.pretrained import is_pretrained, read_tables  # here: it reads configs itself
 
     is_needed = "encoding" not in raw.get("position", {})               # it was to come from there
     if is_needed and not Path(folder).is_dir():

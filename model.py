@@ -16,17 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import flex
 from attention import attend
-from loss import mean_loss
 from positions import ENCODINGS, At, Encoding, NoPE
 from positions.temperature import TEMPERATURES, Temperature
+from runtime import flex
+from runtime.loss import mean_loss
 
 if TYPE_CHECKING:
-    from config import Config, Model, Train
+    from config import Config, ModelConfig, TrainConfig
 
 
-def hidden_width(model: Model) -> int:
+def hidden_width(model: ModelConfig) -> int:
     """Width inside the MLP: as configured, else 4 C, or 8/3 C up to a multiple of 64 for SwiGLU."""
     if model.n_hidden:
         return model.n_hidden
@@ -45,7 +45,7 @@ def encoded_layers(config: Config) -> set[int]:
             if not is_every(config.position.skip_every, layer)}
 
 
-def make_norm(model: Model) -> nn.Module:
+def make_norm(model: ModelConfig) -> nn.Module:
     """RMSNorm or LayerNorm over C."""
     if model.norm == "rmsnorm":
         return nn.RMSNorm(model.n_embd, eps=model.norm_eps)
@@ -93,7 +93,7 @@ class Attention(nn.Module):
     W keys at most, its own among them (Hugging Face's convention).
     """
 
-    def __init__(self, model: Model, window: int | None) -> None:
+    def __init__(self, model: ModelConfig, window: int | None) -> None:
         super().__init__()
         C, H, G, D = model.n_embd, model.n_head, model.n_kv_head or model.n_head, model.head_width
         self.head_dim, self.dropout = D, model.dropout
@@ -125,7 +125,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU down(silu(gate x) * up x) (Shazeer 2020, arXiv:2002.05202), or down(activation(up x))."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         C, width = model.n_embd, hidden_width(model)
         self.kind = model.mlp
@@ -144,7 +144,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: Model, window: int | None) -> None:
+    def __init__(self, model: ModelConfig, window: int | None) -> None:
         super().__init__()
         self.attention_norm, self.attention = make_norm(model), Attention(model, window)
         self.mlp_norm, self.mlp = make_norm(model), MLP(model)
@@ -199,8 +199,7 @@ class GPT(nn.Module):
         x = self.hidden(tokens, positions, cache, documents)
         if targets is None:
             return self.logits(x)
-        head = self.embedding.weight if self.head is None else self.head.weight
-        return mean_loss(x.flatten(0, 1), head, targets.flatten())
+        return mean_loss(x.flatten(0, 1), self.head_weight(), targets.flatten())
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
                documents: Tensor | None = None) -> Tensor:
@@ -224,7 +223,11 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Output of `hidden` (..., C) -> logits (..., V)."""
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return F.linear(x, self.head_weight())
+
+    def head_weight(self) -> Tensor:
+        """The output matrix (V, C)."""
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
         """The positions given, or those that follow the cache's, within the encoding's limit, (1 or B, T)."""
@@ -272,14 +275,14 @@ class GPT(nn.Module):
         return 6 * (weights + self.embedding.weight.numel()) + 6 * width * (T + 1)
 
 
-def pick_device(train: Train) -> torch.device:
+def pick_device(train: TrainConfig) -> torch.device:
     """The configured device; "auto" is CUDA where there is one."""
     if train.device != "auto":
         return torch.device(train.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def pick_dtype(train: Train, device: torch.device) -> torch.dtype:
+def pick_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; "auto" is bfloat16 where the chip has it."""
     if train.dtype != "auto":
         return getattr(torch, train.dtype)
@@ -288,7 +291,7 @@ def pick_dtype(train: Train, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
-def autocast(train: Train, device: torch.device) -> torch.autocast:
+def autocast(train: TrainConfig, device: torch.device) -> torch.autocast:
     """The context in which matrix products run in that dtype; weights and the residual stream stay fp32."""
     dtype = pick_dtype(train, device)
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)

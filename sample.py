@@ -10,10 +10,11 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from checkpoint import load_run
-from command import UserError, argument_parser, run_command
 from data.tokenizer import decode
 from model import GPT
+from runtime.checkpoint import load_run
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
 
 
 @torch.no_grad()

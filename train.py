@@ -31,18 +31,18 @@ import numpy as np
 import torch
 from torch import nn
 
-import checkpoint
-import parallel
-from command import UserError, argument_parser, interrupt, run_command
-from config import Config, Train, describe_schema, differences, load_config, to_toml
+from config import Config, TrainConfig, describe_schema, differences, load_config, to_toml
 from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import Corpus, number_documents, read_meta
 from data.tokenizer import byte_lengths, tokenizer_of
-from files import finite, read_json, temporary_path, write_whole
-from log import Log, figure
 from model import GPT, autocast, pick_dtype
-from optimizer import make_optimizer
-from parallel import World
+from runtime import checkpoint, parallel
+from runtime.command import argument_parser, interrupt, run_command
+from runtime.errors import UserError
+from runtime.files import finite, read_json, temporary_path, write_whole
+from runtime.log import Log, figure
+from runtime.optimizer import make_optimizer
+from runtime.parallel import World
 
 # On two CPU cores compiling takes 20 to 60 s and then saves a fifth of a step: it pays after 5 minutes or so.
 COMPILE_WORTH_FLOPS = 1e14
@@ -249,7 +249,7 @@ def packed(tokens: torch.Tensor, config: Config, corpus: Corpus) -> torch.Tensor
     return number_documents(tokens, corpus.meta["eot"]) if config.data.cross_documents == "mask" else None
 
 
-def skipping_positions(t: Train, step: int) -> torch.Tensor:
+def skipping_positions(t: TrainConfig, step: int) -> torch.Tensor:
     """PoSE: 0 ... u - 1, then on from u + s, (B, T), so that short sequences visit long distances.
 
     u in 1 ... (T + 1) / 2 and s in 0 ... pose_length - T, uniform for each sequence. Zhu et al. 2023,
@@ -278,7 +278,7 @@ def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Con
     batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=world.device)   # nats, tokens, bytes
     for first in range(0, len(batches), world.size):
-        signalled = parallel.agree(world, 0.0, stop[0] if stop else 0)[1]
+        signalled = parallel.agree(world, stop[0] if stop else 0)
         if signalled:
             raise Stopped(signalled)
         number = first + world.rank
@@ -293,13 +293,13 @@ def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Con
     return {"val_loss": finite(nll / n_tokens), "val_bpb": finite(nll / math.log(2) / n_bytes)}
 
 
-def about_bad_step(state: dict[str, Any], corpus: Corpus, t: Train) -> dict[str, Any]:
+def about_bad_step(state: dict[str, Any], corpus: Corpus, t: TrainConfig) -> dict[str, Any]:
     """What metrics.jsonl says more of a step that was not applied: how many in a row, and on what text."""
     n_bad = state["n_bad"]
     return {"n_bad": n_bad, "windows": window_names(corpus, t, state["step"] - 1)} if n_bad else {}
 
 
-def window_names(corpus: Corpus, t: Train, step: int) -> list[str]:
+def window_names(corpus: Corpus, t: TrainConfig, step: int) -> list[str]:
     """CORPUS:FIRST_TOKEN of each window of a batch: what to look at when its loss is not finite."""
     return [f"{source.folder}:{start}"
             for source, start in corpus.places(t.seq_len, t.batch_size, t.seed, step)]
@@ -318,7 +318,7 @@ def describe_divergence(config: Config, corpus: Corpus, step: int, n_bad: int, l
             f"{newest or 'none yet'}; lower train.lr in another run.dir{from_here}")
 
 
-def learning_rate(step: int, t: Train) -> float:
+def learning_rate(step: int, t: TrainConfig) -> float:
     """Linear warm-up to lr; then half a cosine to min_lr, or ("wsd") constant and a linear end to min_lr."""
     if step < t.warmup:
         return t.lr * (step + 1) / t.warmup
@@ -342,7 +342,7 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def worth_compiling(model: GPT, t: Train, device: torch.device) -> bool:
+def worth_compiling(model: GPT, t: TrainConfig, device: torch.device) -> bool:
     """Whether torch.compile pays: a function of config and machine, so that a resumed run decides alike."""
     if t.compile != "auto" or device.type == "cuda":
         return t.compile != "off"

@@ -1,6 +1,6 @@
 """Cost of each encoding: a training step's time and memory over RoPE's, in the same run, interleaved.
 
-`python bench/each_encoding.py [--encodings rope,alibi,...] [--rounds N] [--out FILE.md]` takes one step of
+`python -m bench.each_encoding [--encodings rope,alibi,...] [--rounds N] [--out FILE.md]` takes one step of
 each encoding in turn, round after round, so that a noisy machine disturbs all alike, at the quick config and
 at longer T with the same number of tokens, and prints medians of the ratios within a round. Peak memory is
 that of a fresh process which takes three steps of one encoding, less that of one which only makes the model.
@@ -15,17 +15,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from bench.memory import peak_bytes
+from config import Config, load_config
+from model import GPT, autocast, pick_device, pick_dtype
+from positions import ENCODINGS
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
+from runtime.optimizer import make_optimizer
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/each_encoding.py` finds the root's modules
-
-import torch  # noqa: E402
-
-from bench.memory import peak_bytes  # noqa: E402
-from command import UserError, argument_parser, run_command  # noqa: E402
-from config import Config, load_config  # noqa: E402
-from model import GPT, autocast, pick_device, pick_dtype  # noqa: E402
-from positions import ENCODINGS  # noqa: E402
-from train import make_optimizer  # noqa: E402
 
 SHAPES = ((128, 32), (256, 16), (1024, 4))      # (seq_len, batch_size), as many tokens each
 VOCAB_SIZE = 257
@@ -124,7 +124,7 @@ def main() -> None:
     text = report(names, args.rounds)
     print(text)
     if args.out:
-        args.out.write_text(f"`python bench/each_encoding.py --rounds {args.rounds}`\n\n{text}\n")
+        args.out.write_text(f"`python -m bench.each_encoding --rounds {args.rounds}`\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Cost of scoring a long text: eval.py's token_losses against a plain forward, in time and peak memory.
 
-`python bench/evaluation.py [--encoding NAME] [--length T] [--rounds N]` gives every token of one random text
+`python -m bench.evaluation [--encoding NAME] [--length T] [--rounds N]` gives every token of one random text
 to either, in turn and in fresh processes, with 6 layers, C = 384 and a vocabulary of 50257. The plain forward
 is `model(tokens)`: all logits at once, and no loss. Memory is the process' peak, PyTorch included (Linux).
 """
@@ -13,17 +13,17 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from bench.memory import peak_bytes
+from config import load_config
+from evaluation.protocols import token_losses
+from model import GPT, autocast
+from positions import ENCODINGS
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/evaluation.py` finds the root's modules
-
-import torch  # noqa: E402
-
-from bench.memory import peak_bytes  # noqa: E402
-from command import UserError, argument_parser, run_command  # noqa: E402
-from config import load_config  # noqa: E402
-from eval import token_losses  # noqa: E402
-from model import GPT, autocast  # noqa: E402
-from positions import ENCODINGS  # noqa: E402
 
 SHAPE = ["model.n_layer=6", "model.n_head=6", "model.n_embd=384", "model.vocab_size=50257",
          "train.device=cpu"]

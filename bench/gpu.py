@@ -1,4 +1,4 @@
-"""Is it right and is it fast on a GPU? `python bench/gpu.py [--smoke] [--minutes M] [--out FILE.md]`.
+"""Is it right and is it fast on a GPU? `python -m bench.gpu [--smoke] [--minutes M] [--out FILE.md]`.
 
 bench/gpu.sh is the command to give: it sees to missing packages. Within M minutes, on one CUDA GPU:
 
@@ -30,13 +30,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/gpu.py` finds the root's modules
+import torch
 
-import torch  # noqa: E402
-
-from bench.gpu_parity import CASES  # noqa: E402
-from bench.gpu_speed import (  # noqa: E402
+from bench.gpu_parity import CASES
+from bench.gpu_speed import (
     CONTENDERS,
     EVALUATED,
     FULL,
@@ -46,9 +43,12 @@ from bench.gpu_speed import (  # noqa: E402
     Size,
     changes_logits,
 )
-from bench.gpu_table import markdown  # noqa: E402
-from command import UserError, argument_parser, run_command  # noqa: E402
-from train import git_revision  # noqa: E402
+from bench.gpu_table import markdown
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
+from train import git_revision
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Seconds that later parts are sure of: what an earlier one may take is all that is left but these. Expected,
 # not measured: parity and compiling 60 processes of 30 s, 8 at a time, 225 s; gpt2 60 s, a third of it timed;

@@ -1,6 +1,6 @@
 """Does this device compute what the formulas say? Loss and gradients against an explicit softmax in fp64.
 
-`python bench/gpu_parity.py CASE [CASE ...] [--device cuda] [--compile]`, as bench/gpu.py calls it. A case is
+`python -m bench.gpu_parity CASE [CASE ...] [--device cuda] [--compile]`, as bench/gpu.py calls it. A case is
 an encoding, or one of CASES below. Each is computed on the CPU in fp64, by explicit softmax in blocks and
 with all logits at once; then on the device as training does it, in fp32 and bf16, eager, and compiled too
 with --compile. Prints a JSON object a line: case, way, both errors, and whether they are within TOLERANCES.
@@ -12,25 +12,24 @@ initialisation all weights of attention are alike, and much could be wrong witho
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import model as decoder
+from attention import attend_in_blocks
+from config import load_config
+from model import GPT
+from positions import ENCODINGS
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError, one_line
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/gpu_parity.py` finds the root's modules
-
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-import model as decoder  # noqa: E402
-from attention import attend_in_blocks  # noqa: E402
-from command import UserError, argument_parser, one_line, run_command  # noqa: E402
-from config import load_config  # noqa: E402
-from model import GPT  # noqa: E402
-from positions import ENCODINGS  # noqa: E402
 
 # 64 channels a head, as GPT-2; T is no multiple of the 128 that kernels compute at a time
 BATCH_SIZE, T, VOCAB_SIZE = 2, 200, 256

@@ -1,6 +1,6 @@
 """Speed on one GPU: GPT-2 124 M against transformers', each encoding over RoPE, evaluation of a long text.
 
-`python bench/gpu_speed.py gpt2|encodings|evaluation [NAME ...] [--warm] [--eager NAME;NAME] [--smoke]`, as
+`python -m bench.gpu_speed gpt2|encodings|evaluation [NAME ...] [--warm] [--eager NAME;NAME] [--smoke]`, as
 bench/gpu.py calls it; prints a JSON object a line. --warm takes a step of each and times nothing: compilers
 keep what they made on disk, so that the timed call need not wait for it. --smoke: toy size, on the CPU.
 
@@ -13,26 +13,25 @@ from __future__ import annotations
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.gpu_parity import FLEXIBLE
+from config import Config, load_config
+from evaluation.protocols import token_losses
+from model import GPT, autocast
+from positions import ENCODINGS
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError, one_line
+from runtime.optimizer import make_optimizer
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/gpu_speed.py` finds the root's modules
-
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from bench.gpu_parity import FLEXIBLE  # noqa: E402
-from command import UserError, argument_parser, one_line, run_command  # noqa: E402
-from config import Config, load_config  # noqa: E402
-from eval import token_losses  # noqa: E402
-from model import GPT, autocast  # noqa: E402
-from positions import ENCODINGS  # noqa: E402
-from train import make_optimizer  # noqa: E402
 
 OURS, BASE = "nanorope, learned (GPT-2's block)", "rope"
 Row = dict[str, Any]

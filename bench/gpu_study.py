@@ -1,4 +1,4 @@
-"""As many encodings x seeds as fit: `python bench/gpu_study.py [--minutes M] [--smoke] [key=value ...]`.
+"""As many encodings x seeds as fit: `python -m bench.gpu_study [--minutes M] [--smoke] [key=value ...]`.
 
 bench/gpu_study.sh is the command to give: it sees to missing packages. Trains configs/gpu-study.toml with
 every encoding at L = 512, evaluates each up to 64 L on the corpus' validation books, and compares what is
@@ -24,15 +24,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
+from config import load_config
+from evaluation.sweeping import Job, is_evaluated, last_line, report, work
+from positions import ENCODINGS
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/gpu_study.py` finds the root's modules
-
-import torch  # noqa: E402
-
-from command import UserError, argument_parser, run_command  # noqa: E402
-from config import load_config  # noqa: E402
-from positions import ENCODINGS  # noqa: E402
-from sweep import Job, is_evaluated, last_line, report, work  # noqa: E402
 
 CONFIG = ROOT / "configs" / "gpu-study.toml"
 EVAL = ["--windows", "16"]                          # lengths: the default, L/2 ... 64 L

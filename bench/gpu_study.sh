@@ -4,4 +4,4 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 . "$root/bench/gpu_env.sh"
-exec "$PY" "$root/bench/gpu_study.py" "$@"
+exec "$PY" -m bench.gpu_study" "$@"

@@ -1,6 +1,6 @@
 """How a training step's time and memory grow: with the length T, and with the number of parameters.
 
-`python bench/growth.py [--lengths T,T] [--sizes LxC,LxC] [--out FILE.md]` steps our decoder and the best
+`python -m bench.growth [--lengths T,T] [--sizes LxC,LxC] [--out FILE.md]` steps our decoder and the best
 peer in bfloat16: 6 layers, 384 wide, at T = 256 ... 16384 with 4096 tokens a step, or T where that is more;
 and at T = 256 with 1 to 100 M parameters. Of ours alibi (folded into the fused kernel) and t5 (in blocks) are
 on the axis of lengths besides. The best peer is the one that is fastest at T = 1024. None is compiled, for
@@ -24,7 +24,6 @@ import re
 import resource
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -32,18 +31,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from bench import training
+from bench.memory import peak_bytes
+from bench.training import CONTENDERS, Contender, Step, ours
+from config import load_config
+from model import GPT
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/growth.py` finds the root's modules
-
-import torch  # noqa: E402
-
-from bench import training  # noqa: E402
-from bench.memory import peak_bytes  # noqa: E402
-from bench.training import CONTENDERS, Contender, Step, ours  # noqa: E402
-from command import UserError, argument_parser, run_command  # noqa: E402
-from config import load_config  # noqa: E402
-from model import GPT  # noqa: E402
-from train import keep_freed_memory  # noqa: E402
 
 TOKENS = 4096                       # a step, or T where that is more
 SIZE, LENGTH = (6, 384), 256        # n_layer and n_embd as T grows, and T as they do
@@ -133,8 +131,6 @@ def step_alone(to_parent: Connection, name: str, point: Point, seconds: float, p
     training.N_LAYER, training.N_EMBD = point.n_layer, point.n_embd
     training.N_HEAD = point.n_embd // HEAD_WIDTH
     before = peak_bytes()
-    if name.startswith("nanorope"):
-        keep_freed_memory()                                             # as train.py does
     try:
         step = Step(name, point.T, point.batch_size)
         x, y = step.x, step.y
@@ -329,7 +325,7 @@ def main() -> None:
     how = (args.seconds, args.patience)
     peer = best_peer(Point(*SIZE, RACE), *how)
     axes = [Axis(BY_LENGTH, by_length, [OURS, FOLDED, IN_BLOCKS, peer]), Axis(BY_SIZE, by_size, [OURS, peer])]
-    head = (f"`python bench/growth.py --lengths {args.lengths} --sizes {args.sizes} --rounds {args.rounds} "
+    head = (f"`python -m bench.growth --lengths {args.lengths} --sizes {args.sizes} --rounds {args.rounds} "
             f"--seconds {args.seconds:g}`: CPU, {torch.get_num_threads()} threads, torch "
             f"{torch.__version__}, bfloat16, eager. The fastest peer at T {RACE}, of {', '.join(PEERS)}: "
             f"{peer}.")

@@ -1,6 +1,6 @@
 """The loss over a large vocabulary, at once and in chunks: CPU time and peak memory, forward and backward.
 
-`python bench/loss.py [--shape N,C,V] [--dtype bfloat16|float32]`: N targets, C = n_embd, V vocabulary. Each
+`python -m bench.loss [--shape N,C,V] [--dtype bfloat16|float32]`: N targets, C = n_embd, V vocabulary. Each
 figure is of a fresh process: memory above that of the inputs, time of the second of two passes on one thread.
 """
 
@@ -11,14 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from bench.memory import peak_bytes
+from runtime import loss
+from runtime.command import argument_parser, run_command
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/loss.py` finds the root's modules
-
-import torch  # noqa: E402
-
-import loss  # noqa: E402
-from bench.memory import peak_bytes  # noqa: E402
-from command import argument_parser, run_command  # noqa: E402
 
 
 def measure(shape: str, dtype: str, is_chunked: bool) -> str:

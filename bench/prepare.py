@@ -1,6 +1,6 @@
 """Preparing a corpus: data/prepare.py against nanoGPT's way, in time and peak memory, on the same text.
 
-`python bench/prepare.py [SOURCE] [--megabytes N] [--rounds N] [--out FILE.md]` writes the documents of SOURCE
+`python -m bench.prepare [SOURCE] [--megabytes N] [--rounds N] [--out FILE.md]` writes the documents of SOURCE
 (default stdlib), again and again until they are N megabytes, to a .parquet file, and has it made into GPT-2
 tokens on all cores either way, in turn and in fresh processes: A B A B ...
 
@@ -24,14 +24,13 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
+from data.prepare import n_cores, open_source, prepare
+from data.sources import Passkey
+from runtime.command import argument_parser, run_command
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/prepare.py` finds the root's modules
-
-import numpy as np  # noqa: E402
-
-from command import argument_parser, run_command  # noqa: E402
-from data.prepare import n_cores, open_source, prepare  # noqa: E402
-from data.sources import Passkey  # noqa: E402
 
 ROW_GROUP = 100     # documents
 SHARD = 8_000       # documents that nanoGPT copies at a time: 8.0 M in 1,024 shards
@@ -150,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         lines = compare(args, Path(folder))
-    command = "python bench/prepare.py " + " ".join(sys.argv[1:])
+    command = "python -m bench.prepare " + " ".join(sys.argv[1:])
     title = "# Preparing a corpus, against nanoGPT's way"
     text = "\n".join([title, "", f"`{command.strip()}`", "", *lines, ""])
     print(text)

@@ -1,4 +1,4 @@
-"""Break training again and again, and count what is lost: `python bench/soak.py [--only NAME,...]`.
+"""Break training again and again, and count what is lost: `python -m bench.soak [--only NAME,...]`.
 
 Each case breaks real processes, and then the run must end bit-equal to one that was left alone; or it runs
 the tests of a fault and counts them. Writes what it found into docs/reliability.md; exits with 1 where
@@ -25,13 +25,13 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/soak.py` finds the root's modules
+import train
+from model import GPT
+from runtime import checkpoint
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
 
-import checkpoint  # noqa: E402
-import train  # noqa: E402
-from command import UserError, argument_parser, run_command  # noqa: E402
-from model import GPT  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 DOCUMENT = ROOT / "docs" / "reliability.md"
 CONFIG = """

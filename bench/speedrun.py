@@ -1,6 +1,6 @@
 """Time to a loss: nanoGPT's CPU example against our speedrun config, both trained by train.py, in turn.
 
-`python bench/speedrun.py [--data DIR] [--rounds N] [--out FILE.md]` trains tinyshakespeare-nanogpt.toml and
+`python -m bench.speedrun [--data DIR] [--rounds N] [--out FILE.md]` trains tinyshakespeare-nanogpt.toml and
 tinyshakespeare-speedrun.toml of configs/ in turn, each from scratch in a fresh process, the round's number
 being the seed. It takes the wall time of the whole process, start and final validation included, that of the
 training loop in it (summary.json's wall_s, validation included), and the loss on the whole validation split,
@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from config import Config, load_config
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/speedrun.py` finds the root's modules
-
-import torch  # noqa: E402
-
-from command import UserError, argument_parser, run_command  # noqa: E402
-from config import Config, load_config  # noqa: E402
 
 BASELINE, SPEEDRUN = (ROOT / "configs" / f"tinyshakespeare-{name}.toml" for name in ("nanogpt", "speedrun"))
 TARGET = 1.886          # nats a character
@@ -100,7 +100,7 @@ def main() -> None:
     text = report(args.data, args.rounds)
     print(text)
     if args.out:
-        args.out.write_text(f"`python bench/speedrun.py --rounds {args.rounds}`\n\n{text}\n")
+        args.out.write_text(f"`python -m bench.speedrun --rounds {args.rounds}`\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A training step of ours and of the peers that pip brings, in the same run, interleaved.
 
-`python bench/training.py [--rounds N] [--shape T,B] [--only NAME,NAME] [--out FILE.md]`. All are decoders of
+`python -m bench.training [--rounds N] [--shape T,B] [--only NAME,NAME] [--out FILE.md]`. All are decoders of
 6 layers, 384 wide, 6 heads, 256 tokens in the vocabulary. Each has a process of its own, as its user would
 start it, and they take a step (forward, backward, AdamW) in turn, round after round, so that a noisy machine
 disturbs all alike; ratios are medians of those within a round. Peers get what we get: bfloat16 autocast,
@@ -21,18 +21,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.memory import peak_bytes
+from config import load_config
+from model import GPT
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
+from runtime.optimizer import make_optimizer
+from train import keep_freed_memory
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python bench/training.py` finds the root's modules
-
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-from bench.memory import peak_bytes  # noqa: E402
-from command import UserError, argument_parser, run_command  # noqa: E402
-from config import load_config  # noqa: E402
-from model import GPT  # noqa: E402
-from train import keep_freed_memory, make_optimizer  # noqa: E402
 
 N_LAYER, N_EMBD, N_HEAD, VOCAB_SIZE = 6, 384, 6, 256
 OURS, NONE = "nanorope rope", "nanorope none"
@@ -40,7 +41,8 @@ OUR_PLAIN, PLAIN = "nanorope rope (fp32 eager)", "transformers GPT-2 (fp32 eager
 
 
 def ours(encoding: str, T: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Our decoder and its optimiser."""
+    """Our decoder and its optimiser, in a process that keeps its memory as train.py's does."""
+    keep_freed_memory()
     config = load_config(ROOT / "configs" / "quick.toml", [
         f"position.encoding={encoding}", f"model.vocab_size={VOCAB_SIZE}", f"model.n_layer={N_LAYER}",
         f"model.n_embd={N_EMBD}", f"model.n_head={N_HEAD}", f"train.seq_len={T}"])
@@ -137,8 +139,6 @@ class Step:
 
 def serve(name: str, T: int, batch_size: int) -> None:
     """What a contender's process does: take a step for each line that comes, and answer with a line."""
-    if name.startswith("nanorope"):
-        keep_freed_memory()                                             # as train.py does
     step = Step(name, T, batch_size)
     print(json.dumps(sum(p.numel() for p in step.model.parameters())), flush=True)
     for _ in sys.stdin:
@@ -253,7 +253,7 @@ def main() -> None:
     text = report(names, T, batch_size, args.rounds)
     print(text)
     if args.out:
-        command = f"python bench/training.py --rounds {args.rounds} --shape {args.shape}"
+        command = f"python -m bench.training --rounds {args.rounds} --shape {args.shape}"
         args.out.write_text(f"`{command}`\n\n{text}\n")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from command import UserError
+from runtime.errors import UserError
 
 FILE = "tokenizer.json"
 MAX_FILE = 2**26        # bytes

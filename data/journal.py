@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from command import UserError
 from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import SPLITS
+from runtime.errors import UserError
 
 SAVE_EVERY_S = 10.0
 BLOCK = 2**20               # bytes

@@ -20,8 +20,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from command import UserError, shown
-from files import read_json
+from runtime.errors import UserError, shown
+from runtime.files import read_json
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")

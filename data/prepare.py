@@ -39,11 +39,9 @@ import numpy as np
 # `python data/prepare.py` finds the root's modules
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command import UserError, argument_parser, run_command  # noqa: E402
 from data import bpe  # noqa: E402
 from data import tokenizer as tokenizers  # noqa: E402
 from data.encode import Encoded, Piece, chunked, encode, in_order, read_pieces  # noqa: E402
-from data.hf_tokenizer import read_tokenizer  # noqa: E402
 from data.journal import Journal, Position, check_replaceable  # noqa: E402
 from data.loader import FORMAT_VERSION, SPLITS, read_meta  # noqa: E402
 from data.remote import LINE_BY_LINE, open_dataset, open_url  # noqa: E402
@@ -65,7 +63,10 @@ from data.tokenizer import (  # noqa: E402
     pieces,
     tokenizer_of,
 )
-from pretrained import is_pretrained, read_config  # noqa: E402
+from hf.pretrained import is_pretrained, read_config  # noqa: E402
+from hf.tokenizer import read_tokenizer  # noqa: E402
+from runtime.command import argument_parser, run_command  # noqa: E402
+from runtime.errors import UserError  # noqa: E402
 
 BUILT_IN = ("stdlib", "passkey")
 LEARN_BYTES = 2**27             # of text that bpe:N learns from, at most

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from command import UserError, told
 from data.sources import BLOCK, ROWS, SUFFIXES, Document, Rows, Source, identity_of, open_local
+from runtime.errors import UserError, told
 
 LINE_BY_LINE = ("Salesforce/wikitext", "wikitext")      # datasets whose rows are lines
 VALIDATION = ("validation", "valid", "val", "test")     # splits to validate on, the first that is there

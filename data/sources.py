@@ -20,10 +20,10 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from command import UserError
 from data.loader import SPLITS
 from data.passkey import passkey_document, repeating_document
 from data.tokenizer import Tokenizer
+from runtime.errors import UserError
 
 FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single text
 ROW_VAL_SHARE = 0.01            # of rows and lines: there are many

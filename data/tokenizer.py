@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from command import UserError, shown
 from data.bpe import FILE as TOKENIZER_FILE
 from data.bpe import GPT2_PATTERN, SEPARATOR, read_ranks, size_of
+from runtime.errors import UserError, shown
 
 if TYPE_CHECKING:
     import tiktoken
@@ -213,7 +213,7 @@ def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
     if name == "gpt2":
         return _gpt2()
     if folder is not None and re.fullmatch("hf:[0-9]{1,9}", name):
-        from data.hf_tokenizer import read_saved  # here: other corpora do not need the package
+        from hf.tokenizer import read_saved  # here: other corpora do not need the package
         return read_saved(folder / TOKENIZER_FILE, int(name[3:]))
     size = size_of(name)
     if size is None:

@@ -1,6 +1,6 @@
 """The field guide: pictures and computed properties of every encoding, put into docs/encodings.md.
 
-`python docs/gallery.py` takes no arguments and reads the registry; half a minute on one core. It writes
+`python -m docs.gallery` takes no arguments and reads the registry; half a minute on one core. It writes
 results/gallery/NAME.png for each encoding, by the hooks that its class overrides, and two classic pictures;
 of docs/encodings.md it rewrites what stands between `begin NAME` and `end NAME`, adds the sections that
 are missing, and leaves the rest, which is written by hand. Costs come from results/bench-encodings.md and
@@ -14,27 +14,26 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor
+
+import rope
+from attention import attend_fused
+from docs.properties import HOOKS, Properties, added, biases, logits, make, overridden, properties, quick
+from positions import ENCODINGS, At, Encoding
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))       # `python docs/gallery.py` finds the root's modules
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from PIL import Image  # noqa: E402
-from properties import HOOKS, Properties, added, biases, logits, make, overridden, properties, quick  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-import rope  # noqa: E402
-from attention import attend_fused  # noqa: E402
-from command import UserError, argument_parser, run_command  # noqa: E402
-from positions import ENCODINGS, At, Encoding  # noqa: E402
 
 GUIDE = ROOT / "docs" / "encodings.md"
 PICTURES = ROOT / "results" / "gallery"

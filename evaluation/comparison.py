@@ -15,7 +15,6 @@ import csv
 import json
 import math
 import re
-import signal
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -24,17 +23,14 @@ from tokenize import TokenError
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
-
 import numpy as np
 
-from checkpoint import check_links
-from command import UserError, argument_parser, run_command
 from config import Config, load_config
 from data.loader import read_meta
-from files import read_json
-from report import Cell, Map, Table, draw, html, markdown, to_wandb
+from evaluation.report import Cell, Map, Table
+from runtime.checkpoint import check_links
+from runtime.errors import UserError
+from runtime.files import read_json
 
 RESAMPLES = 10_000
 ENOUGH_DOCUMENTS = 10       # to resample documents; with fewer, windows are
@@ -425,43 +421,3 @@ def write_csv(curves: Sequence[Curve], path: Path) -> None:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="evaluated folders of train.py")
-    parser.add_argument("--baseline", metavar="LABEL", help="curve to compare with (default: the first)")
-    parser.add_argument("--data", metavar="NAME", help="use eval/NAME.json (default: the only one)")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/report"),
-                        help="default %(default)s")
-    parser.add_argument("--wandb", action="store_true", help="log tables and pictures to W&B too")
-    args = parser.parse_args()
-    runs = [read_run(path, args.data) for path in args.runs]
-    check_comparable(runs)
-    curves = make_curves(runs)
-    by_label = {curve.label: curve for curve in curves}
-    if args.baseline not in (None, *by_label):
-        raise UserError(f"--baseline {args.baseline}: no such curve; choose from {', '.join(by_label)}")
-    baseline = by_label[args.baseline] if args.baseline else curves[0]
-    curves.sort(key=lambda curve: (curve is not baseline, curve.extend is not None))    # a stable sort
-    L = runs[0].head["seq_len"]
-    tables = make_tables(curves, baseline, L)
-    maps = [probe_map(measure, curves) for measure in MEASURES if measure.place]
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    title = f"{len(runs)} run{'s' * (len(runs) > 1)}, trained at L = {L}, evaluated on {runs[0].head['data']}"
-    about = {curve.label: [curve.runs[0].config.position.encoding, curve.extend or "",
-                           ", ".join(str(run.config.train.seed) for run in curve.runs),
-                           ", ".join(str(run.path) for run in curve.runs)] for curve in curves}
-    pictures = draw(tables, [m for m in maps if m.cells], list(about), args.out)
-    write_csv(curves, args.out / "report.csv")
-    (args.out / "report.md").write_text(markdown(title, about, tables, pictures), encoding="utf-8")
-    (args.out / "report.html").write_text(html(title, about, tables, pictures), encoding="utf-8")
-    if args.wandb:
-        to_wandb(args.out, baseline.runs[0].config, tables, pictures)
-    print(f"{title}: {len(curves)} curves, compared with {baseline.label}")
-    print(f"wrote {args.out}/report.md, report.html, report.csv and {len(pictures)} pictures")
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -21,13 +21,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from command import UserError
 from config import Config, describe_choice, did_you_mean, explain
 from model import GPT, Attention
 from positions.contract import At, Encoding
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.temperature import LogN, Temperature
+from runtime.errors import UserError
 
 
 class Extension(BaseModel):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from config import Train
+from config import TrainConfig
 from data.passkey import passkey_document
 from data.tokenizer import Tokenizer
 from model import GPT, autocast
@@ -28,7 +28,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)    # share of the filler before the key
 
 
 @torch.no_grad()
-def losses_at(model: GPT, train: Train, tokens: np.ndarray,
+def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
               at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Loss in nats of the tokens (B, T) at places `at` (n,), and whether each is the likeliest, (B, n)."""
     device = next(model.parameters()).device

@@ -32,37 +32,25 @@ Legend: B batch, T time, C = n_embd, V vocabulary. Loss in nats per token.
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import parallel
-import probes
-from checkpoint import load_run
-from command import UserError, argument_parser, run_command
-from config import Config, Train
+from config import Config, TrainConfig
 from data.loader import Corpus
 from data.passkey import shortest
 from data.sources import SUFFIXES
 from data.tokenizer import Tokenizer, byte_lengths
-from eval_show import plot, table
-from files import naming, read_json, write_whole
-from model import GPT, autocast
-from parallel import World
-from positions.extension import Extend, describe_extensions, extended, parse
-from windows import (
+from evaluation import probes
+from evaluation.extension import Extend, extended, parse
+from evaluation.windows import (
     Text,
     Window,
     ended_windows,
@@ -72,6 +60,11 @@ from windows import (
     rolling_windows,
     sliding_windows,
 )
+from model import GPT, autocast
+from runtime import parallel
+from runtime.errors import UserError
+from runtime.files import read_json
+from runtime.parallel import World
 
 PROTOCOLS = ("nonoverlap", "rolling", "sliding", "fixed", "position")
 PROBES = ("repeat", "copy", "passkey")
@@ -99,7 +92,7 @@ def token_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses).view(targets.shape)
 
 
-def score(model: GPT, text: Text, windows: Sequence[Window], train: Train,
+def score(model: GPT, text: Text, windows: Sequence[Window], train: TrainConfig,
           world: World = ALONE) -> Iterator[np.ndarray]:
     """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward.
 
@@ -373,77 +366,3 @@ def is_of_another_text(path: Path, text: Text) -> bool:
         return read_json(path).get("data_sha256", "") != text.sha256()
     except (OSError, ValueError, AttributeError):                       # none, or damaged: nothing to keep
         return False
-
-
-def main() -> None:
-    parser = argument_parser(__doc__ or "", describe_extensions())
-    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, or one of Hugging Face")
-    parser.add_argument("--lengths", help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L)")
-    parser.add_argument("--protocol", default=",".join(DEFAULT_PROTOCOLS),
-                        help=f"from {','.join((*PROTOCOLS, *PROBES))} (default %(default)s)")
-    parser.add_argument("--extend", action="append", default=[], metavar="METHOD",
-                        help="also under a method that stretches the context; may be given several times")
-    parser.add_argument("--data", metavar="DIR_OR_FILE", help="corpus or text (default: the run's corpus; "
-                        "a folder of Hugging Face has none)")
-    parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
-    parser.add_argument("--windows", type=int, default=32,
-                        help="fixed, position, repeat, copy: windows; passkey: a quarter of it (default 32)")
-    parser.add_argument("--tokens", type=int, default=2**16,
-                        help="nonoverlap, sliding: tokens scored (default 65536)")
-    parser.add_argument("--stride", type=int, help="sliding: S, tokens (default a quarter of each length)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses windows; the same for every model")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written (default RUN/eval/DATA.json)")
-    args = parser.parse_args()
-    protocols = args.protocol.split(",")
-    for protocol in protocols:
-        if protocol not in (*PROTOCOLS, *PROBES):
-            raise UserError(f"--protocol {protocol}: unknown; choose from {','.join((*PROTOCOLS, *PROBES))}")
-    world = parallel.join_to_evaluate()
-    model, config, tokenizer = load_run(args.run)
-    L = config.train.seq_len
-    text = open_text(args.data, config.data.dir, tokenizer)
-    lengths = choose_lengths(args.lengths, L, text)
-    n_scored = max(1, min(256, L // 4)) if args.targets is None else args.targets
-    counts = [n for n in (args.windows, args.tokens, args.stride, args.seed + 1) if n is not None]
-    if not 0 < n_scored <= min(lengths) or min(counts) < 1:
-        raise UserError(f"--targets {n_scored} --windows {args.windows} --tokens {args.tokens} --stride "
-                        f"{args.stride} --seed {args.seed}: must be positive, the seed at least 0, and "
-                        f"--targets at most the shortest length, {min(lengths)}")
-    extends = open_extensions(args.extend, model, config, lengths)
-    evaluation = Evaluation(model, text, tokenizer, config, protocols, lengths, n_scored, args.windows,
-                            args.tokens, args.seed, extends, args.stride, world)
-    if not evaluation.possible:
-        raise UserError(f"--lengths {args.lengths}: {config.position.encoding} ends at "
-                        f"{model.encoding.max_length} positions; give a shorter one")
-    print(f"{args.run}: {config.position.encoding}, trained at L = {L}, on {text.name}: "
-          f"{len(evaluation.text.documents)} documents of more than {evaluation.longest} tokens")
-    path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
-    if is_of_another_text(path, text):
-        print(f"warning: {path}: is of another text of that name, and will be overwritten; --json FILE keeps "
-              "both", flush=True)
-    records = evaluation.run()
-    parallel.leave()
-    if world.rank:
-        return
-    print("\n".join(table(records, evaluation.lengths, L)))
-    limit = model.encoding.max_length
-    if limit and max(lengths) > limit:
-        print(f"{config.position.encoding} is not defined beyond position {limit - 1}: empty cells")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head = {"run": str(args.run), "encoding": config.position.encoding, "seq_len": L,
-            "tokenizer": tokenizer.name, "data": text.name, "data_sha256": text.sha256(), "seed": args.seed}
-    temporary = path.with_suffix(".tmp.npz")
-    try:
-        with naming(temporary):
-            np.savez(temporary, **evaluation.per_window)  # type: ignore[arg-type]
-        write_whole(path, json.dumps({**head, "records": records}, indent=1) + "\n")
-        temporary.replace(path.with_suffix(".npz"))
-    finally:
-        temporary.unlink(missing_ok=True)
-    title = f"{config.position.encoding}, trained at L = {L}, evaluated on {text.name}"
-    plot(records, title, L, path.with_suffix(".png"))
-    print(f"wrote {path}, .npz and .png")
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import Config
-from files import finite
-from log import start_wandb, without_key
+from runtime.files import finite
+from runtime.log import start_wandb, without_key
 
 ABREAST = 8             # curves in one picture: more cannot be told apart
 ASINH_WIDTH = 0.05      # gains look linear up to about this, nats a token, logarithmic beyond

@@ -16,7 +16,6 @@ import hashlib
 import json
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -25,13 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
-
-from command import UserError, argument_parser, run_command
 from config import load_config
+from runtime.errors import UserError
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 STAMP = "evaluated.json"    # in a run's folder: of which checkpoint, with which arguments eval/*.json are
 
 
@@ -220,51 +216,3 @@ def pairs(texts: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise UserError(f"--slurm {text}: must read key=value, such as timeout_min=240; overrides of the "
                             "config go before --slurm")
         yield key, int(value) if value.isdigit() else value
-
-
-def main() -> int:
-    parser = argument_parser(__doc__ or "")
-    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="config files; overrides are for all")
-    parser.add_argument("--seeds", metavar="S,S", help="train each config with each (default: its own)")
-    parser.add_argument("--runs", metavar="DIR", type=Path, default=Path("runs"), help="default %(default)s")
-    parser.add_argument("--eval", metavar="ARGS", default="", help='for eval.py: --eval="--windows 64"')
-    parser.add_argument("--out", metavar="DIR", type=Path, help="for the report (default RUNS/report)")
-    parser.add_argument("--submitit", metavar="FOLDER", type=Path, help="submit jobs, logs in this folder")
-    parser.add_argument("--slurm", nargs="+", default=[], metavar="key=value",
-                        help="submitit's parameters: timeout_min=240 slurm_partition=gpu gpus_per_node=1")
-    args = parser.parse_intermixed_args()
-    try:
-        seeds = [int(seed) for seed in args.seeds.split(",")] if args.seeds else []
-    except ValueError as error:
-        raise UserError(f"--seeds {args.seeds}: must be integers and commas, such as 0,1,2") from error
-    configs = [text for text in args.configs if "=" not in text]
-    if not configs:
-        raise UserError("no config given, only overrides; give files such as configs/quick.toml")
-    jobs = make_jobs(configs, [text for text in args.configs if "=" in text], seeds, args.runs,
-                     shlex.split(args.eval))
-
-    def on_signal(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, on_signal)
-    progress = Progress(len(jobs))
-    try:
-        if args.submitit:
-            run_submitted(jobs, progress, args.submitit, dict(pairs(args.slurm)))
-        else:
-            run_here(jobs, progress)
-        good = [job for job in jobs if job.name not in progress.failed]
-        code = report(good, args.out or args.runs / "report") if good else 1
-    except KeyboardInterrupt as stop:
-        print("\nstopped, what ran is saved; the same command goes on from there")
-        return 128 + stop.args[0]
-    for job in jobs:
-        if job.name in progress.failed:
-            print(f"error: run {job.name}: {progress.failed[job.name]}: {last_line(job.log)}; see {job.log}",
-                  file=sys.stderr)
-    return code or (1 if progress.failed else 0)
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from command import UserError
+from runtime.errors import UserError
 
 
 class Window(NamedTuple):

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import rope
-from command import UserError
-from config import Config, Model
+from config import Config, ModelConfig
+from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters
 from model import encoded_layers, hidden_width
 from positions import Options
-from positions.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters
 from positions.rotary import RoPEOptions, RotaryOptions
+from runtime.errors import UserError
 
 Tables = dict[str, Fields]      # of ours: section -> key -> value
 
@@ -71,7 +71,7 @@ class Architecture:
                      for key in differing(position, type(position), {})
                      if key not in self.encodings[position.encoding] | {"encoding"}}
         free = {*self.fields, "head_dim", "dropout"}
-        found |= {f"model.{key}": getattr(model, key) for key in differing(model, Model, self.block)
+        found |= {f"model.{key}": getattr(model, key) for key in differing(model, ModelConfig, self.block)
                   if key not in free}
         if "n_kv_head" not in self.fields and model.n_kv_head not in (None, model.n_head):
             found["model.n_kv_head"] = model.n_kv_head
@@ -172,7 +172,8 @@ class Architecture:
         return tensor.t() if name.endswith(self.transposed) and tensor.dim() == 2 else tensor
 
 
-def differing(options: Model | Options, schema: type[Model] | type[Options], block: Fields) -> list[str]:
+def differing(options: ModelConfig | Options, schema: type[ModelConfig] | type[Options],
+              block: Fields) -> list[str]:
     """Keys whose value is neither the schema's default nor, where it names one, the block's."""
     return [key for key, field in schema.model_fields.items()
             if getattr(options, key) != block.get(key, field.default)]

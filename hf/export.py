@@ -9,24 +9,20 @@ Face is given to eval.py, sample.py or train.init_from as it is.
 from __future__ import annotations
 
 import json
-import signal
 import tempfile
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
-
 from safetensors.torch import save_file
 
-from architectures import choose
-from checkpoint import load_run
-from command import UserError, argument_parser, run_command
 from config import Config, to_toml
-from data.hf_tokenizer import separator_name, tokenizer_json
 from data.tokenizer import Tokenizer
-from files import read_json
+from hf.architectures import choose
+from hf.tokenizer import separator_name, tokenizer_json
 from model import GPT
+from runtime.checkpoint import load_run
+from runtime.errors import UserError
+from runtime.files import read_json
 
 
 def export(run: Path, out: Path) -> str:
@@ -103,16 +99,3 @@ Trained by nanorope with this config:
 ```toml
 {to_toml(config)}```
 """
-
-
-def main() -> None:
-    parser = argument_parser(__doc__ or "")
-    parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train.py made")
-    parser.add_argument("out", metavar="OUT_DIR", type=Path, help="folder to write; must be new or empty")
-    args = parser.parse_args()
-    architecture = export(args.run, args.out)
-    print(f"wrote {args.out}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -14,13 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from command import UserError
 from config import Config, Raw, config_from
-from files import read_json
+from runtime.errors import UserError
+from runtime.files import read_json
 
 if TYPE_CHECKING:
-    from architectures import Architecture
     from data.tokenizer import Tokenizer
+    from hf.architectures import Architecture
     from model import GPT
 
 WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
@@ -53,7 +53,7 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
     L, as train.seq_len, is what config.json says of the training before any scaling. The config names no
     corpus.
     """
-    from data.hf_tokenizer import read_tokenizer  # here: ordinary runs load none of these
+    from hf.tokenizer import read_tokenizer  # here: ordinary runs load none of these
     from model import GPT
 
     architecture, theirs = read_config(folder)
@@ -76,7 +76,7 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
 
 def read_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
     """Which architecture a folder holds, and its config.json. Raises UserError for one that is unknown."""
-    from architectures import ARCHITECTURES  # here: it reads configs itself
+    from hf.architectures import ARCHITECTURES  # here: it reads configs itself
 
     theirs = _read_json(folder / "config.json")
     kind = theirs.get("model_type")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import rope
-from command import UserError
 from positions.rotary import RotaryOptions
 from positions.scaling import NTK, SCALINGS, Base
+from runtime.errors import UserError
 
 Fields = dict[str, Any]         # of a config.json
 LENGTH = "original_max_position_embeddings"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from command import UserError
 from data.bpe import BYTES, CHARACTERS, SEPARATOR
 from data.tokenizer import ByteTokenizer, Tokenizer, cut_before_space
-from files import read_json, read_text
+from runtime.errors import UserError
+from runtime.files import read_json, read_text
 
 if TYPE_CHECKING:
     import tiktoken

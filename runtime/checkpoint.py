@@ -24,15 +24,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-import parallel
-from command import UserError
 from config import Config, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
-from files import naming, read_json
+from hf.pretrained import is_pretrained, load_pretrained
 from model import GPT, pick_device
-from optimizer import kept
-from pretrained import is_pretrained, load_pretrained
+from runtime import parallel
+from runtime.errors import UserError
+from runtime.files import naming, read_json
+from runtime.optimizer import kept
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}

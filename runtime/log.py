@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command import told
 from config import Config
-from files import naming, write_whole
+from runtime.errors import told
+from runtime.files import naming, write_whole
 
 
 class Log:

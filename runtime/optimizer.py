@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-import parallel
-from config import Train
+from config import TrainConfig
 from model import GPT
+from runtime import parallel
 
 STACK = 2**24           # numbers that are orthogonalised at a time, at most, unless one matrix has more
 # Of Newton and Schulz' iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
@@ -93,7 +93,7 @@ class Together(Optimizer):
             part.step()
 
 
-def make_optimizer(model: GPT, t: Train) -> Optimizer:
+def make_optimizer(model: GPT, t: TrainConfig) -> Optimizer:
     """As `train.optimizer` says. Weight decay on the matrices of linear layers and embeddings alone."""
     hidden = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear) and t.optimizer == "muon"}
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden

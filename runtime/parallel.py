@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from command import UserError
-from config import Train
+from config import TrainConfig
 from model import GPT, pick_device
+from runtime.errors import UserError
 
 PATIENCE = timedelta(days=1)    # of an evaluation with a process whose forward takes long; a dead one is seen
 
@@ -45,7 +45,7 @@ def place() -> tuple[int, int, int]:
     return int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def join(t: Train) -> World:
+def join(t: TrainConfig) -> World:
     """Meet the others that torchrun started, if any. Raises UserError for a batch that does not divide."""
     device, (rank, local_rank, size) = pick_device(t), place()
     if size == 1:
@@ -86,7 +86,7 @@ def let_first_speak(rank: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def spread(model: GPT, t: Train, world: World) -> nn.Module:
+def spread(model: GPT, t: TrainConfig, world: World) -> nn.Module:
     """The model to train with: itself; or DDP around it; or, sharded in place by FSDP2, itself."""
     if world.size == 1:
         return model.to(world.device)
@@ -125,12 +125,9 @@ def tell(world: World, *figures: Tensor | float) -> Tensor:
     return add_up(world, said)
 
 
-def agree(world: World, loss: float, signal: int) -> tuple[float, int]:
-    """The mean of all processes' losses, and the number of a signal that any of them got, else 0."""
-    if world.size == 1:
-        return loss, signal
-    said = tell(world, loss, signal)
-    return float(said[:, 0].mean()), int(said[:, 1].max())
+def agree(world: World, signal: int) -> int:
+    """The number of a signal that any process got, else 0."""
+    return signal if world.size == 1 else int(tell(world, signal).max())
 
 
 def add_up(world: World, values: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-import compare
-import report
-from command import UserError, run_command
+from evaluation import comparison as compare
+from evaluation import report
+from runtime.command import run_command
+from runtime.errors import UserError
 from train import train
 
 SPLIT = {"tokens": 9, "bytes": 9, "documents": 1, "sha256": {"val.bin": "a"}}

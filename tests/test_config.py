@@ -10,11 +10,12 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding
 
-from command import UserError, run_command
 from config import SECTIONS, describe_schema, differences, load_config, to_toml
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
+from runtime.command import run_command
+from runtime.errors import UserError
 
 MINIMAL = '[data]\ndir = "x"\n[position]\nencoding = "rope"\n'
 

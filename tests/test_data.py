@@ -12,12 +12,12 @@ from conftest import needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from command import UserError
 from data import prepare as prepare_module
 from data.loader import Corpus
 from data.prepare import open_source, prepare
 from data.sources import Part, why_left_out
 from data.tokenizer import ByteTokenizer, byte_lengths, decode, load_tokenizer
+from runtime.errors import UserError
 
 
 def write_texts(folder: Path, texts: dict[str, bytes]) -> Path:

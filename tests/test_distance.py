@@ -8,10 +8,10 @@ import torch
 from conftest import lively, tokens
 from torch import Tensor
 
-from command import UserError
 from model import GPT
 from positions import At, Encoding
 from positions.distance import T5, ALiBi
+from runtime.errors import UserError
 
 B, H, TQ, TK = 2, 2, 7, 12
 NAMES = ["alibi", "t5", "kerple_log", "kerple_power", "fire", "sandwich"]

@@ -11,15 +11,11 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding, lively, needs
 
-import eval as eval_module
-from command import UserError
 from data.loader import Corpus
 from data.tokenizer import ByteTokenizer
-from eval import Evaluation, choose_lengths, is_of_another_text, open_text, token_losses
-from model import GPT
-from positions import ENCODINGS
-from train import train
-from windows import (
+from evaluation import protocols as eval_module
+from evaluation.protocols import Evaluation, choose_lengths, is_of_another_text, open_text, token_losses
+from evaluation.windows import (
     Text,
     ended_windows,
     fixed_ends,
@@ -28,6 +24,10 @@ from windows import (
     rolling_windows,
     sliding_windows,
 )
+from model import GPT
+from positions import ENCODINGS
+from runtime.errors import UserError
+from train import train
 
 LENGTHS = [16, 32, 50, 64, 128, 256]
 
@@ -341,7 +341,7 @@ def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, cor
 ])
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, tiny, tmp_path: Path,
                                           monkeypatch, capsys) -> None:
-    from command import run_command
+    from runtime.command import run_command
 
     train(tiny(), [])
     empty = tmp_path / "empty"

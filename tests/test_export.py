@@ -12,15 +12,15 @@ from conftest import TINY, tokens
 from safetensors.torch import load_file
 
 import rope
-from architectures import ARCHITECTURES, choose
-from checkpoint import load_run
-from command import UserError
 from config import load_config
 from data.prepare import prepare
-from export import export
+from hf.architectures import ARCHITECTURES, choose
+from hf.export import export
+from hf.pretrained import load_pretrained
 from model import autocast
 from positions import ENCODINGS
-from pretrained import load_pretrained
+from runtime.checkpoint import load_run
+from runtime.errors import UserError
 from sample import generate
 from train import train
 

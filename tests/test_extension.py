@@ -8,13 +8,13 @@ import torch
 from conftest import lively, tokens
 
 import rope
-from command import UserError
 from data.tokenizer import ByteTokenizer
-from eval import Evaluation, open_text
+from evaluation.extension import EXTENSIONS, Regrouped, Rescaled, extended, parse
+from evaluation.protocols import Evaluation, open_text
 from model import GPT
 from positions import ENCODINGS, At
-from positions.extension import EXTENSIONS, Regrouped, Rescaled, extended, parse
 from positions.scaling import SCALINGS
+from runtime.errors import UserError
 
 L = 32          # tests' train.seq_len
 RELATIVE = [name for name, encoding in ENCODINGS.items() if encoding.is_relative]

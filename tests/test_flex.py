@@ -9,10 +9,10 @@ from conftest import lively, tokens
 from torch import Tensor
 
 import attention
-import flex
 from config import Config
 from model import GPT
 from positions import ENCODINGS
+from runtime import flex
 
 FLEXIBLE = [name for name, encoding in ENCODINGS.items() if encoding.by_distance]
 OPTIONS = {"plain": (), "window": ("model.window=9", "model.full_every=2"),

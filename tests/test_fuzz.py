@@ -22,17 +22,18 @@ from hypothesis import strategies as st
 from test_compare import fabricate
 from test_security import rehash_checkpoint, rehash_corpus
 
-import checkpoint
-from command import UserError
-from compare import read_run
 from config import SECTIONS, Config, load_config, to_toml
-from data.hf_tokenizer import byte_level_json, read_tokenizer
 from data.loader import SPLITS, Corpus, read_meta
 from data.tokenizer import byte_lengths, tokenizer_of
+from evaluation.comparison import read_run
+from hf.tokenizer import byte_level_json, read_tokenizer
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
-from train import make_optimizer, train
+from runtime import checkpoint
+from runtime.errors import UserError
+from runtime.optimizer import make_optimizer
+from train import train
 
 CASES = int(os.environ.get("NANOROPE_FUZZ_CASES", "40"))
 MEMORY = 2**29          # bytes that reading a file of a few kilobytes may take at most

@@ -10,12 +10,10 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding
 
-from command import UserError
+from docs import gallery
+from docs import properties as measured
 from positions import ENCODINGS, Encoding
-
-sys.path.insert(0, str(ROOT / "docs"))
-import gallery  # noqa: E402
-import properties as measured  # noqa: E402
+from runtime.errors import UserError
 
 L = 128
 
@@ -243,7 +241,7 @@ def test_help_and_a_wrong_call(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["gallery.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
         gallery.main()
-    assert "`python docs/gallery.py`" in capsys.readouterr().out
+    assert "`python -m docs.gallery`" in capsys.readouterr().out
     done = subprocess.run([sys.executable, str(ROOT / "docs" / "gallery.py"), "--no-such-option"],
                           capture_output=True, text=True, cwd=ROOT.parent)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

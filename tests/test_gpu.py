@@ -32,11 +32,11 @@ from bench.gpu_speed import (
     matmul_rate,
 )
 from bench.gpu_table import markdown
-from command import run_command
+from evaluation.sweeping import STAMP, is_evaluated, state
+from evaluation.sweeping import evaluations as evaluations_of
 from positions import ENCODINGS
 from positions.distance import ALiBi
-from sweep import STAMP, is_evaluated, state
-from sweep import evaluations as evaluations_of
+from runtime.command import run_command
 
 # -----------------------------------------------------------------------------------------------------------
 # Parity

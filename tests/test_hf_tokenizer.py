@@ -12,9 +12,9 @@ import pytest
 import tiktoken
 from conftest import needs
 
-from command import UserError
-from data.hf_tokenizer import PretrainedTokenizer, merges, oniguruma, read_tokenizer, tokenizer_json
 from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer, pieces
+from hf.tokenizer import PretrainedTokenizer, merges, oniguruma, read_tokenizer, tokenizer_json
+from runtime.errors import UserError
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 tokenizers = pytest.importorskip("tokenizers")

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from conftest import ROOT, TINY, words
 
-from checkpoint import load_run
 from config import load_config
-from eval import Evaluation, open_text
-from export import export
+from evaluation.protocols import Evaluation, open_text
+from evaluation.windows import Text, rolling_windows
+from hf.export import export
+from runtime.checkpoint import load_run
 from train import train
-from windows import Text, rolling_windows
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 lm_eval = pytest.importorskip("lm_eval")

@@ -10,8 +10,8 @@ from conftest import lively, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import loss
-from loss import chunk_rows, mean_loss
+from runtime import loss
+from runtime.loss import chunk_rows, mean_loss
 
 N, C, V = 70, 24, 501
 

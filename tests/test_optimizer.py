@@ -13,7 +13,7 @@ from test_train import CPU, metrics, weights
 from config import Config, to_toml
 from data.loader import Corpus
 from model import GPT
-from optimizer import Muon, make_optimizer, orthogonal
+from runtime.optimizer import Muon, make_optimizer, orthogonal
 from train import learning_rate, take_step, train, update
 
 

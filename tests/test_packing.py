@@ -11,11 +11,12 @@ import torch
 from conftest import every_encoding, lively, tokens, words
 from test_train import CPU, metrics
 
-from command import UserError
 from data.loader import MIX, Corpus, number_documents
 from data.prepare import prepare
 from model import GPT
-from train import make_optimizer, train, update
+from runtime.errors import UserError
+from runtime.optimizer import make_optimizer
+from train import train, update
 
 EOT = 256
 

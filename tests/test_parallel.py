@@ -16,14 +16,14 @@ import torch
 from conftest import ROOT, lively, tokens
 from test_train import assert_equal_runs, metrics, weights
 
-import eval as eval_module
-import parallel
-from command import UserError
 from config import Config, to_toml
 from data.loader import Corpus
-from eval import PROBES, PROTOCOLS
+from evaluation import protocols as eval_module
+from evaluation.protocols import PROBES, PROTOCOLS
 from model import GPT
-from parallel import World
+from runtime import parallel
+from runtime.errors import UserError
+from runtime.parallel import World
 from train import train, validate
 
 STEPS = 40
@@ -174,7 +174,7 @@ def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) 
 
 EVALUATE = """
 import os, sys, eval
-from command import run_command
+from runtime.command import run_command
 eval.TOKENS_PER_FORWARD, mistake = 2100, sys.argv.pop()
 sys.argv[-1] = sys.argv[-1].replace("RANK", os.environ["RANK"])
 losses, calls = eval.token_losses, []

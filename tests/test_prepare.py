@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from conftest import words
 
-from command import UserError, run_command
 from data import journal as journal_module
 from data import prepare as prepare_module
 from data.journal import Journal, Position
 from data.loader import Corpus
 from data.prepare import Options, default_out, prepare
 from data.sources import JsonLines
+from runtime.command import run_command
+from runtime.errors import UserError
 
 
 class Killed(BaseException):

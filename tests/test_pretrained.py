@@ -13,21 +13,21 @@ import torch
 from conftest import tokens
 from safetensors.torch import load_file, save_file
 
-import eval as eval_command
-import export as export_command
 import sample
-from architectures import ARCHITECTURES
-from checkpoint import load_run
-from command import UserError
 from config import load_config
-from data.hf_tokenizer import tokenizer_json
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
-from eval import open_text
-from export import export
+from evaluation import protocols as eval_command
+from evaluation.extension import EXTENSIONS, extended, parse
+from evaluation.protocols import open_text
+from hf import export as export_command
+from hf.architectures import ARCHITECTURES
+from hf.export import export
+from hf.pretrained import read_tables
+from hf.tokenizer import tokenizer_json
 from model import autocast
-from positions.extension import EXTENSIONS, extended, parse
-from pretrained import read_tables
+from runtime.checkpoint import load_run
+from runtime.errors import UserError
 from sample import generate
 from train import train
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from conftest import lively, needs
 
-import probes
-from config import Train
+from config import TrainConfig
 from data.passkey import passkey_document, shortest
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer, load_tokenizer
-from eval import Evaluation, open_text
+from evaluation import probes
+from evaluation.protocols import Evaluation, open_text
 
 BYTES = ByteTokenizer()
 
@@ -61,7 +61,7 @@ class Copying(torch.nn.Module):
 
 
 def test_losses_at_are_those_of_the_tokens_named() -> None:
-    train = Train(dtype="float32", device="cpu")
+    train = TrainConfig(dtype="float32", device="cpu")
     tokens = np.array([[5, 6, 7, 8, 5, 6, 7, 9]])
     losses, is_top = probes.losses_at(Copying(), train, tokens, np.array([1, 5, 6, 7]))
     assert is_top.tolist() == [[False, True, True, False]]

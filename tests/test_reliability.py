@@ -21,14 +21,14 @@ from safetensors import SafetensorError
 from test_security import everything, rehash_corpus
 from test_train import assert_equal_runs, metrics, stop_after, weights
 
-import checkpoint
-import eval as eval_module
-import files
 import train as train_module
-from command import UserError, run_command
 from config import Config, to_toml
 from data.loader import Corpus
+from evaluation import protocols as eval_module
 from model import GPT
+from runtime import checkpoint, files
+from runtime.command import run_command
+from runtime.errors import UserError
 from train import train
 
 

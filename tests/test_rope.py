@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import rope
 from model import GPT, autocast
-from train import make_optimizer
+from runtime.optimizer import make_optimizer
 
 D = 16
 layouts = pytest.mark.parametrize("layout", rope.LAYOUTS)

@@ -5,9 +5,9 @@ import torch
 from conftest import lively, tokens
 
 import rope
-from command import UserError
 from positions import ENCODINGS, At
 from positions.scaling import YaRN
+from runtime.errors import UserError
 
 T, D = 30, 16
 layouts = pytest.mark.parametrize("layout", rope.LAYOUTS)

@@ -9,10 +9,10 @@ from conftest import lively, tokens
 from test_config import wrong_values
 
 import rope
-from command import UserError
 from config import describe_schema, load_config, to_toml
 from model import GPT
 from positions.scaling import NTK, PI, SCALINGS, Base, DynamicNTK, Llama3, LongRoPE, Scaling, YaRN
+from runtime.errors import UserError
 
 L, BASE = 32, 10_000.0
 methods = pytest.mark.parametrize("method", SCALINGS)

@@ -14,16 +14,17 @@ import torch
 from conftest import ROOT, TINY
 from safetensors.torch import load_file, save_file
 
-import checkpoint
-import eval as eval_module
 import sample
 import train as train_module
-from command import UserError, run_command
-from compare import read_run
 from config import load_config
-from data.hf_tokenizer import read_tokenizer
 from data.loader import Corpus
 from data.tokenizer import load_tokenizer
+from evaluation import protocols as eval_module
+from evaluation.comparison import read_run
+from hf.tokenizer import read_tokenizer
+from runtime import checkpoint
+from runtime.command import run_command
+from runtime.errors import UserError
 from train import train
 
 SECRET = "hunter2hunter2"

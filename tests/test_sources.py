@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from conftest import needs, words
 
-from command import UserError
 from data import remote, sources
 from data.loader import Corpus
 from data.prepare import Options, default_out, prepare
 from data.remote import articles
 from data.tokenizer import ByteTokenizer
+from runtime.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

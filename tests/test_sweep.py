@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY
 
-import sweep
-from command import UserError
+from evaluation import sweeping as sweep
+from runtime.errors import UserError
 
 EVAL = "--eval=--lengths 16,32,64 --windows 4 --tokens 256 --protocol fixed"
 
@@ -130,7 +130,7 @@ def test_submitit_runs_each_as_a_job(configs) -> None:
 ])
 def test_mistakes_are_one_line_and_nothing_starts(arguments: list[str], expected: str, configs, monkeypatch,
                                                   capsys) -> None:
-    from command import run_command
+    from runtime.command import run_command
 
     Path("other").mkdir()
     Path("other/rope.toml").write_text(Path("rope.toml").read_text())

@@ -13,8 +13,6 @@ from conftest import needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import load_run
-from command import UserError
 from data import tokenizer as tokenizer_module
 from data.bpe import SEPARATOR, learn, read_ranks
 from data.loader import read_meta
@@ -28,7 +26,9 @@ from data.tokenizer import (
     pieces,
     tokenizer_of,
 )
-from eval import open_text
+from evaluation.protocols import open_text
+from runtime.checkpoint import load_run
+from runtime.errors import UserError
 from train import train
 
 PROSE = ("It isn't 1,234 naïve  cafés;\n\n\tthey'll say \u3000ok\u00a0ok... "

@@ -16,16 +16,17 @@ from conftest import ROOT, every_encoding, lively, words
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import checkpoint
 import train as train_module
-from command import UserError
 from config import Config, to_toml
 from data.loader import Corpus
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from model import GPT
-from parallel import World
-from train import learning_rate, make_optimizer, skipping_positions, train, update
+from runtime import checkpoint
+from runtime.errors import UserError
+from runtime.optimizer import make_optimizer
+from runtime.parallel import World
+from train import learning_rate, skipping_positions, train, update
 
 CPU = World(torch.device("cpu"))
 

@@ -1,0 +1,1 @@
+"""The documentation, and the scripts that generate part of it: `python -m docs.gallery`."""

@@ -25,6 +25,7 @@ test: .venv/.installed-test
 lint: .venv/.installed-test
 	$(PY) -m ruff check
 	$(PY) -m mypy
+	$(PY) .ci/layers.py
 
 compare: .venv/.installed data/stdlib/meta.json
 	$(PY) sweep.py configs/quick.toml configs/alibi.toml configs/sinusoidal.toml configs/none.toml --runs runs/compare

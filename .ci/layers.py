@@ -1,0 +1,64 @@
+"""Imports point one way: `make lint` checks that no module imports one of a higher layer, and that no circle exists.
+
+import-linter refuses root modules that are not packages, and half of this program is such modules; so this reads
+the imports with ast, deferred and type-checking ones included.
+"""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+LAYERS = [      # from the top; a module belongs to the longest name that fits
+    ["train", "eval", "compare", "sweep", "sample", "export", "data.prepare", "bench", "docs"],
+    ["evaluation"],
+    ["runtime"],
+    ["hf"],
+    ["data"],
+    ["model"],
+    ["config"],
+    ["attention", "runtime.loss", "runtime.flex"],
+    ["positions"],
+    ["rope"],
+    ["runtime.errors", "runtime.files", "runtime.command"],
+]
+
+
+def layer_of(module: str) -> int:
+    """The number of the module's layer, 0 being the top."""
+    fitting = [(len(name), number) for number, names in enumerate(LAYERS) for name in names
+               if module == name or module.startswith(f"{name}.")]
+    if not fitting:
+        sys.exit(f"error: {module} is in no layer of {__file__}; add it there")
+    return max(fitting)[1]
+
+
+def imports_of(path: Path, modules: set[str]) -> set[str]:
+    """The modules of this program that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {name if name in modules else node.module
+                      for name in (f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & modules
+
+
+def main() -> None:
+    files = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True).stdout.split()
+    paths = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): Path(name) for name in files
+             if not name.startswith(("tests/", ".ci/"))}
+    graph = {module: imports_of(path, set(paths)) for module, path in paths.items()}
+    wrong = [f"error: {module} imports {other}, which is in a higher layer" for module, others in graph.items()
+             for other in sorted(others) if layer_of(other) < layer_of(module)]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        wrong.append(f"error: imports in a circle: {' -> '.join(reversed(error.args[1]))}")
+    sys.exit("\n".join(wrong) or None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Imports point one way: no module imports one of a higher layer, and there is no circle (`make lint`).
 
-import-linter refuses root modules that are not packages, and half of this program is such modules; so this reads
-the imports with ast, deferred and type-checking ones included.
+import-linter refuses modules that are not packages, such as train.py and model.py. So this script reads the
+imports itself, deferred ones and those for type checking included.
 """
 
 import ast

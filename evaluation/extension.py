@@ -85,7 +85,7 @@ class Regrouping(Extension):
         raise NotImplementedError
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
-        """Positions of queries m (1 or B, Tq), keys n (1 or B, Tk) -> the same for far pairs: `near` apart."""
+        """Positions of queries m (1 or B, Tq), keys n (1 or B, Tk) -> those of far pairs: `near` apart."""
         return torch.full_like(m, self.near(L)), torch.zeros_like(n)
 
     def is_seen(self, n: Tensor) -> Tensor | None:

@@ -1,7 +1,6 @@
 """Rotary encodings: queries and keys are rotated by their positions, so that logits depend on the distance.
 
-Legend: B batch, T time (Tq queries, Tk keys), H = n_head, D channels of a head, R = rotated channels. Angles
-in radians.
+Legend: B batch, T time (Tq queries, Tk keys), D channels of a head, R rotated channels. Angles in radians.
 """
 
 from __future__ import annotations
@@ -181,8 +180,7 @@ class XPos(RoPE):
         q_cos, q_sin, k_cos, k_sin = super().tables(q_pos, k_pos)
         R = self.rotary_dim
         zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4                   # (R/2,)
-        # Only distances matter, so the origin is free. In the middle of the queries the powers stay in range,
-        # and those of keys far behind underflow to 0, as they should.
+        # only distances matter; with the origin amid the queries no power overflows, far keys underflow to 0
         origin = (q_pos.amin(-1, keepdim=True) + q_pos.amax(-1, keepdim=True)) // 2             # (1 or B, 1)
         q_power, k_power = ((p - origin)[:, None, :, None] / self.scale_base for p in (q_pos, k_pos))
         q_scale, k_scale = zeta ** q_power, zeta ** -k_power            # (1 or B, 1, T, R/2)

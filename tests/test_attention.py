@@ -67,8 +67,10 @@ def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int |
     torch.testing.assert_close(found, explicit(q, k, v, pos, window), atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("pos", [torch.arange(1500)[None], 43 * torch.arange(1500)[None],
-                                 torch.arange(1500)[None] + 64_000], ids=["near", "gaps", "far"])
+@pytest.mark.parametrize("pos", [
+    pytest.param(torch.arange(1500)[None], id="near"),
+    pytest.param(43 * torch.arange(1500)[None], id="gaps", marks=pytest.mark.slow),
+    pytest.param(torch.arange(1500)[None] + 64_000, id="far", marks=pytest.mark.slow)])
 def test_folding_is_as_exact_in_bf16_as_blocks(pos: Tensor, tiny) -> None:
     encoding = make_alibi(tiny)
     q, k, v = (x.bfloat16() for x in inputs(1500))
@@ -265,7 +267,8 @@ def test_a_training_pass_never_waits_for_the_device(name: str, positions: str, t
     assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("rope", "t5") else pytest.mark.slow)
+                                  for name in ENCODINGS])
 def test_a_training_pass_is_one_graph_that_is_not_recompiled(name: str, tiny) -> None:
     """Different tokens and seeds reuse the compiled graph."""
     torch._dynamo.reset()
@@ -278,7 +281,8 @@ def test_a_training_pass_is_one_graph_that_is_not_recompiled(name: str, tiny) ->
             compiled(x[:, :-1], x[:, 1:]).backward()
 
 
-@pytest.mark.parametrize(("B", "T", "n_blocks"), [(16, 1024, 1), (1, 2**14, 13), (1, 2**16, 193)])
+@pytest.mark.parametrize(("B", "T", "n_blocks"), [
+    (16, 1024, 1), (1, 2**14, 13), pytest.param(1, 2**16, 193, marks=pytest.mark.slow)])
 def test_a_gpu_computes_few_large_blocks(B: int, T: int, n_blocks: int, tiny,
                                                          monkeypatch) -> None:
     model = GPT(tiny("t5", "model.n_head=12", "model.n_embd=24", "model.n_layer=1")).to("meta")

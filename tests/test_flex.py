@@ -58,6 +58,7 @@ def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tin
     assert n_none == 0 and n_taken == (2 if name != "rope" or packed else n_windows)
 
 
+@pytest.mark.slow
 def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
     """PyTorch's own kernel, uncompiled. It has a backward pass on a CPU, but a check forbids it.
 

@@ -46,9 +46,7 @@ class State(BaseModel):
     step: int = Field(ge=0, lt=2**53)
     wall_s: float = Field(ge=0, allow_inf_nan=False)
     metrics: dict[str, float | None]
-    # with defaults for runs that were saved before there were these
-    n_bad: int = Field(0, ge=0, lt=2**53)       # steps in a row that were not applied
-    is_half_done: bool = False                  # is the step still to be validated and logged?
+    n_bad: int = Field(0, ge=0, lt=2**53)       # steps in a row that were skipped; old runs lack it
     sha256: dict[str, str]
 
 

@@ -109,6 +109,14 @@ def make_optimizer(model: GPT, t: TrainConfig) -> Optimizer:
     return Together(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
 
 
+def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether the optimizer itself can skip a bad step, so that the CPU need not wait to know of it.
+
+    Only fused AdamW can; its attribute `found_inf` is the one that GradScaler sets.
+    """
+    return device.type == "cuda" and isinstance(optimizer, AdamW)
+
+
 def kept(group: dict[str, Any]) -> tuple[str, ...]:
     """Names of what is kept, between steps, of each parameter of a group."""
     return ("momentum_buffer",) if "momentum" in group else ("step", "exp_avg", "exp_avg_sq")

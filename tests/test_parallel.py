@@ -32,8 +32,9 @@ STEPS = 40
 def train_as_on_a_gpu(folder: Path) -> str:
     """A script that is train.py as on a GPU: the loss in chunks of 16 rows, updates decided on the device."""
     path = folder / "train_as_on_a_gpu.py"
-    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport loss, train\n"
-                    "loss.MAX_LOGITS, train.runs_ahead = 16 * 257, lambda *_: True\n"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
+                    "from runtime import loss\n"
+                    "loss.MAX_LOGITS, train.skips_on_device = 16 * 257, lambda *_: True\n"
                     "sys.exit(train.main())\n")
     return str(path)
 
@@ -135,17 +136,16 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
     """Bit for bit: each of 3 simulated ranks fills in its batches, and their sums are added in one order."""
     config = tiny("rope", "train.val_windows=10")                       # batches of 4, 4 and 2
     model, corpus = lively(config), Corpus(config.data.dir)
-    lengths = torch.ones(257, dtype=torch.int64)
     cpu = torch.device("cpu")
-    alone = validate(model, corpus, lengths, config, Process(cpu))
+    alone = validate(model, corpus, config, Process(cpu))
     monkeypatch.setattr(parallel, "any_signal", lambda *_: 0)
     for size in (2, 3, 4):
         shares: list[torch.Tensor] = []
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, to=shares: to.append(sums) or sums + 1)
         for rank in range(size):
-            validate(model, corpus, lengths, config, Process(cpu, rank, size))
+            validate(model, corpus, config, Process(cpu, rank, size))
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
-        assert validate(model, corpus, lengths, config, Process(cpu, 0, size)) == alone
+        assert validate(model, corpus, config, Process(cpu, 0, size)) == alone
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

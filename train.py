@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config import Config, TrainConfig, describe_schema, load_config, to_toml
+from config import Config, TrainConfig, help_text, load_config, to_toml
 from data.loader import Corpus, number_documents
 from data.tokenizer import byte_lengths, tokenizer_of
-from model import GPT, autocast
+from hf.pretrained import pretrained_tables
+from model import GPT, autocast, pick_device
 from runtime import checkpoint, parallel
 from runtime.command import argument_parser, run_command
 from runtime.device import keep_freed_memory, should_compile, to_device
@@ -233,15 +234,40 @@ def check_positions(model: GPT, config: Config) -> None:
                         "remove the key or choose another encoding")
 
 
+def dry_run(config: Config) -> None:
+    """Check the corpus and print what would be trained: the config as TOML, the rest as TOML comments."""
+    corpus = Corpus(config.data.dir, config.data.cross_documents, config.data.mixture)
+    config = with_vocabulary(config, corpus)
+    corpus.require_windows(config.train.seq_len)
+    tokenizer_of(corpus.meta, corpus.folder)
+    process = Process(pick_device(config.train))
+    with torch.device("meta"):                  # shapes without memory
+        model = GPT(config)
+    check_positions(model, config)
+    is_compiled = should_compile(model, config.train, process.device)
+    for line in describe(config, corpus, model, process, is_compiled):
+        print(f"# {line}")
+    print(to_toml(config), end="")
+
+
 def main() -> int:
-    parser = argument_parser(__doc__, describe_schema())
-    parser.add_argument("config", metavar="CONFIG.toml", help="see configs/")
+    parser = argument_parser(__doc__)
+    parser.conflict_handler = "resolve"         # this --help in place of argparse's
+    parser.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC",
+                        help="print this page; or the keys of a section, encoding or scaling method; or all")
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as train.lr=1e-3")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
-    args = parser.parse_args()
-    config = load_config(args.config, args.overrides)
+    parser.add_argument("--dry-run", action="store_true",
+                        help="check config and corpus, print the resolved config and the model's size, and exit")
+    args = parser.parse_intermixed_args()
+    if args.help is not None:
+        print(help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}")
+        return 0
+    if args.config is None:
+        raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
+    config = load_config(args.config, args.overrides, pretrained_tables)
     if args.dry_run:
-        print(to_toml(config), end="")
+        dry_run(config)
         return 0
     interrupt_at_once()                         # until there is something to save
     keep_freed_memory()

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from config import Config
-from runtime.errors import told
-from runtime.files import naming, write_whole
+from runtime.errors import describe_exception
+from runtime.files import name_in_errors, write_whole
 
 
 class Log:
@@ -48,7 +48,7 @@ class Log:
             self.last_step, self.last_time = done, now
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics,
                 "tokens_per_s": round(self.speed), "wall_s": round(self.wall_s(), 3)}
-        with naming(self.path), self.path.open("a") as file:
+        with name_in_errors(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.to_wandb(lambda run: run.log(line, step=step))
         steps = self.config.train.steps
@@ -92,7 +92,7 @@ def step_of(line: str) -> int:
 
 def without_key(error: Exception) -> str:
     """The message of W&B's error, on one line, without the API key that it may quote."""
-    return told(error, os.environ.get("WANDB_API_KEY"))
+    return describe_exception(error, os.environ.get("WANDB_API_KEY"))
 
 
 def start_wandb(run_dir: Path, config: Config) -> Any:

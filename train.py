@@ -251,14 +251,13 @@ def dry_run(config: Config) -> None:
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
-    parser.conflict_handler = "resolve"         # this --help in place of argparse's
+    parser = argument_parser(__doc__, add_help=False)
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC",
                         help="print this page; or the keys of a section, encoding or scaling method; or all")
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as train.lr=1e-3")
     parser.add_argument("--dry-run", action="store_true",
-                        help="check config and corpus, print the resolved config and the model's size, and exit")
+                        help="check config and corpus, print them and the model's size, and exit")
     args = parser.parse_intermixed_args()
     if args.help is not None:
         print(help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}")

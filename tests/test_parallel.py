@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, lively, tokens
 from test_train import assert_equal_runs, metrics, weights
 
+import eval as eval_command
 from config import Config, to_toml
 from data.loader import Corpus
 from evaluation import protocols as eval_module
@@ -174,16 +175,17 @@ def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) 
 
 EVALUATE = """
 import os, sys, eval
+from evaluation import protocols
 from runtime.command import run_command
-eval.TOKENS_PER_FORWARD, mistake = 2100, sys.argv.pop()
+protocols.TOKENS_PER_FORWARD, mistake = 2100, sys.argv.pop()
 sys.argv[-1] = sys.argv[-1].replace("RANK", os.environ["RANK"])
-losses, calls = eval.token_losses, []
+losses, calls = protocols.token_losses, []
 def counted(*arguments):
     calls.append(1)
     if mistake == "True" and os.environ["RANK"] == "1" and len(calls) == 3:
         raise RuntimeError("can't allocate memory")
     return losses(*arguments)
-eval.token_losses = counted
+protocols.token_losses = counted
 try:
     run_command(eval.main)
 finally:
@@ -211,7 +213,7 @@ def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, 
     monkeypatch.setattr(sys, "argv", ["eval.py", *arguments, "--json", str(tmp_path / "one.json")])
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)            # as the two have: it may decide in which order a product is summed
-    eval_module.main()
+    eval_command.main()
     torch.set_num_threads(n_threads)
     (out, errors), (silent, others) = (process.communicate(timeout=60) for process in together)
     assert [process.returncode for process in together] == [0, 0], errors + others

@@ -3,7 +3,7 @@
 errors       UserError: a mistake that ends a command with one line and exit code 2
 command      what every command shares: exit codes, signals, the argument parser
 files        small files, read with a limit and written whole or not at all
-schema       pydantic's errors and fields as text: what is wrong with a key, what --help prints
+schema       pydantic schemas in words: what a field accepts, what is wrong with a value
 run          the folder of a run: config.toml, corpus.json, summary.json
 progress     a training run in memory: the figures of its steps, its log lines and checkpoints
 checkpoint   checkpoints: saved atomically, verified when read

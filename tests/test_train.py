@@ -371,17 +371,27 @@ def test_if_every_checkpoint_is_damaged_nothing_is_deleted(tiny, tmp_path: Path)
     assert len(files) == 2 and all(path.exists() for path in files)
 
 
-def test_a_checkpoint_of_older_code_is_read_and_gone_on_from(tiny, tmp_path: Path) -> None:
-    """Its state.json lacks what came later: steps not applied, and a step saved before its validation."""
-    config = tiny("rope", "run.keep=3")
+@pytest.mark.parametrize("is_half_done", [None, False, True])
+def test_a_run_of_older_code_resumes(is_half_done: bool | None, tiny, tmp_path: Path) -> None:
+    """Its state.json has no n_bad; or `is_half_done`, true if the step was saved before its validation."""
+    config, run_dir = tiny("rope", "run.keep=3"), tmp_path / "run"
     train(config, [])
-    shutil.copytree(tmp_path / "run", tmp_path / "straight")
-    for path in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
+    shutil.copytree(run_dir, tmp_path / "straight")
+    newest = 12 if is_half_done else 8
+    for path in (run_dir / "checkpoints").glob("*/state.json"):
         state = json.loads(path.read_text())
         old = {key: state[key] for key in ("step", "wall_s", "metrics", "sha256")}
+        if is_half_done is not None:
+            old |= {"n_bad": 0, "is_half_done": is_half_done and state["step"] == newest}
+        if is_half_done:
+            old["metrics"] = {key: value for key, value in old["metrics"].items() if "val" not in key}
         path.write_text(json.dumps({**old, "check": checkpoint._check(old)}))
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "00000012")
-    (tmp_path / "run" / "summary.json").unlink()
+    if is_half_done:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))
+    else:
+        shutil.rmtree(run_dir / "checkpoints" / "00000012")
+    (run_dir / "summary.json").unlink()
     assert train(config, []) == 0
     assert_equal_runs(tmp_path / "straight", tmp_path / "run", 12)
 

@@ -440,7 +440,7 @@ def raise_interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_kill_after_a_resume_that_completed_a_line_ends_bit_equal(tiny, tmp_path: Path, monkeypatch) -> None:
+def test_a_kill_after_a_resume_that_wrote_a_line_ends_bit_equal(tiny, tmp_path: Path, monkeypatch) -> None:
     """Its line is written again by the next start, and stands once."""
     options = ("run.save_every=100", "train.val_windows=16")
     assert train(tiny("rope", *options, f"run.dir={tmp_path / 'straight'}"), []) == 0

@@ -1,19 +1,25 @@
 """Both paths of attention: what a block holds, and that a bias in extra channels is the bias itself."""
 
 import math
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import lively, tokens
+from conftest import ROOT, lively, tokens
+from polar import Polar
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import attention
-from attention import attend_fused, attend_in_blocks, row_blocks
+from attention import Mask, attend_fused, attend_in_blocks, row_blocks
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.distance import ALiBi
 
+FUSED = [name for name, e in ENCODINGS.items() if not e.has_scores() or e.fold is not Encoding.fold]
 B, H, D = 2, 12, 8      # slopes times sqrt(D) that are no powers of two
 POSITIONS = {
     "consecutive": torch.arange(24)[None],
@@ -57,7 +63,7 @@ def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int |
     monkeypatch.setattr(attention, "MIN_ROWS", 5)
     encoding, pos, (q, k, v) = make_alibi(tiny), POSITIONS[where], inputs(24)
     q = q[:, :, -Tq:]
-    found = attend_fused(q, k, v, encoding, at_of(encoding, pos, Tq), True, window, 0.0)
+    found = attend_fused(q, k, v, encoding, at_of(encoding, pos, Tq), Mask(window=window), 0.0)
     torch.testing.assert_close(found, explicit(q, k, v, pos, window), atol=1e-9, rtol=1e-9)
 
 
@@ -68,7 +74,7 @@ def test_folding_is_as_exact_in_bf16_as_blocks(pos: Tensor, tiny) -> None:
     q, k, v = (x.bfloat16() for x in inputs(1500))
     expected = explicit(q, k, v, pos, None)
     at = at_of(encoding, pos, 1500)
-    folded, blocks = ((attend(q, k, v, encoding, at, True, None, 0.0) - expected).abs()
+    folded, blocks = ((attend(q, k, v, encoding, at, Mask(), 0.0) - expected).abs()
                       for attend in (attend_fused, attend_in_blocks))
     assert folded.mean() <= 1.02 * blocks.mean() and folded.max() <= 1.5 * blocks.max()
     assert folded.mean() < 3e-3
@@ -137,7 +143,7 @@ def test_bf16_trains_in_blocks_on_a_cpu_and_is_scored_by_the_kernel(name: str, t
 
 def test_gradients_in_bf16_are_nearly_as_exact_in_blocks_as_in_the_kernel(tiny) -> None:
     """Logits rounded to bf16 cost 0.5 % of what a number is on average; the kernel's rounding costs 0.3 %."""
-    encoding = ENCODINGS["none"](tiny("none"))
+    encoding = GPT(tiny("none")).encoding
     pos = torch.arange(96)[None]
     wanted = grads(attend_in_blocks, torch.float64, encoding, pos)
     found = (grads(way, torch.bfloat16, encoding, pos) for way in (attend_in_blocks, attend_fused))
@@ -149,7 +155,7 @@ def test_gradients_in_bf16_are_nearly_as_exact_in_blocks_as_in_the_kernel(tiny) 
 def grads(attend, dtype: torch.dtype, encoding, pos: Tensor) -> list[Tensor]:
     """Output, and gradients of q, k and v, in fp64, of the same numbers in this dtype."""
     q, k, v = (x.bfloat16().to(dtype).requires_grad_() for x in inputs(pos.shape[1]))
-    y = attend(q, k, v, encoding, at_of(encoding, pos, pos.shape[1]), True, None, 0.0)
+    y = attend(q, k, v, encoding, at_of(encoding, pos, pos.shape[1]), Mask(), 0.0)
     y.backward(inputs(pos.shape[1], 1)[2].to(dtype))
     return [x.detach().double() for x in (y, *(x.grad for x in (q, k, v)))]
 
@@ -182,6 +188,56 @@ def test_no_block_holds_more_than_its_share(name: str, tiny, monkeypatch) -> Non
     assert {logits.dtype for logits in seen} == {torch.float32}
 
 
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation made."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.n_bytes = max([self.n_bytes, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("name", [*FUSED, "polar"])
+def test_memory_of_the_fused_path_grows_with_T(name: str, tiny, monkeypatch) -> None:
+    """And not with its square, in training too, also where `rotate` returns wider q and k (polar)."""
+    monkeypatch.setitem(ENCODINGS, "polar", Polar)
+    model, largest = GPT(tiny(name, "model.n_layer=1", "train.seq_len=2048")), []
+    for T in (1024, 2048):
+        with LargestTensor() as mode:
+            model(tokens((1, T)), tokens((1, T), 1)).backward()
+        largest.append(mode.n_bytes)
+    assert largest[1] <= 2 * largest[0] < 1024 * 1024 * 4               # T x T logits of one head in fp32
+
+
+@pytest.mark.slow
+def test_peak_memory_at_8192_tokens_is_that_of_a_few_vectors_a_token() -> None:
+    """Measured by the operating system, of all encodings on the fused path; T x T logits take 512 MB."""
+    code = f"""if True:
+        import resource, torch
+        from polar import Polar
+        from attention import Mask, attend_fused
+        from positions import ENCODINGS, At, Options, Shape
+        shape, T = Shape(n_layer=1, n_head=2, n_embd=32, head_dim=16, seq_len=8192), 8192
+        at, peaks = torch.arange(T)[None], []
+        ENCODINGS["polar"] = Polar
+        torch.set_grad_enabled(False)
+        for n in (256, T):
+            for name in {[*FUSED, "polar"]}:
+                encoding = ENCODINGS[name](shape, ENCODINGS[name].Options(encoding=name))
+                q, k, v = torch.randn(3, 1, 2, n, 16)
+                pos = at[:, :n]
+                attend_fused(q, k, v, encoding, At(pos, pos, 0, encoding.tables(pos, pos)), Mask(), 0.0)
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        print(peaks[1] - peaks[0])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"})
+    assert int(done.stdout) < 150_000                                   # kilobytes
+
+
 @pytest.mark.parametrize("n_rows", [1, 4, 99])
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
 @pytest.mark.parametrize(("Tq", "Tk"), [(10, 10), (3, 10), (1, 10)])
@@ -189,7 +245,7 @@ def test_blocks_hold_every_visible_pair_once(Tq: int, Tk: int, window: int | Non
     i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
     visible = ((j <= i) & (i - j < (window or Tk))).long()
     count = torch.zeros(Tq, Tk, dtype=torch.long)
-    for rows, keys, mask in row_blocks(Tq, Tk, n_rows, True, window, torch.device("cpu")):
+    for rows, keys, mask in row_blocks(Tq, Tk, n_rows, Mask(window=window), torch.device("cpu")):
         count[rows, keys] += mask
         assert mask.any(0).all() and mask.any(1).all()                  # no key that no query sees
     assert torch.equal(count, visible)

@@ -59,7 +59,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     sys.exit(2)
 
 
-def argument_parser(description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+def argument_parser(description: str, epilog: str | None = None,
+                    add_help: bool = True) -> argparse.ArgumentParser:
     """An ArgumentParser that reports a wrong call as a UserError: one `error:` line, exit code 2."""
 
     class Parser(argparse.ArgumentParser):
@@ -67,4 +68,4 @@ def argument_parser(description: str, epilog: str | None = None) -> argparse.Arg
             raise UserError(f"{message}; see {self.prog} --help")
 
     return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-                  epilog=epilog)
+                  epilog=epilog, add_help=add_help)

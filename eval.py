@@ -108,13 +108,13 @@ def choose_settings(args: argparse.Namespace, L: int, text: Text) -> Settings:
 
 def main() -> None:
     args = parse_arguments()
-    world = parallel.join_to_evaluate()
+    process = parallel.start_evaluation()
     model, config, tokenizer = load_run(args.run)
     encoding, L = config.position.encoding, config.train.seq_len
     text = open_text(args.data, config.data.dir, tokenizer)
     settings = choose_settings(args, L, text)
     extends = open_extensions(args.extend, model, config, settings.lengths, args.skip_unfit)
-    evaluation = Evaluation(model, config, tokenizer, text, settings, extends, world)
+    evaluation = Evaluation(model, config, tokenizer, text, settings, extends, process)
     if not evaluation.possible:
         raise UserError(f"--lengths {args.lengths}: {encoding} ends at {model.encoding.max_length} "
                         "positions; give a shorter one")
@@ -126,8 +126,8 @@ def main() -> None:
     print(f"{args.run}: {encoding}, trained at L = {L}, on {text.name}: {len(evaluation.text.documents)} "
           f"documents of more than {settings.longest} tokens", flush=True)
     records = evaluation.run()
-    parallel.leave()
-    if world.rank:
+    parallel.shut_down()
+    if process.rank:
         return
     print("\n".join(table(records, evaluation.lengths, L)))
     limit = model.encoding.max_length

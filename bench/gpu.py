@@ -46,7 +46,7 @@ from bench.gpu_speed import (
 from bench.gpu_table import markdown
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
-from train import git_revision
+from runtime.run import git_revision
 
 ROOT = Path(__file__).resolve().parent.parent
 

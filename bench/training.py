@@ -29,9 +29,9 @@ from bench.memory import peak_bytes
 from config import load_config
 from model import GPT
 from runtime.command import argument_parser, run_command
+from runtime.device import keep_freed_memory
 from runtime.errors import UserError
 from runtime.optimizer import make_optimizer
-from train import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 

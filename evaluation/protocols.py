@@ -39,7 +39,7 @@ from evaluation.windows import (
 from model import GPT, autocast
 from runtime import parallel
 from runtime.errors import UserError
-from runtime.parallel import World
+from runtime.parallel import Process
 
 PROTOCOLS = ("nonoverlap", "rolling", "sliding", "fixed", "position")
 PROBES = ("repeat", "copy", "passkey")
@@ -53,7 +53,7 @@ PLAIN = Extend("plain", [])
 CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward
 SECONDS_PER_LINE = 30                           # of progress, where the output is not a terminal
-ALONE = World(torch.device("cpu"))
+ALONE = Process(torch.device("cpu"))
 Record = dict[str, Any]
 
 
@@ -79,9 +79,9 @@ class Evaluation:
     """Measures one model on one text, without and with each extension."""
 
     def __init__(self, model: GPT, config: Config, tokenizer: Tokenizer, text: Text, settings: Settings,
-                 extends: Sequence[Extend] = (), world: World = ALONE) -> None:
+                 extends: Sequence[Extend] = (), process: Process = ALONE) -> None:
         self.model, self.config, self.tokenizer, self.settings = model, config, tokenizer, settings
-        self.world, self.L = world, config.train.seq_len
+        self.process, self.L = process, config.train.seq_len
         self.text = Text(text.name, [d for d in text.documents if len(d) > settings.longest])
         self.lengths = sorted(set(settings.lengths))
         limit = model.encoding.max_length
@@ -92,7 +92,7 @@ class Evaluation:
         self.extend = PLAIN                             # the one that is being measured
         self.per_window: dict[str, np.ndarray] = {}     # as Results.windows
         self._ended: dict[tuple[str, int], tuple[list[np.ndarray], float]] = {}
-        self._progress = Progress(world.rank == 0, len(self.extends) * len(settings.protocols))
+        self._progress = Progress(process.rank == 0, len(self.extends) * len(settings.protocols))
 
     def run(self) -> list[Record]:
         """All records, in the order of extensions and protocols."""
@@ -204,7 +204,7 @@ class Evaluation:
         """Losses of each window's targets under the current extension, and the seconds that they took."""
         began = time.perf_counter()
         with extended(self.model, self.config, self.extend.methods, length):
-            scores = score(self.model, self.text, windows, self.config.train, self.world)
+            scores = score(self.model, self.text, windows, self.config.train, self.process)
             what = f"{self.extend.spec} {protocol} {length}"
             return list(self._progress(scores, what, "windows", len(windows))), time.perf_counter() - began
 
@@ -227,7 +227,7 @@ class Evaluation:
         size = max(1, TOKENS_PER_FORWARD // length)
         batches = [tokens[i:i + size] for i in range(0, len(tokens), size)]
         with extended(self.model, self.config, self.extend.methods, length):
-            turns = parallel.take_turns(self.world, batches, lambda batch: probes.losses_at(
+            turns = parallel.round_robin(self.process, batches, lambda batch: probes.losses_at(
                 self.model, self.config.train, batch, at))
             what = f"{self.extend.spec} {protocol} {length}"
             scored = list(self._progress(turns, what, "batches", len(batches)))
@@ -263,7 +263,7 @@ def record(extend: Extend, protocol: str, length: int, nll: np.ndarray, n_tokens
 
 
 def score(model: GPT, text: Text, windows: Sequence[Window], train: TrainConfig,
-          world: World = ALONE) -> Iterator[np.ndarray]:
+          process: Process = ALONE) -> Iterator[np.ndarray]:
     """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward.
 
     With several processes each does its share of the forwards, which do not depend on how many there are.
@@ -281,7 +281,7 @@ def score(model: GPT, text: Text, windows: Sequence[Window], train: TrainConfig,
     for (length, _), group in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
         alike, size = list(group), max(1, TOKENS_PER_FORWARD // length)
         batches += [alike[i:i + size] for i in range(0, len(alike), size)]
-    for losses in parallel.take_turns(world, batches, losses_of):
+    for losses in parallel.round_robin(process, batches, losses_of):
         yield from losses
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from runtime.errors import UserError
-from runtime.files import naming, read_json, write_whole
+from runtime.files import name_in_errors, read_json, write_whole
 
 WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed")    # protocols with sums of each window
 TARGETS = ("document", "end", "tokens", "bytes")            # columns of the .npz that identify the targets
@@ -123,7 +123,7 @@ def write(path: Path, results: Results) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp.npz")
     try:
-        with naming(temporary):
+        with name_in_errors(temporary):
             np.savez(temporary, **results.windows)  # type: ignore[arg-type]
         write_whole(path, json.dumps({**results.head, "records": results.records}, indent=1) + "\n")
         temporary.replace(path.with_suffix(".npz"))

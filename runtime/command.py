@@ -56,7 +56,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     sys.exit(2)
 
 
-def argument_parser(description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+def argument_parser(description: str, epilog: str | None = None,
+                    add_help: bool = True) -> argparse.ArgumentParser:
     """An ArgumentParser that ends a wrong call like every other mistake: one `error:` line, exit code 2."""
 
     class Parser(argparse.ArgumentParser):
@@ -64,4 +65,4 @@ def argument_parser(description: str, epilog: str | None = None) -> argparse.Arg
             raise UserError(f"{message}; see {self.prog} --help")
 
     return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-                  epilog=epilog)
+                  epilog=epilog, add_help=add_help)

@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, lively, tokens
 from test_train import assert_equal_runs, metrics, weights
 
+import eval as eval_command
 from config import Config, to_toml
 from data.loader import Corpus
 from evaluation import protocols as eval_module
@@ -23,7 +24,7 @@ from evaluation.protocols import PROBES, PROTOCOLS
 from model import GPT
 from runtime import parallel
 from runtime.errors import UserError
-from runtime.parallel import World
+from runtime.parallel import Process
 from train import train, validate
 
 STEPS = 40
@@ -32,8 +33,9 @@ STEPS = 40
 def train_as_on_a_gpu(folder: Path) -> str:
     """A script that is train.py as on a GPU: the loss in chunks of 16 rows, updates decided on the device."""
     path = folder / "train_as_on_a_gpu.py"
-    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport loss, train\n"
-                    "loss.MAX_LOGITS, train.runs_ahead = 16 * 257, lambda *_: True\n"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
+                    "from runtime import loss\n"
+                    "loss.MAX_LOGITS, train.skips_on_device = 16 * 257, lambda *_: True\n"
                     "sys.exit(train.main())\n")
     return str(path)
 
@@ -135,17 +137,16 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
     """Bit for bit: each of 3 simulated ranks fills in its batches, and their sums are added in one order."""
     config = tiny("rope", "train.val_windows=10")                       # batches of 4, 4 and 2
     model, corpus = lively(config), Corpus(config.data.dir)
-    lengths = torch.ones(257, dtype=torch.int64)
     cpu = torch.device("cpu")
-    alone = validate(model, corpus, lengths, config, World(cpu))
-    monkeypatch.setattr(parallel, "agree", lambda _, loss, number: (loss, number))      # no signal came
+    alone = validate(model, corpus, config, Process(cpu))
+    monkeypatch.setattr(parallel, "any_signal", lambda *_: 0)
     for size in (2, 3, 4):
         shares: list[torch.Tensor] = []
-        monkeypatch.setattr(parallel, "add_up", lambda _, sums, to=shares: to.append(sums) or sums + 1)
+        monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, to=shares: to.append(sums) or sums + 1)
         for rank in range(size):
-            validate(model, corpus, lengths, config, World(cpu, rank, size))
-        monkeypatch.setattr(parallel, "add_up", lambda _, sums, total=sum(shares): total)
-        assert validate(model, corpus, lengths, config, World(cpu, 0, size)) == alone
+            validate(model, corpus, config, Process(cpu, rank, size))
+        monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
+        assert validate(model, corpus, config, Process(cpu, 0, size)) == alone
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -153,18 +154,18 @@ def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) 
     """Of simulated processes, threads; each does its own pieces alone."""
     boards, barrier = [None] * size, threading.Barrier(size)
 
-    def exchange(world: World, mine: list) -> list:
+    def all_gather_objects(process: Process, own: list) -> list:
         barrier.wait()
-        boards[world.rank] = mine
+        boards[process.rank] = own
         barrier.wait()
         return list(boards)
 
-    monkeypatch.setattr(parallel, "exchange", exchange)
+    monkeypatch.setattr(parallel, "all_gather_objects", all_gather_objects)
     for n_pieces in (0, 1, 4, 7):
         def work(rank: int, n: int = n_pieces) -> tuple[list, list]:
             done: list[int] = []
-            world = World(torch.device("cpu"), rank, size)
-            return list(parallel.take_turns(world, range(n), lambda i: done.append(i) or 10 * i)), done
+            process = Process(torch.device("cpu"), rank, size)
+            return list(parallel.round_robin(process, range(n), lambda i: done.append(i) or 10 * i)), done
 
         with ThreadPoolExecutor(size) as pool:
             results = list(pool.map(work, range(size)))
@@ -174,16 +175,17 @@ def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) 
 
 EVALUATE = """
 import os, sys, eval
+from evaluation import protocols
 from runtime.command import run_command
-eval.TOKENS_PER_FORWARD, mistake = 2100, sys.argv.pop()
+protocols.TOKENS_PER_FORWARD, mistake = 2100, sys.argv.pop()
 sys.argv[-1] = sys.argv[-1].replace("RANK", os.environ["RANK"])
-losses, calls = eval.token_losses, []
+losses, calls = protocols.token_losses, []
 def counted(*arguments):
     calls.append(1)
     if mistake == "True" and os.environ["RANK"] == "1" and len(calls) == 3:
         raise RuntimeError("can't allocate memory")
     return losses(*arguments)
-eval.token_losses = counted
+protocols.token_losses = counted
 try:
     run_command(eval.main)
 finally:
@@ -211,7 +213,7 @@ def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, 
     monkeypatch.setattr(sys, "argv", ["eval.py", *arguments, "--json", str(tmp_path / "one.json")])
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)            # as the two have: it may decide in which order a product is summed
-    eval_module.main()
+    eval_command.main()
     torch.set_num_threads(n_threads)
     (out, errors), (silent, others) = (process.communicate(timeout=60) for process in together)
     assert [process.returncode for process in together] == [0, 0], errors + others
@@ -233,7 +235,7 @@ def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, 
 
 def test_a_share_is_every_nth_row() -> None:
     batch = tokens((6, 3))
-    shares = [World(torch.device("cpu"), rank, 2).share(batch) for rank in range(2)]
+    shares = [Process(torch.device("cpu"), rank, 2).shard(batch) for rank in range(2)]
     assert torch.equal(torch.stack(shares, dim=1).flatten(0, 1), batch)
 
 

@@ -11,7 +11,8 @@ from polar import Polar
 import rope
 from data.tokenizer import ByteTokenizer
 from evaluation.extension import EXTENSIONS, Regrouped, Rescaled, extended, parse
-from evaluation.protocols import Evaluation, open_text
+from evaluation.protocols import Evaluation, Settings
+from evaluation.windows import open_text
 from model import GPT
 from positions import ENCODINGS, At
 from positions.scaling import SCALINGS
@@ -244,8 +245,8 @@ def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> No
     config = tiny()
     model, text = lively(config), open_text(None, str(corpus_dir), ByteTokenizer())
     extends = [parse("pi"), parse("window"), parse("base:base=100")]
-    evaluation = Evaluation(model, text, ByteTokenizer(), config, ["nonoverlap", "fixed", "position"],
-                            [16, 32, 64, 128], 8, 6, 256, 0, extends)
+    settings = Settings(["nonoverlap", "fixed", "position"], [16, 32, 64, 128], 128, 8, 6, 256)
+    evaluation = Evaluation(model, config, ByteTokenizer(), text, settings, extends)
     records = {(r["extend"], r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
     for length in (16, 32):
         for protocol in ("nonoverlap", "fixed"):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import attend
-from positions import ENCODINGS, At, Encoding, NoPE
+from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.temperature import TEMPERATURES, Temperature
 from runtime import flex
 from runtime.loss import mean_loss
@@ -31,6 +31,12 @@ def hidden_width(model: ModelConfig) -> int:
     if model.n_hidden:
         return model.n_hidden
     return 64 * math.ceil(8 * model.n_embd / 3 / 64) if model.mlp == "swiglu" else 4 * model.n_embd
+
+
+def shape_of(config: Config) -> Shape:
+    """The sizes of the decoder, from which its encoding and its temperature are made."""
+    model = config.model
+    return Shape(model.n_layer, model.n_head, model.n_embd, model.head_width, config.train.seq_len)
 
 
 def is_every(k: int, layer: int) -> bool:
@@ -166,7 +172,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        model = config.model
+        model, shape = config.model, shape_of(config)
         assert model.vocab_size, "the corpus' vocabulary must be filled in first"
         self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
         self.dropout, self.flex = nn.Dropout(model.dropout), model.flex
@@ -175,10 +181,11 @@ class GPT(nn.Module):
         self.norm = make_norm(model)
         self.head = None if model.tied else nn.Linear(model.n_embd, model.vocab_size, bias=False)
         self._init_weights()
-        self.encoding = ENCODINGS[config.position.encoding](config)     # last: the other weights are the same
+        # after the other weights, which so are the same under every encoding
+        self.encoding = ENCODINGS[config.position.encoding](shape, config.position)
         self.encoded_layers = encoded_layers(config)
-        self.no_encoding: Encoding = NoPE(config)
-        self.temperature = TEMPERATURES[config.position.temperature](config)
+        self.no_encoding: Encoding = NoPE(shape, config.position)
+        self.temperature = TEMPERATURES[config.position.temperature](shape)
 
     def _init_weights(self) -> None:
         """Normal, std 0.02, sublayers' last matrix over sqrt(2 n_layer). Radford et al. 2019, section 2.3."""

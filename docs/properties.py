@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import rope
 from config import Config, load_config
-from model import GPT
+from model import GPT, shape_of
 from positions import ENCODINGS, At, Encoding
 
 QUICK = Path(__file__).resolve().parent.parent / "configs" / "quick.toml"
@@ -34,7 +34,8 @@ def quick(name: str, *overrides: str) -> Config:
 def make(name: str, seed: int = 0) -> Encoding:
     """An encoding of the quick config before training; parameters that start at zero drawn at random."""
     torch.manual_seed(seed)
-    encoding = ENCODINGS[name](quick(name)).double().requires_grad_(False)
+    config = quick(name)
+    encoding = ENCODINGS[name](shape_of(config), config.position).double().requires_grad_(False)
     for p in encoding.parameters():
         if not p.any():
             nn.init.normal_(p, std=0.1)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from config import Config, describe_choice, did_you_mean, explain
-from model import GPT, Attention
+from model import GPT, Attention, shape_of
 from positions.contract import At, Encoding
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
@@ -253,7 +253,7 @@ class LogNTemperature(Extension):
         return None if is_free else "would take the place of the temperature that was trained"
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
-        model.temperature = LogN(config)
+        model.temperature = LogN(shape_of(config))
 
 
 EXTENSIONS: dict[str, type[Extension]] = {

@@ -5,11 +5,11 @@
 
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal
 from positions.content import CoPE, Forgetting, RelativeKey, RelativeKeyQuery, TransformerXL
-from positions.contract import At, Encoding, NoPE, Options
+from positions.contract import At, Encoding, NoPE, Options, Shape
 from positions.distance import FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
 from positions.rotary import PRoPE, RoPE, RoPE2D, XPos
 
-__all__ = ["ENCODINGS", "At", "Encoding", "NoPE", "Options"]
+__all__ = ["ENCODINGS", "At", "Encoding", "NoPE", "Options", "Shape"]
 
 ENCODINGS: dict[str, type[Encoding]] = {
     "none": NoPE,

@@ -9,7 +9,7 @@ Legend: B batch, T time, C = n_embd.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.contract import Encoding, Options
-
-if TYPE_CHECKING:
-    from config import Config
+from positions.contract import Encoding, Options, Shape
 
 
 class Learned(Encoding):
@@ -31,10 +28,10 @@ class Learned(Encoding):
 
     is_relative = False
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.max_length = config.train.seq_len
-        self.table = nn.Embedding(self.max_length, config.model.n_embd)
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        self.max_length = shape.seq_len
+        self.table = nn.Embedding(self.max_length, shape.n_embd)
         nn.init.normal_(self.table.weight, std=0.02)    # as the tokens: PyTorch's 1 would drown them
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -63,9 +60,9 @@ class Sinusoidal(Encoding):
     Options = SinusoidalOptions
     is_relative = False
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.base, self.layout = config.position.base, config.position.layout
+    def __init__(self, shape: Shape, options: SinusoidalOptions) -> None:
+        super().__init__(shape, options)
+        self.base, self.layout = options.base, options.layout
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         C = x.shape[-1]
@@ -99,9 +96,9 @@ class IntegerNormalised(Encoding):
 
     is_relative = False
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.seq_len = config.train.seq_len
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        self.seq_len = shape.seq_len
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return x + (positions / self.seq_len)[..., None].to(x.dtype)    # (B, T, C)
@@ -116,9 +113,9 @@ class Binary(Encoding):
 
     is_relative = False
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        C = config.model.n_embd
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        C = shape.n_embd
         self.n_bits = min(C, 63)                                        # positions are of int64
         self.max_length = 2**C if C < 63 else None
 

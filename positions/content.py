@@ -6,18 +6,13 @@ table. Angles in radians.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.contract import At, Encoding, Options
-
-if TYPE_CHECKING:
-    from config import Config
+from positions.contract import At, Encoding, Options, Shape
 
 KEYS_AT_A_TIME = 256    # whose products with a table are held at once
 
@@ -50,11 +45,10 @@ class RelativeKey(Encoding):
 
     Options = RelativeKeyOptions
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        model = config.model
-        self.max_distance = config.position.max_distance or config.train.seq_len - 1
-        table = torch.empty(model.n_layer, self.max_distance + 1, model.head_width)
+    def __init__(self, shape: Shape, options: RelativeKeyOptions) -> None:
+        super().__init__(shape, options)
+        self.max_distance = options.max_distance or shape.seq_len - 1
+        table = torch.empty(shape.n_layer, self.max_distance + 1, shape.head_dim)
         self.table = nn.Parameter(nn.init.normal_(table, std=0.02))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
@@ -106,13 +100,13 @@ class TransformerXL(Encoding):
 
     Options = TransformerXLOptions
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        C, H, D = config.model.n_embd, config.model.n_head, config.model.head_width
+    def __init__(self, shape: Shape, options: TransformerXLOptions) -> None:
+        super().__init__(shape, options)
+        C, H, D = shape.n_embd, shape.n_head, shape.head_dim
         self.n_embd = C
         self.u = nn.Parameter(nn.init.normal_(torch.empty(H, D), std=0.02))
         self.v = nn.Parameter(nn.init.normal_(torch.empty(H, D), std=0.02))
-        self.w = nn.Parameter(nn.init.normal_(torch.empty(config.model.n_layer, H * D, C), std=0.02))
+        self.w = nn.Parameter(nn.init.normal_(torch.empty(shape.n_layer, H * D, C), std=0.02))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         D = q.shape[-1]
@@ -148,10 +142,9 @@ class CoPE(Encoding):
 
     Options = CoPEOptions
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        model = config.model
-        self.table = nn.Parameter(torch.zeros(model.n_layer, config.position.max_pos, model.head_width))
+    def __init__(self, shape: Shape, options: CoPEOptions) -> None:
+        super().__init__(shape, options)
+        self.table = nn.Parameter(torch.zeros(shape.n_layer, options.max_pos, shape.head_dim))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         Tq, Tk = logits.shape[-2:]
@@ -173,9 +166,9 @@ class Forgetting(Encoding):
     about 1/2, a steep penalty of 0.7 a token. x-transformers begins with b = 5.
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        n_layer, H, C = config.model.n_layer, config.model.n_head, config.model.n_embd
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        n_layer, H, C = shape.n_layer, shape.n_head, shape.n_embd
         self.w = nn.Parameter(nn.init.normal_(torch.empty(n_layer, H, C), std=0.02))
         self.b = nn.Parameter(torch.zeros(n_layer, H))
 

@@ -6,13 +6,22 @@ Angles in radians.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from config import Config
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder, from which an encoding is made."""
+
+    n_layer: int
+    n_head: int  # heads of queries; those of keys may be fewer
+    n_embd: int
+    head_dim: int
+    seq_len: int  # L, the training length in tokens
 
 
 class At(NamedTuple):
@@ -56,6 +65,9 @@ class Options(BaseModel):
         return {}
 
 
+AnyOptions = Options    # within Encoding the name Options is the attribute
+
+
 class Encoding(nn.Module):
     """Tells a decoder where its tokens stand. Override any of three hooks; each is the identity by default.
 
@@ -71,7 +83,7 @@ class Encoding(nn.Module):
     can_fold: bool = False  # is `fold` the same as `scores`?
     by_distance: ClassVar[bool] = False  # does `scores` add what head, layer, distance decide alone (tested)?
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, shape: Shape, options: AnyOptions) -> None:
         """Make the parameters. One instance serves all layers; those of each layer are stacked on axis 0."""
         super().__init__()
 

@@ -8,17 +8,13 @@ Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channel
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.contract import At, Encoding, Options
-
-if TYPE_CHECKING:
-    from config import Config
+from positions.contract import At, Encoding, Options, Shape
 
 
 class ALiBiOptions(Options):
@@ -37,14 +33,14 @@ class ALiBi(Encoding):
     Options = ALiBiOptions
     by_distance = True
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.n_head = config.model.n_head
+    def __init__(self, shape: Shape, options: ALiBiOptions) -> None:
+        super().__init__(shape, options)
+        self.n_head = shape.n_head
         self.log_slopes: nn.Parameter | None = None
-        if config.position.learned:
+        if options.learned:
             self.log_slopes = nn.Parameter(torch.tensor(self.slopes(self.n_head)).log())     # (H,)
         # gradients of `fold`'s slopes would be small differences of large sums, lost in bf16
-        self.can_fold = not config.position.learned
+        self.can_fold = not options.learned
 
     @staticmethod
     def slopes(n_head: int) -> list[float]:
@@ -107,11 +103,11 @@ class T5(Encoding):
     Options = T5Options
     by_distance = True
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.num_buckets, self.max_distance = config.position.num_buckets, config.position.max_distance
-        self.table = nn.Embedding(self.num_buckets, config.model.n_head)
-        nn.init.normal_(self.table.weight, std=config.model.n_embd**-0.5)
+    def __init__(self, shape: Shape, options: T5Options) -> None:
+        super().__init__(shape, options)
+        self.num_buckets, self.max_distance = options.num_buckets, options.max_distance
+        self.table = nn.Embedding(self.num_buckets, shape.n_head)
+        nn.init.normal_(self.table.weight, std=shape.n_embd**-0.5)
 
     @staticmethod
     def bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
@@ -140,10 +136,10 @@ class Kerple(Encoding):
     by_distance = True
     max_p: float | None = None
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.p = nn.Parameter(2 * torch.rand(config.model.n_head))      # (H,)
-        self.a = nn.Parameter(torch.rand(config.model.n_head))          # (H,)
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        self.p = nn.Parameter(2 * torch.rand(shape.n_head))              # (H,)
+        self.a = nn.Parameter(torch.rand(shape.n_head))          # (H,)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():           # in place: at the bound a gradient still arrives, and can lead away
@@ -188,10 +184,10 @@ class FIRE(Encoding):
     is_relative = False
     n_hidden = 32
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        n_layer, n_head = config.model.n_layer, config.model.n_head
-        self.seq_len = config.train.seq_len
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        n_layer, n_head = shape.n_layer, shape.n_head
+        self.seq_len = shape.seq_len
         self.c = nn.Parameter(torch.full((n_layer,), 0.1))
         self.threshold = nn.Parameter(torch.ones(n_layer))              # over train.seq_len
         self.mlps = nn.ModuleList(
@@ -224,9 +220,9 @@ class Sandwich(Encoding):
     Options = SandwichOptions
     by_distance = True
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.n_head, self.dim = config.model.n_head, config.position.dim
+    def __init__(self, shape: Shape, options: SandwichOptions) -> None:
+        super().__init__(shape, options)
+        self.n_head, self.dim = shape.n_head, options.dim
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         f = rope.inv_freq(self.dim, 10_000.0, device=q.device).double()     # sums of many cancel

@@ -6,18 +6,15 @@ in radians.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 import rope
-from positions.contract import At, Encoding, Options
+from positions.contract import At, Encoding, Options, Shape
 from positions.scaling import AnyScaling, Scaling
-
-if TYPE_CHECKING:
-    from config import Config
 
 
 class RotaryOptions(Options):
@@ -73,12 +70,12 @@ class RoPE(Encoding):
 
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.base, self.layout = config.position.base, config.position.layout
-        self.rotary_dim = config.position.rotary_dim(config.model.head_width)
-        self.seq_len = config.train.seq_len
-        self.scaling: Scaling | None = config.position.scaling       # may be set on a trained model
+    def __init__(self, shape: Shape, options: RotaryOptions) -> None:
+        super().__init__(shape, options)
+        self.base, self.layout = options.base, options.layout
+        self.rotary_dim = options.rotary_dim(shape.head_dim)
+        self.seq_len = shape.seq_len
+        self.scaling: Scaling | None = options.scaling       # may be set on a trained model
 
     def warning(self) -> str | None:
         said = self.scaling.warning(self.rotary_dim, self.base, self.seq_len) if self.scaling else None
@@ -153,9 +150,9 @@ class PRoPE(RoPE):
 
     Options = PRoPEOptions
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.p = config.position.p
+    def __init__(self, shape: Shape, options: PRoPEOptions) -> None:
+        super().__init__(shape, options)
+        self.p = options.p
 
     def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
         f, factor = super().frequencies(k_pos)
@@ -177,9 +174,9 @@ class XPos(RoPE):
 
     Options = XPosOptions
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.scale_base = config.position.scale_base
+    def __init__(self, shape: Shape, options: XPosOptions) -> None:
+        super().__init__(shape, options)
+        self.scale_base = options.scale_base
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q_cos, q_sin, k_cos, k_sin = super().tables(q_pos, k_pos)

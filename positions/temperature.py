@@ -9,21 +9,19 @@ Legend: B batch, T time, H = n_head, L = train.seq_len.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from config import Config
+from positions.contract import Shape
 
 
 class Temperature(nn.Module):
     """The softmax as it is: no factor. Override `forward` for one."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.n_layer = config.model.n_layer
+        self.n_layer = shape.n_layer
 
     def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
         """Positions (1 or B, T) -> each layer's factor of the queries, (1 or B, 1 or H, T, 1), or None."""
@@ -37,9 +35,9 @@ class LogN(Temperature):
     after training too.
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.seq_len = config.train.seq_len
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.seq_len = shape.seq_len
 
     def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
         # ln n / ln L = 1 + ln(n / L) / ln L, which unlike the former rounds to exactly 1 at n = L
@@ -55,9 +53,9 @@ class SSMax(Temperature):
     A query at position 0, with ln 1 = 0, has one key to look at.
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.s = nn.Parameter(torch.full((config.model.n_layer, config.model.n_head), 0.43))
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.s = nn.Parameter(torch.full((shape.n_layer, shape.n_head), 0.43))
 
     def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
         log_n = (q_pos + 1).clamp(min=1).log()                          # (1 or B, T)

@@ -9,7 +9,7 @@ from conftest import lively, tokens
 from torch import Tensor
 
 from model import GPT
-from positions import ENCODINGS, At, Encoding, content
+from positions import ENCODINGS, At, Encoding, Options, Shape, content
 
 B, H, D, C, LAYER = 2, 2, 16, 32, 1     # what `tiny` makes, and its second layer
 CONTENT = ["relative_key", "relative_key_query", "transformer_xl", "cope", "forgetting"]
@@ -181,8 +181,8 @@ def test_forgetting_is_the_data_dependent_alibi_of_x_transformers(case) -> None:
 
 def test_near_keys_stay_exact_after_long_texts() -> None:
     """A sum of 50,000 gates in fp32 is off by hundredths; the difference of two near ones must not be."""
-    config = type("Config", (), {"model": type("Model", (), {"n_layer": 1, "n_head": 1, "n_embd": 4})})
-    encoding = ENCODINGS["forgetting"](config)
+    shape = Shape(n_layer=1, n_head=1, n_embd=4, head_dim=4, seq_len=8)
+    encoding = ENCODINGS["forgetting"](shape, Options(encoding="forgetting"))
     T = 50_000
     log_f = F.logsigmoid(torch.randn(1, 1, T, 1, generator=torch.Generator().manual_seed(0)))
     q, k, pos = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, T, 4), torch.zeros(1, T, dtype=torch.long)

@@ -25,7 +25,6 @@ from evaluation.windows import (
     sliding_windows,
 )
 from model import GPT
-from positions import ENCODINGS
 from runtime.errors import UserError
 from train import train
 
@@ -159,7 +158,7 @@ def test_fixed_targets_visit_every_document(corpus_dir: Path) -> None:
 @every_encoding
 def test_fixed_is_slice_and_forward(name: str, tiny, corpus_dir: Path) -> None:
     model, text = lively(tiny(name)), text_of(corpus_dir)
-    lengths = [16, 32] if ENCODINGS[name](tiny(name)).max_length else LENGTHS
+    lengths = [16, 32] if GPT(tiny(name)).encoding.max_length else LENGTHS
     evaluation = evaluate(model, tiny(name), text, lengths=lengths)
     records = {(r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
     expected = {}

@@ -12,10 +12,16 @@ from conftest import ROOT, every_encoding
 
 from docs import gallery
 from docs import properties as measured
+from model import shape_of
 from positions import ENCODINGS, Encoding
 from runtime.errors import UserError
 
 L = 128
+
+
+def made(name: str, *overrides: str, kind: type[Encoding] | None = None) -> Encoding:
+    config = measured.quick(name, *overrides)
+    return (kind or ENCODINGS[name])(shape_of(config), config.position)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def found() -> dict[str, measured.Properties]:
 def test_properties_that_classes_declare_are_found(name: str, found) -> None:
     p = found[name]
     assert (p.change < gallery.ROUNDING) == ENCODINGS[name].is_relative
-    encoding = ENCODINGS[name](measured.quick(name))
+    encoding = made(name)
     assert p.is_defined == (encoding.max_length is None)
     assert p.n_parameters == sum(w.numel() for w in encoding.parameters())
     assert p.is_fixed == (p.n_parameters == 0)
@@ -87,14 +93,14 @@ def test_the_gap_is_between_any_two_codes(codes: list[float], gap: float) -> Non
 def test_pure_rotations_in_either_layout_are_axial(found) -> None:
     assert found["rope"].is_axial and found["p_rope"].is_axial
     assert not any(found[name].is_axial for name in ("xpos", "sinusoidal", "alibi", "none"))    # xPos decays
-    interleaved = ENCODINGS["rope"](measured.quick("rope", "position.layout=interleaved"))
+    interleaved = made("rope", "position.layout=interleaved")
     assert measured.is_axial(interleaved)
 
     class Curved(ENCODINGS["rope"]):
         def tables(self, q_pos, k_pos):
             return super().tables(q_pos**2, k_pos**2)                   # no speed turns it
 
-    assert not measured.is_axial(Curved(measured.quick("rope")))
+    assert not measured.is_axial(made("rope", kind=Curved))
 
 
 def test_biases_and_logits_are_by_distance() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import textwrap
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -36,6 +37,8 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
+    """Where the run's files go, and how often it logs, validates and saves."""
+
     dir: str = Field("", description="folder of the run, FOLDER/NAME (default: runs/<config's file name>). "
                                      "NAME: 1 to 100 of A-Z a-z 0-9 . _ -; FOLDER: any, without '..'. No "
                                      "link inside is followed out of FOLDER")
@@ -48,6 +51,8 @@ class RunConfig(Section):
 
 
 class DataConfig(Section):
+    """The corpora to train on."""
+
     dir: str = Field(description="a prepared corpus: what `python data/prepare.py SOURCE --out DIR` wrote")
     mixture: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(
         {}, description='shares of the training windows from other corpora, such as { "data/books" = 0.3 }; '
@@ -59,6 +64,8 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
+    """The transformer: its size, block and attention window."""
+
     n_layer: int = Field(4, ge=1, description="layers")
     n_head: int = Field(4, ge=1, description="attention heads; divides n_embd, unless head_dim is set")
     n_kv_head: int | None = Field(
@@ -96,6 +103,8 @@ class ModelConfig(Section):
 
 
 class TrainConfig(Section):
+    """Length, batch, schedule, optimiser and device of the training."""
+
     steps: int = Field(1000, ge=1, description="updates in all")
     batch_size: int = Field(32, ge=1, description="sequences an update")
     accumulate: int = Field(1, ge=1, description="parts of a batch, one at a time to save memory; divides it")
@@ -152,16 +161,23 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "run": RunConfig, "data": DataConfig, "model": ModelConfig, "position": Options, "train": TrainConfig}
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")                        # TOML asks for quotes around others
 Raw = dict[str, dict[str, Any]]     # section -> key -> value
+Pretrained = Callable[[str], Raw | None]    # a Hugging Face folder -> its tables; None for any other folder
 Origin = dict[str, str]             # "section.key" -> where it was said
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, what it extends, and overrides. Raises one UserError with all problems."""
+def load_config(path: str | Path, overrides: Sequence[str] = (),
+                pretrained: Pretrained | None = None) -> Config:
+    """Read a TOML file, the files that it extends, and overrides. Raises one UserError with all problems.
+
+    Where train.init_from names a Hugging Face folder, the tables that `pretrained` returns for it lie below
+    the config's own keys. The config.toml of a run is complete: it is read without `pretrained`.
+    """
     problems: list[str] = []
     raw, origin = _read(Path(path), problems, ())
     is_whole = not problems     # else a missing key may stand in the part that could not be read
     _apply_overrides(raw, origin, overrides, problems)
-    raw, origin = _on_pretrained(raw, origin, problems)
+    if pretrained:
+        raw, origin = _on_pretrained(raw, origin, problems, pretrained)
     keys = raw.setdefault("run", {})
     where = origin.get("run.dir", "")
     if keys.get("dir", "") == "":
@@ -191,11 +207,25 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
             if before.get(key) != after.get(key) and key.split(".")[0] not in ignore]
 
 
-def describe_schema() -> str:
-    """Every key, type, default and meaning, for --help."""
+def help_text(topic: str | None = None) -> str:
+    """What `train.py --help [TOPIC]` prints; a topic is a section, encoding, scaling method or "all"."""
+    topics = [*SECTIONS, *ENCODINGS, *SCALINGS, "all"]
+    if topic is None:
+        return "\n".join(_overview())
+    if topic in SECTIONS:
+        return "\n".join(_section_help(topic))
+    if topic in ENCODINGS:
+        lines = describe_choice(topic, ENCODINGS[topic], ENCODINGS[topic].Options, Options.model_fields)
+        return "\n".join([*lines[1:], "", "The keys that every encoding has: --help position"])
+    if topic in SCALINGS:
+        lines = describe_choice(topic, SCALINGS[topic], SCALINGS[topic], ["method"])
+        return "\n".join([*lines[1:], "", f'In a config: [position] scaling = {{ method = "{topic}", ... }}'])
+    if topic != "all":
+        hint = did_you_mean(topic, topics) or "; --help lists the topics"
+        raise UserError(f"--help {shown(topic)}: unknown topic{hint}")
     lines = ["configuration keys (in CONFIG.toml, or as section.key=value on the command line):"]
-    for name, schema in SECTIONS.items():
-        lines += ["", f"[{name}]", *describe_fields(schema.model_fields)]
+    for name in SECTIONS:
+        lines += ["", *_section_help(name)]
     lines += ["", "encodings, and the keys that each adds to [position]:"]
     for name, encoding in ENCODINGS.items():
         lines += describe_choice(name, encoding, encoding.Options, Options.model_fields)
@@ -204,6 +234,23 @@ def describe_schema() -> str:
     for name, scaling in SCALINGS.items():
         lines += describe_choice(name, scaling, scaling, Scaling.model_fields)
     return "\n".join(lines)
+
+
+def _overview() -> Iterator[str]:
+    yield "sections of a config (a key is set in CONFIG.toml, or as section.key=value on the command line):"
+    for name, schema in SECTIONS.items():
+        yield f"  {name:10} {(schema.__doc__ or '').splitlines()[0]}"
+    for title, names in (("encodings (position.encoding):", ENCODINGS),
+                         ("scaling methods of rotary encodings (position.scaling):", SCALINGS)):
+        yield from ("", title, *textwrap.wrap(", ".join(names), 100, initial_indent="  ",
+                                              subsequent_indent="  ", break_on_hyphens=False))
+    yield from ("", "more: --help SECTION, --help ENCODING, --help METHOD, or --help all; "
+                    "for example --help train, --help rope, --help yarn")
+
+
+def _section_help(name: str) -> Iterator[str]:
+    yield f"[{name}] {(SECTIONS[name].__doc__ or '').splitlines()[0]}"
+    yield from describe_fields(SECTIONS[name].model_fields)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -249,23 +296,22 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw,
     return raw, origin
 
 
-def _on_pretrained(raw: Raw, origin: Origin, problems: list[str]) -> tuple[Raw, Origin]:
-    """What was said, on top of the model, encoding and length of a folder of Hugging Face to start from."""
+def _on_pretrained(raw: Raw, origin: Origin, problems: list[str],
+                   pretrained: Pretrained) -> tuple[Raw, Origin]:
+    """The config's own keys on top of model, encoding and length of a Hugging Face folder to start from."""
     folder = raw.get("train", {}).get("init_from")
     if not isinstance(folder, str) or not folder:
         return raw, origin
-    from hf.pretrained import is_pretrained, read_tables  # here: it reads configs itself
-
     is_needed = "encoding" not in raw.get("position", {})               # it was to come from there
     if is_needed and not Path(folder).is_dir():
         problems.append(f"train.init_from {origin['train.init_from']}: no folder {shown(folder)}; give a "
                         "run, or a folder of Hugging Face")
-    if not is_pretrained(folder):
-        return raw, origin
     try:
-        tables = read_tables(folder)
+        tables = pretrained(folder)
     except UserError as error:
         problems += error.problems
+        return raw, origin
+    if tables is None:
         return raw, origin
     origin = _said(tables, f"in {folder}/config.json") | origin
     for section, keys in raw.items():

@@ -36,6 +36,11 @@ def read_tables(folder: str | Path) -> Raw:
     return tables_of(folder, *read_config(Path(folder)))
 
 
+def pretrained_tables(folder: str | Path) -> Raw | None:
+    """`read_tables` of a Hugging Face folder; None for any other folder. `load_config` takes it."""
+    return read_tables(folder) if is_pretrained(folder) else None
+
+
 def tables_of(folder: str | Path, architecture: Architecture, theirs: dict[str, Any]) -> Raw:
     """The same of a config.json that is read already."""
     try:

@@ -1,4 +1,8 @@
-"""How attention is computed: the ways there are, one result, and which of them serves an encoding best.
+"""Attention itself: three ways to compute it, which all give the same result, and the choice between them.
+
+- `attend_fused`: PyTorch's fused kernel, O(T) memory, for encodings that leave the logits alone or fold.
+- `attend_in_blocks`: an explicit softmax, block by block of query rows, for all others.
+- runtime/flex.py: FlexAttention on CUDA, where `model.flex` asks for it.
 
 Legend: B batch, T time (Tq queries, Tk keys), H heads of queries, G of keys and values, D channels of a head.
 """
@@ -8,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,100 +21,72 @@ from torch import Tensor
 from positions import At, Encoding
 from runtime import flex
 
-# logits held at a time where they are explicit
-MAX_BLOCK = 2**22       # on a CPU: 16 MB in fp32, near the cache
-MAX_BLOCK_GPU = 2**28   # elsewhere: 1 GB; at usual lengths all at once, in few large kernels
+MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
+MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
 FUSE_FROM = 1024        # queries; with fewer, blocks are faster on a CPU than the fused kernel
-MIN_ROWS = 256          # queries that share a window's keys
+MIN_ROWS = 256          # smallest number of queries that share the keys of a window
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
-           window: int | None, dropout: float) -> Tensor:
-    """softmax(encoding(q k^T / sqrt(D))) v, of unrotated q (B, H, Tq, D), k and v (B, G, Tk, D): like q."""
-    if flex.serves(q, encoding, at, is_causal, window, dropout):
-        return flex.attend_flex(q, k, v, encoding, at)
+class Mask(NamedTuple):
+    """Which keys a query sees: those up to its own index, within its window and its document."""
+
+    is_causal: bool = True
+    window: int | None = None  # number of keys that a query sees, its own included; None: no limit
+    documents: Tensor | None = None  # the document of each packed token, (B, T)
+    in_order: bool = False  # is it certain that no key before a query has a larger position?
+    flex: dict[int | None, Any] = {}  # window -> the same mask for FlexAttention, where it may be used
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask, dropout: float) -> Tensor:
+    """softmax(encoding(q k^T / sqrt(D))) v. Unrotated q (B, H, Tq, D), k and v (B, G, Tk, D) -> as q."""
+    if mask.window in mask.flex and mask.is_causal and not dropout:
+        is_masked = mask.window is not None or mask.documents is not None
+        if flex.serves(q, encoding, is_masked):
+            return flex.attend_flex(q, k, v, encoding, at, mask.flex[mask.window])
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
     if encoding.has_scores():
-        is_fused = encoding.can_fold and is_causal and at.in_order and not is_short
-    else:   # in bfloat16 the kernel's backward is slow; blocks round logits to it, which evaluation is spared
+        is_fused = encoding.can_fold and mask.is_causal and mask.in_order and not is_short
+    else:   # in bfloat16 the kernel's backward pass is slow; but blocks round logits, so not in evaluation
         is_fused = not (is_short and q.dtype == torch.bfloat16 and torch.is_grad_enabled())
-    way = attend_fused if is_fused else attend_in_blocks
-    return way(q, k, v, encoding, at, is_causal, window, dropout)
+    path = attend_fused if is_fused else attend_in_blocks
+    return path(q, k, v, encoding, at, mask, dropout)
 
 
-def for_each_head(x: Tensor, n_head: int) -> Tensor:
-    """Keys or values (B, G, T, D) -> (B, H, T, D): head h of the queries has number h // (H / G).
-
-    Copies, since not every kernel takes fewer heads of keys, and one that does not would hold T x T logits.
-    """
-    return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
-
-
-def row_blocks(Tq: int, Tk: int, n_rows: int, is_causal: bool, window: int | None,
-               device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Blocks of n_rows queries: which, the keys they may see, and where (True) among these, (rows, keys).
-
-    The queries are the last Tq of the Tk. Each sees the keys up to its own index, at most `window` of them
-    counting its own; keys that no query of a block sees are not in it.
-    """
-    offset = Tk - Tq
-    for start in range(0, Tq, n_rows):
-        rows = slice(start, min(start + n_rows, Tq))
-        if not is_causal:
-            yield rows, slice(0, Tk), None
-            continue
-        keys = slice(max(0, offset + start + 1 - window) if window else 0, offset + rows.stop)
-        i = torch.arange(offset + start, keys.stop, device=device)[:, None]
-        j = torch.arange(keys.start, keys.stop, device=device)
-        yield rows, keys, (j <= i) & (j > i - window) if window else j <= i
-
-
-def within_documents(mask: Tensor | None, documents: Tensor | None, rows: slice,
-                     keys: slice) -> Tensor | None:
-    """A block's mask, of which only keys in the query's own document are left. -> (B, 1, rows, keys)."""
-    if documents is None:
-        return mask
-    same = documents[:, None, rows, None] == documents[:, None, None, keys]
-    return same if mask is None else same & mask
-
-
-def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
-                 window: int | None, dropout: float) -> Tensor:
-    """The fused kernel, O(T) memory, for encodings that leave the logits alone or fold. -> (B, H, Tq, D)."""
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask,
+                 dropout: float) -> Tensor:
+    """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""
     D, Tq, Tk = q.shape[-1], q.shape[2], k.shape[2]
-    q, k = encoding.rotate(q, k, at)
+    q, k = encoding.rotate(q, k, at)                                    # (B, H or G, T, D or wider)
     if encoding.can_fold:
-        q, k = encoding.fold(q, k, at)                                  # (B, H, T, D + extra) each
-        v = F.pad(v, (0, q.shape[-1] - D))                              # the kernel wants equal widths
+        q, k = encoding.fold(q, k, at)
+    if q.shape[-1] > D:     # with unequal widths PyTorch falls back to a path that holds T x T logits
+        v = F.pad(v, (0, q.shape[-1] - D))
     k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
-    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
-    if window is None or window >= Tk:
-        if Tq in (1, Tk) and at.documents is None:                      # one query: the last, it sees all
-            return attend(q, k, v, is_causal=is_causal and Tq > 1)[..., :D]
-        window = None
-    blocks = row_blocks(Tq, Tk, max(window, MIN_ROWS) if window else Tq, is_causal, window, q.device)
-    return torch.cat([attend(q[:, :, rows], k[:, :, keys], v[:, :, keys],
-                             within_documents(mask, at.documents, rows, keys))[..., :D]
-                      for rows, keys, mask in blocks], dim=2)
+    kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
+    window = mask.window if mask.window and mask.window < Tk else None
+    if window is None and mask.documents is None and Tq in (1, Tk):     # a single query is the last: sees all
+        return kernel(q, k, v, is_causal=mask.is_causal and Tq > 1)[..., :D]
+    n_rows = max(window, MIN_ROWS) if window else Tq
+    return torch.cat([kernel(q[:, :, rows], k[:, :, keys], v[:, :, keys], seen)[..., :D]
+                      for rows, keys, seen in row_blocks(Tq, Tk, n_rows, mask, q.device)], dim=2)
 
 
-def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, is_causal: bool,
-                     window: int | None, dropout: float) -> Tensor:
-    """Explicit softmax in blocks of query rows: T x T logits never exist at once. -> (B, H, Tq, D)."""
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask,
+                     dropout: float) -> Tensor:
+    """Explicit softmax in blocks of query rows: T x T logits never exist at once. As in `attend`."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
-    n_each = 2 if encoding.has_scores() else 1                          # such hold more numbers a logit
+    n_each = 2 if encoding.has_scores() else 1          # an encoding with `scores` holds more numbers a logit
     limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
     n_blocks = math.ceil(Tq / max(1, limit // (B * H * Tk)))
-    n_rows = math.ceil(Tq / n_blocks)                                   # blocks of one size
-    q_turned, k_turned = encoding.rotate(q, k, at)
-    k_turned, k, v = (for_each_head(x, H) for x in (k_turned, k, v))
+    n_rows = math.ceil(Tq / n_blocks)                                   # blocks of equal size
+    q_rotated, k_rotated = encoding.rotate(q, k, at)                    # (B, H or G, T, D or wider)
+    k_rotated, k, v = (for_each_head(x, H) for x in (k_rotated, k, v))
     outputs = []
-    for rows, keys, mask in row_blocks(Tq, Tk, n_rows, is_causal, window, q.device):
-        logits = q_turned[:, :, rows] @ k_turned[:, :, keys].mT         # (B, H, rows, keys)
-        mask = within_documents(mask, at.documents, rows, keys)
-        unseen = torch.zeros(1, device=q.device) if mask is None else torch.where(mask, 0.0, -torch.inf)
-        logits = torch.add(unseen, logits, alpha=D**-0.5)               # masked, scaled, fp32: in one pass
+    for rows, keys, seen in row_blocks(Tq, Tk, n_rows, mask, q.device):
+        logits = q_rotated[:, :, rows] @ k_rotated[:, :, keys].mT       # (B, H, rows, keys)
+        unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
+        logits = torch.add(unseen, logits, alpha=D**-0.5)               # masked, scaled and fp32, in one pass
         features = at.features[:, :, keys] if at.features is not None else None
         block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, keys], features=features)
         logits = encoding.scores(logits, q[:, :, rows], k[:, :, keys], block_at)
@@ -118,3 +95,32 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
             weights = F.dropout(weights, dropout)
         outputs.append(weights @ v[:, :, keys])                         # (B, H, rows, D)
     return torch.cat(outputs, dim=2)
+
+
+def for_each_head(x: Tensor, n_head: int) -> Tensor:
+    """Keys or values (B, G, T, D) -> (B, H, T, D): query head h uses head h // (H / G).
+
+    This copies: kernels that do not take fewer heads of keys fall back to holding T x T logits.
+    """
+    return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
+
+
+def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask,
+               device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Blocks of n_rows queries: their rows, a slice of keys, and which of these they see, (..., rows, keys).
+
+    The queries are the last Tq of the Tk tokens. A slice leaves out keys that no query of its block can see.
+    None in place of the boolean mask: every query sees every key.
+    """
+    offset, window, documents = Tk - Tq, mask.window, mask.documents
+    for start in range(0, Tq, n_rows):
+        rows, keys, seen = slice(start, min(start + n_rows, Tq)), slice(0, Tk), None
+        if mask.is_causal:
+            keys = slice(max(0, offset + start + 1 - window) if window else 0, offset + rows.stop)
+            i = torch.arange(offset + start, keys.stop, device=device)[:, None]
+            j = torch.arange(keys.start, keys.stop, device=device)
+            seen = (j <= i) & (j > i - window) if window else j <= i    # (rows, keys)
+        if documents is not None:
+            same = documents[:, None, rows, None] == documents[:, None, None, keys]
+            seen = same if seen is None else same & seen                # (B, 1, rows, keys)
+        yield rows, keys, seen

@@ -1,7 +1,7 @@
-"""The decoder: pre-norm transformer blocks around a position encoding that it knows only by its hooks.
+"""The decoder: pre-norm transformer blocks, and hooks for a position encoding. One forks this file.
 
 The default is Llama's block: RMSNorm, SwiGLU, no biases, untied output. configs/gpt2-block.toml is GPT-2's.
-There is no length limit here; only an encoding may have one.
+The model itself has no length limit; an encoding may have one.
 
 Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, G = n_kv_head (H by default), D
 channels of a head (C // H by default), V vocabulary. Loss in nats per token.
@@ -10,78 +10,75 @@ channels of a head (C // H by default), V vocabulary. Loss in nats per token.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import attend
+from attention import Mask, attend
+from config import Config, ModelConfig, TrainConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.temperature import TEMPERATURES, Temperature
 from runtime import flex
 from runtime.loss import mean_loss
 
-if TYPE_CHECKING:
-    from config import Config, ModelConfig, TrainConfig
-
-
-def hidden_width(model: ModelConfig) -> int:
-    """Width inside the MLP: as configured, else 4 C, or 8/3 C up to a multiple of 64 for SwiGLU."""
-    if model.n_hidden:
-        return model.n_hidden
-    return 64 * math.ceil(8 * model.n_embd / 3 / 64) if model.mlp == "swiglu" else 4 * model.n_embd
-
 
 def shape_of(config: Config) -> Shape:
-    """The sizes of the decoder, from which its encoding and its temperature are made."""
-    model = config.model
-    return Shape(model.n_layer, model.n_head, model.n_embd, model.head_width, config.train.seq_len)
+    """The sizes from which an encoding and a temperature are made."""
+    c = config.model
+    return Shape(c.n_layer, c.n_head, c.n_embd, c.head_width, config.train.seq_len)
+
+
+def hidden_width(config: ModelConfig) -> int:
+    """Width inside the MLP: n_hidden, by default 4 C, or for SwiGLU 8/3 C rounded up to a multiple of 64."""
+    swiglu_width = 64 * math.ceil(8 * config.n_embd / 3 / 64)
+    return config.n_hidden or (swiglu_width if config.mlp == "swiglu" else 4 * config.n_embd)
 
 
 def is_every(k: int, layer: int) -> bool:
-    """Whether a layer, from 0, is the k-th, 2k-th, ...; none is for k = 0."""
+    """Whether a layer, counted from 0, is the k-th, 2k-th, 3k-th ...; never for k = 0."""
     return k > 0 and (layer + 1) % k == 0
 
 
 def encoded_layers(config: Config) -> set[int]:
-    """Layers in which the encoding acts, from 0."""
-    layers, named = config.position.layers, {"all": range(config.model.n_layer), "first": range(1)}
-    return {layer for layer in (named[layers] if isinstance(layers, str) else layers)
+    """The layers, from 0, in which the encoding acts."""
+    layers = config.position.layers
+    named = range(config.model.n_layer if layers == "all" else 1)
+    return {layer for layer in (named if isinstance(layers, str) else layers)
             if not is_every(config.position.skip_every, layer)}
 
 
-def make_norm(model: ModelConfig) -> nn.Module:
+def make_norm(config: ModelConfig) -> nn.Module:
     """RMSNorm or LayerNorm over C."""
-    if model.norm == "rmsnorm":
-        return nn.RMSNorm(model.n_embd, eps=model.norm_eps)
-    return nn.LayerNorm(model.n_embd, eps=model.norm_eps, bias=model.bias)
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
 class Cache:
-    """Keys (before rotation), values and positions seen so far, so that decoding feeds each token once.
+    """Keys (before `rotate`), values and positions of all tokens so far, so that decoding feeds each once.
 
-    Unrotated keys cost a rotation at each step and buy correctness for every encoding, those included whose
-    angles change with the length.
+    Keeping unrotated keys costs a rotation at each step. In return every encoding decodes correctly, even
+    one whose angles change with the length.
     """
 
     def __init__(self, n_layer: int) -> None:
-        self.positions: Tensor | None = None                            # (1 or B, Tk), or with axes
+        self.positions: Tensor | None = None                            # (1 or B, Tk), or (..., axes)
         self.layers: list[list[Tensor] | None] = [None] * n_layer
 
     def next_position(self) -> int:
-        """One more than the largest so far; 0 where there is none."""
+        """The largest position so far plus 1; 0 for an empty cache."""
         return 0 if self.positions is None else int(self.positions.max()) + 1
 
     def append_positions(self, positions: Tensor) -> Tensor:
-        """Positions of all keys after those of the new tokens are added."""
+        """Add the positions of new tokens. -> the positions of all keys."""
         if self.positions is not None:
             positions = torch.cat((self.positions, positions), dim=1)
         self.positions = positions
         return positions
 
     def append(self, layer: int, new: list[Tensor]) -> list[Tensor]:
-        """All keys, values (B, G, Tk, D), features (B, H, Tk, F) of a layer after the new ones are added."""
+        """Add a layer's new keys, values (B, G, T, D), features (B, H, T, F). -> those of all tokens."""
         old = self.layers[layer]
         if old is not None:
             new = [torch.cat(pair, dim=2) for pair in zip(old, new, strict=True)]
@@ -92,103 +89,103 @@ class Cache:
 class Attention(nn.Module):
     """Multi-head attention: softmax(encoding(q k^T / sqrt(D))) v. Vaswani et al. 2017, section 3.2.
 
-    With G < H heads of keys and values, H / G neighbouring heads of queries share one: grouped-query
-    attention, Ainslie et al. 2023, arXiv:2305.13245. The cache holds the G.
+    With G < H heads of keys and values, H / G neighbouring query heads share one: grouped-query attention,
+    Ainslie et al. 2023, arXiv:2305.13245. The cache then holds G heads.
 
-    Causal by index, whatever the positions; `is_causal = False` lifts the mask. With a window W a query sees
-    W keys at most, its own among them (Hugging Face's convention).
+    The mask is causal by index, whatever the positions; `is_causal = False` lifts it. With a window W a query
+    sees W keys at most, its own included (Hugging Face's convention).
     """
 
-    def __init__(self, model: ModelConfig, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
-        C, H, G, D = model.n_embd, model.n_head, model.n_kv_head or model.n_head, model.head_width
-        self.head_dim, self.dropout = D, model.dropout
+        C, H, G, D = config.n_embd, config.n_head, config.n_kv_head or config.n_head, config.head_width
+        self.head_dim, self.dropout = D, config.dropout
         self.is_causal, self.window = True, window
-        self.q = nn.Linear(C, H * D, bias=model.bias or model.qkv_bias)
-        self.k = nn.Linear(C, G * D, bias=model.bias or model.qkv_bias)
-        self.v = nn.Linear(C, G * D, bias=model.bias or model.qkv_bias)
-        self.o = nn.Linear(H * D, C, bias=model.bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=model.norm_eps) if model.qk_norm else nn.Identity()
+        self.q = nn.Linear(C, H * D, bias=config.bias or config.qkv_bias)
+        self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
+        self.v = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
+        self.o = nn.Linear(H * D, C, bias=config.bias)
+        self.q_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, encoding: Encoding, at: At, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, temperature: Tensor | None = None,
+                cache: Cache | None = None) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
                    for p in (self.q, self.k, self.v))                   # (B, H, T, D), (B, G, T, D) twice
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        if at.temperature is not None:
-            q = (q * at.temperature).to(q.dtype)
+        if temperature is not None:
+            q = (q * temperature).to(q.dtype)
         features = encoding.features(x, at.layer)                       # (B, H, T, F) or None
         if cache is not None:
-            new = [k, v] if features is None else [k, v, features]
-            k, v, *rest = cache.append(at.layer, new)                   # (B, G, Tk, D)
-            features = rest[0] if rest else None
-        at = at._replace(features=features)
-        dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, encoding, at, self.is_causal, self.window, dropout)
+            k, v, *rest = cache.append(at.layer, [k, v] if features is None else [k, v, features])
+            features = rest[0] if rest else None                        # (B, G or H, Tk, ...) each
+        at, mask = at._replace(features=features), mask._replace(is_causal=self.is_causal, window=self.window)
+        y = attend(q, k, v, encoding, at, mask, self.dropout if self.training else 0.0)     # (B, H, T, D)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
     """SwiGLU down(silu(gate x) * up x) (Shazeer 2020, arXiv:2002.05202), or down(activation(up x))."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        C, width = model.n_embd, hidden_width(model)
-        self.kind = model.mlp
-        self.gate = nn.Linear(C, width, bias=model.bias) if self.kind == "swiglu" else None
-        self.up = nn.Linear(C, width, bias=model.bias)
-        self.down = nn.Linear(width, C, bias=model.bias)
+        C, width = config.n_embd, hidden_width(config)
+        self.kind = config.mlp
+        self.gate = nn.Linear(C, width, bias=config.bias) if self.kind == "swiglu" else None
+        self.up = nn.Linear(C, width, bias=config.bias)
+        self.down = nn.Linear(width, C, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is not None:
             return self.down(F.silu(self.gate(x)) * self.up(x))
-        if self.kind != "relu2":
-            return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu" else "none"))
-        return self.down(F.relu(self.up(x)).square())
+        if self.kind == "relu2":
+            return self.down(F.relu(self.up(x)).square())
+        return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu" else "none"))
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: ModelConfig, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
-        self.attention_norm, self.attention = make_norm(model), Attention(model, window)
-        self.mlp_norm, self.mlp = make_norm(model), MLP(model)
-        self.dropout = nn.Dropout(model.dropout)
+        self.attention_norm, self.attention = make_norm(config), Attention(config, window)
+        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, encoding: Encoding, at: At, cache: Cache | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), encoding, at, cache))
+    def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, temperature: Tensor | None,
+                cache: Cache | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), encoding, at, mask, temperature, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):
-    """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are not scored.
+    """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
-    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those after the cache's; (B, T, A)
-    for an encoding with A axes. `cache` is what `new_cache` made. `documents` (B, T) number what tokens
-    belong to, and nothing is seen of another: packed sequences, all of them new. Raises ValueError for
-    positions beyond an encoding's limit or of the wrong shape.
+    `config` is a resolved Config. `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or
+    those that follow the cache's; (B, T, A) for an encoding with A axes. `cache` comes from `new_cache`.
+    `documents` (B, T) numbers the documents of packed sequences, between which attention is masked; it
+    excludes a cache. Raises ValueError for positions beyond the encoding's limit or of the wrong shape.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        model, shape = config.model, shape_of(config)
-        assert model.vocab_size, "the corpus' vocabulary must be filled in first"
-        self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
-        self.dropout, self.flex = nn.Dropout(model.dropout), model.flex
-        self.blocks = nn.ModuleList(Block(model, None if is_every(model.full_every, layer) else model.window)
-                                    for layer in range(model.n_layer))
-        self.norm = make_norm(model)
-        self.head = None if model.tied else nn.Linear(model.n_embd, model.vocab_size, bias=False)
+        c, shape = config.model, shape_of(config)
+        assert c.vocab_size, "set model.vocab_size first, from the corpus"
+        self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
+        self.dropout, self.flex = nn.Dropout(c.dropout), c.flex
+        self.blocks = nn.ModuleList(Block(c, None if is_every(c.full_every, layer) else c.window)
+                                    for layer in range(c.n_layer))
+        self.norm = make_norm(c)
+        self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self._init_weights()
-        # after the other weights, which so are the same under every encoding
+        # made last: with equal seeds all other weights are equal under every encoding
         self.encoding = ENCODINGS[config.position.encoding](shape, config.position)
         self.encoded_layers = encoded_layers(config)
         self.no_encoding: Encoding = NoPE(shape, config.position)
         self.temperature = TEMPERATURES[config.position.temperature](shape)
 
     def _init_weights(self) -> None:
-        """Normal, std 0.02, sublayers' last matrix over sqrt(2 n_layer). Radford et al. 2019, section 2.3."""
+        """Normal, std 0.02; last matrix of each sublayer over sqrt(2 n_layer). Radford et al. 2019, 2.3."""
         residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -203,29 +200,26 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
                 cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
-        x = self.hidden(tokens, positions, cache, documents)
+        x = self.hidden(tokens, positions, cache, documents)            # (B, T, C)
         if targets is None:
-            return self.logits(x)
+            return self.logits(x)                                       # (B, T, V)
         return mean_loss(x.flatten(0, 1), self.head_weight(), targets.flatten())
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
                documents: Tensor | None = None) -> Tensor:
-        """Tokens (B, T) -> the normalised residual stream (B, T, C) from which logits are read."""
+        """Tokens (B, T) -> the normalised residual stream (B, T, C), of which `logits` are a product."""
         assert cache is None or documents is None
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
-        tables = self.encoding.tables(q_pos, k_pos)
-        blocks: Any = self.blocks
-        windows, masks = [block.attention.window for block in blocks], {}
+        tables, temperatures = self.encoding.tables(q_pos, k_pos), self.temperature(q_pos)
+        mask = Mask(documents=documents, in_order=positions is None)
         if self.flex and positions is None and cache is None and tokens.device.type in flex.DEVICES:
-            masks = flex.block_masks(windows, tokens.shape[1], documents, tokens.device)
-        x = self.dropout(self.encoding.embed(self.embedding(tokens), q_pos))
-        temperatures = self.temperature(q_pos)
+            windows = {m.window for m in self.modules() if isinstance(m, Attention)}
+            mask = mask._replace(flex=flex.block_masks(windows, tokens.shape[1], documents, tokens.device))
+        x = self.dropout(self.encoding.embed(self.embedding(tokens), q_pos))        # (B, T, C)
         for layer, block in enumerate(self.blocks):
             encoding = self.encoding if layer in self.encoded_layers else self.no_encoding
-            at = At(q_pos, k_pos, layer, tables, in_order=positions is None, temperature=temperatures[layer],
-                    documents=documents, block_mask=masks.get(windows[layer]))
-            x = block(x, encoding, at, cache)
+            x = block(x, encoding, At(q_pos, k_pos, layer, tables), mask, temperatures[layer], cache)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -237,45 +231,38 @@ class GPT(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
-        """The positions given, or those that follow the cache's, within the encoding's limit, (1 or B, T)."""
-        limit = self.encoding.max_length
+        """The given positions, or those that follow the cache's, (1 or B, T) or (1 or B, T, A); checked."""
+        limit, name = self.encoding.max_length, type(self.encoding).__name__
         if positions is None:
             first = cache.next_position() if cache is not None else 0
             last = first + tokens.shape[1] - 1
             positions = torch.arange(first, last + 1, device=tokens.device)
-        else:
-            last = int(positions.max()) if limit else 0
+        elif limit:     # reading the maximum waits for the device
+            last = int(positions.max())
         if limit and last >= limit:
-            name = type(self.encoding).__name__
-            raise ValueError(f"{name} knows positions 0 ... {limit - 1} only, got {last}")
+            raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, got {last}")
         positions = positions[None] if positions.dim() == 1 else positions
-        self._check_axes(positions, cache)
+        n_axes, shape = self.encoding.n_axes, tuple(positions.shape)
+        if len(shape) != 2 and (len(shape) != 3 or n_axes == 1 or shape[2] != n_axes):
+            axes = f" or (B, T, {n_axes})" if n_axes > 1 else ""
+            raise ValueError(f"{name} takes positions (T,) or (B, T){axes}, got {shape}")
+        if len(shape) == 3 and type(self.temperature) is not Temperature:
+            raise ValueError(f"position.temperature needs positions with one axis, got {shape}")
+        if cache is not None and cache.positions is not None and cache.positions.dim() != len(shape):
+            raise ValueError(f"the cache's positions are {tuple(cache.positions.shape)}: give positions= "
+                             f"with as many axes at each step, got {shape}")
         return positions
 
-    def _check_axes(self, positions: Tensor, cache: Cache | None) -> None:
-        """Refuse positions (1 or B, T) or (1 or B, T, axes) that the encoding, or the cache, cannot take."""
-        n_axes, name = self.encoding.n_axes, type(self.encoding).__name__
-        if positions.dim() != 2 and (positions.dim() != 3 or n_axes == 1 or positions.shape[2] != n_axes):
-            axes = f" or (B, T, {n_axes})" if n_axes > 1 else ""
-            raise ValueError(f"{name} takes positions (T,) or (B, T){axes}, got {tuple(positions.shape)}")
-        if positions.dim() == 3 and type(self.temperature) is not Temperature:
-            raise ValueError("position.temperature counts keys by their positions, which must have one axis, "
-                             f"got {tuple(positions.shape)}")
-        if cache is not None and cache.positions is not None and cache.positions.dim() != positions.dim():
-            raise ValueError(f"the cache's positions are {tuple(cache.positions.shape)}: give positions= "
-                             f"with as many axes at each step, got {tuple(positions.shape)}")
-
     def n_parameters(self) -> int:
-        """Trained numbers, shared ones counted once."""
+        """Number of trained parameters; shared ones count once."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T: int) -> int:
         """Multiplications and additions of a training step per token at length T, forward and backward.
 
         6 for each weight of a matrix product, the output's V C included (2 forward, 4 backward; Kaplan et al.
-        2020, arXiv:2001.08361, section 2.1), and for each layer 6 H D (T + 1) of causal attention: q k^T
-        and weights v take 2 H D each for (T + 1) / 2 keys on average, times 3. PaLM and nanoGPT count the
-        masked half too: twice that.
+        2020, arXiv:2001.08361, section 2.1). Causal attention takes 6 H D (T + 1) a layer: q k^T and weights
+        v are 2 H D each for (T + 1) / 2 keys on average, times 3. PaLM and nanoGPT count all keys: double.
         """
         width = sum(m.o.in_features for m in self.modules() if isinstance(m, Attention))        # n_layer H D
         weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))

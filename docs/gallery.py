@@ -27,7 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 import rope
-from attention import attend_fused
+from attention import Mask, attend_fused
 from docs.properties import HOOKS, Properties, added, biases, logits, make, overridden, properties, quick
 from positions import ENCODINGS, At, Encoding
 from runtime.command import argument_parser, run_command
@@ -111,7 +111,7 @@ def draw_mask(figure: Any, encoding: Encoding, L: int) -> str:
     at = torch.arange(n)[None]
     nothing, first = torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2)
     first[:, :, 0] = 1                                                  # values: 1 at the first key, else 0
-    weight = attend_fused(nothing, nothing, first, encoding, At(at, at, 0, None), True, None, 0.0)[0, 0, :, 0]
+    weight = attend_fused(nothing, nothing, first, encoding, At(at, at, 0, None), Mask(), 0.0)[0, 0, :, 0]
     axis = figure.subplots(gridspec_kw=MARGINS)
     axis.plot(torch.arange(1, n + 1), weight, color=LINES[0][0])
     axis.set(xscale="log", yscale="log", xlabel="keys that the query sees (tokens)",

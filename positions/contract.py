@@ -31,11 +31,7 @@ class At(NamedTuple):
     k_pos: Tensor  # (1 or B, Tk) positions of the keys
     layer: int  # 0 is the layer next to the embeddings
     tables: Any  # what the encoding's `tables` returned for this forward
-    features: Tensor | None = None  # what its `features` returned for the keys, (B, H, Tk, F)
-    temperature: Tensor | None = None  # factor of the queries, (1 or B, 1 or H, Tq, 1)
-    documents: Tensor | None = None  # of packed tokens, (B, T): logits across them are -inf
-    block_mask: Any = None  # what FlexAttention is to see, where it may be used: see flex.py
-    in_order: bool = False  # is it known that no key that a query sees has a larger position?
+    features: Tensor | None = None  # what its `features` returned for all keys, (B, H, Tk, F)
 
     def distance(self) -> Tensor:
         """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.

@@ -1,6 +1,7 @@
 """FlexAttention: windows, packed documents and biases by distance in one fused kernel, O(T) memory, on CUDA.
 
-`model.flex = true` asks for it. Elsewhere, and for what it does not serve, attention.py goes its other ways.
+Set `model.flex = true` to use it. On other devices, and for encodings it does not serve, attention.py takes
+another path.
 
 Legend: B batch, T time, H heads of queries, G of keys and values, D channels of a head.
 """
@@ -16,24 +17,24 @@ from torch import Tensor
 
 from positions import At, Encoding
 
-DEVICES = {"cuda"}      # a CPU has no backward of the kernel, and without compiling it holds T x T logits
-MIN_WIDTH = 16          # channels of a head, of the kernel
+DEVICES = {"cuda"}      # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
+MIN_WIDTH = 16          # smallest number of channels of a head that the kernel takes
 
 
 def block_masks(windows: Iterable[int | None], T: int, documents: Tensor | None,
                 device: torch.device) -> dict[int | None, Any]:
-    """For each window, which keys are seen, by blocks of queries and keys. Once a forward, not a layer."""
+    """Window -> which blocks of keys each block of queries sees. Made once a forward, not once a layer."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     B = None if documents is None else len(documents)
-    # compiled, it does not hold T x T either; within torch.compile it is
+    # compiled, making it does not hold T x T either; inside torch.compile it is compiled anyway
     is_alone = device.type == "cuda" and not torch.compiler.is_compiling()
     return {window: create_block_mask(seen(window or T, documents), B, None, T, T, device, _compile=is_alone)
             for window in set(windows)}
 
 
 def seen(width: int, documents: Tensor | None) -> Callable[..., Tensor]:
-    """Whether query i of row b sees key j: at its own index or at most width - 1 before, in its document."""
+    """A function: does query i of row b see key j? At most width - 1 tokens back, in the same document."""
     def within_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (i - j < width)
 
@@ -44,15 +45,13 @@ def seen(width: int, documents: Tensor | None) -> Callable[..., Tensor]:
     return within_window if documents is None else within_both
 
 
-def serves(q: Tensor, encoding: Encoding, at: At, is_causal: bool, window: int | None,
-           dropout: float) -> bool:
-    """Whether it can, and has something to win: a bias, a window, or documents."""
-    has_more = encoding.by_distance if encoding.has_scores() else bool(window) or at.documents is not None
-    return at.block_mask is not None and has_more and is_causal and not dropout and q.shape[-1] >= MIN_WIDTH
+def serves(q: Tensor, encoding: Encoding, is_masked: bool) -> bool:
+    """Whether the kernel fits and gains: there is a bias by distance, or a mask that is not only causal."""
+    return q.shape[-1] >= MIN_WIDTH and (encoding.by_distance if encoding.has_scores() else is_masked)
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At) -> Tensor:
-    """softmax(encoding(q k^T / sqrt(D))) v, of unrotated q (B, H, T, D), k and v (B, G, T, D): like q."""
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, block_mask: Any) -> Tensor:
+    """softmax(encoding(q k^T / sqrt(D))) v. Unrotated q (B, H, T, D), k and v (B, G, T, D) -> as q."""
     score_mod = None
     if encoding.has_scores():
         table = bias_by_distance(encoding, at, q)                       # (H, T)
@@ -60,25 +59,25 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At) -> 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score + table[h, (i - j).abs()]                      # keys ahead are masked
 
-    D, is_grouped = q.shape[-1], q.shape[1] != k.shape[1]
+    D = q.shape[-1]
     q, k = encoding.rotate(q, k, at)
-    return kernel(q.device)(q, k, v, score_mod=score_mod, block_mask=at.block_mask, scale=D**-0.5,
-                            enable_gqa=is_grouped)
+    return kernel(q.device)(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=D**-0.5,
+                            enable_gqa=q.shape[1] != k.shape[1])
 
 
 def bias_by_distance(encoding: Encoding, at: At, q: Tensor) -> Tensor:
-    """What `scores` adds at distances 0 ... T - 1, (H, T): asked of the last query and all its keys."""
+    """What `scores` adds at distances 0 ... T - 1, (H, T), read off the last query and all its keys."""
     _, H, T, D = q.shape
     zero = q.new_zeros(())
     position = torch.arange(T, device=q.device)[None]                   # (1, T)
     logits = torch.zeros(1, H, 1, T, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
-    row = at._replace(q_pos=position[:, -1:], k_pos=position, documents=None)
+    row = at._replace(q_pos=position[:, -1:], k_pos=position)
     bias = encoding.scores(logits, zero.expand(1, H, 1, D), zero.expand(1, H, T, D), row)
     return bias[0, :, 0].flip(-1)
 
 
 def kernel(device: torch.device) -> Any:
-    """FlexAttention, compiled where it is to be fused: by torch.compile of the model, or else here, once."""
+    """FlexAttention; on a GPU compiled, which fuses it: by torch.compile of the model, or else once here."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention if device.type == "cpu" or torch.compiler.is_compiling() else compiled()

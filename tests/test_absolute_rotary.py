@@ -7,7 +7,7 @@ import torch
 from conftest import lively, tokens
 
 import rope
-from attention import attend_fused
+from attention import Mask, attend_fused
 from model import GPT, autocast
 from positions import At
 
@@ -192,7 +192,7 @@ def test_xpos_stays_in_range_far_from_zero_and_over_long_spans(tiny) -> None:
     spread = at * 700                                                   # 34,300 positions, 67 scale_base
     q.requires_grad_(), k.requires_grad_()
     at = At(spread, spread, 0, encoding.tables(spread, spread))
-    y = attend_fused(q, k, v, encoding, at, True, None, 0.0)
+    y = attend_fused(q, k, v, encoding, at, Mask(), 0.0)
     y.sum().backward()
     assert all(x.isfinite().all() for x in (y, q.grad, k.grad))
     last = torch.tensor([[10**7]])                                      # one query after keys of any age

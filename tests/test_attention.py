@@ -9,7 +9,7 @@ from conftest import lively, tokens
 from torch import Tensor
 
 import attention
-from attention import attend_fused, attend_in_blocks, row_blocks
+from attention import Mask, attend_fused, attend_in_blocks, row_blocks
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.distance import ALiBi
@@ -57,7 +57,7 @@ def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int |
     monkeypatch.setattr(attention, "MIN_ROWS", 5)
     encoding, pos, (q, k, v) = make_alibi(tiny), POSITIONS[where], inputs(24)
     q = q[:, :, -Tq:]
-    found = attend_fused(q, k, v, encoding, at_of(encoding, pos, Tq), True, window, 0.0)
+    found = attend_fused(q, k, v, encoding, at_of(encoding, pos, Tq), Mask(window=window), 0.0)
     torch.testing.assert_close(found, explicit(q, k, v, pos, window), atol=1e-9, rtol=1e-9)
 
 
@@ -68,7 +68,7 @@ def test_folding_is_as_exact_in_bf16_as_blocks(pos: Tensor, tiny) -> None:
     q, k, v = (x.bfloat16() for x in inputs(1500))
     expected = explicit(q, k, v, pos, None)
     at = at_of(encoding, pos, 1500)
-    folded, blocks = ((attend(q, k, v, encoding, at, True, None, 0.0) - expected).abs()
+    folded, blocks = ((attend(q, k, v, encoding, at, Mask(), 0.0) - expected).abs()
                       for attend in (attend_fused, attend_in_blocks))
     assert folded.mean() <= 1.02 * blocks.mean() and folded.max() <= 1.5 * blocks.max()
     assert folded.mean() < 3e-3
@@ -149,7 +149,7 @@ def test_gradients_in_bf16_are_nearly_as_exact_in_blocks_as_in_the_kernel(tiny) 
 def grads(attend, dtype: torch.dtype, encoding, pos: Tensor) -> list[Tensor]:
     """Output, and gradients of q, k and v, in fp64, of the same numbers in this dtype."""
     q, k, v = (x.bfloat16().to(dtype).requires_grad_() for x in inputs(pos.shape[1]))
-    y = attend(q, k, v, encoding, at_of(encoding, pos, pos.shape[1]), True, None, 0.0)
+    y = attend(q, k, v, encoding, at_of(encoding, pos, pos.shape[1]), Mask(), 0.0)
     y.backward(inputs(pos.shape[1], 1)[2].to(dtype))
     return [x.detach().double() for x in (y, *(x.grad for x in (q, k, v)))]
 
@@ -189,7 +189,7 @@ def test_blocks_hold_every_visible_pair_once(Tq: int, Tk: int, window: int | Non
     i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
     visible = ((j <= i) & (i - j < (window or Tk))).long()
     count = torch.zeros(Tq, Tk, dtype=torch.long)
-    for rows, keys, mask in row_blocks(Tq, Tk, n_rows, True, window, torch.device("cpu")):
+    for rows, keys, mask in row_blocks(Tq, Tk, n_rows, Mask(window=window), torch.device("cpu")):
         count[rows, keys] += mask
         assert mask.any(0).all() and mask.any(1).all()                  # no key that no query sees
     assert torch.equal(count, visible)

@@ -8,10 +8,9 @@ import torch
 from conftest import lively, tokens
 from torch import Tensor
 
-import attention
 from config import Config
 from model import GPT
-from positions import ENCODINGS
+from positions import ENCODINGS, At
 from runtime import flex
 
 FLEXIBLE = [name for name, encoding in ENCODINGS.items() if encoding.by_distance]
@@ -92,7 +91,7 @@ def test_a_table_by_distance_holds_all_that_the_encoding_adds(name: str, tiny) -
     """Wherever query and key stand, so that a new encoding that says `by_distance` in error is found out."""
     encoding = lively(tiny(name)).encoding.double()
     position = torch.arange(40)[None]
-    at = attention.At(position, position, 1, encoding.tables(position, position))
+    at = At(position, position, 1, encoding.tables(position, position))
     q = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).double()
     full = encoding.scores(torch.zeros(1, 2, 40, 40).double(), q, q, at)[0]
     table, i, j = flex.bias_by_distance(encoding, at, q), *torch.tril_indices(40, 40)

@@ -8,7 +8,7 @@ from conftest import ROOT, every_encoding, lively, tokens
 
 import attention
 import rope
-from attention import attend_fused, attend_in_blocks
+from attention import Mask, attend_fused, attend_in_blocks
 from config import load_config
 from model import GPT, autocast
 from positions import ENCODINGS, At
@@ -96,7 +96,7 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
     monkeypatch.setattr(attention, "MIN_ROWS", 5)
     paths = [attend_in_blocks] if encoding.has_scores() else [attend_in_blocks, attend_fused]
     for path in paths:
-        found = path(q, k, v, encoding, at, True, window, 0.0)
+        found = path(q, k, v, encoding, at, Mask(window=window), 0.0)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import every_encoding, lively, tokens
 
+from attention import Mask
 from model import GPT, autocast
 from positions import At, Options
 from positions.temperature import TEMPERATURES
@@ -76,7 +77,7 @@ def test_ssmax_is_the_formula(tiny) -> None:
         attention = model.blocks[layer].attention
         x = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         at = torch.arange(9)[None]
-        ours = attention(x, model.encoding, At(at, at, layer, None, None, model.temperature(at)[layer]), None)
+        found = attention(x, model.encoding, At(at, at, layer, None), Mask(), model.temperature(at)[layer])
         q, k, v = (p(x).view(2, 9, 2, 16) for p in (attention.q, attention.k, attention.v))
         mixed = torch.zeros(2, 9, 2, 16, dtype=torch.float64)
         for b in range(2):
@@ -87,7 +88,7 @@ def test_ssmax_is_the_formula(tiny) -> None:
                     powers = [(i + 1) ** (s * z_j) for z_j in z]
                     for j in range(i + 1):
                         mixed[b, i, h] += powers[j] / sum(powers) * v[b, j, h]
-        torch.testing.assert_close(ours, attention.o(mixed.flatten(2)), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, attention.o(mixed.flatten(2)), atol=1e-5, rtol=1e-5)
 
 
 def test_ssmax_begins_at_the_papers_value(tiny) -> None:

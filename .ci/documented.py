@@ -1,9 +1,9 @@
 """Run every command of README.md and docs/ at toy size, in the order in which a reader types them.
 
-The tracked files are copied to a scratch folder. There, for each page in turn, we write the files that it shows
-(a block that follows "`PATH`:") and run its commands: each command of an `sh` block, each `python` block, and in
-README.md each inline command. RULES make the commands small; SKIPPED lists those that do not run, with the
-reason. Exits with 1 if a command fails. `python .ci/documented.py [PAGE ...]` runs some of the pages only.
+The tracked files are copied to a scratch folder. There, for each page in turn, we write the files that it
+shows (a block that follows "`PATH`:") and run its commands: each command of an `sh` block, each `python`
+block, and in README.md each inline command. RULES make the commands small; SKIPPED lists those that do not
+run, with the reason. Exits with 1 if a command fails. `python .ci/documented.py [PAGE ...]` runs some pages.
 """
 
 import json
@@ -19,13 +19,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
     "data", "longer-contexts", "hugging-face", "comparing", "speed", "scaling", "reliability", "encodings"))]
+BLOCK = re.compile(r"(?:`(?P<path>[\w./-]+)`:\s*\n\s*)?^(?P<indent> *)```(?P<language>\w*)\n(?P<content>.*?)"
+                   r"^(?P=indent)```$|`(?P<inline>(?:python|make) [^`]+)`", re.MULTILINE | re.DOTALL)
 TRAIN = "train.steps=2 train.warmup=1 train.batch_size=4 train.val_windows=4"
 EVAL = "--windows 2 --tokens 2048 --lengths 64,128,256"
 RULES = [                                       # pattern, replacement; all of them apply to each command
-    (r"\bpython (?:train|sweep)\.py (?!--help)[^&;#\n]*|\btorchrun [^&;#\n]*train\.py [^&;#\n]*", rf"\g<0> {TRAIN} "),
+    (r"\b(train|sweep)\.py (?!--help)[^&;#\n]*", rf"\g<0> {TRAIN} "),
     (r"\beval\.py (?!--help)[^&;#\n]*", rf"\g<0> {EVAL} "),
     (r"\bpython sweep\.py (?![^\n]*--eval)", rf'\g<0>--eval="{EVAL}" '),
     (r'--eval="(?!--windows)', rf'\g<0>{EVAL} '),
@@ -44,7 +48,7 @@ SKIPPED = [                                     # pattern, reason
 
 
 def make_checkout(scratch: Path) -> dict[str, str]:
-    """Copy the tracked files and make the inputs that the pages assume. Returns the environment of commands."""
+    """Copy the tracked files and make the inputs that the pages assume. Returns their environment."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     checkout = scratch / "nanorope"
     for name in filter(None, listed.stdout.split("\0")):
@@ -52,7 +56,8 @@ def make_checkout(scratch: Path) -> dict[str, str]:
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, checkout / name)
     (checkout / ".venv").symlink_to(sys.prefix)
-    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("t*.py"))]
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("t*.py"))
+    texts = [path.read_text(encoding="utf-8") for path in sources]
     for split, share in (("train", texts[4:]), ("val", texts[:4])):
         (scratch / "books" / split).mkdir(parents=True)
         for number, text in enumerate(share):
@@ -60,26 +65,21 @@ def make_checkout(scratch: Path) -> dict[str, str]:
     for name in ("another.txt", "book.txt", "my-text.txt"):
         (checkout / name).write_text(texts[0], encoding="utf-8")
     lines = "".join(json.dumps({"body": text}) + "\n" for text in texts)
-    zstd = "import pyarrow as p, sys; p.output_stream('dump.jsonl.zst', 'zstd').write(sys.stdin.buffer.read())"
-    subprocess.run([sys.executable, "-c", zstd], input=lines.encode(), cwd=checkout, check=True)
+    with pyarrow.output_stream(str(checkout / "dump.jsonl.zst"), compression="zstd") as file:
+        file.write(lines.encode())
     (checkout / "models").mkdir()
     (checkout / "models" / "SmolLM2-135M").symlink_to("../runs/quick-hf")      # what the page exports before
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "HOME": str(scratch), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
 
 
-def blocks(page: str) -> Iterator[tuple[str, str, str]]:
-    """The fenced blocks of a page: language, the file that the text before names or "", content."""
-    for found in re.finditer(r"(?:`([\w./-]+)`:\s*\n\s*)?^( *)```(\w+)\n(.*?)^\2```$", page, re.MULTILINE | re.DOTALL):
-        yield found[3], found[1] or "", textwrap.dedent(found[4])
-
-
 def write_files(page: str, checkout: Path) -> None:
     """Write the files that a page shows, and register the encoding that it adds."""
-    for _, name, content in blocks(page):
-        if name:
-            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            (checkout / name).write_text(content, encoding="utf-8")
+    for found in BLOCK.finditer(page):
+        if found["path"]:
+            path = checkout / found["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(found["content"]), encoding="utf-8")
     lines = re.search(r"Add two lines to .*?`(from [^`]+)`, and\s+`([^`]+)` in `ENCODINGS`", page, re.DOTALL)
     if lines:
         path = checkout / "positions" / "__init__.py"
@@ -89,24 +89,23 @@ def write_files(page: str, checkout: Path) -> None:
 
 def commands(page: str, has_inline: bool) -> Iterator[str]:
     """The commands of a page, in reading order."""
-    inline = r"|`((?:python|make) [^`]+)`" if has_inline else "|(?!)()"
-    for found in re.finditer(rf"(?:`[\w./-]+`:\s*\n\s*)?^( *)```(\w+)\n(.*?)^\1```${inline}", page,
-                             re.MULTILINE | re.DOTALL):
-        if found[4]:
-            yield re.sub(r"\s+", " ", found[4])
-        elif found[2] == "python" and not found[0].startswith("`p"):
-            yield f"python - <<'END'\n{found[3]}END"
-        elif found[2] == "sh":
-            yield from split(textwrap.dedent(found[3]))
+    for found in BLOCK.finditer(page):
+        if found["inline"] and has_inline:
+            yield re.sub(r"\s+", " ", found["inline"])
+        elif found["language"] == "python" and not found["path"]:
+            yield f"python - <<'END'\n{found['content']}END"
+        elif found["language"] == "sh":
+            yield from split(textwrap.dedent(found["content"]))
 
 
 def split(block: str) -> Iterator[str]:
-    """The commands of a shell block: lines, joined while bash needs another one."""
+    """The commands of a shell block, without comments: lines, joined while bash needs another one."""
     command = ""
     for line in block.replace("\\\n", " ").splitlines():
-        command += line + "\n"
-        if command.strip() and subprocess.run(["bash", "-n"], input=command, text=True, stderr=-3).returncode == 0:
-            yield command.strip()
+        command = f"{command}\n{re.sub(r'(^|  +)#.*', '', line)}".strip()
+        check = subprocess.run(["bash", "-n"], input=command, text=True, capture_output=True, check=False)
+        if command and check.returncode == 0:
+            yield command
             command = ""
 
 
@@ -114,7 +113,7 @@ def expand(command: str, checkout: Path) -> str:
     """The command at toy size; `make TARGET` becomes the commands of the target, without the installation."""
     if command.startswith("make "):
         call = ["make", "-n", "PY=python", "-o", ".venv/.installed", command.split()[1]]
-        command = subprocess.run(call, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
+        command = subprocess.check_output(call, cwd=checkout, text=True).strip()
     if "<<" not in command:
         for pattern, replacement in RULES:
             command = re.sub(pattern, replacement, command)
@@ -137,9 +136,11 @@ def main() -> None:
                     continue
                 done.add(command)
                 start = time.monotonic()
-                ran = subprocess.run(["bash", "-euo", "pipefail", "-c", expand(command, checkout)], cwd=checkout,
-                                     env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-                print(f"{'FAILED' if ran.returncode else 'ok'} {time.monotonic() - start:.0f} s: {command}", flush=True)
+                ran = subprocess.run(["bash", "-euo", "pipefail", "-c", expand(command, checkout)],
+                                     cwd=checkout, env=environment, text=True, stdout=subprocess.PIPE,
+                                     stderr=subprocess.STDOUT, check=False)
+                seconds = time.monotonic() - start
+                print(f"{'FAILED' if ran.returncode else 'ok'} {seconds:.0f} s: {command}", flush=True)
                 if ran.returncode:
                     print(textwrap.indent(ran.stdout[-3000:], "    "))
                     failed.append(f"{page}: {command}")

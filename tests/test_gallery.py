@@ -152,7 +152,18 @@ def test_hooks_choose_the_rows_of_a_picture(pictures, monkeypatch, tmp_path) -> 
 
 @pytest.fixture(scope="module")
 def blocks(pictures, found) -> dict[str, str]:
-    return gallery.guide_blocks(pictures[1], found, gallery.BENCH, ROOT / "nowhere")
+    return gallery.guide_blocks(pictures[1], found, gallery.BENCH, gallery.RUNS)
+
+
+def test_the_committed_guide_is_what_the_code_generates(blocks) -> None:
+    """Only the computed figures of the table of properties may differ: they depend on the machine."""
+    def comparable(guide: str) -> list[str]:
+        before, _, rest = guide.partition("<!-- begin properties -->")
+        table, _, after = rest.partition("<!-- end properties -->")
+        return [before, re.sub(r"(yes|no), [\d.e-]+", r"\1", table), after]
+
+    committed = gallery.GUIDE.read_text()
+    assert comparable(committed) == comparable(gallery.update(committed, blocks)), "run `make gallery`"
 
 
 def test_the_guide_is_written_once(blocks) -> None:
@@ -180,42 +191,15 @@ def test_a_lost_marker_is_a_mistake_and_not_a_second_section(line: str, blocks) 
 
 
 @every_encoding
-def test_the_committed_guide_has_every_encoding(name: str, blocks) -> None:
+def test_the_committed_guide_describes_every_encoding(name: str) -> None:
     text = gallery.GUIDE.read_text()
     section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    assert f"](../results/gallery/{name}.png)" in section, "run `make gallery`"
-    assert "**When to use it.**" in section and "**Beyond L.**" in section
-    assert (ENCODINGS[name].__doc__ or "").splitlines()[0] in section, "docstring changed: run `make gallery`"
-    for table in ("contents", "properties", "perplexities"):
-        inside = text.split(f"<!-- begin {table} -->")[1].split(f"<!-- end {table} -->")[0]
-        assert f"\n| [`{name}`](#{name}) |" in inside
-    assert text.count(f"<!-- begin {name} -->") == 1
+    assert "**When to use it.**" in section and "**Beyond L.**" in section and "Not written yet." not in section
 
 
-@pytest.mark.parametrize("is_new", [False, True])
-def test_links_and_sections_of_the_guide_lead_somewhere(is_new: bool, blocks) -> None:
-    text = gallery.GUIDE.read_text()
-    text = gallery.update(text, blocks) if is_new else text
-    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    for target in re.findall(r"\]\(([^)]*)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif not target.startswith("https://"):
-            assert (gallery.GUIDE.parent / target).exists(), target
-    fixed = {"Encodings", "Three classic pictures", "Properties, computed", "Beyond L"}
-    assert set(headings) == fixed | set(ENCODINGS)
-
-
-def test_the_committed_guide_has_the_committed_costs() -> None:
-    shapes, costs = gallery.read_costs(gallery.BENCH)
-    guide = gallery.GUIDE.read_text()
-    for name, found in costs.items():
-        row = next(line for line in guide.splitlines()
-                   if line.startswith(f"| [`{name}`](#{name})") and line.count("|") == 9 + len(shapes))
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells[-len(shapes):] == found
-        assert all(cell == "-" or all(0.2 < float(x) < 20 for x in cell.split(", ")) for cell in found)
+def test_the_committed_costs_are_plausible() -> None:
+    _, costs = gallery.read_costs(gallery.BENCH)
+    assert all(0.2 < float(x) < 20 for found in costs.values() for cell in found for x in cell.split(", "))
 
 
 def test_costs_are_read_from_the_bench(tmp_path) -> None:
@@ -239,7 +223,7 @@ def test_perplexities_are_the_plain_fixed_ones(tmp_path) -> None:
     assert gallery.read_perplexities(tmp_path / "rope.json") == ["5.123", "-", "1234", "-", "-"]
     assert gallery.read_perplexities(tmp_path / "alibi.json") == ["-"] * 5
     (tmp_path / "alibi.json").write_text(json.dumps(run))
-    with pytest.raises(UserError, match=r"alibi\.json: a run of rope"):
+    with pytest.raises(UserError, match=r"alibi\.json: this run is of rope"):
         gallery.read_perplexities(tmp_path / "alibi.json")
 
 

@@ -247,7 +247,7 @@ class GPT(nn.Module):
             axes = f" or (B, T, {n_axes})" if n_axes > 1 else ""
             raise ValueError(f"{name} takes positions (T,) or (B, T){axes}, got {shape}")
         if len(shape) == 3 and type(self.temperature) is not Temperature:
-            raise ValueError(f"position.temperature needs positions with one axis, got {shape}")
+            raise ValueError(f"positions must have one axis under position.temperature, got {shape}")
         if cache is not None and cache.positions is not None and cache.positions.dim() != len(shape):
             raise ValueError(f"the cache's positions are {tuple(cache.positions.shape)}: give positions= "
                              f"with as many axes at each step, got {shape}")

@@ -1,12 +1,17 @@
 """Both paths of attention: what a block holds, and that a bias in extra channels is the bias itself."""
 
 import math
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import lively, tokens
+from conftest import ROOT, lively, tokens
+from polar import Polar
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import attention
 from attention import Mask, attend_fused, attend_in_blocks, row_blocks
@@ -14,6 +19,7 @@ from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.distance import ALiBi
 
+FUSED = [name for name, e in ENCODINGS.items() if not e.has_scores() or e.fold is not Encoding.fold]
 B, H, D = 2, 12, 8      # slopes times sqrt(D) that are no powers of two
 POSITIONS = {
     "consecutive": torch.arange(24)[None],
@@ -180,6 +186,56 @@ def test_no_block_holds_more_than_its_share(name: str, tiny, monkeypatch) -> Non
     assert len(seen) > 2 * 60 * 60 * 2 * 2 // 2000 // 2                 # both layers, half the pairs
     assert max(logits.numel() for logits in seen) <= 2000
     assert {logits.dtype for logits in seen} == {torch.float32}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation made."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.n_bytes = max([self.n_bytes, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("name", [*FUSED, "polar"])
+def test_memory_of_the_fused_path_grows_with_T(name: str, tiny, monkeypatch) -> None:
+    """And not with its square, in training too, also where `rotate` returns wider q and k (polar)."""
+    monkeypatch.setitem(ENCODINGS, "polar", Polar)
+    model, largest = GPT(tiny(name, "model.n_layer=1", "train.seq_len=2048")), []
+    for T in (1024, 2048):
+        with LargestTensor() as mode:
+            model(tokens((1, T)), tokens((1, T), 1)).backward()
+        largest.append(mode.n_bytes)
+    assert largest[1] <= 2 * largest[0] < 1024 * 1024 * 4               # T x T logits of one head in fp32
+
+
+@pytest.mark.slow
+def test_peak_memory_at_8192_tokens_is_that_of_a_few_vectors_a_token() -> None:
+    """Measured by the operating system, of all encodings on the fused path; T x T logits take 512 MB."""
+    code = f"""if True:
+        import resource, torch
+        from polar import Polar
+        from attention import Mask, attend_fused
+        from positions import ENCODINGS, At, Options, Shape
+        shape, T = Shape(n_layer=1, n_head=2, n_embd=32, head_dim=16, seq_len=8192), 8192
+        at, peaks = torch.arange(T)[None], []
+        ENCODINGS["polar"] = Polar
+        torch.set_grad_enabled(False)
+        for n in (256, T):
+            for name in {[*FUSED, "polar"]}:
+                encoding = ENCODINGS[name](shape, ENCODINGS[name].Options(encoding=name))
+                q, k, v = torch.randn(3, 1, 2, n, 16)
+                pos = at[:, :n]
+                attend_fused(q, k, v, encoding, At(pos, pos, 0, encoding.tables(pos, pos)), Mask(), 0.0)
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        print(peaks[1] - peaks[0])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"})
+    assert int(done.stdout) < 150_000                                   # kilobytes
 
 
 @pytest.mark.parametrize("n_rows", [1, 4, 99])

@@ -1,10 +1,12 @@
-"""Laws that every encoding in the registry obeys, and those it declares. A new one is covered by itself."""
+"""Laws that every encoding obeys: those in the registry, so a new one by itself, and one from outside."""
 
 import math
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding, lively, tokens
+from conftest import ROOT, lively, tokens
+from conftest import every_encoding as every_registered
+from polar import Polar
 
 import attention
 import rope
@@ -13,6 +15,14 @@ from config import load_config
 from model import GPT, autocast
 from positions import ENCODINGS, At
 from positions.distance import ALiBi
+
+every_encoding = pytest.mark.parametrize("name", [*ENCODINGS, "polar"])
+
+
+@pytest.fixture(autouse=True)
+def polar(monkeypatch) -> None:
+    """Registers the encoding that widens q and k."""
+    monkeypatch.setitem(ENCODINGS, "polar", Polar)
 
 
 @every_encoding
@@ -163,7 +173,7 @@ def test_equal_seeds_give_equal_other_weights(name: str, tiny) -> None:
         assert torch.equal(model.state_dict()[parameter_name], weight), parameter_name
 
 
-@every_encoding
+@every_registered
 def test_every_encoding_has_a_config(name: str) -> None:
     used = {load_config(path).position.encoding for path in (ROOT / "configs").glob("*.toml")}
     assert name in used, f'no configs/*.toml has position.encoding = "{name}"'

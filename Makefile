@@ -1,18 +1,22 @@
-# make train   set up .venv, prepare the corpus if missing, train the quick config, evaluate it at longer contexts
-# make test    set up .venv with the test packages, run the tests, two at a time
-# make lint    ruff and mypy
-# make compare train and evaluate four encodings at the quick size, four times make train (an
-#              interrupted one goes on) -> runs/compare/report/report.html
-# make bench   a training step against the peers' -> results/bench-cpu.md, one of every encoding over
-#              RoPE's -> results/bench-encodings.md, its growth with T and parameters -> results/growth.md;
-#              on an otherwise idle machine
-# make soak    break training again and again, up to an hour -> docs/reliability.md; needs root for its disks
-# make gallery pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
+# make train     set up .venv, prepare the corpus if it is missing, train the quick config, evaluate it at longer contexts
+# make test      the tests without those marked slow or gpu: about a minute and a half on two cores
+# make test-all  every test that this machine can run; the ones marked gpu are skipped where there is no CUDA
+# make lint      ruff, mypy, and the contract that imports point one way
+# make compare   train and evaluate four encodings at the quick size -> runs/compare/report/report.html;
+#                takes four times as long as make train; the same command resumes an interrupted one
+# make bench     on the CPU, which must be otherwise idle: a training step of nanorope and of its peers
+#                -> results/bench-cpu.md, of each encoding relative to RoPE's -> results/bench-encodings.md,
+#                its growth with T and with the number of parameters -> results/growth.md
+# make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/
+# make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
+# make soak      break training again and again, up to an hour -> docs/reliability.md; needs root to mount small disks
+SHELL := /bin/bash -o pipefail
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: train test lint compare bench soak gallery
+.PHONY: train test test-all lint compare bench bench-gpu gallery soak
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -20,7 +24,10 @@ train: .venv/.installed data/stdlib/meta.json
 	$(PY) eval.py runs/quick
 
 test: .venv/.installed-test
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: .venv/.installed-test
+	$(PYTEST)
 
 lint: .venv/.installed-test
 	$(PY) -m ruff check
@@ -34,6 +41,16 @@ bench: .venv/.installed-test
 	$(PY) -m bench.training --out results/bench-cpu.md
 	$(PY) -m bench.each_encoding --out results/bench-encodings.md
 	$(PY) -m bench.growth --out results/growth.md
+
+GPU := --device cuda --preset gpt2-124m
+bench-gpu: .venv/.installed-test
+	mkdir -p results/gpu
+	timeout 1200 $(PY) -m pytest -m gpu -n 4 2>&1 | tee results/gpu/parity.txt
+	timeout 600 $(PY) -m bench.training $(GPU) --out results/gpu/training.md
+	timeout 1200 $(PY) -m bench.each_encoding $(GPU) --compile --out results/gpu/encodings.md
+	timeout 1200 $(PY) -m bench.each_encoding $(GPU) --compile --out results/gpu/encodings-flex.md model.flex=true
+	timeout 600 $(PY) -m bench.evaluation $(GPU) --length 65536 --out results/gpu/evaluation.md
+	timeout 1200 $(PY) -m bench.growth --device cuda --out results/gpu/growth.md
 
 soak: .venv/.installed-test
 	$(PY) -m bench.soak

@@ -12,17 +12,17 @@ import json
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationError
 
 from positions import ENCODINGS, Options
 from positions.scaling import SCALINGS, Scaling
-from runtime.errors import UserError, shown
+from runtime.errors import UserError, did_you_mean, shortened
 from runtime.files import read_text
+from runtime.schema import describe_choice, describe_fields, explain
 
 LIMIT = 2**17           # bytes of a config file; the largest of ours has a few hundred
 DEEPEST = 20            # files that extend one another
@@ -222,7 +222,7 @@ def help_text(topic: str | None = None) -> str:
         return "\n".join([*lines[1:], "", f'In a config: [position] scaling = {{ method = "{topic}", ... }}'])
     if topic != "all":
         hint = did_you_mean(topic, topics) or "; --help lists the topics"
-        raise UserError(f"--help {shown(topic)}: unknown topic{hint}")
+        raise UserError(f"--help {shortened(topic)}: unknown topic{hint}")
     lines = ["configuration keys (in CONFIG.toml, or as section.key=value on the command line):"]
     for name in SECTIONS:
         lines += ["", *_section_help(name)]
@@ -283,13 +283,14 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> tuple[Raw,
     if isinstance(parent, str):
         raw, origin = _read(path.parent / parent, problems, (*seen, path.resolve()))
     elif parent is not None:
-        problems.append(f'extends in {path}: must be a file name such as "quick.toml", got {shown(parent)}')
+        problems.append(f'extends in {path}: must be a file name such as "quick.toml", '
+                        f"got {shortened(parent)}")
     for section, keys in text.items():
         if section not in SECTIONS:
             hint = did_you_mean(section, SECTIONS)
             problems.append(f"[{section}] in {path}: unknown section or key{hint}")
         elif not isinstance(keys, dict):
-            problems.append(f"{section} in {path}: must be a table, got {shown(keys)}; write [{section}] "
+            problems.append(f"{section} in {path}: must be a table, got {shortened(keys)}; write [{section}] "
                             "and its keys below")
         else:
             _merge(raw, origin, section, keys, f"in {path}")
@@ -304,7 +305,7 @@ def _on_pretrained(raw: Raw, origin: Origin, problems: list[str],
         return raw, origin
     is_needed = "encoding" not in raw.get("position", {})               # it was to come from there
     if is_needed and not Path(folder).is_dir():
-        problems.append(f"train.init_from {origin['train.init_from']}: no folder {shown(folder)}; give a "
+        problems.append(f"train.init_from {origin['train.init_from']}: no folder {shortened(folder)}; give a "
                         "run, or a folder of Hugging Face")
     try:
         tables = pretrained(folder)
@@ -348,12 +349,12 @@ def _apply_overrides(raw: Raw, origin: Origin, overrides: Sequence[str], problem
         key, equals, value = text.partition("=")
         section, *names = key.strip().split(".")
         if not equals or not names or not all((section, *names)):
-            problems.append(f"override {shown(text)}: must read section.key=value, such as train.lr=1e-3")
+            problems.append(f"override {shortened(text)}: must read section.key=value, such as train.lr=1e-3")
         elif section not in SECTIONS:
             hint = did_you_mean(section, SECTIONS)
-            problems.append(f"override {shown(text)}: unknown section {shown(section)}{hint}")
+            problems.append(f"override {shortened(text)}: unknown section {shortened(section)}{hint}")
         elif len(names) > 1:
-            problems.append(f"override {shown(text)}: {section}.{names[0]} is set as a whole; "
+            problems.append(f"override {shortened(text)}: {section}.{names[0]} is set as a whole; "
                             f"write {section}.{names[0]}=...")
         else:
             said.setdefault(section, {})[names[0]] = _parse_value(value.strip())
@@ -383,7 +384,7 @@ def _validate(name: str, keys: dict[str, Any], origin: Origin, problems: list[st
         if isinstance(encoding, str) and encoding not in ENCODINGS:
             where = origin["position.encoding"]
             hint = did_you_mean(encoding, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
-            problems.append(f"position.encoding {where}: unknown encoding {shown(encoding)}{hint}")
+            problems.append(f"position.encoding {where}: unknown encoding {shortened(encoding)}{hint}")
             return None
         schema = ENCODINGS[encoding].Options if isinstance(encoding, str) else Options
     too_large = [key for key, value in keys.items() if not _is_small(value)]
@@ -402,11 +403,14 @@ def _validate(name: str, keys: dict[str, Any], origin: Origin, problems: list[st
             by_key.setdefault(error["loc"][:3 if error["loc"][0] == "scaling" else 1], []).append(error)
         for (key, *inner), found in by_key.items():
             where = origin.get(f"{name}.{key}", f"in {path}")
+            homes = {key: f"{section}.{key}" for section, s in SECTIONS.items() for key in s.model_fields}
             if inner:
                 method, key = inner
-                problems.append(explain(f"{name}.scaling", key, found, where, SCALINGS[method]))
+                problems.append(explain(f"{name}.scaling.{key}", found, where, SCALINGS[method],
+                                        "position.scaling with this method"))
             else:
-                problems.append(explain(name, key, found, where, schema))
+                owner = "[position] with this encoding" if name == "position" else f"[{name}]"
+                problems.append(explain(f"{name}.{key}", found, where, schema, owner, homes))
     return None
 
 
@@ -416,32 +420,6 @@ def _is_small(value: Any, depth: int = 0) -> bool:
         parts = value.values() if isinstance(value, dict) else value
         return depth < DEEPEST and all(_is_small(part, depth + 1) for part in parts)
     return not isinstance(value, int) or abs(value) <= LARGEST
-
-
-def explain(section: str, key: str, errors: list[Any], where: str, schema: type[BaseModel]) -> str:
-    """One line on what pydantic says is wrong with a key of a table: where, got what, the fix."""
-    kind = errors[0]["type"]
-    if kind == "union_tag_not_found":
-        return f"{section}.{key}.method {where}: missing; choose from {', '.join(SCALINGS)}"
-    if kind == "union_tag_invalid":
-        method = errors[0]["ctx"]["tag"]
-        hint = did_you_mean(method, SCALINGS) or f"; choose from {', '.join(SCALINGS)}"
-        return f"{section}.{key}.method {where}: unknown method {shown(method)}{hint}"
-    if kind == "missing":
-        return f"{section}.{key} {where}: missing; add {key} = ... under [{section}]"
-    if kind == "extra_forbidden":
-        hint = did_you_mean(key, schema.model_fields)
-        if not hint:
-            homes = [f"{s}.{key}" for s, m in SECTIONS.items() if key in m.model_fields]
-            hint = f"; did you mean {homes[0]}?" if homes else ""
-        if not hint and section == "position" and set(schema.model_fields) == set(Options.model_fields):
-            hint = "; it has no options of its own (a new class names them by `Options = ...`)"
-        owner = {"position": "[position] with this encoding",
-                 "position.scaling": "position.scaling with this method"}.get(section, f"[{section}]")
-        return f"{section}.{key} {where}: unknown key of {owner}{hint or '; --help lists every key'}"
-    field = schema.model_fields[key]
-    return (f"{section}.{key} {where}: must be {_type_name(field.annotation)}{_bounds(field)}, "
-            f"got {shown(errors[0]['input'])}")
 
 
 def _cross_checks(sections: dict[str, Any], origin: Origin) -> Iterator[str]:
@@ -492,13 +470,7 @@ def _run_dir_problems(run_dir: Any, where: str) -> Iterator[str]:
     path = Path(run_dir)
     if not RUN_NAME.fullmatch(path.name) or ".." in path.parts or "\0" in run_dir:
         yield (f"run.dir {where}: must be FOLDER/NAME without '..', NAME being 1 to 100 of A-Z a-z 0-9 . _ "
-               f"-, got {shown(run_dir)}; give such as run.dir=runs/first")
-
-
-def did_you_mean(word: str, known: Any) -> str:
-    """The end of an error message: the known word that is nearest, if one is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+               f"-, got {shortened(run_dir)}; give such as run.dir=runs/first")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -517,45 +489,3 @@ def _toml_value(value: Any) -> str:
         return "{ " + ", ".join(pairs) + " }"
     # JSON's strings, numbers, booleans and lists are TOML's, but for this one character
     return json.dumps(value).replace("\x7f", "\\u007f")
-
-
-def _type_name(annotation: Any) -> str:
-    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-    item_names = {int: "integers", float: "numbers"}
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(f'"{choice}"' for choice in get_args(annotation))
-    if get_origin(annotation) is dict:
-        item, *rules = get_args(get_args(annotation)[1])
-        return f"a table of {item_names[item]}" + "".join(_bounds(rule) for rule in rules)
-    if get_origin(annotation) is list:
-        item, *rules = get_args(get_args(annotation)[0]) or get_args(annotation)    # Annotated, or plain
-        return f"a list of {item_names[item]}" + "".join(_bounds(rule) for rule in rules)
-    if annotation in names:
-        return names[annotation]
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "a table"
-    parts = [_type_name(part) for part in get_args(annotation) if part is not NoneType]
-    return " or ".join(dict.fromkeys(parts))
-
-
-def _bounds(field: Any) -> str:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    limits = [f"{sign} {getattr(rule, name):g}" for rule in field.metadata for name, sign in signs.items()
-              if hasattr(rule, name)]
-    return " " + " and ".join(limits) if limits else ""
-
-
-def describe_choice(name: str, choice: type, schema: type[BaseModel],
-                    shared: Collection[str]) -> list[str]:
-    """What one can choose by name: its docstring's first line, and its keys beside those that all share."""
-    own = {key: field for key, field in schema.model_fields.items() if key not in shared}
-    summary = (choice.__doc__ or "no docstring yet").strip().splitlines()[0]
-    return ["", f"{name}: {summary}", *describe_fields(own)]
-
-
-def describe_fields(fields: dict[str, Any]) -> Iterator[str]:
-    """Two lines on each key: type, limits, default; meaning."""
-    for key, field in fields.items():
-        default = "required" if field.is_required() else f"default {_toml_value(field.default)}"
-        yield f"  {key:16} {_type_name(field.annotation)}{_bounds(field)}; {default.replace('null', 'unset')}"
-        yield f"  {'':16} {field.description}"

@@ -56,7 +56,7 @@ from runtime import parallel
 from runtime.checkpoint import load_run
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
-from runtime.files import naming, write_whole
+from runtime.files import name_in_errors, write_whole
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def main() -> None:
     for protocol in protocols:
         if protocol not in (*PROTOCOLS, *PROBES):
             raise UserError(f"--protocol {protocol}: unknown; choose from {','.join((*PROTOCOLS, *PROBES))}")
-    world = parallel.join_to_evaluate()
+    process = parallel.start_evaluation()
     model, config, tokenizer = load_run(args.run)
     L = config.train.seq_len
     text = open_text(args.data, config.data.dir, tokenizer)
@@ -95,7 +95,7 @@ def main() -> None:
                         f"--targets at most the shortest length, {min(lengths)}")
     extends = open_extensions(args.extend, model, config, lengths)
     evaluation = Evaluation(model, text, tokenizer, config, protocols, lengths, n_scored, args.windows,
-                            args.tokens, args.seed, extends, args.stride, world)
+                            args.tokens, args.seed, extends, args.stride, process)
     if not evaluation.possible:
         raise UserError(f"--lengths {args.lengths}: {config.position.encoding} ends at "
                         f"{model.encoding.max_length} positions; give a shorter one")
@@ -106,8 +106,8 @@ def main() -> None:
         print(f"warning: {path}: is of another text of that name, and will be overwritten; --json FILE keeps "
               "both", flush=True)
     records = evaluation.run()
-    parallel.leave()
-    if world.rank:
+    parallel.shut_down()
+    if process.rank:
         return
     print("\n".join(table(records, evaluation.lengths, L)))
     limit = model.encoding.max_length
@@ -118,7 +118,7 @@ def main() -> None:
             "tokenizer": tokenizer.name, "data": text.name, "data_sha256": text.sha256(), "seed": args.seed}
     temporary = path.with_suffix(".tmp.npz")
     try:
-        with naming(temporary):
+        with name_in_errors(temporary):
             np.savez(temporary, **evaluation.per_window)  # type: ignore[arg-type]
         write_whole(path, json.dumps({**head, "records": records}, indent=1) + "\n")
         temporary.replace(path.with_suffix(".npz"))

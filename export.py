@@ -1,9 +1,10 @@
-"""A run as a folder of Hugging Face: `python export.py RUN OUT_DIR`.
+"""Export a run as a Hugging Face folder: `python export.py RUN OUT_DIR`.
 
 Writes config.json, model.safetensors (fp32), tokenizer.json, tokenizer_config.json, generation_config.json
-and README.md, a model card: what AutoModelForCausalLM and AutoTokenizer load, with no code of ours. Which
-architecture a run becomes, and what has none, stands in architectures.py. The other way, a folder of Hugging
-Face is given to eval.py, sample.py or train.init_from as it is.
+and a model card, README.md. AutoModelForCausalLM and AutoTokenizer load the folder without this repository.
+The supported encodings and architectures are in hf/architectures.py; export fails with one error that lists
+every setting in the way. To go the other way, give a Hugging Face folder to eval.py, sample.py or
+train.init_from.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import signal
 from pathlib import Path
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # no traceback if Ctrl-C comes during the slow imports
 
 from hf.export import export
+from runtime.checkpoint import load_run
 from runtime.command import argument_parser, run_command
 
 
 def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train.py made")
-    parser.add_argument("out", metavar="OUT_DIR", type=Path, help="folder to write; must be new or empty")
+    parser.add_argument("out", metavar="OUT_DIR", type=Path, help="the folder to write; must be new or empty")
     args = parser.parse_args()
-    architecture = export(args.run, args.out)
+    architecture = export(args.run, args.out, *load_run(args.run))
     print(f"wrote {args.out}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")
 
 

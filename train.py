@@ -43,7 +43,7 @@ from runtime.errors import UserError
 from runtime.files import finite, read_json, temporary_path, write_whole
 from runtime.log import Log, figure
 from runtime.optimizer import make_optimizer
-from runtime.parallel import World
+from runtime.parallel import Process
 
 # On two CPU cores compiling takes 20 to 60 s and then saves a fifth of a step: it pays after 5 minutes or so.
 COMPILE_WORTH_FLOPS = 1e14
@@ -69,8 +69,8 @@ class Queued(NamedTuple):
 
 def train(config: Config, stop: list[int]) -> int:
     """Train to the end, or until a signal number appears in `stop`; return the exit code."""
-    world = parallel.join(config.train)
-    device, is_writer = world.device, world.rank == 0
+    process = parallel.start(config.train)
+    device, is_writer = process.device, process.rank == 0
     corpus = Corpus(config.data.dir, config.data.cross_documents, config.data.mixture,
                     is_verified=not is_writer)
     config = with_vocabulary(config, corpus)
@@ -81,7 +81,7 @@ def train(config: Config, stop: list[int]) -> int:
     corpus.require_windows(config.train.seq_len)
     torch.manual_seed(config.train.seed)
     model = GPT(config)
-    spread_model = parallel.spread(model, config.train, world)
+    spread_model = parallel.parallelize(model, config.train, process)
     optimizer = make_optimizer(model, config.train)
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
     state = checkpoint.load_newest(run_dir, model, optimizer)
@@ -97,11 +97,11 @@ def train(config: Config, stop: list[int]) -> int:
     if config.train.pose_length and config.train.pose_length > (model.encoding.max_length or math.inf):
         raise UserError(f"train.pose_length {config.train.pose_length}: {config.position.encoding} ends at "
                         f"position {model.encoding.max_length}; leave it out or take another encoding")
-    parallel.wait_for_all(world)                # all have read what is there: now it may change
+    parallel.barrier(process)               # all have read what is there: now it may change
     if is_writer:
         make_run(run_dir, config, corpus)
         checkpoint.prune(run_dir, state["step"], config.run.keep)
-    for line in describe(config, corpus, model, world, is_compiled):
+    for line in describe(config, corpus, model, process, is_compiled):
         print(line, flush=True)
     log = Log(run_dir, config, state, is_writer)
     let_signals_wait(stop)
@@ -120,11 +120,11 @@ def train(config: Config, stop: list[int]) -> int:
     try:
         while state["step"] < steps or state["is_half_done"]:
             if not state["is_half_done"]:
-                signalled = take_step(step_model, optimizer, corpus, config, state, world, stop, queue,
+                signalled = take_step(step_model, optimizer, corpus, config, state, process, stop, queue,
                                       1 if signalled else n_ahead) or signalled
             done, metrics = state["step"], state["metrics"]
             if done % run.eval_every == 0 or done == steps:
-                metrics |= validate(model, corpus, lengths, config, world, stop)
+                metrics |= validate(model, corpus, lengths, config, process, stop)
             if done % run.log_every == 0 or "val_loss" in metrics or state["n_bad"]:
                 log.write(done, metrics | about_bad_step(state, corpus, config.train))
             state["is_half_done"] = False
@@ -148,7 +148,7 @@ def train(config: Config, stop: list[int]) -> int:
 
 
 def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config,
-              state: dict[str, Any], world: World, stop: list[int], queue: list[Queued], n_ahead: int) -> int:
+              state: dict[str, Any], process: Process, stop: list[int], queue: list[Queued], n_ahead: int) -> int:
     """One update; or none, where loss or gradient is not finite. The step is half done then: not yet logged.
 
     With n_ahead = 2 the step after it is queued before this one's figures are read, so that a GPU waits
@@ -159,7 +159,7 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus
     """
     t, step = config.train, state["step"]
     while not queue or (len(queue) < n_ahead and not is_looked_at(step + len(queue), config)):
-        queue.append(queue_step(model, optimizer, corpus, config, step + len(queue), world, stop, not queue))
+        queue.append(queue_step(model, optimizer, corpus, config, step + len(queue), process, stop, not queue))
     lr, said, ready = queue.pop(0)
     if ready:
         ready.synchronize()
@@ -180,13 +180,13 @@ def is_looked_at(done: int, config: Config) -> bool:
 
 
 def queue_step(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config, step: int,
-               world: World, stop: list[int], may_stop: bool) -> Queued:
+               process: Process, stop: list[int], may_stop: bool) -> Queued:
     """Begin a step: on a GPU this returns before it is done, and nothing here waits for it."""
     lr = learning_rate(step, config.train)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss, grad_norm = update(model, optimizer, corpus, config, step, world, stop if may_stop else ())
-    said = parallel.tell(world, loss, grad_norm, stop[0] if stop else 0)    # asked once a step
+    loss, grad_norm = update(model, optimizer, corpus, config, step, process, stop if may_stop else ())
+    said = parallel.all_gather(process, loss, grad_norm, torch.tensor(stop[0] if stop else 0))    # asked once a step
     apply_where(said[:, :2].isfinite().all(), optimizer)
     if not said.is_cuda:
         return Queued(lr, said, None)
@@ -211,32 +211,32 @@ def runs_ahead(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: Corpus, config: Config, step: int,
-           world: World, stop: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+           process: Process, stop: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of one batch, in train.accumulate parts, clipped; return the loss and the gradient's norm.
 
     With several processes the loss is that of this one's share of the batch, the gradient that of all of it.
     Raises Stopped between parts where there is one process: several would have to agree on it at each.
     """
-    t, device = config.train, world.device
-    torch.manual_seed(t.seed * 2**32 + step * world.size + world.rank)     # dropout: a function of these
-    batch = corpus.batch(t.seq_len, t.batch_size, t.seed, step, world.rank, world.size)
+    t, device = config.train, process.device
+    torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)     # dropout: a function of these
+    batch = corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size)
     inputs, targets = (to_device(x, device) for x in batch)
     positions: Any = [None] * t.accumulate
     if t.pose_length:
-        positions = to_device(world.share(skipping_positions(t, step)), device).chunk(t.accumulate)
+        positions = to_device(process.shard(skipping_positions(t, step)), device).chunk(t.accumulate)
     model.train()
     optimizer.zero_grad(set_to_none=True)
     losses = []
     parts = zip(inputs.chunk(t.accumulate), targets.chunk(t.accumulate), positions, strict=True)
     for part, (x, y, at) in enumerate(parts):
-        if stop and world.size == 1:
+        if stop and process.world_size == 1:
             raise Stopped(stop[0])
         parallel.sync_gradients(model, is_on=part == t.accumulate - 1)
         with autocast(t, device):
             loss = model(x, y, at, documents=packed(x, config, corpus)) / t.accumulate
         loss.backward()
         losses.append(loss.detach())
-    grad_norm = parallel.whole(nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf))
+    grad_norm = parallel.unshard(nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf))
     return torch.stack(losses).sum(), grad_norm
 
 
@@ -265,7 +265,7 @@ def skipping_positions(t: TrainConfig, step: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Config, world: World,
+def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Config, process: Process,
              stop: Sequence[int] = ()) -> dict[str, float | None]:
     """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
 
@@ -277,20 +277,20 @@ def validate(model: GPT, corpus: Corpus, byte_lengths: torch.Tensor, config: Con
     # not above what a step takes, and not so large that the logits of one process' whole batch fill a GPU
     batch_size = min(t.batch_size // t.accumulate, max(1, VAL_TOKENS // t.seq_len))
     batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
-    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=world.device)   # nats, tokens, bytes
-    for first in range(0, len(batches), world.size):
-        signalled = parallel.agree(world, stop[0] if stop else 0)
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=process.device)   # nats, tokens, bytes
+    for first in range(0, len(batches), process.world_size):
+        signalled = parallel.any_signal(process, stop)
         if signalled:
             raise Stopped(signalled)
-        number = first + world.rank
+        number = first + process.rank
         # FSDP gathers weights together: who has no batch left runs the last one, uncounted
-        inputs, targets = (x.to(world.device) for x in batches[min(number, len(batches) - 1)])
-        with autocast(t, world.device):
+        inputs, targets = (x.to(process.device) for x in batches[min(number, len(batches) - 1)])
+        with autocast(t, process.device):
             loss = model(inputs, targets, documents=packed(inputs, config, corpus))
         if number < len(batches):
             sums[number, 0] = loss.double() * targets.numel()
             sums[number, 1], sums[number, 2] = targets.numel(), byte_lengths[targets].sum()
-    nll, n_tokens, n_bytes = parallel.add_up(world, sums).sum(dim=0).tolist()
+    nll, n_tokens, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
     return {"val_loss": finite(nll / n_tokens), "val_bpb": finite(nll / math.log(2) / n_bytes)}
 
 
@@ -396,12 +396,12 @@ def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
         write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
 
 
-def describe(config: Config, corpus: Corpus, model: GPT, world: World, is_compiled: bool) -> Iterator[str]:
+def describe(config: Config, corpus: Corpus, model: GPT, process: Process, is_compiled: bool) -> Iterator[str]:
     """What is about to be trained, for the screen."""
     m, t = config.model, config.train
     n_tokens = t.steps * t.batch_size * t.seq_len
-    dtype = str(pick_dtype(t, world.device)).removeprefix("torch.")
-    machine = f"{world.size} x {world.device.type} by {t.parallel}" if world.size > 1 else str(world.device)
+    dtype = str(pick_dtype(t, process.device)).removeprefix("torch.")
+    machine = f"{process.world_size} x {process.device.type} by {t.parallel}" if process.world_size > 1 else str(process.device)
     yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
            f"parameters, {model.flops_per_token(t.seq_len):,} FLOPs a token")
     options = type(config.position).model_fields
@@ -491,7 +491,7 @@ def main() -> int:
         signal.signal(number, interrupt)        # while nothing is there to save, at once
     keep_freed_memory()
     code = train(config, [])
-    parallel.leave()
+    parallel.shut_down()
     return code
 
 

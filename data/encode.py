@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import tokenizer as tokenizers
+from data import pieces as cutting
 from data.journal import Position
 from data.loader import SPLITS
+from data.pieces import pieces
 from data.sources import Part, Passkey, Shard
-from data.tokenizer import CorpusTokenizer, pieces
+from data.tokenizer import CorpusTokenizer
 
 
 class Piece(NamedTuple):
@@ -57,7 +58,7 @@ def chunked(found: Iterator[Piece]) -> Iterator[list[Piece]]:
     chunk: list[Piece] = []
     n_bytes = 0
     for piece in found:
-        if chunk and (not piece.opens or n_bytes >= tokenizers.MAX_PIECE):
+        if chunk and (not piece.opens or n_bytes >= cutting.MAX_PIECE):
             yield chunk
             chunk, n_bytes = [], 0
         chunk.append(piece)

@@ -32,20 +32,19 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # no traceback if Ctrl-C comes during the slow imports
+    if not __package__:     # `python data/prepare.py` searches data/ for modules; they are in its parent
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-# `python data/prepare.py` finds the root's modules
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from data import bpe  # noqa: E402
-from data import tokenizer as tokenizers  # noqa: E402
-from data.encode import Encoded, Piece, chunked, encode, in_order, read_pieces  # noqa: E402
-from data.journal import Journal, Position, check_replaceable  # noqa: E402
-from data.loader import FORMAT_VERSION, SPLITS, read_meta  # noqa: E402
-from data.remote import LINE_BY_LINE, open_dataset, open_url  # noqa: E402
-from data.sources import (  # noqa: E402
+from data import bpe
+from data.encode import Encoded, Piece, chunked, encode, in_order, read_pieces
+from data.journal import Journal, Position, check_replaceable
+from data.loader import FORMAT_VERSION, SPLITS, read_meta
+from data.pieces import cut_before_space, pieces
+from data.remote import LINE_BY_LINE, open_dataset, open_url
+from data.sources import (
     FILE_VAL_SHARE,
     ROW_VAL_SHARE,
     STDLIB_LEFT_OUT,
@@ -55,18 +54,11 @@ from data.sources import (  # noqa: E402
     open_builtin,
     open_local,
 )
-from data.tokenizer import (  # noqa: E402
-    TOKENIZERS,
-    CorpusTokenizer,
-    byte_lengths,
-    load_tokenizer,
-    pieces,
-    tokenizer_of,
-)
-from hf.pretrained import is_pretrained, read_config  # noqa: E402
-from hf.tokenizer import read_tokenizer  # noqa: E402
-from runtime.command import argument_parser, run_command  # noqa: E402
-from runtime.errors import UserError  # noqa: E402
+from data.tokenizer import TOKENIZERS, CorpusTokenizer, byte_lengths, load_tokenizer, tokenizer_of
+from hf.pretrained import is_pretrained, read_config
+from hf.tokenizer import read_tokenizer
+from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
 
 BUILT_IN = ("stdlib", "passkey")
 LEARN_BYTES = 2**27             # of text that bpe:N learns from, at most
@@ -111,7 +103,7 @@ def learn_from(source: Source) -> Iterator[bytes]:
         for document in shard.documents():
             if document.split != "train" or isinstance(document.text, Passkey):
                 continue
-            for text in pieces(document.blocks(0), tokenizers.cut_before_space, LEARN_PIECE):
+            for text in pieces(document.blocks(0), cut_before_space, LEARN_PIECE):
                 seen += len(text)
                 if taken + len(text) <= min(seen * share, LEARN_BYTES):
                     taken += len(text)

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data.sources import BLOCK, ROWS, SUFFIXES, Document, Rows, Source, identity_of, open_local
-from runtime.errors import UserError, told
+from runtime.errors import UserError, describe_exception
 
 LINE_BY_LINE = ("Salesforce/wikitext", "wikitext")      # datasets whose rows are lines
 VALIDATION = ("validation", "valid", "val", "test")     # splits to validate on, the first that is there
@@ -60,8 +60,8 @@ class DatasetPart:
         except UserError:
             raise
         except Exception as error:  # files of any kind, over any HTTP library: each has its own exceptions
-            raise UserError(f"{name}: cannot be read after row {number} ({told(error)}); if the network "
-                            "failed, the same command goes on from there") from error
+            raise UserError(f"{name}: cannot be read after row {number} ({describe_exception(error)}); "
+                            "if the network failed, the same command goes on from there") from error
 
 
 def articles(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
@@ -131,7 +131,7 @@ def _load(source: str, name: str, config: str | None, split: str | None,
         hint = "check the name, the configuration and the network"
         if "scripts are no longer supported" in str(error):
             hint = "give --revision refs/convert/parquet, where the hub may keep a copy as files"
-        raise UserError(f"source {source}: cannot be opened ({told(error)}); {hint}") from error
+        raise UserError(f"source {source}: cannot be opened ({describe_exception(error)}); {hint}") from error
     if split not in (None, *found):
         raise UserError(f"source {source}: no configuration or split {split!r}; configurations are "
                         f"{', '.join(configs)}, splits {', '.join(found)}")
@@ -202,8 +202,8 @@ def fetch(url: str, shown: str, cache: Path) -> Path:
             raise ValueError(f"{temporary.stat().st_size:,} of {int(expected):,} bytes came")
     except (OSError, ValueError, http.client.HTTPException) as error:   # URLError is an OSError
         temporary.unlink(missing_ok=True)
-        raise UserError(f"source {shown}: cannot be fetched ({told(error)}); check the address and the "
-                        "network") from error
+        raise UserError(f"source {shown}: cannot be fetched ({describe_exception(error)}); "
+                        "check the address and the network") from error
     temporary.rename(path)
     return path
 
@@ -225,6 +225,6 @@ def unpacked(path: Path, shown: str) -> Path:
                 temporary.rename(text)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:       # the last: a password
         temporary.unlink(missing_ok=True)
-        raise UserError(f"source {shown}: {path} is damaged or encrypted ({told(error)}); delete it to "
-                        "fetch it again") from error
+        raise UserError(f"source {shown}: {path} is damaged or encrypted ({describe_exception(error)}); "
+                        "delete it to fetch it again") from error
     return text

@@ -1,12 +1,12 @@
-"""Tokenizers: bytes to ids and back. Each corpus names its own in meta.json, and each run keeps that name.
+"""Tokenizers: bytes to ids and back. The meta.json of a corpus names its tokenizer; a run keeps a copy.
 
-All take any bytes and give back the same bytes. A document is encoded in pieces of at most MAX_PIECE bytes,
-cut where the ids cannot tell, so that a corpus of any size goes through little memory (`pieces`).
+All tokenizers made here are lossless on any bytes. A document is encoded in pieces of at most MAX_PIECE
+bytes, which give the same ids as the whole (data/pieces.py), so that memory stays small for any document.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,57 +15,57 @@ import numpy as np
 
 from data.bpe import FILE as TOKENIZER_FILE
 from data.bpe import GPT2_PATTERN, SEPARATOR, read_ranks, size_of
-from runtime.errors import UserError, shown
+from data.pieces import cut_before_space, pieces
+from data.tokenizer_json import NOT_UTF8, read_saved
+from runtime.errors import UserError, shortened
 
 if TYPE_CHECKING:
     import tiktoken
 
-MAX_PIECE = 2**19       # bytes that are encoded at a time
-
 
 class Tokenizer(Protocol):
-    """What training, evaluating and sampling need of a tokenizer."""
+    """What training, evaluation and sampling need."""
 
     name: str
     vocab_size: int     # V, ids are 0 ... V - 1
-    eot: int            # id of the separator that opens each document
+    eot: int            # id of the separator, which opens each document
 
     @property
     def sha256(self) -> str:
-        """Fingerprint of the vocabulary: equal ids mean equal bytes."""
+        """Checksum of the vocabulary: where it is equal, equal ids mean equal bytes."""
         ...
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids of a document's bytes, (n,), without the separator."""
+        """Ids (n,) of a document, without the separator."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that an id stands for; none for the separator."""
+        """The bytes of an id; empty for the separator."""
         ...
 
 
 class CorpusTokenizer(Tokenizer, Protocol):
-    """What preparing a corpus needs besides: documents in pieces, many at a time."""
+    """What preparing a corpus needs besides: encoding many documents at once, and long ones in pieces."""
 
     @property
     def is_lossless(self) -> bool:
-        """Whether a text's ids stand for its very bytes."""
+        """Whether the ids stand for exactly the bytes of the text."""
         ...
 
     def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
-        """Ids of texts of at most MAX_PIECE bytes, none empty, the separator before each.
+        """Ids of non-empty texts of at most MAX_PIECE bytes, each after a separator.
 
-        If it `continues`, the first text goes on with a document, and has no separator.
+        If `continues`, the first text is the next piece of a document and has no separator.
         """
         ...
 
     def cut(self, window: bytes) -> int:
-        """Where to cut a window out of a document, > 0, so that both sides encode as they do together."""
+        """Where to cut a window of a document, > 0, so that both sides give the same ids as together."""
         ...
 
 
 class ByteTokenizer:
-    """The 256 bytes, and 256 as the separator. Any input at all, no vocabulary to fetch, 1 byte a token."""
+    """The ids 0 ... 255 are the bytes, 256 is the separator. It takes any input and needs no file."""
 
     name = "byte"
     is_lossless = True
@@ -93,10 +93,10 @@ class ByteTokenizer:
 
 
 class BytePairTokenizer:
-    """Byte-level byte pair encoding with GPT-2's rule for splitting text into words, by tiktoken.
+    """Byte-level byte pair encoding with GPT-2's pattern for splitting text into words, by tiktoken.
 
-    Text is UTF-8. A byte that is not part of any is an id of its own, and what stands between such bytes is
-    encoded by itself. In text, the separator's name is text like any other.
+    Text is UTF-8. A byte outside UTF-8 is encoded as the id of that byte, and the text between two of them by
+    itself. The separator's name in a text is encoded as plain text.
     """
 
     is_lossless = True
@@ -118,10 +118,10 @@ class BytePairTokenizer:
     def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
         mark = SEPARATOR.encode()
         joined = (b"" if continues else mark) + mark.join(texts)
-        if joined.count(mark) == len(texts) - continues:                # else a text has it too
-            try:    # one call for all, in which other threads run
+        if joined.count(mark) == len(texts) - continues:                # no text contains the mark
+            try:    # one call for all: tiktoken releases the interpreter's lock meanwhile
                 return self._encode_valid(joined.decode("utf-8"), {SEPARATOR})
-            except UnicodeDecodeError:      # some text is not UTF-8: each by itself
+            except UnicodeDecodeError:      # a text is not UTF-8: encode each by itself
                 pass
         ids = [part for text in texts for part in (np.array([self.eot], np.uint32), self._encode(text))]
         return np.concatenate(ids[continues:])
@@ -136,64 +136,17 @@ class BytePairTokenizer:
 
     def _encode(self, text: bytes) -> np.ndarray:
         """Ids of one piece."""
-        # a byte that is not UTF-8 comes out as a lone surrogate, U+DC00 + byte; splitting keeps every other
-        # part a run of these
-        parts = re.split("([\udc80-\udcff]+)", text.decode("utf-8", errors="surrogateescape"))
-        ids = [self._bytes_alone(part) if i % 2 else self._encode_valid(part, set())
-               for i, part in enumerate(parts) if part]
+        parts = NOT_UTF8.split(text.decode("utf-8", errors="surrogateescape"))
+        ids = [self._single_bytes(part) if i % 2 else self._encode_valid(part, set())
+               for i, part in enumerate(parts) if part]                 # odd parts are bytes outside UTF-8
         return np.concatenate(ids or [self._none])
 
     def _encode_valid(self, text: str, allowed_special: set[str]) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, allowed_special=allowed_special, disallowed_special=())
 
-    def _bytes_alone(self, escaped: str) -> np.ndarray:
+    def _single_bytes(self, escaped: str) -> np.ndarray:
         values = escaped.encode("utf-8", errors="surrogateescape")
         return np.array([self.encoding.encode_single_token(bytes([value])) for value in values], np.uint32)
-
-
-def pieces(blocks: Iterable[bytes], cut: Callable[[bytes], int], size: int | None = None) -> Iterator[bytes]:
-    """A document that comes in blocks, in pieces of at most `size` bytes (default MAX_PIECE), none empty.
-
-    Where they are cut depends on the document alone, not on the blocks, and starting at one of the cuts gives
-    the same ones from there on.
-    """
-    size = size or MAX_PIECE
-    rest = b""
-    for block in blocks:
-        rest += block
-        start = 0
-        while len(rest) - start > size:
-            end = start + cut(rest[start:start + size])
-            yield rest[start:end]
-            start = end
-        rest = rest[start:]
-    if rest:
-        yield rest
-
-
-def cut_before_space(window: bytes) -> int:
-    """The last place in a window where GPT-2's rule starts anew, whatever stands before and after it.
-
-    That is before a space or line feed that follows a character other than white space: no word of that rule
-    has white space after anything else, and what is looked ahead for is whether white space ends. Where there
-    is none, the window's end, or the start of a character that may go on beyond it: text without any white
-    space is cut there, every MAX_PIECE bytes.
-    """
-    end = len(window)
-    while True:
-        place = max(window.rfind(b" ", 1, end), window.rfind(b"\n", 1, end))
-        if place < 1:
-            break
-        before = window[max(0, place - 4):place].decode("utf-8", errors="replace")[-1]
-        if not before.isspace():
-            return place
-        end = place
-    for place in range(len(window) - 1, max(0, len(window) - 4), -1):
-        if window[place] >= 0xC0:                                       # the first byte of several
-            return place
-        if window[place] < 0x80:
-            break
-    return len(window)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -203,47 +156,46 @@ TOKENIZERS = ("byte", "gpt2", "bpe:N")
 
 
 def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
-    """The tokenizer of that name; "bpe:N" is read from tokenizer.json in `folder`, of a corpus or a run.
+    """The tokenizer of a name. Raises UserError if it is unknown, or if its files are missing or damaged.
 
-    So is "hf:SEPARATOR": a tokenizer of Hugging Face, and the id that opens documents with it. Raises
-    UserError for an unknown one, and where its files cannot be had or are damaged.
+    "bpe:N" and "hf:SEPARATOR" (a Hugging Face tokenizer, and the id that opens documents) are read from
+    tokenizer.json in `folder`, which is that of a corpus or a run.
     """
     if name == "byte":
         return ByteTokenizer()
     if name == "gpt2":
         return _gpt2()
     if folder is not None and re.fullmatch("hf:[0-9]{1,9}", name):
-        from hf.tokenizer import read_saved  # here: other corpora do not need the package
         return read_saved(folder / TOKENIZER_FILE, int(name[3:]))
     size = size_of(name)
     if size is None:
-        raise UserError(f"tokenizer {shown(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size of "
-                        "a vocabulary to learn from the corpus, such as bpe:4096), or the folder of a "
-                        "corpus, run or model of Hugging Face")
+        raise UserError(f"tokenizer {shortened(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size "
+                        "of a vocabulary to learn from the corpus, such as bpe:4096), or give the folder of a "
+                        "corpus, a run or a Hugging Face model")
     if folder is None:
-        raise UserError(f"tokenizer {name!r}: belongs to a corpus, whose folder is needed to read it")
-    import tiktoken  # imported here: a run on bytes does not need the package
+        raise UserError(f"tokenizer {name!r}: belongs to a corpus; its folder is needed to read it")
+    import tiktoken  # here: a run on bytes does not need the package
     encoding = tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=read_ranks(folder, size),
                                  special_tokens={SEPARATOR: size - 1})
     return BytePairTokenizer(name, encoding)
 
 
 def tokenizer_of(meta: dict[str, Any], folder: Path) -> CorpusTokenizer:
-    """The tokenizer that the meta.json of a corpus, or a run's corpus.json, names. Raises UserError.
+    """The tokenizer that the meta.json of a corpus, or the corpus.json of a run, names.
 
-    `folder` is that of the corpus or run. It is an error if the vocabulary is not the one that was recorded.
+    `folder` is that of the corpus or run. Raises UserError if the vocabulary is not the recorded one.
     """
     tokenizer = load_tokenizer(meta["tokenizer"]["name"], folder)
-    theirs = (meta["tokenizer"]["sha256"], meta["vocab_size"], meta["eot"])
-    if theirs != (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot):
+    recorded = (meta["tokenizer"]["sha256"], meta["vocab_size"], meta["eot"])
+    if recorded != (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot):
         raise UserError(f"{folder}: made with another {tokenizer.name} tokenizer than this one (checksum, "
                         "vocabulary or separator differs); prepare the corpus again with data/prepare.py")
     return tokenizer
 
 
 def _gpt2() -> CorpusTokenizer:
-    """GPT-2's 50,257 ids; tiktoken fetches two files once and caches them."""
-    import tiktoken  # imported here: a run on bytes needs neither the package nor the network
+    """GPT-2's 50,257 ids; tiktoken downloads two files once and caches them."""
+    import tiktoken  # here: a run on bytes needs neither the package nor the network
     try:
         return BytePairTokenizer("gpt2", tiktoken.get_encoding("gpt2"))
     except OSError as error:    # requests' exceptions are OSErrors
@@ -253,14 +205,14 @@ def _gpt2() -> CorpusTokenizer:
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Text of ids; bytes that are not UTF-8 become U+FFFD, separators vanish.
+    """The text of ids: bytes outside UTF-8 become U+FFFD, separators and ids beyond the vocabulary vanish.
 
-    So do ids beyond the vocabulary, which a model has where its own is rounded up.
+    A model has ids beyond the tokenizer's vocabulary if its own vocabulary size is rounded up.
     """
     known = (token for token in tokens if token < tokenizer.vocab_size)
     return b"".join(map(tokenizer.token_bytes, known)).decode("utf-8", errors="replace")
 
 
 def byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
-    """Bytes that each id stands for, (V,) int64: what turns nats per token into bits per byte."""
+    """Number of bytes of each id, (V,) int64: converts nats per token into bits per byte."""
     return np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)])

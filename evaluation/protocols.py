@@ -64,7 +64,7 @@ from model import GPT, autocast
 from runtime import parallel
 from runtime.errors import UserError
 from runtime.files import read_json
-from runtime.parallel import World
+from runtime.parallel import Process
 
 PROTOCOLS = ("nonoverlap", "rolling", "sliding", "fixed", "position")
 PROBES = ("repeat", "copy", "passkey")
@@ -73,7 +73,7 @@ PLAIN = Extend("plain", [])
 MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32, 64)      # of L, the default lengths
 CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward
-ALONE = World(torch.device("cpu"))
+ALONE = Process(torch.device("cpu"))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def token_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def score(model: GPT, text: Text, windows: Sequence[Window], train: TrainConfig,
-          world: World = ALONE) -> Iterator[np.ndarray]:
+          process: Process = ALONE) -> Iterator[np.ndarray]:
     """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward.
 
     Several processes take turns at the forwards, which are the same whatever their number.
@@ -110,7 +110,7 @@ def score(model: GPT, text: Text, windows: Sequence[Window], train: TrainConfig,
     shapes = itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored))
     batches = [batch for (length, _), alike in shapes
                for batch in batched(list(alike), max(1, TOKENS_PER_FORWARD // length))]
-    for losses in parallel.take_turns(world, batches, losses_of):
+    for losses in parallel.round_robin(process, batches, losses_of):
         yield from losses
 
 
@@ -135,8 +135,8 @@ class Evaluation:
 
     def __init__(self, model: GPT, text: Text, tokenizer: Tokenizer, config: Config, protocols: Sequence[str],
                  lengths: Sequence[int], n_scored: int, n_windows: int, max_tokens: int, seed: int,
-                 extends: Sequence[Extend] = (), stride: int | None = None, world: World = ALONE) -> None:
-        self.world = world
+                 extends: Sequence[Extend] = (), stride: int | None = None, process: Process = ALONE) -> None:
+        self.process = process
         self.model, self.tokenizer, self.config, self.protocols = model, tokenizer, config, protocols
         self.max_tokens, self.seed, self.stride, self.n_windows = max_tokens, seed, stride, n_windows
         self.L, self.lengths, self.n_scored = config.train.seq_len, sorted(set(lengths)), n_scored
@@ -249,7 +249,7 @@ class Evaluation:
         size = max(1, TOKENS_PER_FORWARD // length)
         pieces = [tokens[i:i + size] for i in range(0, len(tokens), size)]
         with extended(self.model, self.config, self.extend.methods, length):
-            turns = parallel.take_turns(self.world, pieces, lambda piece: probes.losses_at(
+            turns = parallel.round_robin(self.process, pieces, lambda piece: probes.losses_at(
                 self.model, self.config.train, piece, at))
             scored = list(self._bar(turns, f"{protocol} {length}", "batch", len(pieces)))
         losses, is_top = (np.concatenate(parts) for parts in zip(*scored, strict=True))
@@ -269,7 +269,7 @@ class Evaluation:
     def _score(self, protocol: str, length: int, windows: Sequence[Window]) -> tuple[list[np.ndarray], float]:
         began = time.perf_counter()
         with extended(self.model, self.config, self.extend.methods, length):
-            scores = score(self.model, self.text, windows, self.config.train, self.world)
+            scores = score(self.model, self.text, windows, self.config.train, self.process)
             return list(self._bar(scores, f"{protocol} {length}", "window", len(windows))), (
                 time.perf_counter() - began)
 
@@ -277,7 +277,7 @@ class Evaluation:
         from tqdm import tqdm
 
         return tqdm(things, total=total, unit=unit, desc=f"{self.extend.spec} {what}", delay=3, leave=False,
-                    disable=True if self.world.rank else None)          # None: on a terminal only
+                    disable=True if self.process.rank else None)          # None: on a terminal only
 
     def _bytes(self, window: Window) -> np.ndarray:
         """Bytes of each scored target (n_scored,)."""

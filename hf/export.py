@@ -1,10 +1,4 @@
-"""A run as a folder of Hugging Face: `python export.py RUN OUT_DIR`.
-
-Writes config.json, model.safetensors (fp32), tokenizer.json, tokenizer_config.json, generation_config.json
-and README.md, a model card: what AutoModelForCausalLM and AutoTokenizer load, with no code of ours. Which
-architecture a run becomes, and what has none, stands in architectures.py. The other way, a folder of Hugging
-Face is given to eval.py, sample.py or train.init_from as it is.
-"""
+"""Writing a model as a Hugging Face folder: config, weights, tokenizer and model card."""
 
 from __future__ import annotations
 
@@ -20,14 +14,15 @@ from data.tokenizer import Tokenizer
 from hf.architectures import choose
 from hf.tokenizer import separator_name, tokenizer_json
 from model import GPT
-from runtime.checkpoint import load_run
 from runtime.errors import UserError
 from runtime.files import read_json
 
 
-def export(run: Path, out: Path) -> str:
-    """Write the folder, complete or not at all; return the architecture's name. Raises UserError."""
-    model, config, tokenizer = load_run(run)
+def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenizer) -> str:
+    """Write the folder `out`, complete or not at all; return the architecture's name. Raises UserError.
+
+    Model, config and tokenizer are those of `run`; the model card takes name and figures from there.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"OUT_DIR {out}: exists and is not empty; give another folder")
     try:
@@ -53,7 +48,7 @@ def export(run: Path, out: Path) -> str:
         for name, content in files.items():
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (new / name).write_text(text, encoding="utf-8")
-        (new / "README.md").write_text(card(run, config, model, tokenizer, architecture.class_name),
+        (new / "README.md").write_text(model_card(run, config, model, tokenizer, architecture.class_name),
                                        encoding="utf-8")
         save_file(architecture.export_tensors(weights, config), new / "model.safetensors", {"format": "pt"})
         if out.exists():
@@ -62,17 +57,9 @@ def export(run: Path, out: Path) -> str:
     return architecture.class_name
 
 
-def card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str) -> str:
-    """The model card: what it is, how to load it, and the config it was trained with."""
+def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str) -> str:
+    """README.md: what the model is, how to load it, and the config of its training."""
     separator = separator_name(tokenizer)
-    result = ""
-    if (run / "summary.json").is_file():
-        try:
-            summary = read_json(run / "summary.json")
-            result = (f" {summary['tokens']:,} tokens of training, validation loss {summary['val_loss']:.4f} "
-                      f"nats a token, {summary['val_bpb']:.4f} bits a byte.")
-        except (ValueError, KeyError, TypeError):       # damaged, or a loss that was no number: no figures
-            pass
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -80,11 +67,11 @@ pipeline_tag: text-generation
 # {run.resolve().name}
 
 {architecture}, {model.n_parameters():,} parameters, position encoding {config.position.encoding}, trained at
-{config.train.seq_len} tokens.{result}
+{config.train.seq_len} tokens.{results_of(run)}
 
-Every document of its training opens with `{separator}` (id {tokenizer.eot}), which is both bos_token and
-eos_token here, whatever the tokenizer's eos_token was before. The tokenizer does not put it there by itself:
-begin a prompt with `tokenizer.bos_token`.
+Every training document opens with `{separator}` (id {tokenizer.eot}), which is both bos_token and eos_token
+here, even if the tokenizer had another eos_token before. The tokenizer does not add it: begin a prompt with
+`tokenizer.bos_token`.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,3 +86,13 @@ Trained by nanorope with this config:
 ```toml
 {to_toml(config)}```
 """
+
+
+def results_of(run: Path) -> str:
+    """One sentence from the run's summary.json; empty if there is none, or if it lacks finite figures."""
+    try:
+        summary = read_json(run / "summary.json")
+        return (f" {summary['tokens']:,} tokens of training, validation loss {summary['val_loss']:.4f} nats "
+                f"per token, {summary['val_bpb']:.4f} bits per byte.")
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -31,7 +31,7 @@ from hf.pretrained import is_pretrained, load_pretrained
 from model import GPT, pick_device
 from runtime import parallel
 from runtime.errors import UserError
-from runtime.files import naming, read_json
+from runtime.files import name_in_errors, read_json
 from runtime.optimizer import kept
 
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -68,7 +68,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        with naming(temporary):
+        with name_in_errors(temporary):
             for name in FILES:
                 _save_tensors(tensors[name], temporary / name)
             state = {**state, "step": step, "sha256": {name: _sha256(temporary / name) for name in FILES}}
@@ -239,7 +239,8 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:
     weights = model.state_dict()
-    tensors = {name: parallel.like(x, weights[name]) if name in weights else x for name, x in tensors.items()}
+    tensors = {name: parallel.shard_like(x, weights[name]) if name in weights else x
+               for name, x in tensors.items()}
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:   # missing, unexpected or misshapen weights, listed over several lines
@@ -265,14 +266,15 @@ def _restore_optimizer(model: GPT, optimizer: Optimizer, tensors: dict[str, Tens
     for name, p in model.named_parameters():
         moments = {key.rpartition("/")[2]: value for key, value in tensors.items()
                    if key.rpartition("/")[0] == name}
-        optimizer.state[p] = {key: parallel.like(value.to(p.device), p) for key, value in moments.items()}
+        optimizer.state[p] = {key: parallel.shard_like(value.to(p.device), p)
+                              for key, value in moments.items()}
 
 
 def _gathered(tensors: dict[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
     """Whole tensors on the CPU, one at a time; where they are not kept, this process only takes part."""
     gathered = {}
     for name, tensor in tensors.items():
-        complete = parallel.whole(tensor.detach())
+        complete = parallel.unshard(tensor.detach())
         if is_kept:
             gathered[name] = complete.cpu().contiguous()
     return gathered

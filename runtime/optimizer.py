@@ -56,11 +56,11 @@ class Muon(Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-            updates.append(parallel.whole(p.grad.lerp(average, momentum)))
+            updates.append(parallel.unshard(p.grad.lerp(average, momentum)))
         scale = 0.2 * math.sqrt(max(matrices[0].shape))
         for p, update in zip(matrices, orthogonal(torch.stack(updates)), strict=True):
             p.mul_(1 - lr * group["weight_decay"])
-            p.add_(parallel.like(update.to(p.dtype), p), alpha=-lr * scale)
+            p.add_(parallel.shard_like(update.to(p.dtype), p), alpha=-lr * scale)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Several processes, one run: `torchrun --nproc_per_node=N train.py CONFIG`, each on a device of its own.
+"""Several processes, one run: `torchrun --nproc_per_node=N train.py CONFIG`, one device for each process.
 
-The batch of a step, its order and its loss are the same whatever their number: they share out the sequences
-of one global batch. With `train.parallel = "ddp"` each holds the whole model; with "fsdp" a share of weights,
-gradients and moments, for models that one device cannot hold. Process 0 writes the run's folder; checkpoints
-hold whole tensors, so that any number of processes goes on from them. `torchrun ... eval.py RUN` shares the
-windows out: each process holds the whole model, takes its turns at the forwards, and gets the others' losses.
+The processes split the sequences of one global batch, so the batch of a step, its order and its loss do not
+depend on their number. With `train.parallel = "ddp"` each process holds the whole model; with "fsdp" each
+holds a shard of the weights, gradients and moments, for models that are too large for one device. Rank 0
+writes the run's folder. Checkpoints hold whole tensors, so that any number of processes can resume from them.
+`torchrun ... eval.py RUN` distributes the windows: each process holds the whole model, computes its part of the
+forward passes, and gathers the losses of the others.
 """
 
 from __future__ import annotations
@@ -23,85 +24,86 @@ from config import TrainConfig
 from model import GPT, pick_device
 from runtime.errors import UserError
 
-PATIENCE = timedelta(days=1)    # of an evaluation with a process whose forward takes long; a dead one is seen
+EVALUATION_TIMEOUT = timedelta(days=1)  # a forward pass may take long; a process that died is noticed at once
 
 
-class World(NamedTuple):
-    """Place of this process among those of the run."""
+class Process(NamedTuple):
+    """This process: its device, its rank, and the number of processes of the run."""
 
     device: torch.device
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
 
-    def share(self, batch: Tensor) -> Tensor:
-        """Rows of a global batch (B, ...) for this process: every size-th. -> (B / size, ...)."""
-        return batch[self.rank::self.size]
+    def shard(self, batch: Tensor) -> Tensor:
+        """Rows rank, rank + world_size, ... of a global batch (B, ...). -> (B / world_size, ...)."""
+        return batch[self.rank::self.world_size]
 
 
-def place() -> tuple[int, int, int]:
-    """Rank, rank on this machine, and number of processes, as torchrun tells them; 0, 0, 1 without it."""
+def torchrun_ranks() -> tuple[int, int, int]:
+    """Rank, rank on this machine, and world size, from torchrun's environment; 0, 0, 1 without torchrun."""
     if "LOCAL_RANK" not in os.environ:
         return 0, 0, 1
     return int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def join(t: TrainConfig) -> World:
-    """Meet the others that torchrun started, if any. Raises UserError for a batch that does not divide."""
-    device, (rank, local_rank, size) = pick_device(t), place()
-    if size == 1:
-        return World(device)
-    if t.batch_size % (size * t.accumulate):
-        raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {size} processes times "
-                        f"train.accumulate = {t.accumulate}; make it so")
+def start(t: TrainConfig) -> Process:
+    """Join torchrun's other processes, if any. Raises UserError if the batch cannot be divided among them."""
+    device, (rank, local_rank, world_size) = pick_device(t), torchrun_ranks()
+    if world_size == 1:
+        return Process(device)
+    if t.batch_size % (world_size * t.accumulate):
+        raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {world_size} processes "
+                        f"times train.accumulate = {t.accumulate}; change one of the three")
     if device.type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"torchrun --nproc_per_node: more processes than the {torch.cuda.device_count()} "
-                            "GPUs of this machine; start as many as there are")
+                            "GPUs of this machine; start one for each GPU")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    let_first_speak(rank)
-    return World(device, rank, size)
+        # gloo too on a GPU: processes agree on a signal between CPUs, so that none waits for its GPU
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    silence_unless_first(rank)
+    return Process(device, rank, world_size)
 
 
-def join_to_evaluate() -> World:
-    """Meet the others that torchrun started, if any; "cuda" is then a GPU of this process' own.
+def start_evaluation() -> Process:
+    """Join torchrun's other processes, if any; "cuda" then means a GPU for each process.
 
-    Results are exchanged on the CPU, whatever the model is on: losses are small, and where a process ends,
-    gloo tells the others at once.
+    Results are exchanged between CPUs, wherever the model is: losses are small, and when a process ends, gloo
+    reports it to the others at once.
     """
-    rank, local_rank, size = place()
-    if size > 1:
+    rank, local_rank, world_size = torchrun_ranks()
+    if world_size > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        dist.init_process_group("gloo", timeout=PATIENCE)
-        let_first_speak(rank)
-    return World(torch.device("cpu"), rank, size)
+        dist.init_process_group("gloo", timeout=EVALUATION_TIMEOUT)
+        silence_unless_first(rank)
+    return Process(torch.device("cpu"), rank, world_size)
 
 
-def let_first_speak(rank: int) -> None:
-    """Process 0 speaks for all: what others print is dropped, but for errors."""
+def silence_unless_first(rank: int) -> None:
+    """Only rank 0 prints: discard the standard output of the others; their errors still appear."""
     if rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def spread(model: GPT, t: TrainConfig, world: World) -> nn.Module:
-    """The model to train with: itself; or DDP around it; or, sharded in place by FSDP2, itself."""
-    if world.size == 1:
-        return model.to(world.device)
-    # here, for they take half a second that a single process need not spend
+def parallelize(model: GPT, t: TrainConfig, process: Process) -> nn.Module:
+    """The model to train, on its device: itself; or DDP around it; or itself, sharded in place by FSDP2."""
+    if process.world_size == 1:
+        return model.to(process.device)
+    # imported here because they take half a second, which a single process need not spend
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     if t.parallel == "ddp":
-        model.to(world.device)
+        model.to(process.device)
         # an encoding that is not in all layers may have weights for the others, which get no gradient
         is_partial = len(model.encoded_layers) < len(model.blocks)
-        return DistributedDataParallel(model, [world.device] if world.device.type == "cuda" else None,
+        return DistributedDataParallel(model, [process.device] if process.device.type == "cuda" else None,
                                        find_unused_parameters=is_partial)
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = init_device_mesh(process.device.type, (process.world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)               # embedding, head, encoding: one group around the blocks
@@ -109,7 +111,7 @@ def spread(model: GPT, t: TrainConfig, world: World) -> nn.Module:
 
 
 def sync_gradients(model: Any, is_on: bool) -> None:
-    """Whether the coming backward pass averages over processes: only the last of an accumulation need."""
+    """Set whether the next backward pass averages gradients over processes: only a batch's last one must."""
     model = getattr(model, "_orig_mod", model)                          # torch.compile's wrapper
     if hasattr(model, "require_backward_grad_sync"):                    # DDP; its no_sync() sets this
         model.require_backward_grad_sync = is_on
@@ -117,69 +119,76 @@ def sync_gradients(model: Any, is_on: bool) -> None:
         model.set_requires_gradient_sync(is_on)
 
 
-def tell(world: World, *figures: Tensor | float) -> Tensor:
-    """What each process has to say, (processes, figures), on the device, in fp64; nothing waits for it."""
-    said = torch.zeros(world.size, len(figures), dtype=torch.float64, device=world.device)
+def all_gather(process: Process, *figures: Tensor) -> Tensor:
+    """The figures of all processes, (world_size, figures), in fp64 on the device. Does not wait for a GPU."""
+    gathered = torch.zeros(process.world_size, len(figures), dtype=torch.float64, device=process.device)
     for i, figure in enumerate(figures):
-        said[world.rank, i] = figure
-    return add_up(world, said)
+        gathered[process.rank, i] = figure
+    return all_reduce(process, gathered)
 
 
-def agree(world: World, signal: int) -> int:
-    """The number of a signal that any process got, else 0."""
-    return signal if world.size == 1 else int(tell(world, signal).max())
-
-
-def add_up(world: World, values: Tensor) -> Tensor:
-    """Element-wise sum over processes: exact where all but one hold 0."""
-    if world.size > 1:
+def all_reduce(process: Process, values: Tensor) -> Tensor:
+    """Element-wise sum over processes, in place; exact where all processes except one hold 0."""
+    if process.world_size > 1:
         dist.all_reduce(values)
     return values
 
 
-def take_turns(world: World, work: Sequence[Any], do: Callable[[Any], Any]) -> Iterator[Any]:
-    """`do` of each piece of work, in order, on every process; each does every size-th piece itself.
+def any_signal(process: Process, stop: Sequence[int]) -> int:
+    """The number of a signal that any process received (the first in its `stop`), else 0.
 
-    Raises UserError where another process has ended.
+    Processes exchange it between CPUs, so that none waits for the work that its GPU has queued.
     """
-    for first in range(0, len(work), world.size):
-        turn = first + world.rank
-        mine = [do(piece) for piece in work[turn:turn + 1]]             # one, or none where none is left
-        yield from (result for results in exchange(world, mine) for result in results)
+    number = stop[0] if stop else 0
+    if process.world_size == 1:
+        return number
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
-def exchange(world: World, mine: Any) -> list[Any]:
-    """What each process has, in the order of their ranks."""
-    if world.size == 1:
-        return [mine]
-    said: list[Any] = [None] * world.size
+def round_robin(process: Process, work: Sequence[Any], do: Callable[[Any], Any]) -> Iterator[Any]:
+    """Yield do(piece) for each piece of work, in order, on every process; each computes its share of them.
+
+    Raises UserError if another process has ended.
+    """
+    for first in range(0, len(work), process.world_size):
+        turn = first + process.rank
+        own = [do(piece) for piece in work[turn:turn + 1]]              # one result, or none at the end
+        yield from (result for results in all_gather_objects(process, own) for result in results)
+
+
+def all_gather_objects(process: Process, own: Any) -> list[Any]:
+    """The objects of all processes, in the order of their ranks. Raises UserError if one has ended."""
+    if process.world_size == 1:
+        return [own]
+    gathered: list[Any] = [None] * process.world_size
     try:
-        dist.all_gather_object(said, mine)
-    except RuntimeError as error:       # gloo's for a closed connection
-        raise UserError("another process of torchrun has ended; mend what it said, and start all of them "
-                        "again") from error
-    return said
+        dist.all_gather_object(gathered, own)
+    except RuntimeError as error:       # what gloo raises for a closed connection
+        raise UserError("another process of torchrun has ended; fix what its error line says, then start all "
+                        "of them again") from error
+    return gathered
 
 
-def wait_for_all(world: World) -> None:
-    """Go on when every process is here."""
-    if world.size > 1:
-        dist.barrier()
+def barrier(process: Process) -> None:
+    """Wait until every process is here."""
+    any_signal(process, ())
 
 
-def leave() -> None:
-    """Part from the others, at the end."""
+def shut_down() -> None:
+    """Close the connections to the other processes, at the end."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def whole(tensor: Any) -> Tensor:
-    """A tensor that FSDP2 shards, gathered on every process; any other, itself."""
+def unshard(tensor: Any) -> Tensor:
+    """The whole tensor, on every process: gathered if FSDP2 shards it, else the tensor itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def like(tensor: Tensor, parameter: Any) -> Tensor:
-    """A whole tensor, sharded as the parameter is if it is; each process has the whole one already."""
+def shard_like(tensor: Tensor, parameter: Any) -> Tensor:
+    """A whole tensor, which every process holds, sharded as the parameter is; itself if that is not."""
     if not hasattr(parameter, "full_tensor") or tensor.shape != parameter.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -80,6 +80,10 @@ Exported = Callable[[str], tuple[Path, Path]]
 loaded: dict[Path, tuple] = {}
 
 
+def export_run(run: Path, out: Path) -> str:
+    return export(run, out, *load_run(run))
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """case -> (run, folder), trained and exported once, on text that can be learned by heart."""
@@ -102,7 +106,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
                                     "run.log_every=999", "train.val_windows=1", *overrides])
         with torch.enable_grad():
             assert train(config, []) == 0
-        assert export(folder / "run", folder / "hf") == ARCHITECTURES[architecture].class_name
+        assert export_run(folder / "run", folder / "hf") == ARCHITECTURES[architecture].class_name
         done[case] = folder / "run", folder / "hf"
         return done[case]
     return make
@@ -178,7 +182,7 @@ def test_there_and_back_is_the_same_bits(case: str, exported: Exported) -> None:
     assert config_back.train.seq_len == getattr(
         getattr(config.position, "scaling", None), "original_length", None) or config.train.seq_len
     again = folder.parent / "again"
-    export(folder, again)
+    export_run(folder, again)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert json.loads((again / name).read_text()) == json.loads((folder / name).read_text())
     first, second = (load_file(path / "model.safetensors") for path in (folder, again))
@@ -260,9 +264,9 @@ def test_out_dir_is_never_overwritten(tiny, tmp_path: Path) -> None:
     with torch.enable_grad():
         train(tiny("rope", "train.steps=1"), [])
     (tmp_path / "out").mkdir()
-    export(tmp_path / "run", tmp_path / "out")                          # empty: fine
+    export_run(tmp_path / "run", tmp_path / "out")                          # empty: fine
     with pytest.raises(UserError, match="not empty"):
-        export(tmp_path / "run", tmp_path / "out")
+        export_run(tmp_path / "run", tmp_path / "out")
     with pytest.raises(UserError, match="no run there"):
-        export(tmp_path / "nothing", tmp_path / "new")
+        export_run(tmp_path / "nothing", tmp_path / "new")
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))

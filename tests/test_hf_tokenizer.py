@@ -12,8 +12,10 @@ import pytest
 import tiktoken
 from conftest import needs
 
-from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer, pieces
-from hf.tokenizer import PretrainedTokenizer, merges, oniguruma, read_tokenizer, tokenizer_json
+from data.pieces import pieces
+from data.tokenizer import BytePairTokenizer, ByteTokenizer, Tokenizer, decode, load_tokenizer
+from data.tokenizer_json import PretrainedTokenizer
+from hf.tokenizer import merges, oniguruma, read_tokenizer, tokenizer_json
 from runtime.errors import UserError
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -41,7 +43,7 @@ def strings(n: int, seed: int = 0) -> list[str]:
 
 @functools.cache
 def trained(pattern: str, size: int = 600) -> tiktoken.Encoding:
-    """A byte pair encoding of our own: pairs joined in the order of how often they stand in some text."""
+    """A small byte pair encoding: the most frequent pair of some text is merged first."""
     text = " ".join(strings(100, 1)) + "the cat sat on the mat,   the cat's 1234 hats.\n\n  " * 40
     words = [[bytes([b]) for b in word.encode()] for word in re.findall(r" ?\w+|\s+(?!\S)|\S+", text)]
     ranks = {bytes([b]): b for b in range(256)}
@@ -62,65 +64,56 @@ def trained(pattern: str, size: int = 600) -> tiktoken.Encoding:
                              special_tokens={"<|endoftext|>": size})
 
 
-class Own:
-    """What our byte pair encodings have in common."""
-
-    def __init__(self, encoding: tiktoken.Encoding) -> None:
-        self.encoding, self.eot, self.vocab_size = encoding, encoding.eot_token, encoding.n_vocab
-
-    def encode(self, text: bytes):
-        return self.encoding.encode_to_numpy(text.decode(), disallowed_special=())
-
-    def token_bytes(self, token: int) -> bytes:
-        return b"" if token == self.eot else self.encoding.decode_single_token_bytes(token)
-
-
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 CL100K = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
           r"\s*[\r\n]|\s+(?!\S)|\s")
 
 
-def ours(name: str, monkeypatch) -> Tokenizer:
+def our_tokenizer(name: str, monkeypatch) -> Tokenizer:
     if name == "gpt2":
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(needs("tiktoken")))
     if name in ("byte", "gpt2"):
         return load_tokenizer(name)
-    return Own(trained(GPT2 if name == "own" else CL100K))
+    return BytePairTokenizer(name, trained(GPT2 if name == "own" else CL100K))
 
 
-@pytest.mark.parametrize("name", ["byte", "gpt2", "own", "own, cl100k"])
-def test_ids_and_text_of_10_000_strings(name: str, tmp_path: Path, monkeypatch) -> None:
+NAMES = [*(pytest.param(name, 10_000, marks=pytest.mark.slow)
+           for name in ("byte", "gpt2", "own", "own, cl100k")),
+         ("byte", 200), ("own", 200), ("own, cl100k", 200)]
+
+
+@pytest.mark.parametrize(("name", "n"), NAMES)
+def test_transformers_gives_the_same_ids_and_text(name: str, n: int, tmp_path: Path, monkeypatch) -> None:
     transformers = pytest.importorskip("transformers")
-    mine = ours(name, monkeypatch)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(mine)))
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    texts = strings(10_000)
-    ids = [mine.encode(text.encode()).tolist() for text in texts]
-    assert theirs(texts).input_ids == ids
-    assert theirs.batch_decode(ids) == texts == [decode(mine, row) for row in ids]
-    rng = random.Random(1)          # ids that no text has: bytes that are not UTF-8
-    ids = [[rng.randrange(mine.vocab_size) for _ in range(rng.randrange(9))] for _ in range(10_000)]
-    assert theirs.batch_decode(ids, skip_special_tokens=True) == [decode(mine, row) for row in ids]
+    tokenizer = our_tokenizer(name, monkeypatch)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    texts = strings(n)
+    ids = [tokenizer.encode(text.encode()).tolist() for text in texts]
+    assert reference(texts).input_ids == ids
+    assert reference.batch_decode(ids) == texts == [decode(tokenizer, row) for row in ids]
+    rng = random.Random(1)          # random ids decode to bytes outside UTF-8
+    ids = [[rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(9))] for _ in range(n)]
+    assert reference.batch_decode(ids, skip_special_tokens=True) == [decode(tokenizer, row) for row in ids]
 
 
-@pytest.mark.parametrize("name", ["byte", "gpt2", "own, cl100k"])
-def test_ours_come_back(name: str, tmp_path: Path, monkeypatch) -> None:
-    mine = ours(name, monkeypatch)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(mine)))
-    back = read_tokenizer(tmp_path, {"bos_token_id": mine.eot})
+@pytest.mark.parametrize("name", ["byte", "own, cl100k", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_a_written_tokenizer_is_read_back(name: str, tmp_path: Path, monkeypatch) -> None:
+    tokenizer = our_tokenizer(name, monkeypatch)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
+    back = read_tokenizer(tmp_path, {"bos_token_id": tokenizer.eot})
     assert isinstance(back, ByteTokenizer) == (name == "byte")
-    assert (back.vocab_size, back.eot) == (mine.vocab_size, mine.eot)
-    assert all(back.token_bytes(token) == mine.token_bytes(token) for token in range(mine.vocab_size))
+    assert (back.vocab_size, back.eot) == (tokenizer.vocab_size, tokenizer.eot)
+    assert all(back.token_bytes(token) == tokenizer.token_bytes(token) for token in range(back.vocab_size))
     for text in (*strings(300), "a <|endoftext|> in text is text"):
-        ids = back.encode(text.encode())
-        assert ids.tolist() == mine.encode(text.encode()).tolist()
-    if name == "gpt2":
-        assert back.sha256 == mine.sha256
+        assert back.encode(text.encode()).tolist() == tokenizer.encode(text.encode()).tolist()
+    if name != "byte":
+        assert back.sha256 == tokenizer.sha256
 
 
-def test_merges_join_as_text_is_joined() -> None:
-    """("b", "c") is the cheapest pair, so "abc" comes of "a" and "bc", though "ab" is a token too; and "ccc",
-    of which no part is one, of nothing."""
+def test_merges_are_those_that_encoding_would_do() -> None:
+    """The pair "b", "c" has the lowest rank, so "abc" is "a" + "bc", though "ab" is a token too. No part of
+    "ccc" is a token, so it has no merge."""
     ranks = {b"a": 0, b"b": 1, b"c": 2, b"bc": 3, b"ab": 4, b"abc": 5, b"cab": 6, b"ccc": 7}
     assert list(merges(ranks)) == [(b"b", b"c"), (b"a", b"b"), (b"a", b"bc"), (b"c", b"ab")]
 
@@ -130,7 +123,7 @@ def test_possessive_counts_become_atomic() -> None:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Theirs
+# Other tokenizers
 
 
 def sentencepiece_like(metaspace: bool) -> dict:
@@ -157,7 +150,7 @@ def sentencepiece_like(metaspace: bool) -> dict:
 
 
 @pytest.mark.parametrize("metaspace", [False, True])
-def test_sentencepiece_gives_all_bytes_and_the_space_in_front(metaspace: bool, tmp_path: Path) -> None:
+def test_sentencepiece_decodes_to_the_text_after_a_space(metaspace: bool, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(sentencepiece_like(metaspace)))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
     tokenizer = read_tokenizer(tmp_path, {})
@@ -169,9 +162,9 @@ def test_sentencepiece_gives_all_bytes_and_the_space_in_front(metaspace: bool, t
 
 
 @pytest.mark.parametrize("kind", ["own", "own, cl100k", "llama 2", "metaspace"])
-def test_pieces_encode_as_the_whole_and_any_byte_comes_back(kind: str, tmp_path: Path, monkeypatch) -> None:
+def test_pieces_encode_as_the_whole_and_all_bytes_survive(kind: str, tmp_path: Path, monkeypatch) -> None:
     content = sentencepiece_like(kind == "metaspace") if kind in ("llama 2", "metaspace") else tokenizer_json(
-        ours(kind, monkeypatch))
+        our_tokenizer(kind, monkeypatch))
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = PretrainedTokenizer(tmp_path / "tokenizer.json", 1 if "own" not in kind else 600)
     assert tokenizer.is_lossless == ("own" in kind)
@@ -190,8 +183,8 @@ def test_pieces_encode_as_the_whole_and_any_byte_comes_back(kind: str, tmp_path:
             b" ", b"")
 
 
-def test_what_has_no_id_is_named_and_nothing_vanishes(tmp_path: Path) -> None:
-    """Byte-level with a space put in front, with 255 bytes, and SentencePiece's kind without bytes."""
+def test_text_without_an_id_is_an_error_not_dropped(tmp_path: Path) -> None:
+    """Byte-level with a prefix, byte-level with 255 bytes, and SentencePiece without byte fallback."""
     def opened(content: dict) -> PretrainedTokenizer:
         (tmp_path / "tokenizer.json").write_text(json.dumps(content))
         return PretrainedTokenizer(tmp_path / "tokenizer.json", 256)
@@ -223,7 +216,7 @@ def test_what_has_no_id_is_named_and_nothing_vanishes(tmp_path: Path) -> None:
         opened(content).encode(b"the Zat")
 
 
-def test_a_part_that_goes_on_has_no_space_in_front(tmp_path: Path) -> None:
+def test_only_the_start_of_a_document_gets_the_space_prefix(tmp_path: Path) -> None:
     for metaspace in (False, True):
         (tmp_path / "tokenizer.json").write_text(json.dumps(sentencepiece_like(metaspace)))
         tokenizer = PretrainedTokenizer(tmp_path / "tokenizer.json", 1)
@@ -251,7 +244,7 @@ def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:
     assert 257 in ids and 258 not in ids and decode(tokenizer, ids) == "a<tool>b<|im_end|>"
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unsupported_files_are_one_error(tmp_path: Path) -> None:
     content = tokenizer_json(ByteTokenizer())
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="neither bos_token nor eos_token"):

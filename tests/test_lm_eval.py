@@ -39,7 +39,7 @@ def test_bits_per_byte_are_ours(tmp_path: Path, corpus_dir: Path, monkeypatch) -
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(f'[data]\ndir = "{corpus_dir}"\n[position]\nencoding = "rope"\n')
     train(load_config("run.toml", [*TINY, "run.dir=run", "train.lr=1e-2", "train.steps=40"]), [])
-    export(Path("run"), Path("out"))
+    export(Path("run"), Path("out"), *load_run(Path("run")))
     text = words(99, 94 * 32 + 7) + "é\n\n".encode()
     Path("my-text.txt").write_bytes(text)
     Path("my_text.yaml").write_text((ROOT / "docs/hugging-face.md").read_text().split("```yaml\n")[1].split("```")[0])

@@ -23,7 +23,7 @@ from evaluation.protocols import PROBES, PROTOCOLS
 from model import GPT
 from runtime import parallel
 from runtime.errors import UserError
-from runtime.parallel import World
+from runtime.parallel import Process
 from train import train, validate
 
 STEPS = 40
@@ -137,15 +137,15 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
     model, corpus = lively(config), Corpus(config.data.dir)
     lengths = torch.ones(257, dtype=torch.int64)
     cpu = torch.device("cpu")
-    alone = validate(model, corpus, lengths, config, World(cpu))
-    monkeypatch.setattr(parallel, "agree", lambda _, loss, number: (loss, number))      # no signal came
+    alone = validate(model, corpus, lengths, config, Process(cpu))
+    monkeypatch.setattr(parallel, "any_signal", lambda *_: 0)
     for size in (2, 3, 4):
         shares: list[torch.Tensor] = []
-        monkeypatch.setattr(parallel, "add_up", lambda _, sums, to=shares: to.append(sums) or sums + 1)
+        monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, to=shares: to.append(sums) or sums + 1)
         for rank in range(size):
-            validate(model, corpus, lengths, config, World(cpu, rank, size))
-        monkeypatch.setattr(parallel, "add_up", lambda _, sums, total=sum(shares): total)
-        assert validate(model, corpus, lengths, config, World(cpu, 0, size)) == alone
+            validate(model, corpus, lengths, config, Process(cpu, rank, size))
+        monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
+        assert validate(model, corpus, lengths, config, Process(cpu, 0, size)) == alone
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -153,18 +153,18 @@ def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) 
     """Of simulated processes, threads; each does its own pieces alone."""
     boards, barrier = [None] * size, threading.Barrier(size)
 
-    def exchange(world: World, mine: list) -> list:
+    def all_gather_objects(process: Process, own: list) -> list:
         barrier.wait()
-        boards[world.rank] = mine
+        boards[process.rank] = own
         barrier.wait()
         return list(boards)
 
-    monkeypatch.setattr(parallel, "exchange", exchange)
+    monkeypatch.setattr(parallel, "all_gather_objects", all_gather_objects)
     for n_pieces in (0, 1, 4, 7):
         def work(rank: int, n: int = n_pieces) -> tuple[list, list]:
             done: list[int] = []
-            world = World(torch.device("cpu"), rank, size)
-            return list(parallel.take_turns(world, range(n), lambda i: done.append(i) or 10 * i)), done
+            process = Process(torch.device("cpu"), rank, size)
+            return list(parallel.round_robin(process, range(n), lambda i: done.append(i) or 10 * i)), done
 
         with ThreadPoolExecutor(size) as pool:
             results = list(pool.map(work, range(size)))
@@ -233,7 +233,7 @@ def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, 
 
 def test_a_share_is_every_nth_row() -> None:
     batch = tokens((6, 3))
-    shares = [World(torch.device("cpu"), rank, 2).share(batch) for rank in range(2)]
+    shares = [Process(torch.device("cpu"), rank, 2).shard(batch) for rank in range(2)]
     assert torch.equal(torch.stack(shares, dim=1).flatten(0, 1), batch)
 
 

@@ -44,7 +44,7 @@ def write_source(folder: Path) -> Path:
 @pytest.fixture
 def often(monkeypatch) -> None:
     """Small pieces, and a journal that is written after each chunk."""
-    monkeypatch.setattr("data.tokenizer.MAX_PIECE", 200)
+    monkeypatch.setattr("data.pieces.MAX_PIECE", 200)
     monkeypatch.setattr(journal_module, "SAVE_EVERY_S", 0.0)
 
 
@@ -196,7 +196,7 @@ def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:
 def test_memory_holds_a_few_pieces_whatever_the_file(tmp_path: Path, monkeypatch) -> None:
     """What has been read ahead of what is written stays bounded."""
     (tmp_path / "a.jsonl").write_bytes(b"".join(b'{"text": "%090d"}\n' % i for i in range(3000)))
-    monkeypatch.setattr("data.tokenizer.MAX_PIECE", 400)
+    monkeypatch.setattr("data.pieces.MAX_PIECE", 400)
     ahead, read = [], JsonLines.documents
 
     def counted(self):

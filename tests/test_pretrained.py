@@ -13,6 +13,7 @@ import torch
 from conftest import tokens
 from safetensors.torch import load_file, save_file
 
+import export as export_command
 import sample
 from config import load_config
 from data.prepare import prepare
@@ -20,7 +21,6 @@ from data.tokenizer import ByteTokenizer
 from evaluation import protocols as eval_command
 from evaluation.extension import EXTENSIONS, extended, parse
 from evaluation.protocols import open_text
-from hf import export as export_command
 from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables, read_tables
@@ -137,7 +137,7 @@ def test_200_greedy_tokens_are_the_same(case: str, saved: Saved) -> None:
 @every_case
 def test_there_and_back_is_the_same_bits(case: str, saved: Saved, tmp_path: Path) -> None:
     folder, theirs = saved(case)
-    assert export(folder, tmp_path / "back") == type(theirs).__name__
+    assert export(folder, tmp_path / "back", *load_run(folder)) == type(theirs).__name__
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     before, after = theirs.state_dict(), back.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -322,7 +322,7 @@ def test_a_corpus_of_the_folders_own_tokenizer(saved: Saved, tmp_path: Path) -> 
     _, config, tokenizer = load_run(tmp_path / "run")
     assert tokenizer.name == "hf:259" and tokenizer.encode(b"the\n\n").tolist() == [258, *b"e", 257]
     open_text(None, config.data.dir, tokenizer)
-    export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "out", *load_run(tmp_path / "run"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("<s>the\n\n").input_ids == [259, 258, *b"e", 257]     # as the card says: opened once
     assert theirs.bos_token == theirs.eos_token == "<s>"

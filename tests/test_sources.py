@@ -299,7 +299,7 @@ def test_large_rows_and_files_are_cut_for_encoding_only(tmp_path: Path, monkeypa
         prepare(str(tmp_path / "s"), tmp_path / "out", tokenizer)
         before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
         with monkeypatch.context() as patch:
-            patch.setattr("data.tokenizer.MAX_PIECE", 50)
+            patch.setattr("data.pieces.MAX_PIECE", 50)
             patch.setattr(sources, "BLOCK", 23)
             prepare(str(tmp_path / "s"), tmp_path / "out", tokenizer, workers=3)
         assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}

@@ -13,9 +13,10 @@ from conftest import needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import tokenizer as tokenizer_module
+from data import pieces as pieces_module
 from data.bpe import SEPARATOR, learn, read_ranks
 from data.loader import read_meta
+from data.pieces import pieces
 from data.prepare import Options, prepare
 from data.tokenizer import (
     ByteTokenizer,
@@ -23,7 +24,6 @@ from data.tokenizer import (
     byte_lengths,
     decode,
     load_tokenizer,
-    pieces,
     tokenizer_of,
 )
 from evaluation.protocols import open_text
@@ -111,7 +111,7 @@ def test_long_text_is_encoded_in_pieces_however_it_comes(folder: Path, monkeypat
     tokenizer = load_tokenizer("bpe:400", folder)
     text = PROSE[:700] + b"y" * 500 + bytes(range(256)) + PROSE
     whole = tokenizer.encode(text).tolist()
-    monkeypatch.setattr(tokenizer_module, "MAX_PIECE", 64)
+    monkeypatch.setattr(pieces_module, "MAX_PIECE", 64)
     parts = list(pieces([text], tokenizer.cut))
     assert len(parts) > 20
     assert tokenizer.encode(text).tolist() == [i for part in parts for i in tokenizer.encode(part)]
@@ -175,7 +175,7 @@ def test_merges_of_repeated_letters_are_in_the_order_of_their_ids(texts: list[st
 
 @pytest.mark.parametrize(("name", "message"), [
     ("bpe:256", "257"), ("bpe:0", "257"), ("bpe:9999999", "1000000"), ("bpe:", "choose from"),
-    ("bpe:-300", "choose from"), ("bpe:4e3", "choose from"), ("bpe:300", "whose folder is needed")])
+    ("bpe:-300", "choose from"), ("bpe:4e3", "choose from"), ("bpe:300", "its folder is needed")])
 def test_a_wrong_size_is_one_line(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(name)

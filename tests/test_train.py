@@ -25,10 +25,10 @@ from model import GPT
 from runtime import checkpoint
 from runtime.errors import UserError
 from runtime.optimizer import make_optimizer
-from runtime.parallel import World
+from runtime.parallel import Process
 from train import learning_rate, skipping_positions, train, update
 
-CPU = World(torch.device("cpu"))
+CPU = Process(torch.device("cpu"))
 
 
 def metrics(run_dir: Path) -> list[dict]:

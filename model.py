@@ -161,10 +161,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
-    `config` is a resolved Config. `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or
-    those that follow the cache's; (B, T, A) for an encoding with A axes. `cache` comes from `new_cache`.
-    `documents` (B, T) numbers the documents of packed sequences, between which attention is masked; it
-    excludes a cache. Raises ValueError for positions beyond the encoding's limit or of the wrong shape.
+    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's;
+    (B, T, A) for an encoding with A axes. `cache` comes from `new_cache`. `documents` (B, T) numbers packed
+    documents, which do not see one another; it excludes a cache. Raises ValueError for wrong positions.
     """
 
     def __init__(self, config: Config) -> None:

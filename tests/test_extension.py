@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import lively, tokens
+from polar import Polar
 
 import rope
 from data.tokenizer import ByteTokenizer
@@ -116,6 +117,19 @@ def test_up_to_L_regrouping_changes_nothing_but_the_path(spec: str, tiny) -> Non
     config = tiny()
     model, x = lively(config), tokens((2, L))
     torch.testing.assert_close(under(spec, model, config, x), model(x), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["yarn:beta_fast=2", "base:base=100", "rerope", "self_extend", "sinks"])
+def test_a_subclass_of_rope_gets_every_method(spec: str, tiny, monkeypatch) -> None:
+    """Even where it widens q and k, and some heads share their keys. Beyond L it has an effect."""
+    monkeypatch.setitem(ENCODINGS, "polar", Polar)
+    config = tiny("polar", "model.n_head=4", "model.n_kv_head=2")
+    model, x = lively(config), tokens((1, 100))
+    assert all(method.problem(model, config, 100) is None for method in parse(spec).methods)
+    changed = under(spec, model, config, x)
+    assert changed.isfinite().all() and (changed - model(x)).abs().max() > 1e-3
+    near = 1 if spec.startswith(("base", "yarn")) else 8                # all distances below 8 are exact
+    torch.testing.assert_close(changed[:, :near], model(x)[:, :near], atol=1e-4, rtol=1e-4)
 
 
 def test_window_is_the_configs_window(tiny) -> None:

@@ -157,6 +157,17 @@ def test_no_mask_and_no_encoding_make_a_bag_of_words(tiny) -> None:
     torch.testing.assert_close(model(x[:, order]), model(x)[:, order], atol=1e-4, rtol=1e-4)
 
 
+def test_rotate_gets_the_features_of_all_keys(tiny, monkeypatch) -> None:
+    model, seen = lively(tiny("forgetting")), []
+    rotate = model.encoding.rotate
+    monkeypatch.setattr(model.encoding, "rotate",
+                        lambda q, k, at: seen.append((k.shape[2], at.features.shape[2])) or rotate(q, k, at))
+    cache, x = model.new_cache(), tokens((1, 12))
+    for part in (x[:, :9], x[:, 9:]):
+        model(part, cache=cache)
+    assert seen == [(9, 9), (9, 9), (12, 12), (12, 12)]                 # two layers
+
+
 @every_encoding
 def test_nothing_derived_enters_a_checkpoint(name: str, tiny) -> None:
     model = lively(tiny(name))

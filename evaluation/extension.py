@@ -339,5 +339,5 @@ def describe_extensions() -> str:
     lines = ["methods of --extend:"]
     for name, extension in EXTENSIONS.items():
         schema: type[BaseModel] = SCALINGS.get(name, extension)
-        lines += describe_choice(name, schema, schema, ["method"])
+        lines += ["", *describe_choice(name, schema, schema, ["method"])]
     return "\n".join(lines)

@@ -101,7 +101,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
 def test_a_start_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.toml", '[data]\ndir = "x"\n[train]\ninit_from = "hf/gone"\n')
     assert problems(path, (), lambda folder: None)[0] == (
-        f"train.init_from in {path}: no folder 'hf/gone'; give a run, or a folder of Hugging Face")
+        f"train.init_from in {path}: no folder 'hf/gone'; give a run or a Hugging Face folder")
     load_config(write(tmp_path / "b.toml", MINIMAL), ["train.init_from=gone"])  # a run's own config is whole
 
 

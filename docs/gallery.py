@@ -213,7 +213,7 @@ def contents() -> str:
 
 
 def property_cells(p: Properties) -> list[str]:
-    """Properties in words, with the number where it is not a rounding error (those differ between machines)."""
+    """Properties in words, with their numbers, except rounding errors, which differ between machines."""
     yes = {True: "yes", False: "no"}
     linear, change = ("-" if x is None else "yes" if x < ROUNDING else f"no, {x:.1g}"
                       for x in (p.residual, p.change))

@@ -361,7 +361,7 @@ def test_scaling_may_be_a_table_and_an_override_replaces_all_of_it(tiny, tmp_pat
     assert load_config(child, ["position.encoding=none"]).position.encoding == "none"
 
 
-def test_a_config_without_scaling_loads(tiny, tmp_path: Path) -> None:
+def test_an_old_config_loads(tiny, tmp_path: Path) -> None:
     config = tiny("rope")
     text = to_toml(config)
     assert "scaling" not in text

@@ -82,8 +82,7 @@ class ModelConfig(Section):
     bias: bool = Field(False, description="biases in linear layers and in layernorm")
     qkv_bias: bool = Field(False, description="biases of q, k and v even if bias is off (Qwen2)")
     tied: bool = Field(False, description="the output matrix is the token embedding")
-    window: int | None = Field(
-        None, ge=1, description="how many keys a query sees, including its own (default: all up to its own)")
+    window: int | None = Field(None, ge=1, description="keys a query sees, its own included (default: all)")
     full_every: int = Field(
         0, ge=0, description="k: layers k, 2k, 3k ... (counted from 1) have no window (Cohere2: 4). 0: none")
     flex: bool = Field(
@@ -285,6 +284,7 @@ def help_text(topic: str | None = None) -> str:
     topics = {name: describe_choice(f"[{name}]", schema, schema) for name, schema in SECTIONS.items()}
     for name, encoding in ENCODINGS.items():
         topics[name] = describe_choice(name, encoding, encoding.Options, Options.model_fields)
+        topics[name] += ["the keys that all encodings share: --help position"]
     topics |= {name: describe_choice(name, scaling, scaling) for name, scaling in SCALINGS.items()}
     topics["all"] = [line for lines in topics.values() for line in [*lines, ""]]
     if topic in topics:

@@ -73,10 +73,13 @@ def explain(name: str, errors: Sequence[Any], where: str, schema: Schema, owner:
     if kind == "missing":
         return f"{name} {where}: missing; add {key} = ..."
     if kind == "extra_forbidden":
-        hint = did_you_mean(key, schema.model_fields)
+        known = schema.model_fields
+        hint = did_you_mean(key, known)
         if not hint and homes and key in homes:
             hint = f"; did you mean {homes[key]}?"
-        return f"{name} {where}: unknown key of {owner}{hint or '; --help lists the keys'}"
+        elif not hint:
+            hint = f"; its keys are {', '.join(known)}"
+        return f"{name} {where}: unknown key of {owner}{hint}"
     field = schema.model_fields[key]
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         methods = tables_of(field)

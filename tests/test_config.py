@@ -276,6 +276,13 @@ def test_every_field_has_its_typo_named(tmp_path: Path) -> None:
             assert f"did you mean {key}?" in found[0], found
 
 
+def test_an_option_of_another_encoding_is_answered_by_the_keys_of_this_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", MINIMAL)
+    assert problems(path, ["position.encoding=alibi", "position.fraction=0.5"]) == (
+        "position.fraction on the command line: unknown key of [position] with this encoding; its keys are "
+        "encoding, layers, skip_every, temperature, learned",)
+
+
 def test_a_bad_field_ends_the_command_with_2(tmp_path: Path, capsys) -> None:
     path = write(tmp_path / "a.toml", MINIMAL)
     with pytest.raises(SystemExit) as caught:

@@ -161,10 +161,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
-    `config` is a resolved Config. `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or
-    those that follow the cache's; (B, T, A) for an encoding with A axes. `cache` comes from `new_cache`.
-    `documents` (B, T) numbers the documents of packed sequences, between which attention is masked; it
-    excludes a cache. Raises ValueError for positions beyond the encoding's limit or of the wrong shape.
+    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's;
+    (B, T, A) for an encoding with A axes. `cache` comes from `new_cache`. `documents` (B, T) numbers packed
+    documents, which do not see one another; it excludes a cache. Raises ValueError for wrong positions.
     """
 
     def __init__(self, config: Config) -> None:
@@ -247,7 +246,7 @@ class GPT(nn.Module):
             axes = f" or (B, T, {n_axes})" if n_axes > 1 else ""
             raise ValueError(f"{name} takes positions (T,) or (B, T){axes}, got {shape}")
         if len(shape) == 3 and type(self.temperature) is not Temperature:
-            raise ValueError(f"position.temperature needs positions with one axis, got {shape}")
+            raise ValueError(f"positions must have one axis under position.temperature, got {shape}")
         if cache is not None and cache.positions is not None and cache.positions.dim() != len(shape):
             raise ValueError(f"the cache's positions are {tuple(cache.positions.shape)}: give positions= "
                              f"with as many axes at each step, got {shape}")

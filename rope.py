@@ -1,16 +1,16 @@
 """Rotary position embedding: frequencies, angles, rotation in both layouts, conversion between the layouts.
 
-RoPE turns the channel pair number i of a query at position m by the angle m * f_i, and of a key at n by
+RoPE rotates channel pair i of a query at position m by the angle m * f_i, and of a key at position n by
 n * f_i. A rotation R satisfies R(a)^T R(b) = R(b - a), so the logit q_m . k_n depends on m - n alone.
 Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.4.
 
-Which channels form a pair is a convention, and the silent cause of most RoPE bugs:
+Which channels form a pair is a convention, and mixing up the two is the cause of most RoPE bugs:
 
   half          pairs (i, i + R/2): GPT-NeoX, Hugging Face's Llama, ChatGLM-6B (within each half of its heads)
   interleaved   pairs (2i, 2i + 1): the paper, GPT-J, Meta's LLaMA, ChatGLM2 and later
 
-where R <= D is the number of channels that rotate. Both are the same function up to a permutation of the
-channels, so trained weights carry over with `to_half` and `to_interleaved`.
+R <= D is the number of channels that rotate. Both layouts are the same function up to a permutation of the
+channels, so `to_half` and `to_interleaved` convert trained weights without loss.
 
 Legend: B batch, T time, H = n_head, D = C // H, R = rotated channels, A position axes. Angles in radians.
 """
@@ -26,11 +26,11 @@ LAYOUTS = ("half", "interleaved")
 
 def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.float32,
              device: torch.device | str | None = None) -> Tensor:
-    """Each pair's turning speed: f_i = base^(-2i / dim), i = 0 ... dim/2 - 1. Radians per position, (dim/2,).
+    """Frequency of each pair: f_i = base^(-2i / dim), i = 0 ... dim/2 - 1. Radians per position, (dim/2,).
 
-    From 1 (a turn every 2 pi positions) down to nearly 1 / base. RoFormer, section 3.2.2, where f is called
-    theta. The order of operations is that of Hugging Face and the others: far from 0, one bit of f is a
-    visible angle.
+    From 1 (a full turn every 2 pi positions) down to nearly 1 / base. RoFormer, section 3.2.2, where f is
+    called theta. The order of operations is that of Hugging Face and other libraries: at large positions the
+    last bit of f makes a visible difference.
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"rotary dimension must be a positive even number, got {dim}")
@@ -38,10 +38,10 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
 
 
 def stop_slowest(inv_freq: Tensor, p: float) -> Tensor:
-    """The slowest pairs stopped: 0 from pair floor(p R/2) on. p = 1: RoPE, p = 0: NoPE. (R/2,) -> (R/2,).
+    """Stop the slowest pairs: frequency 0 from pair floor(p R/2) on. p = 1: RoPE, p = 0: NoPE. -> (R/2,).
 
-    p-RoPE, Barbero et al. 2024, arXiv:2410.06205. Unlike a rotation of p * R channels, whose
-    frequencies span the whole range, the rest are RoPE's own.
+    p-RoPE, Barbero et al. 2024, arXiv:2410.06205. The other pairs keep RoPE's frequencies, whereas rotating
+    only p * R channels spreads the frequencies over the whole range.
     """
     dim = 2 * len(inv_freq)
     f = inv_freq.clone()
@@ -50,21 +50,21 @@ def stop_slowest(inv_freq: Tensor, p: float) -> Tensor:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Scaling: other frequencies for a context `factor` (s) times the length L of the training. Those that bend
-# the frequencies take and return them, (R/2,), in any dtype; those that change the base return the new one.
-# At s = 1 each gives back the very numbers that it was given.
+# Scaling: other frequencies for a context that is `factor` (s) times the training length L. Some functions
+# take and return frequencies (R/2,), of any dtype; others return a new base. At s = 1 each returns its input
+# to the last bit.
 
 
 def interpolate(inv_freq: Tensor, factor: float) -> Tensor:
     """Position interpolation: f_i / s, as if positions were s times closer. Chen 2023, arXiv:2306.15595, 2.3.
 
-    `linear` in Hugging Face. Every angle up to s L was seen in training, but neighbours move together.
+    `linear` in Hugging Face. Up to s L every angle was seen in training, but neighbours differ by less.
     """
     return inv_freq / factor
 
 
 def ntk_base(dim: int, base: float, factor: float) -> float:
-    """NTK-aware: base s^(R / (R - 2)). The fastest pair keeps its 1, the slowest becomes PI's, f / s.
+    """NTK-aware: base s^(R / (R - 2)). The fastest pair keeps frequency 1, the slowest gets f / s as in PI.
 
     bloc97 2023, r/LocalLLaMA; YaRN, Peng et al. 2023, arXiv:2309.00071, section 3.1. R >= 4.
     """
@@ -74,29 +74,29 @@ def ntk_base(dim: int, base: float, factor: float) -> float:
 
 
 def dynamic_ntk_base(dim: int, base: float, factor: float, L: int, T: int) -> float:
-    """NTK-aware with the scale that T tokens need: s' = a T / L - (a - 1), a = factor; 1 as long as T <= L.
+    """NTK-aware with the scale that T tokens need: s' = a T / L - (a - 1), a = factor; 1 for T <= L.
 
-    emozilla 2023, r/LocalLLaMA; YaRN, section 3.3. With a = 1 the scale is T / L itself: T tokens are turned
-    as NTK-aware scaling turns them for T. A larger a stretches further than T needs.
+    emozilla 2023, r/LocalLLaMA; YaRN, section 3.3. With a = 1 the scale is T / L: the result is that of
+    NTK-aware scaling for T tokens. A larger a stretches more than T needs.
     """
     return ntk_base(dim, base, 1 + factor * max(0, T - L) / L)      # this order: exactly 1 at T <= L
 
 
 def pair_that_turns(times: float, dim: int, base: float, L: int) -> float:
-    """Which pair, in fractions, turns so many times within L tokens: R ln(L / (2 pi times)) / (2 ln base).
+    """Index, a real number, of the pair that turns so often within L: R ln(L / (2 pi times)) / (2 ln base).
 
-    YaRN, section 3.2. From L f / (2 pi) = times and f = base^(-2i / R); below 0 where none is that fast.
+    YaRN, section 3.2. From L f / (2 pi) = times and f = base^(-2i / R); below 0 if no pair is that fast.
     """
     return dim * math.log(L / (2 * math.pi * times)) / (2 * math.log(base))
 
 
 def yarn(inv_freq: Tensor, base: float, factor: float, L: int, beta_fast: float = 32.0,
          beta_slow: float = 1.0, truncate: bool = True) -> Tensor:
-    """Keep pairs that turn beta_fast times within L, interpolate those under beta_slow, mix in between.
+    """Keep pairs with beta_fast turns within L or more, interpolate those below beta_slow, mix in between.
 
-    f' = (1 - g) f + g f / s, g = clamp((i - low) / (high - low), 0, 1), low and high the pairs that turn
-    beta_fast and beta_slow times, with `truncate` rounded outwards, and within 0 ... R - 1 as in the authors'
-    code. YaRN, Peng et al. 2023, arXiv:2309.00071, section 3.2 (NTK-by-parts).
+    f' = (1 - g) f + g f / s, g = clamp((i - low) / (high - low), 0, 1). low and high are the indices of the
+    pairs that turn beta_fast and beta_slow times; `truncate` rounds them outwards, and they are clamped to
+    0 ... R - 1 as in the authors' code. YaRN, Peng et al. 2023, arXiv:2309.00071, section 3.2 (NTK-by-parts).
     """
     dim = 2 * len(inv_freq)
     low, high = (pair_that_turns(beta, dim, base, L) for beta in (beta_fast, beta_slow))
@@ -104,18 +104,18 @@ def yarn(inv_freq: Tensor, base: float, factor: float, L: int, beta_fast: float 
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     i = torch.arange(dim // 2, dtype=inv_freq.dtype, device=inv_freq.device)
-    g = ((i - low) / max(high - low, 1e-3)).clamp(0, 1)             # low = high: a step there
+    g = ((i - low) / max(high - low, 1e-3)).clamp(0, 1)             # low = high: a step
     return torch.lerp(inv_freq, inv_freq / factor, g)
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """0.1 ln s + 1 on cos and sin both, so its square on the logits. YaRN, section 3.4."""
+    """0.1 ln s + 1, a factor on both cos and sin, so its square is on the logits. YaRN, section 3.4."""
     return 0.1 * math.log(factor) + 1
 
 
 def llama3(inv_freq: Tensor, factor: float, L: int, low_freq_factor: float = 1.0,
            high_freq_factor: float = 4.0) -> Tensor:
-    """Keep pairs that turn high_freq_factor times within L, interpolate those under low, mix in between.
+    """Keep pairs with high_freq_factor turns in L or more, interpolate those below low, mix in between.
 
     f' = (1 - g) f / s + g f, g = clamp((turns - low) / (high - low), 0, 1), turns = L f / (2 pi). Llama 3.1's
     code, github.com/meta-llama/llama-models (there s = 8, L = 8192); not in its paper, arXiv:2407.21783.
@@ -126,7 +126,7 @@ def llama3(inv_freq: Tensor, factor: float, L: int, low_freq_factor: float = 1.0
 
 
 def longrope_attention_factor(factor: float, L: int) -> float:
-    """sqrt(1 + ln s / ln L) on cos and sin both. LongRoPE's code, github.com/microsoft/LongRoPE; L >= 2."""
+    """sqrt(1 + ln s / ln L), on both cos and sin. LongRoPE's code, github.com/microsoft/LongRoPE; L >= 2."""
     return math.sqrt(1 + math.log(factor) / math.log(L))
 
 
@@ -137,19 +137,19 @@ def longrope_attention_factor(factor: float, L: int) -> float:
 def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
     """angle[..., t, i] = positions[..., t] * inv_freq[i]. Any integers (..., T) -> radians (..., T, R/2).
 
-    Computed in inv_freq's dtype (fp32, or fp64 where exactness is the point), never in the model's: bf16
-    holds integers exactly only to 256. Offsets, gaps, repeats are fine: a position is a number, not an index.
+    Computed in inv_freq's dtype (fp32, or fp64 for exact results), never in the model's: bf16 holds integers
+    exactly only up to 256. Positions may have offsets, gaps and repeats.
     """
     return positions.to(inv_freq.dtype)[..., None] * inv_freq
 
 
 def axial_angles(positions: Tensor, inv_freqs: Sequence[Tensor]) -> Tensor:
-    """Angles of positions with A axes: axis a drives its own share of the channel pairs, side by side.
+    """Angles for positions with A axes: each axis rotates its own share of the channel pairs.
 
-    Positions (..., T, A) and one inv_freq (R_a/2,) per axis -> radians (..., T, sum_a R_a/2). A logit then
-    depends on the difference along each axis alone. This is the 2-D form of ChatGLM-6B (axes: position in the
-    text, position in the answer) and of vision transformers (row, column). ChatGLM-6B pairs (i, i + D/4)
-    inside each half of the head; in layout "half" here the pairs are (i, i + D/2): equal up to a permutation.
+    Positions (..., T, A) and one inv_freq (R_a/2,) per axis -> radians (..., T, sum_a R_a/2), axis by axis.
+    A logit then depends on the difference along each axis alone. This is the 2-D form of ChatGLM-6B (axes:
+    position in the text, position in the answer) and of vision transformers (row, column). ChatGLM-6B pairs
+    (i, i + D/4) inside each half of the head; layout "half" here pairs (i, i + D/2): a permutation of it.
     """
     if positions.shape[-1] != len(inv_freqs):
         raise ValueError(f"positions have {positions.shape[-1]} axes, "
@@ -158,7 +158,7 @@ def axial_angles(positions: Tensor, inv_freqs: Sequence[Tensor]) -> Tensor:
 
 
 def rotate(x: Tensor, angle: Tensor, layout: str = "half") -> Tensor:
-    """Turn the pairs of x (..., T, D) by +angle (..., T, R/2), counter-clockwise; channels from R on pass.
+    """Rotate the pairs of x (..., T, D) by +angle (..., T, R/2), counter-clockwise; channels from R on pass.
 
     layout "half" pairs (i, i + R/2), "interleaved" pairs (2i, 2i + 1). Computed in angle's precision,
     returned in x's dtype. The inverse is rotate(x, -angle).
@@ -167,7 +167,7 @@ def rotate(x: Tensor, angle: Tensor, layout: str = "half") -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
-    """`rotate` with the cosines and sines (..., T, R/2) at hand: made once a forward, used in each layer.
+    """`rotate`, given the cosines and sines (..., T, R/2): computed once a forward, used in each layer.
 
     (a, b) -> (a cos - b sin, b cos + a sin) for each pair.
     """
@@ -206,8 +206,8 @@ def _half_order(n_rows: int, n_head: int, rotary_dim: int | None) -> Tensor:
 def to_half(weight: Tensor, n_head: int, rotary_dim: int | None = None) -> Tensor:
     """Convert a query or key projection trained with interleaved rotation for half rotation: same logits.
 
-    weight (H * D, C), or a bias (H * D,), or a norm over the head dimension (D,) with n_head=1. Only the
-    first rotary_dim channels of each head are permuted (default: all). Values must not be converted.
+    `weight` is (H * D, C), or a bias (H * D,), or a norm over the head dimension (D,) with n_head=1. Only the
+    first rotary_dim channels of each head are permuted (default: all). Do not convert the value projection.
     """
     return weight[_half_order(len(weight), n_head, rotary_dim).to(weight.device)]
 
@@ -221,8 +221,8 @@ def to_interleaved(weight: Tensor, n_head: int, rotary_dim: int | None = None) -
 def long_term_decay(distance: Tensor, inv_freq: Tensor) -> Tensor:
     """sum_i cos(distance * f_i) / (R/2) for distances (...): the logit of all-ones q and k, 1 at distance 0.
 
-    It falls with distance in the mean, not monotonically, and slower for a larger base. RoFormer,
-    section 3.4.3, bounds the logit by the mean |S_j| of partial sums of the same terms; this is the plainer
-    curve usually drawn.
+    It falls with distance on average, not monotonically, and slower for a larger base. RoFormer, section
+    3.4.3, bounds the logit by the mean |S_j| of partial sums of the same terms; this simpler curve is the one
+    usually drawn.
     """
     return angles(distance, inv_freq).cos().mean(dim=-1)

@@ -1,25 +1,24 @@
 """How a training step's time and memory grow: with the length T, and with the number of parameters.
 
-`python -m bench.growth [--lengths T,T] [--sizes LxC,LxC] [--out FILE.md]` steps our decoder and the best
-peer in bfloat16: 6 layers, 384 wide, at T = 256 ... 16384 with 4096 tokens a step, or T where that is more;
-and at T = 256 with 1 to 100 M parameters. Of ours alibi (folded into the fused kernel) and t5 (in blocks) are
-on the axis of lengths besides. The best peer is the one that is fastest at T = 1024. None is compiled, for
-that would have to be done anew for each shape.
+`python -m bench.growth [--lengths T,T] [--sizes LxC,LxC] [--device cpu|cuda] [--out FILE.md]` takes steps of
+nanorope and of the fastest peer in bfloat16: 6 layers, 384 wide, at T = 256 ... 16384 with 4096 tokens a step
+(65,536 on a GPU), or T where that is more; and at T = 256 with 1 to 100 M parameters. On the axis of lengths
+nanorope also has alibi (folded into the fused kernel) and t5 (in blocks). The fastest peer is found at
+T = 1024. None is compiled, since that would have to be done anew for each shape.
 
-Every figure is that of fresh processes, one at a time, each contender in turn, round after round: a step of
-64 tokens to warm up, then steps for some seconds, of which the first counts only where it is the only one.
-Where a round takes over a minute, it is the only one.
-Time should grow as FLOPs a token do, 6 for each weight of a matrix and 6 n_layer C (T + 1) of causal
-attention (model.py: flops_per_token). Memory, the peak of a process less what it had before its model was
-made, should be 12 bytes for each parameter (weight and two moments) and an amount for each token that grows
-as n_layer C, whatever T: a T x T that is kept would show. Who runs out of memory, or of time, is not asked
-for more.
+Every figure comes from fresh processes, one at a time, each contender in turn, round after round: a step of
+64 tokens to warm up, then steps for some seconds; the first of these counts only if it is the only one. If a
+round takes over a minute, it is the only one.
+Time should grow as the FLOPs a token do: 6 for each weight of a matrix and 6 n_layer C (T + 1) for causal
+attention (model.py: flops_per_token). Memory is the peak of a process minus what it had before its model was
+made. It should be 12 bytes for each parameter (weight and two moments), plus an amount for each token that
+grows as n_layer C, whatever T: logits of T x T that are kept would show. A contender that runs out of memory
+or time is not measured at the next point.
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import re
 import resource
 import signal
@@ -27,56 +26,51 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from bench import training
-from bench.memory import peak_bytes
-from bench.training import CONTENDERS, Contender, Step, ours
-from config import load_config
+from bench.measuring import Ended, add_device, check_device, fresh, machine, peak_bytes
+from bench.training import contender_config, make_step
 from model import GPT
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
-
-TOKENS = 4096                       # a step, or T where that is more
-SIZE, LENGTH = (6, 384), 256        # n_layer and n_embd as T grows, and T as they do
+STEP_TOKENS = {"cpu": 4096, "cuda": 65_536}     # tokens a step, or T where that is more
+SIZE, LENGTH = (6, 384), 256        # n_layer and n_embd on the axis of lengths, T on the other
 HEAD_WIDTH = 64
 WARM_UP = 64                        # tokens
-LONG = 60                           # seconds for a round, after which there is no other
-RACE = 1024                         # T at which the best peer is found
-OURS, FOLDED, IN_BLOCKS = "nanorope rope (eager)", "nanorope alibi (eager)", "nanorope t5 (eager)"
+LONG = 60                           # seconds of a round after which there is no other
+RACE = 1024                         # T at which the fastest peer is found
+NANOROPE = "nanorope rope (eager)"
+OTHERS = ("nanorope alibi (eager)", "nanorope t5 (eager)")
 PEERS = ("transformers Llama (eager)", "transformers GPT-2 (eager)", "x-transformers rotary (eager)")
-CONTENDERS |= {FOLDED: Contender(lambda T: ours("alibi", T), is_compiled=False),
-               IN_BLOCKS: Contender(lambda T: ours("t5", T), is_compiled=False)}
 TIME, MEMORY = "microseconds a token", "MB a step"
 BY_LENGTH, BY_SIZE = "T", "parameters"
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7")
 
 
 class Point(NamedTuple):
-    """What is stepped: a model, and sequences of T tokens: TOKENS in all, or one sequence."""
+    """What is measured: a model, and a batch of sequences of T tokens."""
 
     n_layer: int
     n_embd: int
     T: int
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences in a step."""
-        return max(1, TOKENS // self.T)
+    batch_size: int
 
     @property
     def tokens(self) -> int:
         """Tokens in a step."""
         return self.T * self.batch_size
 
+    def config(self, name: str) -> Any:
+        """The config of a contender here."""
+        return contender_config(name, "small", self.T, self.batch_size, f"model.n_layer={self.n_layer}",
+                                f"model.n_embd={self.n_embd}", f"model.n_head={self.n_embd // HEAD_WIDTH}")
+
     def place(self, axis: str) -> int:
-        """T, or our parameters."""
+        """T, or nanorope's parameters."""
         return self.T if axis == BY_LENGTH else sizes(self)[0]
 
     def label(self, axis: str) -> str:
@@ -86,7 +80,7 @@ class Point(NamedTuple):
         return f"{self.place(axis) / 1e6:.1f} M ({self.n_layer} x {self.n_embd})"
 
     def expected(self, quantity: str, first: Point, value: float) -> float:
-        """A quantity here, by formula, where another point has this value."""
+        """What the formula predicts here if `value` was measured at the first point."""
         (parameters, flops), (first_parameters, first_flops) = sizes(self), sizes(first)
         if quantity == TIME:
             return value * flops / first_flops
@@ -95,7 +89,7 @@ class Point(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """What was found: seconds a step, and bytes of model, optimiser and step."""
+    """What was measured: seconds a step, and bytes of model, optimiser and step."""
 
     seconds: float
     peak: int
@@ -105,16 +99,23 @@ class Figure(NamedTuple):
         return 1e6 * self.seconds / point.tokens if quantity == TIME else self.peak / 1e6
 
 
+class Limits(NamedTuple):
+    """How each figure is measured."""
+
+    device: str
+    rounds: int
+    seconds: float      # of steps in each process
+    patience: int       # seconds of all cores that a process may take
+
+
 Row = dict[str, Figure | str]       # contender -> figure, or why there is none
 
 
 @cache
 def sizes(point: Point) -> tuple[int, int]:
-    """Parameters of our model, and FLOPs a token of a training step."""
+    """Parameters of nanorope's model, and FLOPs a token of a training step."""
     with torch.device("meta"):
-        model = GPT(load_config(ROOT / "configs" / "quick.toml", [
-            f"model.vocab_size={training.VOCAB_SIZE}", f"model.n_layer={point.n_layer}",
-            f"model.n_embd={point.n_embd}", f"model.n_head={point.n_embd // HEAD_WIDTH}"]))
+        model = GPT(point.config(NANOROPE))
     return model.n_parameters(), model.flops_per_token(point.T)
 
 
@@ -122,68 +123,57 @@ def sizes(point: Point) -> tuple[int, int]:
 # Measuring
 
 
-def step_alone(to_parent: Connection, name: str, point: Point, seconds: float, patience: int) -> None:
-    """In a process of its own, with limits on memory and CPU time: step for so long, send what is found."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C is for the parent, which ends this one
-    limit = free_bytes()
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CPU, (patience * torch.get_num_threads(), resource.RLIM_INFINITY))
-    training.N_LAYER, training.N_EMBD = point.n_layer, point.n_embd
-    training.N_HEAD = point.n_embd // HEAD_WIDTH
-    before = peak_bytes()
+def step_alone(name: str, point: Point, limits: Limits) -> Figure | str:
+    """In a process of its own, with limits on memory and CPU time: take steps, return the figure."""
+    cpu_s = limits.patience * torch.get_num_threads()
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
+    before = 0
+    if limits.device == "cpu":
+        resource.setrlimit(resource.RLIMIT_DATA, (free_bytes(), free_bytes()))
+        before = peak_bytes()
     try:
-        step = Step(name, point.T, point.batch_size)
+        step = make_step(name, point.config(name), limits.device)
         x, y = step.x, step.y
         step.x, step.y = x[:1, :WARM_UP], y[:1, :WARM_UP]
         step.seconds()                                                  # threads, moments, first calls
         step.x, step.y = x, y
         times = [step.seconds()]
-        while sum(times) < seconds:
+        while sum(times) < limits.seconds:
             times.append(step.seconds())
-    except (MemoryError, RuntimeError) as error:    # torch's allocator and oneDNN have words of their own
+    except (MemoryError, RuntimeError) as error:    # PyTorch's allocators and oneDNN word it differently
         if isinstance(error, RuntimeError) and not re.search("memory|could not create", str(error)):
             raise
-        to_parent.send("out of memory")
-        return
-    to_parent.send(Figure(statistics.median(times[1:] or times), peak_bytes() - before))
-
-
-def figure_of(name: str, point: Point, seconds: float, patience: int) -> Figure | str:
-    """What a fresh process finds, or why nothing. It is forked: what is imported here is not again."""
-    fork = multiprocessing.get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=step_alone, args=(sender, name, point, seconds, patience), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError as error:
-        process.join()
-        reasons = {-signal.SIGXCPU: f"over {patience} s", -signal.SIGKILL: "out of memory"}
-        if process.exitcode not in reasons:
-            raise RuntimeError(f"{name} at {point}: see above") from error
-        return reasons[process.exitcode]
-    finally:
-        process.kill()
-        process.join()
+        return "out of memory"
+    return Figure(statistics.median(times[1:] or times), peak_bytes(limits.device) - before)
 
 
 def free_bytes() -> int:
-    """Nine tenths of what the machine can still give (Linux), so that no other process is killed for us."""
+    """Nine tenths of the memory that is available (Linux), so that no other process is killed."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return int(0.9 * 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
 
 
-def measure(names: Sequence[str], point: Point, rounds: int, seconds: float, patience: int) -> Row:
+def figure_of(name: str, point: Point, limits: Limits) -> Figure | str:
+    """What a fresh process measures, or why it measures nothing."""
+    try:    # forked on a CPU: peers are imported once; CUDA does not survive a fork
+        return fresh(step_alone, name, point, limits, method="fork" if limits.device == "cpu" else "spawn")
+    except Ended as ended:
+        reasons = {-signal.SIGXCPU: f"over {limits.patience} s", -signal.SIGKILL: "out of memory"}
+        if ended.exit_code not in reasons:
+            raise
+        return reasons[ended.exit_code]
+
+
+def measure(names: Sequence[str], point: Point, limits: Limits) -> Row:
     """Each contender in turn, in each round: its median time, and its highest peak."""
     found: dict[str, list[Figure]] = {name: [] for name in names}
     failed: Row = {}
     began = time.perf_counter()
-    for n in range(rounds):
+    for n in range(limits.rounds):
         if n and time.perf_counter() - began > LONG:
             break
         for name in (name for name in names if name not in failed):
-            figure = figure_of(name, point, seconds, patience)
+            figure = figure_of(name, point, limits)
             if isinstance(figure, str):
                 failed[name] = figure
             else:
@@ -192,9 +182,9 @@ def measure(names: Sequence[str], point: Point, rounds: int, seconds: float, pat
                      for name, figures in found.items() if name not in failed}
 
 
-def best_peer(point: Point, seconds: float, patience: int) -> str:
+def fastest_peer(point: Point, limits: Limits) -> str:
     """The fastest of PEERS."""
-    figures = measure(PEERS, point, 2, seconds, patience).items()
+    figures = measure(PEERS, point, limits).items()
     seconds_of = {name: figure.seconds for name, figure in figures if isinstance(figure, Figure)}
     return min(seconds_of, key=seconds_of.__getitem__)
 
@@ -204,34 +194,34 @@ def best_peer(point: Point, seconds: float, patience: int) -> str:
 
 
 class Axis:
-    """Contenders along T or along parameters: what was found of them, and what is expected."""
+    """Contenders along T or along parameters: what was measured, and what the formula predicts."""
 
     def __init__(self, x: str, points: list[Point], names: list[str]) -> None:
         self.x, self.points, self.names = x, points, names
         self.rows: dict[Point, Row] = {}
 
-    def measure(self, rounds: int, seconds: float, patience: int) -> Iterator[Point]:
-        """Fill the rows, one after another. Who fails at a point is not asked at the next."""
+    def measure(self, limits: Limits) -> Iterator[Point]:
+        """Fill the rows, one after another."""
         failed: Row = {}
         for point in self.points:
             names = [name for name in self.names if name not in failed]
-            self.rows[point] = failed | measure(names, point, rounds, seconds, patience)
+            self.rows[point] = failed | measure(names, point, limits)
             failed = {name: figure for name, figure in self.rows[point].items() if isinstance(figure, str)}
             yield point
 
     def columns(self, quantity: str) -> dict[str, dict[Point, float]]:
-        """Contender -> point -> figure, as far as there is one; and "expected", from our first on."""
+        """Contender -> point -> figure; "expected" starts from nanorope's first figure."""
         shown: dict[str, dict[Point, float]] = {"expected": {}, **{name: {} for name in self.names}}
         for point, row in self.rows.items():
             for name, figure in row.items():
                 if isinstance(figure, Figure):
                     shown[name][point] = figure.show(quantity, point)
-        for first, value in list(shown[OURS].items())[:1]:
+        for first, value in list(shown[NANOROPE].items())[:1]:
             shown["expected"] = {point: point.expected(quantity, first, value) for point in self.rows}
         return shown
 
     def table(self, quantity: str) -> Iterator[str]:
-        """Markdown: a row for each point, in brackets over the column's first; then exponents."""
+        """Markdown: a row for each point, in brackets its ratio to the column's first; then exponents."""
         columns, points = self.columns(quantity), list(self.rows)
         yield f"| {self.x} | " + " | ".join(columns) + " |"
         yield "|---|" + "---:|" * len(columns)
@@ -248,7 +238,7 @@ class Axis:
 
 
 def text(axes: Sequence[Axis], head: str) -> str:
-    """All tables, as far as they go."""
+    """All tables, with the rows measured so far."""
     lines = [head]
     for axis in axes:
         for quantity in (TIME, MEMORY) if axis.rows else ():
@@ -257,7 +247,7 @@ def text(axes: Sequence[Axis], head: str) -> str:
 
 
 def plot(axes: Sequence[Axis], path: Path) -> None:
-    """A panel for each table; dashed: expected of our first contender."""
+    """A panel for each table; dashed: what the formula predicts for nanorope."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -286,55 +276,58 @@ def plot(axes: Sequence[Axis], path: Path) -> None:
 # Command
 
 
-def points_of(lengths: str, sizes: str) -> tuple[list[Point], list[Point]]:
+def points_of(lengths: str, sizes: str, step_tokens: int) -> tuple[list[Point], list[Point]]:
     """Points along T, and along parameters."""
     try:
-        by_length = [Point(*SIZE, int(T)) for T in lengths.split(",")]
+        by_length = [(*SIZE, int(T)) for T in lengths.split(",")]
         pairs = [size.split("x") for size in sizes.split(",")]
-        by_size = [Point(int(n_layer), int(n_embd), LENGTH) for n_layer, n_embd in pairs]
+        by_size = [(int(n_layer), int(n_embd), LENGTH) for n_layer, n_embd in pairs]
     except ValueError as error:
         raise UserError(f"--lengths {lengths} --sizes {sizes}: must read 256,512 and 5x128,6x192") from error
-    if any(point.n_embd % HEAD_WIDTH or min(point) < 1 for point in by_size) or min(by_length).T < WARM_UP:
+    if any(size[1] % HEAD_WIDTH or min(size) < 1 for size in by_size) or min(by_length)[2] < WARM_UP:
         raise UserError(f"--lengths {lengths} --sizes {sizes}: lengths from {WARM_UP} on, one layer or more, "
                         f"and widths that are multiples of {HEAD_WIDTH}")
-    return by_length, by_size
+    with_batch = [[Point(*size, max(1, step_tokens // size[2])) for size in axis]
+                  for axis in (by_length, by_size)]
+    return with_batch[0], with_batch[1]
 
 
 def import_peers() -> None:
-    """Here, once, for every process that is forked from this one."""
-    import transformers
+    """Import the peers once, for every process that is forked from this one."""
     import x_transformers  # noqa: F401
     from transformers import GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
-
-    transformers.logging.set_verbosity_error()      # of ids that a vocabulary of bytes lacks
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
+    add_device(parser)
     parser.add_argument("--lengths", default="256,512,1024,2048,4096,8192,16384", help="default %(default)s")
     parser.add_argument("--sizes", default="5x128,6x192,6x384,9x576,14x768",
                         help="layers x width (default %(default)s)")
+    parser.add_argument("--tokens", type=int, help="a step, or T if that is more (default 4096; GPU 65536)")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=3, help="of steps in each (default %(default)s)")
     parser.add_argument("--patience", type=int, default=120,
                         help="seconds of all cores that a process may take (default %(default)s)")
-    parser.add_argument("--out", type=Path, help="Markdown to write, with a .png beside it, after each row")
     args = parser.parse_args()
-    by_length, by_size = points_of(args.lengths, args.sizes)
+    check_device(args.device)
+    step_tokens = args.tokens or STEP_TOKENS[args.device]
+    by_length, by_size = points_of(args.lengths, args.sizes, step_tokens)
     import_peers()
-    how = (args.seconds, args.patience)
-    peer = best_peer(Point(*SIZE, RACE), *how)
-    axes = [Axis(BY_LENGTH, by_length, [OURS, FOLDED, IN_BLOCKS, peer]), Axis(BY_SIZE, by_size, [OURS, peer])]
+    limits = Limits(args.device, args.rounds, args.seconds, args.patience)
+    race_T = min(RACE, by_length[-1].T)
+    race = Point(*SIZE, race_T, max(1, step_tokens // race_T))
+    peer = fastest_peer(race, limits._replace(rounds=2))
+    axes = [Axis(BY_LENGTH, by_length, [NANOROPE, *OTHERS, peer]), Axis(BY_SIZE, by_size, [NANOROPE, peer])]
     head = (f"`python -m bench.growth --lengths {args.lengths} --sizes {args.sizes} --rounds {args.rounds} "
-            f"--seconds {args.seconds:g}`: CPU, {torch.get_num_threads()} threads, torch "
-            f"{torch.__version__}, bfloat16, eager. The fastest peer at T {RACE}, of {', '.join(PEERS)}: "
-            f"{peer}.")
+            f"--seconds {args.seconds:g} --device {args.device}`: {machine(args.device)}, bfloat16, eager. "
+            f"The fastest peer at T {race_T}, from {', '.join(PEERS)}: {peer}.")
     for axis in axes:
-        for point in axis.measure(args.rounds, *how):
+        for point in axis.measure(limits):
             print(f"{axis.x} {point.label(axis.x)}: " + ", ".join(
                 f"{name} {figure if isinstance(figure, str) else f'{figure.seconds:.2f} s'}"
                 for name, figure in axis.rows[point].items()), flush=True)
-            if args.out:                # after each point, so that an interruption costs one
+            if args.out:                # after each point, so that an interruption loses one at most
                 args.out.write_text(text(axes, head))
                 plot(axes, args.out.with_suffix(".png"))
     print(text(axes, head), end="")

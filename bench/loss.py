@@ -1,26 +1,22 @@
 """The loss over a large vocabulary, at once and in chunks: CPU time and peak memory, forward and backward.
 
 `python -m bench.loss [--shape N,C,V] [--dtype bfloat16|float32]`: N targets, C = n_embd, V vocabulary. Each
-figure is of a fresh process: memory above that of the inputs, time of the second of two passes on one thread.
+figure comes from a fresh process: memory above that of the inputs, time of the second of two passes on one
+thread.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import torch
 
-from bench.memory import peak_bytes
+from bench.measuring import fresh, peak_bytes, table
 from runtime import loss
 from runtime.command import argument_parser, run_command
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-def measure(shape: str, dtype: str, is_chunked: bool) -> str:
+def measure(shape: str, dtype: str, is_chunked: bool) -> tuple[str, ...]:
     """A row of the table."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -37,23 +33,18 @@ def measure(shape: str, dtype: str, is_chunked: bool) -> str:
         value.backward()
         seconds = time.process_time() - began
     how = f"in chunks of {loss.chunk_rows(N, V)} rows" if is_chunked else "at once"
-    return f"| {how} | {value.item():.6f} | {seconds:.1f} | {(peak_bytes() - before) / 1e9:.2f} |"
+    return how, f"{value.item():.6f}", f"{seconds:.1f}", f"{(peak_bytes() - before) / 1e9:.2f}"
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--alone"]:
-        print(measure(sys.argv[2], sys.argv[3], sys.argv[4] == "True"))
-        return
     parser = argument_parser(__doc__)
     parser.add_argument("--shape", default="16384,768,50257", help="N, C, V (default %(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16",
                         help="of the products (default %(default)s)")
     args = parser.parse_args()
-    print(f"torch {torch.__version__}, N, C, V = {args.shape}, {args.dtype}\n\n"
-          "| logits | loss | CPU s | peak GB |\n|---|---:|---:|---:|", flush=True)
-    for is_chunked in (False, True):
-        arguments = ["--alone", args.shape, args.dtype, str(is_chunked)]
-        subprocess.run([sys.executable, __file__, *arguments], check=True)
+    rows = [fresh(measure, args.shape, args.dtype, is_chunked) for is_chunked in (False, True)]
+    print(f"torch {torch.__version__}, N, C, V = {args.shape}, {args.dtype}\n")
+    print("\n".join(table(("logits", "loss", "CPU s", "peak GB"), rows)))
 
 
 if __name__ == "__main__":

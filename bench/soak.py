@@ -1,8 +1,11 @@
 """Break training again and again, and count what is lost: `python -m bench.soak [--only NAME,...]`.
 
-Each case breaks real processes, and then the run must end bit-equal to one that was left alone; or it runs
-the tests of a fault and counts them. Writes what it found into docs/reliability.md; exits with 1 where
-anything is lost. Linux; the cases of disks mount a tmpfs, which takes root.
+Each case breaks real processes, after which the run must end bit-equal to one that nobody disturbed; or it
+runs the tests of a fault and counts them. It writes the result into docs/reliability.md and exits with 1 if
+anything is lost. Linux only; the cases about disks mount a tmpfs, which needs root.
+
+Faults come from outside: signals, kills, disks. Three cases need one at an exact moment; for these `driver`
+runs train.py with a hook before each forward pass of GPT and one in os.fsync, and in no other function.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -25,9 +29,9 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-import train
+import torch
+
 from model import GPT
-from runtime import checkpoint
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
@@ -55,23 +59,24 @@ save_every = 3
 """
 SLOW = ["train.steps=6", "train.batch_size=40", "train.accumulate=40", "train.val_windows=40",
         "run.eval_every=2"]     # 40 forwards a step and 40 a validation
-PHASES = {"step 1": 1, "accumulation": 57, "evaluation": 20, "saving": 2}   # which call gets the signal
+PHASES = {"step 1": 1, "accumulation": 57, "evaluation": 20, "saving": 2}   # the call that gets the signal
+DRIVER = ("-m", "bench.soak", "driver")
 FUZZ_CASES = 2000
 
 
 class Outcome(NamedTuple):
-    """What a case found: how often it broke something, and what was lost by it."""
+    """What a case found: how often it broke something, and what was lost."""
 
     tried: str
     lost: str = "nothing"
 
 
 class Lost(Exception):
-    """Something that must not be lost was."""
+    """Something was lost that must not be lost."""
 
 
 class Bench:
-    """A folder with a corpus and a config, and runs in it."""
+    """A folder with a corpus, a config and runs."""
 
     def __init__(self, folder: Path, n_kills: int) -> None:
         self.folder, self.n_kills, self.random = folder, n_kills, random.Random(0)  # noqa: S311
@@ -84,14 +89,15 @@ class Bench:
 
     def start(self, *command: str, environment: dict[str, str] | None = None,
               output: int = subprocess.PIPE) -> subprocess.Popen[str]:
-        """One of our commands, running."""
-        return subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]], cwd=self.folder,
-                                env={**os.environ, **(environment or {})}, text=True, stdout=output,
-                                stderr=subprocess.PIPE)
+        """Start a command: a script of the repository, or `-m` and a module."""
+        first = command[0] if command[0] == "-m" else str(ROOT / command[0])
+        return subprocess.Popen([sys.executable, first, *command[1:]], cwd=self.folder, text=True,
+                                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+                                stdout=output, stderr=subprocess.PIPE)
 
     def call(self, *command: str, expected: Sequence[int] = (0,),
              environment: dict[str, str] | None = None, others_may_fail: bool = False) -> str:
-        """Its output, after it has ended as expected, without a traceback unless of W&B's own threads."""
+        """The output of a command that must end as expected, and print no traceback but those of W&B."""
         process = self.start(*command, environment=environment)
         out, err = process.communicate(timeout=1800)
         check(process.returncode in expected and (others_may_fail or "Traceback" not in err),
@@ -100,12 +106,12 @@ class Bench:
         return out + err
 
     def straight(self, name: str, *overrides: str) -> Path:
-        """A run that is left alone."""
+        """A run that nobody disturbs."""
         self.call("train.py", "soak.toml", *overrides, f"run.dir=runs/{name}")
         return self.folder / "runs" / name
 
     def tests(self, selection: str, *files: str, environment: dict[str, str] | None = None) -> int:
-        """How many tests of a fault passed; none may fail."""
+        """Run the tests of a fault; return how many passed. None may fail."""
         process = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-k", selection,
              *files], cwd=ROOT, env={**os.environ, **(environment or {})}, capture_output=True, text=True)
@@ -116,18 +122,17 @@ class Bench:
 
 
 def check(is_fine: bool, problem: str) -> None:
-    """Raise Lost unless it is fine."""
+    """Raise Lost with the problem unless all is fine."""
     if not is_fine:
         raise Lost(problem)
 
 
 def check_equal(broken: Path, alone: Path) -> None:
-    """The same weights, moments and lines, to the bit, and no file that the other has not."""
-    a, b = checkpoint.newest(broken), checkpoint.newest(alone)
-    assert a and b
-    for name in checkpoint.FILES:
-        check((a / name).read_bytes() == (b / name).read_bytes(), f"{a / name}: other bytes than {b / name}")
+    """Check that two runs have the same files, and to the bit the same weights, moments and metrics."""
     lines = []
+    for path in alone.rglob("*.safetensors"):
+        other = broken / path.relative_to(alone)
+        check(other.exists() and other.read_bytes() == path.read_bytes(), f"{other} differs from {path}")
     for run_dir in (broken, alone):
         parsed = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         lines.append([{k: v for k, v in line.items() if k not in ("wall_s", "tokens_per_s")}
@@ -142,7 +147,7 @@ def check_equal(broken: Path, alone: Path) -> None:
 
 
 def sigkill(bench: Bench) -> Outcome:
-    """SIGKILL at random moments, most of them in the loop, whose time goes into saves for the most part."""
+    """SIGKILL at random moments, most of them in the training loop, which spends most of its time saving."""
     overrides = ["train.steps=2000", "run.eval_every=50", "run.save_every=2"]
     began = time.monotonic()
     alone = bench.straight("alone", *overrides)
@@ -150,7 +155,7 @@ def sigkill(bench: Bench) -> Outcome:
     run_dir, log = bench.folder / "runs" / "killed", bench.folder / "killed.log"
     n_saving, n_starting, last = 0, 0, 0
     for kill in range(bench.n_kills):
-        if (run_dir / "summary.json").exists():                         # faster than alone: another one
+        if (run_dir / "summary.json").exists():                         # it has finished: start another one
             check_equal(run_dir, alone)
             shutil.rmtree(run_dir)
             last = 0
@@ -179,7 +184,7 @@ def sigkill(bench: Bench) -> Outcome:
 
 
 def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
-    """Until a process has written this."""
+    """Wait until a process has written this text."""
     while text not in log.read_text():
         check(process.poll() is None, f"ended with {process.returncode}: {log.read_text()[-500:]}")
         time.sleep(0.01)
@@ -190,14 +195,13 @@ def wait_for(log: Path, text: str, process: subprocess.Popen[str]) -> None:
 
 
 def signals(bench: Bench) -> Outcome:
-    """Each signal in each phase, from where every forward takes a second: a step and a validation take 40."""
+    """Each signal in each phase. From then on a forward pass takes a second: a step and a validation 40."""
     alone, longest, n_tried = bench.straight("slow", *SLOW), 0.0, 0
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         for phase, at in PHASES.items():
             name = f"{number.name}-{phase.replace(' ', '-')}"
             command = ["soak.toml", *SLOW, f"run.dir=runs/{name}"]
-            out = bench.call("bench/soak.py", "driver", phase, str(int(number)), str(at), *command,
-                             expected=(128 + number,))
+            out = bench.call(*DRIVER, phase, str(int(number)), str(at), *command, expected=(128 + number,))
             ended = time.time()
             seconds = ended - float(re.findall(r"signalled at ([\d.]+)", out)[0])
             longest, n_tried = max(longest, seconds), n_tried + 1
@@ -209,33 +213,38 @@ def signals(bench: Bench) -> Outcome:
 
 
 def drive(phase: str, number: int, at: int) -> None:
-    """Be train.py, which gets a signal in the at-th call of a phase, and is slow from there on."""
-    n_calls, forward, flush = 0, GPT.forward, checkpoint._flush
+    """Run train.py, which gets a signal at the at-th call in a phase, and is slow from there on.
 
-    def pass_by(is_here: bool) -> None:
+    Signal 0 kills the children instead, and slows nothing down.
+    """
+    n_calls, fsync = 0, os.fsync
+
+    def count(is_in_phase: bool) -> None:
         nonlocal n_calls
-        n_calls += is_here
-        if is_here and n_calls == at:
+        n_calls += is_in_phase
+        if is_in_phase and n_calls == at:
             print("signalled at", time.time(), flush=True)
             for pid in [os.getpid()] if number else children():
                 os.kill(pid, number or signal.SIGKILL)
         if number and n_calls >= at:
             time.sleep(1)
 
-    def slow_forward(self: GPT, *arguments: object, **options: object) -> object:
-        pass_by(phase != "saving" and (phase == "evaluation") != self.training)
-        return forward(self, *arguments, **options)     # type: ignore[arg-type]
+    def before_forward(module: torch.nn.Module, arguments: object) -> None:
+        if isinstance(module, GPT):
+            count(phase != "saving" and (phase == "evaluation") != module.training)
 
-    def slow_flush(path: Path) -> None:
-        pass_by(phase == "saving")
-        flush(path)
+    def slow_fsync(fd: int) -> None:
+        if "/checkpoints/" in os.readlink(f"/proc/self/fd/{fd}"):
+            count(phase == "saving")
+        fsync(fd)
 
-    GPT.forward, checkpoint._flush = slow_forward, slow_flush   # type: ignore[method-assign, assignment]
-    run_command(train.main)
+    torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
+    os.fsync = slow_fsync   # type: ignore[assignment]
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 def children() -> list[int]:
-    """Processes that this one started, Linux."""
+    """The processes that this one started (Linux)."""
     lists = Path("/proc/self/task").glob("*/children")
     return [int(pid) for path in lists for pid in path.read_text().split()]
 
@@ -254,8 +263,8 @@ def ctrl_c(bench: Bench) -> Outcome:
         time.sleep(bench.random.uniform(0.1, 5))
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
-        said = [line for line in re.split(r"[\r\n]+", err) if line and not re.search(r"\|.*\[.*\]", line)]
-        check("Traceback" not in err and len(said) <= 1, f"{command}: {err[-500:]}")
+        lines = [line for line in re.split(r"[\r\n]+", err) if line and not re.search(r"\|.*\[.*\]", line)]
+        check("Traceback" not in err and len(lines) <= 1, f"{command}: {err[-500:]}")
         check(process.returncode in (0, 130, -signal.SIGINT), f"{command}: code {process.returncode}")
         left = {path.name for path in (bench.folder / "out").iterdir()} - {"stdlib"}
         check(not left, f"{command} left {left}")
@@ -264,7 +273,7 @@ def ctrl_c(bench: Bench) -> Outcome:
 
 
 def pair(bench: Bench, name: str, log: Path) -> list[subprocess.Popen[str]]:
-    """Two processes of one run, as torchrun starts them; the log is the first one's."""
+    """Start two processes of one run, as torchrun does; both write to the log."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -276,7 +285,7 @@ def pair(bench: Bench, name: str, log: Path) -> list[subprocess.Popen[str]]:
 
 
 def two_ranks(bench: Bench) -> Outcome:
-    """One of two processes is signalled or killed; two go on, bit-equal, and one alone goes on too."""
+    """One of two processes is signalled or killed; two resume bit-equal, and one process resumes too."""
     log, numbers = bench.folder / "pair.log", (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL)
     for process in pair(bench, "pair", log):
         check(process.wait(timeout=600) == 0, "two processes did not finish")
@@ -286,20 +295,20 @@ def two_ranks(bench: Bench) -> Outcome:
         wait_for(log, f"\nstep {bench.random.randrange(1, 100)}/", both[0])
         both[rank].send_signal(number)
         if number == signal.SIGKILL:
-            both[1 - rank].kill()               # as torchrun does, though it asks first
+            both[1 - rank].kill()               # torchrun does so too, after SIGTERM
         codes = [process.wait(timeout=600) for process in both]
         expected = -number if number == signal.SIGKILL else 128 + number
         check(codes == [expected] * 2, f"{name}: codes {codes}")
         for process in pair(bench, name, log):
-            check(process.wait(timeout=600) == 0, f"{name}: two did not go on")
-        check("resuming" in log.read_text(), f"{name}: began anew")
+            check(process.wait(timeout=600) == 0, f"{name}: two processes did not resume")
+        check("resuming" in log.read_text(), f"{name}: did not resume, but started anew")
         check_equal(bench.folder / "runs" / name, bench.folder / "runs" / "pair")
     both = pair(bench, "fewer", log)
     wait_for(log, "\nstep 20/", both[0])
     both[1].send_signal(signal.SIGTERM)
-    check([process.wait(timeout=600) for process in both] == [143, 143], "fewer: two did not stop")
+    check([process.wait(timeout=600) for process in both] == [143, 143], "fewer: two processes did not stop")
     out = bench.call("train.py", "soak.toml", "train.steps=200", "run.dir=runs/fewer")
-    check("resuming" in out and "step 200/200" in out, "fewer: one did not go on")
+    check("resuming" in out and "step 200/200" in out, "fewer: one process did not resume")
     return Outcome("9", "nothing; after a kill at most the 3 steps since the last save")
 
 
@@ -309,13 +318,13 @@ def two_ranks(bench: Bench) -> Outcome:
 
 @contextmanager
 def small_disk(folder: Path, n_bytes: int) -> Iterator[Callable[[str], None]]:
-    """A tmpfs of this size at folder, and what remounts it with other options."""
+    """Mount a tmpfs of this size at folder; yield a function that remounts it with other options."""
     def remount(options: str) -> None:
         subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
     folder.mkdir(exist_ok=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "soak", str(folder)]).returncode:
-        raise UserError("this case mounts a small tmpfs, which takes root; leave it out by --only")
+        raise UserError("this case mounts a small tmpfs, which needs root; leave it out with --only")
     try:
         yield remount
     finally:
@@ -349,7 +358,7 @@ def read_only(bench: Bench) -> Outcome:
                 try:
                     remount("ro")
                     break
-                except subprocess.CalledProcessError:       # a file is being written just now
+                except subprocess.CalledProcessError:       # a file is being written at this moment
                     time.sleep(0.003)
             _, err = process.communicate(timeout=60)
             check(process.returncode == 2 and "read-only file system; make it writable" in err, err)
@@ -365,12 +374,12 @@ def read_only(bench: Bench) -> Outcome:
 
 
 def wandb(bench: Bench) -> Outcome:
-    """No key; a key without a network; W&B's own process killed in mid-run. The key is seen nowhere."""
+    """No key; a key without a network; W&B's own process killed in mid-run. The key appears nowhere."""
     key = "0123456789abcdef" * 2 + "01234567"
     alone = bench.straight("unlogged")
     ways: list[tuple[dict[str, str], list[str]]] = [
         ({"HOME": str(bench.folder)}, ["train.py"]), ({"WANDB_API_KEY": key}, ["train.py"]),
-        ({"WANDB_API_KEY": key, "WANDB_MODE": "offline"}, ["bench/soak.py", "driver", "training", "0", "60"])]
+        ({"WANDB_API_KEY": key, "WANDB_MODE": "offline"}, [*DRIVER, "training", "0", "60"])]
     for number, (environment, command) in enumerate(ways):
         run_dir = bench.folder / "runs" / f"logged-{number}"
         out = bench.call(*command, "soak.toml", "run.wandb=true", f"run.dir={run_dir}",
@@ -388,12 +397,12 @@ def wandb(bench: Bench) -> Outcome:
 
 
 def tested(selection: str, *files: str) -> Callable[[Bench], Outcome]:
-    """A case that counts the tests of a fault."""
+    """A case that runs the tests of a fault and counts them."""
     return lambda bench: Outcome(f"{bench.tests(selection, *files)}")
 
 
 def fuzzing(bench: Bench) -> Outcome:
-    """Random files; how many of them, and the most memory that reading one took."""
+    """Random changes of every file that a command reads."""
     n_tests = bench.tests("any", "tests/test_fuzz.py", environment={"NANOROPE_FUZZ_CASES": str(FUZZ_CASES)})
     return Outcome(f"{n_tests} x {FUZZ_CASES:,}")
 
@@ -421,7 +430,7 @@ CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this nam
 
 
 def update_document(name: str, outcome: Outcome) -> None:
-    """Write what was found into the row of a case: its last three cells."""
+    """Write what was found into the last three cells of a case's row."""
     def new_row(row: re.Match[str]) -> str:
         return f"{row[1]} {outcome.tried} | {outcome.lost} | {date.today()} |"
 

@@ -1,4 +1,4 @@
-"""What one wants of a position encoding, computed by running it: nothing is read off its class but its hooks.
+"""Properties of the position encodings, measured by running them: nothing is read from a declaration.
 
 Legend: n positions, C = n_embd, H = n_head, D = C // H, R rotated channels, L = train.seq_len.
 """
@@ -23,7 +23,7 @@ SHIFTS = (1, 8, 64)     # k of the matrices W_k
 
 
 # -----------------------------------------------------------------------------------------------------------
-# What an encoding does, seen through its hooks
+# What the hooks of an encoding do
 
 
 def quick(name: str, *overrides: str) -> Config:
@@ -31,11 +31,13 @@ def quick(name: str, *overrides: str) -> Config:
     return load_config(QUICK, [f"position.encoding={name}", "model.vocab_size=257", *overrides])
 
 
+SHAPE = shape_of(quick("none"))
+
+
 def make(name: str, seed: int = 0) -> Encoding:
-    """An encoding of the quick config before training; parameters that start at zero drawn at random."""
+    """An encoding of the quick config before training; parameters that start at 0 are drawn at random."""
     torch.manual_seed(seed)
-    config = quick(name)
-    encoding = ENCODINGS[name](shape_of(config), config.position).double().requires_grad_(False)
+    encoding = ENCODINGS[name](SHAPE, quick(name).position).double().requires_grad_(False)
     for p in encoding.parameters():
         if not p.any():
             nn.init.normal_(p, std=0.1)
@@ -43,50 +45,50 @@ def make(name: str, seed: int = 0) -> Encoding:
 
 
 def overridden(encoding: type[Encoding]) -> list[str]:
-    """Which of the three hooks a class overrides."""
+    """The hooks that a class overrides."""
     return [hook for hook in HOOKS if getattr(encoding, hook) is not getattr(Encoding, hook)]
 
 
+def random(*shape: int) -> Tensor:
+    """Standard normal numbers, the same at each call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
 def added(encoding: Encoding, n: int) -> Tensor:
-    """What `embed` adds to a token embedding at positions 0 ... n - 1, (n, C)."""
-    return encoding.embed(torch.zeros(1, n, quick("none").model.n_embd, dtype=torch.float64),
-                          torch.arange(n)[None])[0]
+    """The vectors that `embed` adds to token embeddings at positions 0 ... n - 1, (n, C)."""
+    return encoding.embed(torch.zeros(1, n, SHAPE.n_embd, dtype=torch.float64), torch.arange(n)[None])[0]
 
 
 def turned(encoding: Encoding, n: int) -> Tensor:
-    """The same random query in all heads as `rotate` leaves it at positions 0 ... n - 1, (n, D)."""
-    model, at = quick("none").model, torch.arange(n)[None]
-    q = random(1, 1, 1, model.n_embd // model.n_head).expand(1, model.n_head, n, -1)
+    """One random query after `rotate` at each of the positions 0 ... n - 1, (n, D)."""
+    at = torch.arange(n)[None]
+    q = random(1, 1, 1, SHAPE.head_dim).expand(1, SHAPE.n_head, n, -1)
     return encoding.rotate(q, q, At(at, at, 0, encoding.tables(at, at)))[0][0, 0]
+
+
+def look_back(encoding: Encoding, last: int) -> At:
+    """A query at position `last` and all keys up to it, in layer 0. All tokens are the same random vector."""
+    q_pos, k_pos = torch.tensor([[last]]), torch.arange(last + 1)[None]
+    x = random(1, 1, SHAPE.n_embd).expand(1, last + 1, -1)
+    return At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos), encoding.features(x, 0))
 
 
 def logits(encoding: Encoding, last: int) -> Tensor:
     """Logits of all-ones q and k after `rotate`, at distances 0 ... last from position last, (H, n)."""
-    model = quick("none").model
-    ones = torch.ones(1, model.n_head, last + 1, model.n_embd // model.n_head, dtype=torch.float64)
-    q_pos, k_pos = torch.tensor([[last]]), torch.arange(last + 1)[None]
-    q, k = encoding.rotate(ones[:, :, :1], ones, At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos)))
-    return (q @ k.mT)[0, :, 0].flip(-1) / ones.shape[-1]**0.5
+    ones = torch.ones(1, SHAPE.n_head, last + 1, SHAPE.head_dim, dtype=torch.float64)
+    q, k = encoding.rotate(ones[:, :, :1], ones, look_back(encoding, last))
+    return (q @ k.mT)[0, :, 0].flip(-1) / SHAPE.head_dim**0.5
 
 
 def biases(encoding: Encoding, last: int) -> Tensor:
     """What `scores` adds at distances 0 ... last from a query at position last, (H, n).
 
-    One random query, key and token, the same at all positions: what differs comes from the encoding.
+    One random query and one random key, the same at all positions: differences come from the encoding.
     """
-    model = quick("none").model
-    H, D = model.n_head, model.n_embd // model.n_head
-    q, k = random(2, 1, H, 1, D)
-    k, x = k.expand(1, H, last + 1, D), random(1, 1, model.n_embd).expand(1, last + 1, -1)
-    q_pos, k_pos = torch.tensor([[last]]), torch.arange(last + 1)[None]
-    at = At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos), encoding.features(x, 0))
-    plain = q @ k.mT / D**0.5                                           # (1, H, 1, n)
-    return (encoding.scores(plain, q, k, at) - plain)[0, :, 0].flip(-1)
-
-
-def random(*shape: int) -> Tensor:
-    """Standard normal numbers, always the same."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k = random(2, 1, SHAPE.n_head, 1, SHAPE.head_dim)
+    k = k.expand(-1, -1, last + 1, -1)
+    plain = q @ k.mT / SHAPE.head_dim**0.5                              # (1, H, 1, n)
+    return (encoding.scores(plain, q, k, look_back(encoding, last)) - plain)[0, :, 0].flip(-1)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -94,23 +96,22 @@ def random(*shape: int) -> Tensor:
 
 
 class Properties(NamedTuple):
-    """What one wants of an encoding, as found by running it."""
+    """What one wants to know of an encoding."""
 
-    gap: float  # smallest difference of two positions' codes, over the largest; 0: some are the same
-    residual: float | None  # of PE(p + k) = W_k PE(p), relative; None: no PE to speak of
+    gap: float  # smallest difference of two positions' codes, relative to the largest; 0: two are equal
+    residual: float | None  # of PE(p + k) = W_k PE(p), relative; None: the encoding gives positions no vector
     is_defined: bool  # finite at 8 L
-    is_fixed: bool  # the same whatever the seed, nothing to learn
+    is_fixed: bool  # nothing is learned, every seed gives the same codes
     is_axial: bool  # rope.axial_angles makes it n-dimensional
     change: float  # of the logits when all positions shift
     n_parameters: int  # at the quick config
 
 
 def properties(name: str) -> Properties:
-    """The properties of one encoding, each measured by its function below."""
-    encoding, n = make(name), 4 * quick(name).train.seq_len + 1
-    code = codes(encoding, n)
+    """The properties of one encoding."""
+    encoding, n = make(name), 4 * SHAPE.seq_len + 1
+    code, other = codes(encoding, n), codes(make(name, seed=1), n)
     vectors = [points for hook, points in code.items() if hook != "scores"]
-    other = codes(make(name, seed=1), n)
     parameters = list(encoding.parameters())
     is_fixed = not parameters and all(torch.equal(code[hook], other[hook]) for hook in code)
     return Properties(gap=max((smallest_gap(points) for points in code.values()), default=0.0),
@@ -120,9 +121,9 @@ def properties(name: str) -> Properties:
 
 
 def codes(encoding: Encoding, n: int) -> dict[str, Tensor]:
-    """Hook -> what it gives positions (`scores`: distances) 0 ... n - 1, as far as defined, (n, numbers).
+    """Hook -> its code of the positions (`scores`: the distances) 0 ... n - 1, as far as defined, (n, ...).
 
-    `embed`: the vector added; `rotate`: a random query, turned; `scores`: the biases of all heads.
+    `embed`: the vector added. `rotate`: a random query, rotated. `scores`: the biases of all heads.
     """
     n = min(n, encoding.max_length or n)
     ways = {"embed": lambda: added(encoding, n), "rotate": lambda: turned(encoding, n),
@@ -131,7 +132,7 @@ def codes(encoding: Encoding, n: int) -> dict[str, Tensor]:
 
 
 def smallest_gap(points: Tensor) -> float:
-    """Smallest distance of two rows (n, numbers) over the largest; 0 where all are the same."""
+    """Smallest distance between two rows (n, numbers) over the largest; 0 if all rows are equal."""
     gaps = torch.pdist(points)
     return (gaps.min() / gaps.max().clamp(min=1e-30)).item()
 
@@ -139,7 +140,7 @@ def smallest_gap(points: Tensor) -> float:
 def linear_residual(points: Tensor) -> float:
     """|PE(p + k) - W_k PE(p)| / |PE(p + k)|, W_k by least squares, the largest over SHIFTS; points (n, C).
 
-    W_k is fitted at even p and judged at odd p: with fewer positions than channels any points would fit.
+    W_k is fitted at even p and judged at odd p, because fewer positions than channels always fit.
     """
     found = []
     for k in SHIFTS:
@@ -150,7 +151,7 @@ def linear_residual(points: Tensor) -> float:
 
 
 def lively(name: str) -> GPT:
-    """A small fp64 model with large random parameters, so that what may show does."""
+    """A small fp64 model with large random parameters, which make every effect visible."""
     torch.manual_seed(0)
     model = GPT(quick(name, *SMALL)).eval().double().requires_grad_(False)
     for p in model.parameters():
@@ -164,11 +165,11 @@ def tokens(n: int) -> Tensor:
 
 
 def is_defined(name: str) -> bool:
-    """Whether a model gives finite logits at 8 L, and does not refuse such positions."""
+    """Whether a model gives finite logits at 8 L and accepts these positions."""
     model = lively(name)
     try:
         return bool(model(tokens(8 * 32)).isfinite().all())
-    except ValueError:                                                  # how max_length shows
+    except ValueError:                                                  # positions beyond max_length
         return False
 
 
@@ -180,10 +181,10 @@ def change_when_shifted(name: str) -> float:
 
 
 def is_axial(encoding: Encoding) -> bool:
-    """Whether rope.axial_angles makes an n-dimensional form of it, whose logits see differences per axis.
+    """Whether rope.axial_angles makes an n-dimensional form: logits depend on the difference along each axis.
 
-    It must turn channel pairs by position times speed and do nothing else. Then either axis of a plane gets
-    every second speed, and logits are compared between two points, and the same two points moved.
+    The encoding must rotate channel pairs by position times speed and do nothing else. Then each axis of a
+    plane gets half of the speeds, and we compare the logit of two points with that of the same points moved.
     """
     if overridden(type(encoding)) != ["rotate"]:
         return False

@@ -1,11 +1,10 @@
 """Longer contexts for a trained model, without training: `eval.py RUN --extend METHOD[:key=value,...]`.
 
-A method changes a loaded model in place, for evaluation at one length, and what it needs is known then: L,
-the length of training, and T, that of evaluation. Weights stay as they are. There are three kinds: RoPE turns
-at other frequencies (positions/scaling.py); far pairs of query and key are seen at other positions than their
-own, or not at all (Regrouped); or queries are made sharper (log_n). `METHOD+METHOD` applies several.
+A method changes a loaded model in place for evaluation at one length; the weights stay the same. There are
+three kinds: RoPE rotates at other frequencies (positions/scaling.py); far pairs of query and key get other
+positions or are masked (rerope to lm_infinite); queries are scaled (log_n). `METHOD+METHOD` applies several.
 
-Legend: B batch, Tq queries, Tk keys, H = n_head, D = C // H, m a query's position, n a key's.
+Legend: B batch, Tq queries, Tk keys, H = n_head, D channels of a head; L training, T evaluation length.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -35,13 +34,16 @@ class Extension(BaseModel):
     """A method and its options; `extended` applies it."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    changes: ClassVar[str] = "distances"        # methods in one --extend must change different things
+    needs_rotary: ClassVar[bool] = False
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        """Why it cannot be applied to this model, if so."""
-        return None
+        """Why it cannot be applied to this model, or None."""
+        is_rotary = isinstance(model.encoding, RoPE)
+        return "needs a rotary encoding" if self.needs_rotary and not is_rotary else None
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
-        """What is allowed but hardly meant, in one line, if anything."""
+        """One line about options that are allowed but probably a mistake, if any."""
         return None
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
@@ -49,22 +51,15 @@ class Extension(BaseModel):
         raise NotImplementedError
 
 
-class Rotary(Extension):
-    """A method for models that turn their queries and keys."""
+class Rescaled(Extension):
+    """RoPE with the frequencies of a method of positions/scaling.py; the default factor is T / L."""
 
-    def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        return super().problem(model, config, T) or (
-            None if isinstance(model.encoding, RoPE) else "needs a rotary encoding")
-
-
-class Rescaled(Rotary):
-    """RoPE with the frequencies of one of positions/scaling.py's methods; its factor is T / L by default."""
-
+    changes, needs_rotary = "frequencies", True
     method: type[Scaling]
-    given: dict[str, Any]           # its options, as far as they were given
+    given: dict[str, Any]           # the options in the command; defaults fill in the others
 
     def scaling(self, model: GPT, config: Config, T: int) -> Scaling:
-        """The method for T tokens; a run trained under a scaling starts from its frequencies before that."""
+        """The method for T tokens, from the frequencies before any scaling that the run was trained with."""
         L = getattr(rotary(model).scaling, "original_length", None) or config.train.seq_len
         return self.method.for_context(L, T, self.given)
 
@@ -76,47 +71,44 @@ class Rescaled(Rotary):
             rotary(model).rotary_dim)
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
-        encoding = rotary(model)
-        return self.scaling(model, config, T).warning(encoding.rotary_dim, encoding.base,
-                                                      config.train.seq_len)
+        scaling, encoding = self.scaling(model, config, T), rotary(model)
+        return scaling.warning(encoding.rotary_dim, encoding.base, config.train.seq_len)
 
 
 class Regrouping(Extension):
-    """Pairs of query and key that are `near` tokens apart or more are seen at other positions, or hidden."""
+    """Pairs of query and key at a distance of `near` or more get other positions, or are masked."""
+
+    hides: ClassVar[bool] = False   # does it mask some keys?
 
     def near(self, L: int) -> int:
-        """Distance from which a pair is far."""
+        """Distance in tokens from which a pair is far."""
         raise NotImplementedError
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
-        """Positions of queries (1 or B, Tq) and keys (1 or B, Tk) at which far pairs meet: `near` apart."""
+        """Positions of queries m (1 or B, Tq), keys n (1 or B, Tk) -> those of far pairs: `near` apart."""
         return torch.full_like(m, self.near(L)), torch.zeros_like(n)
 
     def is_seen(self, n: Tensor) -> Tensor | None:
-        """Which keys (1 or B, Tk) a query sees from afar; None for all."""
+        """Which keys (1 or B, Tk) a query sees from far away; None: all."""
         return None
-
-    def hides(self) -> bool:
-        """Whether some keys are not seen."""
-        return type(self).is_seen is not Regrouping.is_seen
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         scaling = getattr(model.encoding, "scaling", None)
         if scaling is not None and scaling.is_dynamic:
-            return f"{scaling.method} turns by the length, which far pairs do not tell"
-        if self.hides() and any(a.window for a in attentions(model)):
-            return "needs layers without a window of their own, behind which no sink is seen"
+            return f"cannot be combined with {scaling.method}, whose frequencies depend on the length"
+        if self.hides and any(a.window for a in attentions(model)):
+            return "needs model.window unset: no token before a window is seen"
         return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         L = config.train.seq_len
         model.encoding = Regrouped(model.encoding, self, L, T)
-        if self.hides():        # hidden in layers without encoding too
+        if self.hides:      # in layers without the encoding too
             model.no_encoding = Regrouped(model.no_encoding, self, L, T)
 
 
 class Regrouped(Encoding):
-    """An encoding of which far pairs are scored at positions that a Regrouping tells."""
+    """An encoding whose far pairs are scored at the positions that a Regrouping gives them."""
 
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
         nn.Module.__init__(self)
@@ -128,10 +120,10 @@ class Regrouped(Encoding):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         is_near = at.distance() < self.method.near(self.L)              # (1 or B, 1, Tq, Tk)
         is_seen = self.method.is_seen(at.k_pos)
-        if is_seen is not None:         # hidden before scoring: an encoding may count the keys it sees
+        if is_seen is not None:     # masked before `scores`: an encoding may count the keys that it sees
             logits = logits.masked_fill(~(is_near | is_seen[:, None, None]), -torch.inf)
         near = self.inner.scores(logits, q, k, at)                      # (B, H, Tq, Tk)
-        if not self.inner.is_relative:                                  # a position means itself alone
+        if not self.inner.is_relative:                                  # far positions have no meaning
             return near
         q_pos, k_pos = self.method.far(at.q_pos, at.k_pos, self.L, self.T)
         far_at = at._replace(q_pos=q_pos, k_pos=k_pos, tables=self.inner.tables(q_pos, k_pos))
@@ -141,63 +133,59 @@ class Regrouped(Encoding):
         return torch.where(is_near, near, far)
 
 
-class ReRoPE(Regrouping, Rotary):
-    """Distances from `window` on are all seen as `window`. Su 2023, github.com/bojone/rerope.
+class ReRoPE(Regrouping):
+    """All distances from `window` on become `window`. Su 2023, github.com/bojone/rerope.
 
-    The angle of a far pair is that of the window, whatever lies between: no distance is new to the model.
-    Acts at every length above the window, the training length too, as the author's code does.
+    It acts at every length above the window, even at the training length, as the author's code does.
     """
 
-    window: int | None = Field(None, ge=1, description="distances below it are exact (default L / 4)")
+    needs_rotary = True
+    step: ClassVar[str | None] = None   # the option whose default keeps the longest distance below L
+    window: int | None = Field(None, ge=1, description="distances below it stay exact (default L / 4)")
 
     def near(self, L: int) -> int:
         return self.window or max(1, L // 4)
 
-    def problem_of_room(self, step: float | None, L: int) -> str | None:
-        """What is wrong with a window that leaves a step, to be found, no room below L for far distances."""
-        is_wrong = step is None and (self.window or 0) > L - 2
-        return f"window must be at most L - 2 = {L - 2}, got {self.window}" if is_wrong else None
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        largest = config.train.seq_len - 2      # above it no far distance below L is left for the default
+        if self.step and getattr(self, self.step) is None and (self.window or 0) > largest:
+            return f"window must be at most L - 2 = {largest}, got {self.window}"
+        return super().problem(model, config, T)
 
 
 class LeakyReRoPE(ReRoPE):
-    """Distances d from `window` w on are seen as w + (d - w) / k. Su 2023, github.com/bojone/rerope."""
+    """Distances d from `window` w on become w + (d - w) / k. Su 2023, github.com/bojone/rerope."""
 
-    k: float | None = Field(None, ge=1, description="steps of a far distance (default: the least that keeps "
-                                                    "the longest below L); 1: RoPE as it was")
+    step = "k"
+    k: float | None = Field(None, ge=1, description="divisor of far distances (default: the least that "
+                                                    "keeps the longest below L); 1: plain RoPE")
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         w = self.near(L)
         k = self.k or max(1.0, (T - 1 - w) / (L - 1 - w))
-        return (m - w) / k + w, n / k                                   # fractions of a position
-
-    def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        return super().problem(model, config, T) or self.problem_of_room(
-            self.k, config.train.seq_len)
+        return (m - w) / k + w, n / k                                   # not whole positions
 
 
 class SelfExtend(ReRoPE):
-    """Far pairs meet at floor(m / G) + W - floor(W / G) and floor(n / G). Jin 2024, arXiv:2401.01325, 3.2.
+    """Far pairs get positions floor(m / G) + W - floor(W / G), floor(n / G). Jin 2024, arXiv:2401.01325, 3.2.
 
-    G = group, W = window: neighbours as they are, far tokens in groups that share a position.
+    G = group, W = window. Near tokens keep their positions; far tokens share one in groups of G.
     """
 
+    step = "group"
     group: int | None = Field(None, ge=1, description="tokens that share a position (default: the least that "
-                                                      "keeps the longest distance below L); 1: as it was")
+                                                      "keeps the longest distance below L); 1: plain RoPE")
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         W = self.near(L)
         G = self.group or next(G for G in itertools.count(1) if (T - 1) // G + W - W // G < L)
         return m // G + W - W // G, n // G
 
-    def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        return super().problem(model, config, T) or self.problem_of_room(
-            self.group, config.train.seq_len)
-
 
 class Window(Extension):
-    """Sliding window: a query sees the last `size` keys, its own among them, and nothing before."""
+    """Sliding window: a query sees the last `size` keys, its own included."""
 
-    size: int | None = Field(None, ge=1, description="keys that a query sees (default L)")
+    size: int | None = Field(None, ge=1, description="number of keys that a query sees (default L)")
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         for attention in attentions(model):
@@ -205,16 +193,17 @@ class Window(Extension):
 
 
 class Sinks(Regrouping):
-    """The first `sinks` tokens and the last `window` are seen, numbered as in a cache of that size.
+    """A query sees the first `sinks` and the last `window` tokens, numbered as in a cache of that size.
 
-    StreamingLLM, Xiao et al. 2023, arXiv:2309.17453, section 3.2: a far pair is a query at the cache's end
-    and a sink at its beginning, min(m, sinks + window - 1) and n. Where an encoding does not depend on
-    distances alone, sinks are a mask alone. Full forwards see the text of a rolling cache, but their keys
-    were themselves made with a longer past.
+    StreamingLLM, Xiao et al. 2023, arXiv:2309.17453, section 3.2. A far pair is a query at the end of the
+    cache, min(m, sinks + window - 1), and a sink at its beginning, n. For encodings that do not depend on
+    distances alone, only the mask applies. A full forward sees the same tokens as a rolling cache, but its
+    keys were computed with a longer past.
     """
 
-    sinks: int = Field(4, ge=1, description="first tokens that stay")
-    window: int | None = Field(None, ge=1, description="last tokens that stay (default L - sinks)")
+    hides = True
+    sinks: int = Field(4, ge=1, description="first tokens that stay visible")
+    window: int | None = Field(None, ge=1, description="last tokens that stay visible (default L - sinks)")
 
     def near(self, L: int) -> int:
         return self.window or max(1, L - self.sinks)
@@ -227,17 +216,18 @@ class Sinks(Regrouping):
 
 
 class LMInfinite(Regrouping):
-    """The first `first` and the last `window` tokens are seen, at distances of at most `window`.
+    """A query sees the first `first` and the last `window` tokens, at distances of at most `window`.
 
-    Han et al. 2023, arXiv:2308.16137, section 4: a Lambda-shaped mask and a ceiling on the distance.
+    Han et al. 2023, arXiv:2308.16137, section 4: a Lambda-shaped mask, and distances clamped to the window.
     """
 
+    hides = True
     first: int = Field(10, ge=1, description="first tokens that every query sees")
     window: int | None = Field(None, ge=1, description="last tokens, and the largest distance (default L)")
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        return super().problem(model, config, T) or (
-            None if model.encoding.is_relative else "needs an encoding of distances alone")
+        wrong = None if model.encoding.is_relative else "needs an encoding that depends on distances alone"
+        return wrong or super().problem(model, config, T)
 
     def near(self, L: int) -> int:
         return self.window or L
@@ -247,11 +237,13 @@ class LMInfinite(Regrouping):
 
 
 class LogNTemperature(Extension):
-    """Queries beyond L look more sharply, by ln(m + 1) / ln L. Su, github.com/bojone/rerope."""
+    """Queries beyond L are multiplied by ln(m + 1) / ln L. Su, github.com/bojone/rerope."""
+
+    changes = "temperature"
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         is_free = type(model.temperature) in (Temperature, LogN)
-        return None if is_free else "would take the place of the temperature that was trained"
+        return None if is_free else "would replace the learned temperature of this run"
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         model.temperature = LogN(shape_of(config))
@@ -270,14 +262,14 @@ EXTENSIONS: dict[str, type[Extension]] = {
 
 
 class Extend(NamedTuple):
-    """What one `--extend` asks for."""
+    """One `--extend`."""
 
-    spec: str                       # the name of the curve: as given, with [...] for lists
+    spec: str                       # its name in tables and records: as typed, with [...] for lists
     methods: list[Extension]
 
 
 def parse(spec: str) -> Extend:
-    """`METHOD[:key=value,...]`, several joined by +, values as in TOML. Raises UserError for a mistake."""
+    """Parse `METHOD[:key=value,...]`, several joined by +, values as in TOML. Raises UserError."""
     methods = []
     for part in spec.split("+"):
         name, _, arguments = part.partition(":")
@@ -285,25 +277,21 @@ def parse(spec: str) -> Extend:
             hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
             raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
         methods.append(make(name, arguments, spec))
-    kinds = [next(what for kind, what in ((Rescaled, "frequencies"), (Regrouping, "distances"),
-                                          (Window, "distances"), (LogNTemperature, "temperature"))
-                  if isinstance(method, kind)) for method in methods]
-    if len(set(kinds)) < len(kinds):
-        raise UserError(f"--extend {spec}: two methods change the same thing; give them one by one")
-    if "distances" in kinds and any(isinstance(m, Rescaled) and m.method.is_dynamic for m in methods):
-        raise UserError(f"--extend {spec}: frequencies that depend on the length cannot be combined with "
-                        "other distances; give them one by one")
-    methods.sort(key=lambda method: isinstance(method, Regrouping))     # they wrap what the others change
+    changes = [method.changes for method in methods]
+    if len(set(changes)) < len(changes):
+        raise UserError(f"--extend {spec}: two methods change the same thing; give each its own --extend")
+    if "distances" in changes and any(isinstance(m, Rescaled) and m.method.is_dynamic for m in methods):
+        raise UserError(f"--extend {spec}: frequencies that depend on the length need their own --extend")
+    methods.sort(key=lambda method: isinstance(method, Regrouping))     # last: they wrap the encoding
     return Extend(re.sub(r"\[[^]]*\]", "[...]", spec), methods)
 
 
 def make(name: str, arguments: str, spec: str) -> Extension:
-    """The method of that name with arguments `key=value,...`."""
+    """Make the method `name` from arguments `key=value,...`."""
     try:
         given = tomllib.loads(f"x = {{{arguments}}}")["x"]
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--extend {spec}: {arguments!r} must read key=value,key=value, with numbers or "
-                        "[lists of numbers]") from error
+        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., values as in TOML") from error
     try:
         if name not in SCALINGS:
             return EXTENSIONS[name].model_validate(given)
@@ -316,19 +304,19 @@ def make(name: str, arguments: str, spec: str) -> Extension:
 
 
 def rotary(model: GPT) -> RoPE:
-    """Its encoding, of which it is known that it rotates."""
+    """The encoding of a model that is known to be rotary."""
     assert isinstance(model.encoding, RoPE)
     return model.encoding
 
 
 def attentions(model: GPT) -> list[Attention]:
-    """Those of all layers."""
+    """The attention of each layer."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 @contextmanager
 def extended(model: GPT, config: Config, methods: list[Extension], T: int) -> Iterator[None]:
-    """The model under these methods for evaluation at T tokens; as it was afterwards."""
+    """Apply these methods for evaluation at T tokens; the model is restored afterwards."""
     scaling = getattr(model.encoding, "scaling", None)
     before = model.encoding, model.no_encoding, model.temperature
     windows = [attention.window for attention in attentions(model)]
@@ -349,5 +337,5 @@ def describe_extensions() -> str:
     lines = ["methods of --extend:"]
     for name, extension in EXTENSIONS.items():
         schema: type[BaseModel] = SCALINGS.get(name, extension)
-        lines += describe_choice(name, schema, schema, ["method"])
+        lines += ["", *describe_choice(name, schema, schema, ["method"])]
     return "\n".join(lines)

@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from config import Config, Raw, config_from
+from config import Config, config_from
 from runtime.errors import UserError
 from runtime.files import read_json
+from runtime.toml import Tables
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
@@ -31,17 +32,17 @@ def is_pretrained(folder: str | Path) -> bool:
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / "config.toml").exists()
 
 
-def read_tables(folder: str | Path) -> Raw:
+def read_tables(folder: str | Path) -> Tables:
     """[model], [position] and train.seq_len of a folder. Raises UserError."""
     return tables_of(folder, *read_config(Path(folder)))
 
 
-def pretrained_tables(folder: str | Path) -> Raw | None:
+def pretrained_tables(folder: str | Path) -> Tables | None:
     """`read_tables` of a Hugging Face folder; None for any other folder. `load_config` takes it."""
     return read_tables(folder) if is_pretrained(folder) else None
 
 
-def tables_of(folder: str | Path, architecture: Architecture, theirs: dict[str, Any]) -> Raw:
+def tables_of(folder: str | Path, architecture: Architecture, theirs: dict[str, Any]) -> Tables:
     """The same of a config.json that is read already."""
     try:
         return architecture.tables(theirs)

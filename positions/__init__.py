@@ -1,6 +1,15 @@
-"""Position encodings by name. To add one: a class in a file beside this, a line here, a config (see README).
+"""Position encodings: one class each, and the registry of their names.
 
---help, the tests, eval.py and sample.py read this registry; nothing else knows an encoding by name.
+contract.py     what an encoding is: its hooks, its options, and the Shape from which it is made
+absolute.py     added to the embeddings: learned, integer, binary, sinusoidal
+rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos
+scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, yarn, llama3, longrope, base
+distance.py     biases by distance: alibi, t5, kerple, fire, sandwich
+content.py      biases by content: relative_key, transformer_xl, cope, forgetting
+temperature.py  factors on the queries, under any encoding: log_n, ssmax
+
+To add one: a class in a file here, a line in ENCODINGS, a config (see the README). Everything else, even
+--help and the tests, reads this registry.
 """
 
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal

@@ -1,7 +1,7 @@
 """Absolute encodings: something added to the token embeddings at each position.
 
-Integer, IntegerNormalised and Binary are first attempts that lead up to the sinusoids, as told by C.
-Fleetwood 2024 (huggingface.co/blog/designing-positional-encoding) and A. Kazemnejad 2019
+Integer, IntegerNormalised and Binary are first attempts that lead to the sinusoids: see C. Fleetwood 2024
+(huggingface.co/blog/designing-positional-encoding) and A. Kazemnejad 2019
 (kazemnejad.com/blog/transformer_architecture_positional_encoding).
 
 Legend: B batch, T time, C = n_embd.
@@ -23,7 +23,7 @@ from positions.contract import Encoding, Options, Shape
 class Learned(Encoding):
     """One learned vector per position: x_t + E[t], E (train.seq_len, C). GPT-2; Vaswani et al. 2017, 3.5.
 
-    The one encoding with a hard limit: no row exists for a position that was never trained.
+    It has a hard limit: there is no row for a position beyond the training length.
     """
 
     is_relative = False
@@ -32,29 +32,31 @@ class Learned(Encoding):
         super().__init__(shape, options)
         self.max_length = shape.seq_len
         self.table = nn.Embedding(self.max_length, shape.n_embd)
-        nn.init.normal_(self.table.weight, std=0.02)    # as the tokens: PyTorch's 1 would drown them
+        nn.init.normal_(self.table.weight, std=0.02)    # as the tokens; PyTorch's 1 would drown them
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return x + self.table(positions)
 
 
-class SinusoidalOptions(Options):
-    base: float = Field(10_000.0, gt=1, description="wavelengths run from 2 pi to 2 pi * base positions")
-    layout: Literal["interleaved", "half"] = Field(
-        "interleaved", description="interleaved: sin, cos, sin, cos ... as in the paper; half: all sines, "
-                                   "then all cosines, as in fairseq")
-
+class EvenWidthOptions(Options):
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         if n_embd % 2:
             return {"encoding": f"needs an even model.n_embd for its pairs of sin and cos, got {n_embd}"}
         return {}
 
 
+class SinusoidalOptions(EvenWidthOptions):
+    base: float = Field(10_000.0, gt=1, description="wavelengths run from 2 pi to 2 pi * base positions")
+    layout: Literal["interleaved", "half"] = Field(
+        "interleaved", description="interleaved: sin, cos, sin, cos ... as in the paper; half: all sines, "
+                                   "then all cosines, as in fairseq")
+
+
 class Sinusoidal(Encoding):
     """sqrt(C) * x_t + [sin(t f_i), cos(t f_i)], f_i = base^(-2i / C). Vaswani et al. 2017, arXiv:1706.03762.
 
     No parameters, defined at every t (section 3.5). The factor sqrt(C) on the embeddings is the paper's
-    (section 3.4): without it, sinusoids of amplitude 1 drown embeddings that start small.
+    (section 3.4). Without it, sinusoids of amplitude 1 drown embeddings that start small.
     """
 
     Options = SinusoidalOptions
@@ -77,8 +79,8 @@ class Sinusoidal(Encoding):
 class Integer(Encoding):
     """The raw position, added to every channel: x_t + t. A first attempt: Fleetwood 2024, Kazemnejad 2019.
 
-    What one would try first, and would not keep: t dwarfs embeddings of size 0.02, and by t = 2^20 fp32 has
-    rounded them away. The norm before each sublayer keeps what follows finite.
+    The simplest idea, and a bad one: t dwarfs embeddings of size 0.02, and at t = 2^20 fp32 rounds them away.
+    The norm before each sublayer keeps the rest of the model finite.
     """
 
     is_relative = False
@@ -90,8 +92,8 @@ class Integer(Encoding):
 class IntegerNormalised(Encoding):
     """The position over L = train.seq_len, added to every channel: x_t + t / L. Kazemnejad 2019.
 
-    In [0, 1) when trained, and above it at what was never seen. L is the training length: with the current
-    one, every new token would change the encoding of all before it, and cached keys would be wrong.
+    Values lie in [0, 1) in training and above it beyond L. L is the training length, not the length of the
+    text: else each new token would change the encoding of those before it, and cached keys would be wrong.
     """
 
     is_relative = False
@@ -107,8 +109,8 @@ class IntegerNormalised(Encoding):
 class Binary(Encoding):
     """The position's bits, added to the first channels: x_t[c] + bit c of t, lowest first. Fleetwood 2024.
 
-    Sinusoids are its smooth form. There are 2^C positions where C < 63, else all of int64. Beyond L, bits
-    turn 1 that never were in training.
+    Sinusoids are its smooth form. It has 2^C positions if C < 63, else all of int64. Beyond L, bits become 1
+    that were always 0 in training.
     """
 
     is_relative = False
@@ -116,7 +118,7 @@ class Binary(Encoding):
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
         C = shape.n_embd
-        self.n_bits = min(C, 63)                                        # positions are of int64
+        self.n_bits = min(C, 63)                                        # positions are int64
         self.max_length = 2**C if C < 63 else None
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a position encoding is: three places at which it may act, and the options it declares.
+"""What a position encoding is: hooks at which it may act, and the options that it declares.
 
 Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, G = n_kv_head, D channels of a head.
 Angles in radians.
@@ -18,25 +18,25 @@ class Shape:
     """The sizes of a decoder, from which an encoding is made."""
 
     n_layer: int
-    n_head: int  # heads of queries; those of keys may be fewer
+    n_head: int  # heads of queries, H
     n_embd: int
     head_dim: int
-    seq_len: int  # L, the training length in tokens
+    seq_len: int  # the training length in tokens, L
 
 
 class At(NamedTuple):
-    """Where a hook is called. Queries and keys differ in number when cached keys precede the queries."""
+    """Where a hook is called. During cached decoding there are more keys than queries."""
 
-    q_pos: Tensor  # (1 or B, Tq) positions of the queries
-    k_pos: Tensor  # (1 or B, Tk) positions of the keys
+    q_pos: Tensor  # positions of the queries, (1 or B, Tq)
+    k_pos: Tensor  # positions of the keys, (1 or B, Tk)
     layer: int  # 0 is the layer next to the embeddings
-    tables: Any  # what the encoding's `tables` returned for this forward
-    features: Tensor | None = None  # what its `features` returned for all keys, (B, H, Tk, F)
+    tables: Any  # what `tables` returned for this forward
+    features: Tensor | None = None  # what `features` returned for all the keys, (B, H, Tk, F)
 
     def distance(self) -> Tensor:
         """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
 
-        At least 0: keys ahead of the query are masked, and log(distance) must not make NaN of them.
+        Keys ahead of the query are masked; their distance is 0 here, so that log(distance) makes no NaN.
         """
         return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)[:, None]
 
@@ -48,43 +48,47 @@ class Options(BaseModel):
 
     encoding: str = Field(description="which encoding; see the list below")
     layers: Literal["all", "first"] | list[int] = Field(
-        "all", description="which layers it acts in: all, the first only, or a list of layer numbers from 0; "
-                           "the others get no position information of their own")
+        "all", description="the layers in which it acts: all, the first only, or a list of layer numbers "
+                           "from 0. The other layers get no position information of their own")
     skip_every: int = Field(
-        0, ge=0, description="k: every k-th layer goes without, from the k-th on (SmolLM3: 4); 0: none")
+        0, ge=0, description="k: every k-th layer has no encoding, from the k-th on (SmolLM3: 4); 0: none")
     temperature: Literal["none", "log_n", "ssmax"] = Field(
-        "none", description="factor of the query at m, in all layers: log_n, max(1, ln(m + 1) / ln L), "
-                            "by Su; ssmax, s ln(m + 1), s learned by head and layer (Nakanishi 2025)")
+        "none", description="factor on the query at position m, in all layers. log_n: "
+                            "max(1, ln(m + 1) / ln L) (Su); ssmax: s ln(m + 1), with a learned s for each "
+                            "layer and head (Nakanishi 2025)")
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        """Key -> what is wrong with it for a stream and heads of this width; empty where all is well."""
+        """Key -> what is wrong with it for a model of this width with heads of this width."""
         return {}
 
 
-AnyOptions = Options    # within Encoding the name Options is the attribute
+AnyOptions = Options    # inside Encoding the name Options means the attribute
 
 
 class Encoding(nn.Module):
-    """Tells a decoder where its tokens stand. Override any of three hooks; each is the identity by default.
+    """Tells a decoder where its tokens are. Override `embed`, `rotate` or `scores`; each does nothing here.
 
-    Positions are integers given to every call, never implied by a tensor's length, so offsets, gaps and
-    cached decoding need nothing extra. Keep derived tensors (frequencies, slopes, angles) out of the state
-    dict: compute them in `tables`, in fp32, so that a checkpoint can be read back under other options.
+    Positions are integers passed to every call, never implied by a tensor's length, so offsets, gaps and
+    cached decoding need no extra code. Keep derived tensors (frequencies, slopes, angles) out of the state
+    dict: compute them in `tables`, in fp32, so that a checkpoint can be loaded under other options. One
+    instance serves all layers; stack the parameters of each layer on axis 0 and index them by at.layer.
+    Make one for each query head (H), not for each key head: there may be fewer of those (G). A subclass of
+    RoPE in positions/rotary.py gets every scaling method and every method of --extend.
     """
 
     Options: ClassVar[type[Options]] = Options
-    is_relative: ClassVar[bool] = True  # do the logits depend on distances alone (tested)?
-    n_axes: ClassVar[int] = 1  # above 1 it takes positions (1 or B, T, n_axes) too, a number for each axis
-    max_length: int | None = None  # positions it is defined for are 0 ... max_length - 1; None: all
-    can_fold: bool = False  # is `fold` the same as `scores`?
-    by_distance: ClassVar[bool] = False  # does `scores` add what head, layer, distance decide alone (tested)?
+    is_relative: ClassVar[bool] = True  # do the logits depend on distances alone? (tested)
+    n_axes: ClassVar[int] = 1  # above 1, positions may be (1 or B, T, n_axes) too, one number for each axis
+    max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
+    can_fold: bool = False  # does `fold` give the same result as `scores`?
+    by_distance: ClassVar[bool] = False  # does `scores` add a function of head, layer, distance? (tested)
 
     def __init__(self, shape: Shape, options: AnyOptions) -> None:
-        """Make the parameters. One instance serves all layers; those of each layer are stacked on axis 0."""
+        """Make the parameters. `options` are the class's own Options, from [position] in the config."""
         super().__init__()
 
     def warning(self) -> str | None:
-        """What its options allow but hardly mean, in one line, if anything."""
+        """One line about options that are allowed but probably a mistake, if any."""
         return None
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -92,43 +96,46 @@ class Encoding(nn.Module):
         return x
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
-        """What depends on positions alone, computed once a forward and handed to each layer as at.tables."""
+        """What depends on positions alone. Computed once a forward, passed to each layer as at.tables."""
         return None
 
     def features(self, x: Tensor, layer: int) -> Tensor | None:
-        """What a token carries beside its key, from the layer's input x (B, T, C): (B, H, T, F), or None.
+        """What a token carries besides its key, from the layer's input x (B, T, C): (B, H, T, F), or None.
 
-        It is cached with the key, and handed to `scores` as at.features.
+        It is cached with the key; `rotate` and `scores` get those of all keys as at.features.
         """
         return None
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """Queries (B, H, Tq, D) and keys (B, H, Tk, D) before the product. The cache holds unrotated keys.
+        """Queries (B, H, Tq, D) and keys (B, G, Tk, D) -> what is multiplied, both (..., D) or both wider.
 
-        In grouped-query attention keys are still (B, G, Tk, D) here and in `fold`, so that each turns once.
+        The cache holds keys as they are before `rotate`. The product is divided by sqrt(D) of the input,
+        however wide the result is. k has G heads, so that each is rotated once, but under some methods of
+        --extend it has H: read k.shape[1], and put what differs among heads into q. at.features already
+        holds the features of all keys.
         """
         return q, k
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        """Logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries against all keys up to theirs.
+        """Logits (B, H, Tq, Tk), in fp32 and over sqrt(D), of a block of queries and all keys they may see.
 
-        -inf stands where a query may not look, and must stay. q (B, H, Tq, D) and k (B, H, Tk, D) are as they
-        were before `rotate`; heads that share a key each have a copy. Overriding this leaves the fused kernel
-        for explicit softmax in query blocks, which hold a few numbers a logit at most.
+        Masked logits are -inf and must stay so. q (B, H, Tq, D) and k (B, H, Tk, D) are those before
+        `rotate`; heads that share a key each have a copy. An encoding that overrides this computes an
+        explicit softmax in blocks of queries, not the fused kernel.
         """
         return logits
 
     def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """What `scores` adds, times sqrt(D), as products of more channels of q and k, after those there are.
+        """What `scores` adds, times sqrt(D), as a product of further channels appended to q and k.
 
-        Up to a constant along each row of logits, which the softmax does not see, and for keys at positions
-        up to the query's. An encoding that says `can_fold` keeps the fused kernel with it on long texts.
+        It may differ by a constant along each row of logits, which the softmax ignores, and it holds for keys
+        at positions up to the query's. With `can_fold` the encoding runs in the fused kernel on long texts.
         """
         return q, k
 
     @classmethod
     def acts_in_layers(cls) -> bool:
-        """Whether it is more than something added to the embeddings, so that `layers` means something."""
+        """Whether it acts in the layers, not only on the embeddings, so that `layers` has an effect."""
         return cls.rotate is not Encoding.rotate or cls.has_scores()
 
     @classmethod

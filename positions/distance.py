@@ -1,6 +1,6 @@
-"""Biases on the logits that depend on the distance between query and key, not on what stands there.
+"""Biases on the logits that depend on the distance between query and key, not on their content.
 
-All are added after the division by sqrt(D), unscaled.
+All are added after the division by sqrt(D), and are not divided by it.
 
 Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channels of a head.
 """
@@ -19,15 +19,15 @@ from positions.contract import At, Encoding, Options, Shape
 
 class ALiBiOptions(Options):
     learned: bool = Field(
-        False, description="train the slopes, one a head for all layers, starting from the fixed ones")
+        False, description="train the slopes, one a head, shared by all layers, starting from the fixed ones")
 
 
 class ALiBi(Encoding):
     """Linear penalty: logits[h, i, j] -= slope[h] * (i - j). Press et al. 2022, arXiv:2108.12409, section 3.
 
-    No parameters, any T; the penalty is not divided by sqrt(D). Slopes are the paper's, see `slopes`. With
-    `learned` their logarithms are trained, which keeps them positive (x-transformers, McGill's
-    length-generalization); the paper tried learned slopes and found that they extrapolate worse.
+    No parameters, any T. The slopes are the paper's, see `slopes`. With `learned` their logarithms are
+    trained, which keeps them positive (as in x-transformers and McGill's length-generalization). The paper
+    found that learned slopes extrapolate worse.
     """
 
     Options = ALiBiOptions
@@ -39,14 +39,15 @@ class ALiBi(Encoding):
         self.log_slopes: nn.Parameter | None = None
         if options.learned:
             self.log_slopes = nn.Parameter(torch.tensor(self.slopes(self.n_head)).log())     # (H,)
-        # gradients of `fold`'s slopes would be small differences of large sums, lost in bf16
+        # the gradients of folded slopes would be small differences of large sums, lost in bf16
         self.can_fold = not options.learned
 
     @staticmethod
     def slopes(n_head: int) -> list[float]:
-        """2^(-8 (h + 1) / H) for a power of two; else the power below's, then every other one of twice that.
+        """2^(-8 (h + 1) / H) if H is a power of two, else those for P < H, then every second one for 2 P.
 
-        The second rule is the authors' code (and BLOOM's and MPT's), not the plain formula with H = 12, say.
+        P is the largest power of two below H. That rule is the authors' code (also BLOOM's and MPT's); it
+        differs from the plain formula with H = 12, for example.
         """
         P = 2 ** (n_head.bit_length() - 1)                              # largest power of two <= H
         slopes = [2 ** (-8 * (h + 1) / P) for h in range(P)]
@@ -64,8 +65,8 @@ class ALiBi(Encoding):
     def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """-slope (i - j) is slope j up to a constant along the row: a slope in q times a position in k.
 
-        Positions, counted from the first key's, are three digits to base 256: exact in bf16 up to 2^24.
-        Slopes are two pieces, off by 2^-16 of themselves. The kernel's fp32 sum is off by 2^-24 of slope j.
+        Positions, relative to the first key's, are three digits to base 256: exact in bf16 up to 2^24. Slopes
+        are two pieces, with a relative error of 2^-16. The kernel sums in fp32: an error of 2^-24 slope j.
         """
         slope = at.tables.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1]**0.5    # (H, 1, 1)
         high = slope.bfloat16().to(slope.dtype)
@@ -78,9 +79,10 @@ class ALiBi(Encoding):
 
 class T5Options(Options):
     num_buckets: int = Field(
-        32, ge=2, description="biases a head; distances below half of it have one each, the others share")
+        32, ge=2, description="number of biases a head. Distances below half of it have one each; the others "
+                              "share")
     max_distance: int = Field(
-        128, ge=2, description="tokens; from here on all distances share the last bucket. Must exceed "
+        128, ge=2, description="tokens; all distances from here on share the last bucket. Must exceed "
                                "num_buckets / 2")
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
@@ -94,9 +96,9 @@ class T5Options(Options):
 class T5(Encoding):
     """Learned bias by distance: logits += b[h, bucket(i - j)]. Raffel et al. 2020, arXiv:1910.10683, 2.1.
 
-    The buckets are the authors' for a decoder: half of them one distance each, half logarithmically wider.
-    One table serves all layers, std C^-0.5 at the start (Hugging Face's T5). T5 itself omits the 1 / sqrt(D)
-    on q k^T and starts with smaller queries instead; here the factor stays, as in all encodings.
+    The buckets are the authors' for a decoder: half of them hold one distance each, the other half grow
+    logarithmically. All layers share one table, which starts with std C^-0.5 (as in Hugging Face's T5). T5
+    omits the 1 / sqrt(D) on q k^T and starts with smaller queries; here the factor stays, as everywhere.
     x-transformers and KERPLE's GPT-NeoX multiply the bias by sqrt(D); neither the paper nor T5's code does.
     """
 
@@ -118,7 +120,7 @@ class T5(Encoding):
         return torch.where(distance < n_exact, distance, wide.clamp(max=num_buckets - 1))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        distance = torch.arange(self.max_distance + 1, device=q_pos.device)     # the last: all longer
+        distance = torch.arange(self.max_distance + 1, device=q_pos.device)     # the last: and beyond
         return self.table(self.bucket(distance, self.num_buckets, self.max_distance)).T     # (H, max + 1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
@@ -127,10 +129,10 @@ class T5(Encoding):
 
 
 class Kerple(Encoding):
-    """What both kernels of KERPLE share: numbers p, a > 0 for each head. Chi et al. 2022, arXiv:2205.09921.
+    """The base of KERPLE's two kernels: numbers p, a > 0 for each head. Chi et al. 2022, arXiv:2205.09921.
 
-    From the authors' code: one set for all layers, p ~ U(0, 2) and a ~ U(0, 1) at the start, and at each
-    forward the parameters themselves are clamped to at least 0.01 (and the power's p to at most 2).
+    As in the authors' code, all layers share them, p ~ U(0, 2) and a ~ U(0, 1) at the start, and each forward
+    clamps the parameters themselves to at least 0.01 (and p of the power kernel to at most 2).
     """
 
     by_distance = True
@@ -142,7 +144,7 @@ class Kerple(Encoding):
         self.a = nn.Parameter(torch.rand(shape.n_head))          # (H,)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():           # in place: at the bound a gradient still arrives, and can lead away
+        with torch.no_grad():           # in place: a parameter at the bound still gets a gradient
             self.p.clamp_(min=0.01, max=self.max_p)
             self.a.clamp_(min=0.01)
         return self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
@@ -162,10 +164,10 @@ class KerpleLog(Kerple):
 class KerplePower(Kerple):
     """Power penalty: logits -= a[h] (i - j)^p[h], 0 < p <= 2. KERPLE, Chi et al. 2022, arXiv:2205.09921.
 
-    ALiBi is p = 1 with fixed a, though the clamp keeps a from its slopes below 0.01. p and a: see Kerple.
+    ALiBi is p = 1 with fixed a, but the clamp excludes its slopes below 0.01. p and a: see Kerple.
     """
 
-    max_p = 2.0         # the kernel is conditionally positive definite no further
+    max_p = 2.0         # beyond 2 the kernel is not conditionally positive definite
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         p, a = at.tables
@@ -175,10 +177,10 @@ class KerplePower(Kerple):
 class FIRE(Encoding):
     """Learned curve: logits += MLP(log(1 + c (i - j)) / log(1 + c max(i, L))). Li 2024, arXiv:2310.04418.
 
-    By Li et al. The MLP is 1 -> 32 -> H with ReLU, c starts at 0.1 and is learned, as is the threshold L
-    through a factor that starts at 1 on train.seq_len. Each layer has its own of all these and absolute
-    values keep c and L positive, as in the public code (mcleish7/arithmetic), where L starts at 512. Up
-    to L the bias depends on the distance alone, beyond it on the position too.
+    By Li et al. The MLP is 1 -> 32 -> H with ReLU. c is learned and starts at 0.1; the threshold L is learned
+    too, as a factor on train.seq_len that starts at 1. As in the public code (mcleish7/arithmetic; there L
+    starts at 512), each layer has its own, and absolute values keep c and L positive. Up to L the bias
+    depends on the distance alone, beyond it also on the query's position.
     """
 
     is_relative = False
@@ -189,7 +191,7 @@ class FIRE(Encoding):
         n_layer, n_head = shape.n_layer, shape.n_head
         self.seq_len = shape.seq_len
         self.c = nn.Parameter(torch.full((n_layer,), 0.1))
-        self.threshold = nn.Parameter(torch.ones(n_layer))              # over train.seq_len
+        self.threshold = nn.Parameter(torch.ones(n_layer))              # L / train.seq_len
         self.mlps = nn.ModuleList(
             nn.Sequential(nn.Linear(1, self.n_hidden), nn.ReLU(), nn.Linear(self.n_hidden, n_head))
             for _ in range(n_layer))
@@ -198,23 +200,23 @@ class FIRE(Encoding):
         c = self.c[at.layer].abs()
         longest = torch.maximum(at.q_pos, (self.threshold[at.layer] * self.seq_len).abs())[:, None, :, None]
         share = torch.log1p(c * at.distance()) / (torch.log1p(c * longest) + 1e-6)      # (1 or B, 1, Tq, Tk)
-        with torch.autocast(logits.device.type, enabled=False):         # bf16 cannot tell far distances apart
+        with torch.autocast(logits.device.type, enabled=False):         # bf16 would merge far distances
             bias = self.mlps[at.layer](share.movedim(1, -1))            # (1 or B, Tq, Tk, H)
         return logits + bias.movedim(-1, 1)
 
 
 class SandwichOptions(Options):
     dim: int = Field(
-        128, ge=2, multiple_of=2, description="channels of the sinusoids, two a frequency; the paper's only "
+        128, ge=2, multiple_of=2, description="channels of the sinusoids, two a frequency: the paper's only "
                                               "hyperparameter. The bias at distance 0 grows with it")
 
 
 class Sandwich(Encoding):
     """Sinusoids' products: logits += H / (8 h) sum_k cos((i - j) f_k). Chi et al. 2023, arXiv:2212.10356.
 
-    Heads h = 1 ... H, f_k = 10000^(-2k / dim) for k = 0 ... dim/2 - 1, which are those of Vaswani et al. and
-    of PyTorch's attention-gym; NVIDIA's NeMo takes k = 1 ... dim/2, slightly other frequencies, and subtracts
-    dim/2, which the softmax does not see. No parameters; falls roughly as the logarithm of the distance.
+    Heads h = 1 ... H. f_k = 10000^(-2k / dim) for k = 0 ... dim/2 - 1, as in Vaswani et al. and PyTorch's
+    attention-gym. NVIDIA's NeMo uses k = 1 ... dim/2, slightly different frequencies, and subtracts dim/2,
+    which the softmax ignores. No parameters. The bias falls roughly as the logarithm of the distance.
     """
 
     Options = SandwichOptions
@@ -225,9 +227,9 @@ class Sandwich(Encoding):
         self.n_head, self.dim = shape.n_head, options.dim
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        f = rope.inv_freq(self.dim, 10_000.0, device=q.device).double()     # sums of many cancel
+        f = rope.inv_freq(self.dim, 10_000.0, device=q.device).double()     # many terms cancel
         angles = (rope.angles(positions, f) for positions in (at.q_pos, at.k_pos))
-        # cos(a - b) = cos a cos b + sin a sin b: a product of matrices, whatever the distances
+        # cos(a - b) = cos a cos b + sin a sin b: one matrix product for any distances
         q_wave, k_wave = (torch.cat((a.cos(), a.sin()), dim=-1) for a in angles)    # (1 or B, T, dim)
         total = (q_wave @ k_wave.mT)[:, None]                           # (1 or B, 1, Tq, Tk)
         ratio = 8 / self.n_head * torch.arange(1, self.n_head + 1, device=q.device)

@@ -1,7 +1,6 @@
-"""Rotary encodings: queries and keys turned by their positions, so that logits depend on the distance.
+"""Rotary encodings: queries and keys are rotated by their positions, so that logits depend on the distance.
 
-Legend: B batch, T time (Tq queries, Tk keys), H = n_head, D channels of a head, R = rotated channels. Angles
-in radians.
+Legend: B batch, T time (Tq queries, Tk keys), D channels of a head, R rotated channels. Angles in radians.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from positions.scaling import AnyScaling, Scaling
 
 class RotaryOptions(Options):
     base: float = Field(
-        10_000.0, gt=1, description="slowest pair turns by 1 / base radians a position, nearly")
+        10_000.0, gt=1, description="the slowest pair rotates by about 1 / base radians per position")
     layout: Literal["half", "interleaved"] = Field(
         "half", description="which channels form a pair. half: i and i + R/2 (Hugging Face); interleaved: "
                             "2i and 2i + 1 (the paper, Meta). R channels of each head rotate")
     scaling: AnyScaling | None = Field(
-        None, discriminator="method", description="other frequencies for longer contexts, such as "
-                                                  '{ method = "yarn", factor = 4.0 }; methods and their keys '
-                                                  "below")
+        None, discriminator="method", description="other frequencies for longer contexts, for example "
+                                                  '{ method = "yarn", factor = 4.0 }; for the methods and '
+                                                  "their keys see below")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """R, the number of channels of each head that rotate: all, here."""
+        """R, the number of channels of each head that rotate: here all."""
         return head_dim
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
@@ -39,7 +38,7 @@ class RotaryOptions(Options):
         return self.scaling_problems(head_dim)
 
     def scaling_problems(self, dim: int) -> dict[str, str]:
-        """As `problems`, of scaling the frequencies of `dim` channels."""
+        """`problems` of scaling the frequencies of `dim` channels."""
         problem = self.scaling.problem(dim) if self.scaling else None
         return {"scaling": problem} if problem else {}
 
@@ -50,7 +49,6 @@ class RoPEOptions(RotaryOptions):
                                      "ChatGLM2 0.5; the rest carry no position")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """R, the number of channels of each head that rotate."""
         return round(self.fraction * head_dim)
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
@@ -62,10 +60,10 @@ class RoPEOptions(RotaryOptions):
 
 
 class RoPE(Encoding):
-    """Turn q and k by position times f_i = base^(-2i / R): logits depend on distance. RoFormer, section 3.
+    """Rotate q and k by position times f_i = base^(-2i / R): logits depend on distance. RoFormer, section 3.
 
-    `layers = "first"` is told of ChatGLM, wrongly: ChatGLM-6B and its successors rotate in every layer (the
-    angles are computed once and shared, which may be how the story began). It stays a worthwhile ablation.
+    ChatGLM is often said to rotate in its first layer only. In fact ChatGLM-6B and its successors rotate in
+    every layer, with angles that are computed once. `layers = "first"` is still an interesting ablation.
     """
 
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
@@ -78,11 +76,11 @@ class RoPE(Encoding):
         self.scaling: Scaling | None = options.scaling       # may be set on a trained model
 
     def warning(self) -> str | None:
-        said = self.scaling.warning(self.rotary_dim, self.base, self.seq_len) if self.scaling else None
-        return f"position.scaling: {said}" if said else None
+        warning = self.scaling.warning(self.rotary_dim, self.base, self.seq_len) if self.scaling else None
+        return f"position.scaling: {warning}" if warning else None
 
     def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
-        """What each pair turns by at each position, in radians, (R/2,), and a factor of cos and sin."""
+        """Radians per position of each pair, (R/2,), and a factor on cos and sin."""
         if self.scaling is None:
             return rope.inv_freq(self.rotary_dim, self.base, device=k_pos.device), 1.0
         return self.scaling.frequencies(self.rotary_dim, self.base, self.seq_len, k_pos)
@@ -95,7 +93,7 @@ class RoPE(Encoding):
         f, factor = self.frequencies(k_pos)
         q_angle, k_angle = (self.angles(p, f)[:, None] for p in (q_pos, k_pos))     # (1 or B, 1, T, R/2)
         tables = q_angle.cos(), q_angle.sin(), k_angle.cos(), k_angle.sin()
-        # torch.compile would take the cosines of every layer anew: what as_strided sees it has to store
+        # as_strided makes torch.compile store the cosines; else it would recompute them in every layer
         return tuple((x * factor).as_strided(x.shape, x.stride()) for x in tables)
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
@@ -116,12 +114,12 @@ class RoPE2DOptions(RotaryOptions):
 
 
 class RoPE2D(RoPE):
-    """Two positions a token, each turns half of the pairs, f_i = base^(-4i / D). Heo 2024, arXiv:2403.13298.
+    """Two positions a token; each rotates half of the pairs, f_i = base^(-4i / D). Heo, arXiv:2403.13298.
 
-    By Heo et al. ("axial") for an image's rows and columns; ChatGLM-6B has the position in the text and,
-    beside it, in the answer. Logits depend on the difference along each axis alone. Positions are
-    (1 or B, T, 2) through `positions=`; (T,) or (B, T), as in training on text, stand for both axes, each
-    frequency then turning two pairs. ChatGLM-6B's halves are each in layout half: a permutation of ours.
+    Heo et al. 2024 ("axial") use an image's rows and columns; ChatGLM-6B uses the position in the text and
+    the position in the answer. Logits depend on the difference along each axis alone. Pass `positions=` of
+    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes. ChatGLM-6B
+    pairs channels within each half of the head: the same up to a permutation of the channels.
     """
 
     Options = RoPE2DOptions
@@ -136,16 +134,16 @@ class RoPE2D(RoPE):
 
 class PRoPEOptions(RotaryOptions):
     p: float = Field(
-        0.75, ge=0, le=1, description="share of the pairs that turn, the fastest; the paper's best is 0.75, "
+        0.75, ge=0, le=1, description="share of the pairs that rotate, the fastest; the paper's best: 0.75, "
                                       "Gemma 4 has 0.25. 1: rope; 0: none")
 
 
 class PRoPE(RoPE):
-    """RoPE whose slowest pairs stand still: f_i = 0 for i >= p D/2. Barbero et al. 2024, arXiv:2410.06205.
+    """RoPE whose slowest pairs do not rotate: f_i = 0 for i >= p D/2. Barbero et al. 2024, arXiv:2410.06205.
 
-    The slow pairs carry meaning, and over a long context even they turn away from it; so they become NoPE's.
-    Not rope's `fraction`, which spreads all frequencies, slow ones too, over fewer channels. Where p D/2 is
-    no whole number it is rounded down, as in transformers ("proportional").
+    The slow pairs carry content, which in a long context even slow rotation distorts, so they stay as in
+    NoPE. This differs from rope's `fraction`, which spreads all frequencies, slow ones too, over fewer
+    channels. p D/2 is rounded down, as in transformers ("proportional").
     """
 
     Options = PRoPEOptions
@@ -161,15 +159,15 @@ class PRoPE(RoPE):
 
 class XPosOptions(RotaryOptions):
     scale_base: float = Field(
-        512.0, ge=1, description="positions over which the fastest pair shrinks to 2/7; larger is nearer to "
-                                 "rope. fp32 overflows at sequences of 70 times it")
+        512.0, ge=1, description="positions over which the fastest pair shrinks to 2/7; larger is closer to "
+                                 "rope. fp32 overflows in sequences 70 times as long")
 
 
 class XPos(RoPE):
     """RoPE with pair i of the logit times zeta_i^((m - n) / 512), a decay. Sun et al. 2022, arXiv:2212.10554.
 
-    xPos. zeta_i = (2i / D + 0.4) / 1.4, to the power m / scale_base on q and -n / scale_base on k: the fast
-    pairs fade out with distance first. The paper's blockwise attention at inference is not part of it here.
+    xPos: q is scaled by zeta_i^(m / scale_base) and k by zeta_i^(-n / scale_base), zeta_i = (2i / D + 0.4) /
+    1.4, so fast pairs fade out with distance first. The paper's blockwise attention is not included.
     """
 
     Options = XPosOptions
@@ -182,8 +180,7 @@ class XPos(RoPE):
         q_cos, q_sin, k_cos, k_sin = super().tables(q_pos, k_pos)
         R = self.rotary_dim
         zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4                   # (R/2,)
-        # distances alone matter, so any origin will do; amid the queries the powers of both stay in range,
-        # and keys far behind them underflow to 0, as they should
+        # only distances matter; with the origin amid the queries no power overflows, far keys underflow to 0
         origin = (q_pos.amin(-1, keepdim=True) + q_pos.amax(-1, keepdim=True)) // 2             # (1 or B, 1)
         q_power, k_power = ((p - origin)[:, None, :, None] / self.scale_base for p in (q_pos, k_pos))
         q_scale, k_scale = zeta ** q_power, zeta ** -k_power            # (1 or B, 1, T, R/2)

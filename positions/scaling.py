@@ -1,11 +1,9 @@
-"""Scaling methods: RoPE's frequencies for contexts longer than those it was trained at. The maths: rope.py.
+"""Scaling methods: RoPE's frequencies for contexts longer than those in training. The formulas: rope.py.
 
-`scaling = { method = "yarn", factor = 4.0 }` under [position] trains with one; a trained model may be given
-another by setting its encoding's `scaling`, since nothing of it is in the checkpoint. To add one: a class
-here, its name in AnyScaling.
+`scaling = { method = "yarn", factor = 4.0 }` under [position] trains with one. To apply one to a trained
+model, set its encoding's `scaling`: it is not in the checkpoint. To add one: a class here, and in AnyScaling.
 
-Legend: T time, R = rotated channels, L = original length in tokens, s = factor. Frequencies in radians a
-position.
+Legend: T time, R rotated channels, L original length, s factor. Frequencies in radians per position.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ LongRoPEFactors = list[Annotated[float, Field(ge=1)]]
 
 
 class Scaling(BaseModel):
-    """A method and its options: the frequencies of the pairs, and a factor on what they turn."""
+    """A method and its options: the frequencies of the pairs, and a factor on cos and sin."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
     is_dynamic: ClassVar[bool] = False  # do the frequencies depend on the length of the text?
@@ -34,9 +32,9 @@ class Scaling(BaseModel):
 
     @classmethod
     def for_context(cls, L: int, T: int, given: dict[str, Any]) -> Scaling:
-        """Options for T tokens after a training at L: as given, else original_length L, and factor T / L.
+        """The method for T tokens after training at L. Defaults: original_length L, and factor T / L.
 
-        The latter where a factor is required. Raises pydantic's ValidationError.
+        The latter if the method requires a factor. Raises pydantic's ValidationError.
         """
         known: dict[str, Any] = {"original_length": L}
         if "factor" in cls.model_fields and cls.model_fields["factor"].is_required():
@@ -44,25 +42,24 @@ class Scaling(BaseModel):
         return cls.model_validate(known | given)
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        """What each pair of `dim` = R channels turns by at each position (R/2,), and a factor of cos and sin.
+        """Frequency of each pair of `dim` = R channels, (R/2,), and a factor on cos and sin.
 
-        L is the training's length, where `original_length` does not say otherwise. Keys are at k_pos, any
-        shape; methods that depend on the length read it off there, T = the largest + 1, which waits for the
-        device.
+        L is the training length; `original_length` overrides it. k_pos, of any shape, holds the positions of
+        the keys. Methods that depend on the length take T = its maximum + 1, which waits for the device.
         """
         raise NotImplementedError
 
     def problem(self, dim: int) -> str | None:
-        """What is wrong with these options for `dim` channels, if anything."""
+        """What is wrong with these options for `dim` channels, or None."""
         return None
 
     def unless_above(self, upper: str, lower: str) -> str | None:
-        """The problem of two options in the wrong order, if they are."""
+        """The problem if the option `upper` is not above the option `lower`."""
         high, low = getattr(self, upper), getattr(self, lower)
         return None if high > low else f"{upper} must be above {lower} = {low:g}, got {high:g}"
 
     def warning(self, dim: int, base: float, L: int) -> str | None:
-        """What is allowed but hardly meant, in one line, if anything."""
+        """One line about options that are allowed but probably a mistake, if any."""
         return None
 
 
@@ -77,7 +74,7 @@ class PI(Scaling):
 
 
 class NTKAware(Scaling):
-    """What both kinds share: a larger base."""
+    """The base of the two NTK methods, which enlarge RoPE's base."""
 
     def problem(self, dim: int) -> str | None:
         return f"{self.method} needs 4 rotary channels or more, got {dim}" if dim < 4 else None
@@ -96,15 +93,15 @@ class NTK(NTKAware):
 class DynamicNTK(NTKAware):
     """NTK-aware for T > L tokens: s = a T / L - (a - 1). emozilla 2023; arXiv:2309.00071, section 3.3.
 
-    RoPE itself up to L. Decoding turns all cached keys anew at each step, but what they were computed from
-    saw the frequencies of its own time: full forwards are what to compare.
+    Up to L it is RoPE itself. Decoding rotates all cached keys anew at each step, but in deeper layers the
+    keys were computed with earlier frequencies: for comparisons use full forwards.
     """
 
     is_dynamic = True
 
     method: Literal["dynamic_ntk"] = "dynamic_ntk"
     factor: float = Field(
-        1.0, ge=1, description="a; 1: T tokens are turned as ntk turns them with s = T / L, larger: further")
+        1.0, ge=1, description="a; 1: T tokens are rotated as by ntk with s = T / L; larger stretches more")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         T = int(k_pos.max()) + 1
@@ -115,19 +112,19 @@ class DynamicNTK(NTKAware):
 class YaRN(Scaling):
     """Fast pairs kept, slow ones f_i / s; cos, sin times 0.1 ln s + 1. Peng 2023, arXiv:2309.00071, 3.4.
 
-    The betas were found at L = 2048 ... 4096; at an L of hundreds few pairs turn 32 times (see `warning`).
+    The default betas were tuned at L = 2048 ... 4096. At L of some hundreds few pairs turn 32 times.
     """
 
     method: Literal["yarn"] = "yarn"
     factor: Factor
     beta_fast: float = Field(
-        32.0, gt=0, description="pairs that turn so many times within L or more keep their frequency")
+        32.0, gt=0, description="pairs with at least so many turns within L keep their frequency")
     beta_slow: float = Field(
-        1.0, gt=0, description="pairs that turn so many times within L or fewer are interpolated; between "
-                               "the two, a mix, linear in the pair's number")
-    truncate: bool = Field(True, description="widen that ramp to whole pairs, as the authors' code does")
+        1.0, gt=0, description="pairs with at most so many turns within L are interpolated; between the "
+                               "two, a mix that is linear in the pair's index")
+    truncate: bool = Field(True, description="widen that mix to whole pairs, as the authors' code does")
     attention_factor: float | None = Field(
-        None, gt=0, description="factor of cos and sin (default: 0.1 ln s + 1)")
+        None, gt=0, description="factor on cos and sin (default: 0.1 ln s + 1)")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         f = rope.yarn(rope.inv_freq(dim, base, device=k_pos.device), base, self.factor,
@@ -143,24 +140,24 @@ class YaRN(Scaling):
             return None
         turns = [L / (2 * math.pi) * base ** (-2 * i / dim) for i in (1, dim // 8)]
         and_slow = ", and beta_slow below that" if turns[1] <= self.beta_slow else ""
-        return (f"yarn: beta_fast = {self.beta_fast:g} keeps no pair but the fastest as trained, for at "
-                f"L = {L} the next turns only {turns[0]:.3g} times; lower beta_fast, to {turns[1]:.2g} for "
-                f"a quarter of the pairs{and_slow}")
+        return (f"yarn: beta_fast = {self.beta_fast:g} keeps only the fastest pair, since at L = {L} the "
+                f"next turns {turns[0]:.3g} times; lower beta_fast, to {turns[1]:.2g} for a quarter of the "
+                f"pairs{and_slow}")
 
 
 class Llama3(Scaling):
-    """Pairs of long wavelength f_i / s, short kept, smooth between. Llama 3.1, meta-llama/llama-models.
+    """Long wavelengths f_i / s, short ones kept, a mix between. Llama 3.1, meta-llama/llama-models.
 
-    The wavelength of a pair is 2 pi / f_i. Meta has s = 8 and L = 8192.
+    The wavelength of a pair is 2 pi / f_i. Meta uses s = 8 and L = 8192.
     """
 
     method: Literal["llama3"] = "llama3"
     factor: Factor
     low_freq_factor: float = Field(
-        1.0, gt=0, description="pairs that turn so many times within L or fewer are interpolated")
+        1.0, gt=0, description="pairs with at most so many turns within L are interpolated")
     high_freq_factor: float = Field(
-        4.0, gt=0, description="pairs that turn so many times within L or more keep their frequency; between "
-                               "the two, a mix, linear in the turns")
+        4.0, gt=0, description="pairs with at least so many turns within L keep their frequency; between the "
+                               "two, a mix that is linear in the number of turns")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         f = rope.llama3(rope.inv_freq(dim, base, device=k_pos.device), self.factor, self.original_length or L,
@@ -174,9 +171,8 @@ class Llama3(Scaling):
 class LongRoPE(Scaling):
     """f_i / lambda_i, given for T <= L and T > L; cos, sin times sqrt(1 + ln s / ln L). arXiv:2402.13753.
 
-    Ding et al. 2024. Which lambdas depends on the length alone, not on s: up to L the short ones serve
-    whatever the factor, so that factor 1 is no change where these are 1. The paper searches for the lambdas;
-    here they are given.
+    Ding et al. 2024. The length alone, not s, decides between the two lists of lambdas: up to L it is
+    short_factor, whatever s is. The paper searches for the lambdas; here the config gives them.
     """
 
     is_dynamic = True
@@ -201,10 +197,10 @@ class LongRoPE(Scaling):
 
 
 class Base(Scaling):
-    """Another base, so other frequencies. Xiong et al. 2023, arXiv:2309.16039, section 2.1 (ABF)."""
+    """A different base, so different frequencies. Xiong et al. 2023, arXiv:2309.16039, section 2.1 (ABF)."""
 
     method: Literal["base"] = "base"
-    base: float = Field(gt=1, description="in place of the base of the training; ABF's is 500000, of 10000")
+    base: float = Field(gt=1, description="replaces the base of the training; ABF replaces 10000 by 500000")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         return rope.inv_freq(dim, self.base, device=k_pos.device), 1.0

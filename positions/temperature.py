@@ -1,7 +1,7 @@
-"""Query temperature: how sharply a query looks may grow with the number of keys it sees, under any encoding.
+"""Query temperature: a factor on the query that grows with the number of keys it sees, under any encoding.
 
-Softmax over more keys spreads thinner. A factor on the query at position m multiplies all its logits before
-any bias, and leaves the fused kernel as it is. It depends on m alone: cached decoding agrees, shifts do not.
+Softmax over more keys is flatter. A factor on the query at position m multiplies all its logits before any
+bias. It depends on m alone, so cached decoding equals the full forward; a shift of all positions does not.
 
 Legend: B batch, T time, H = n_head, L = train.seq_len.
 """
@@ -17,22 +17,22 @@ from positions.contract import Shape
 
 
 class Temperature(nn.Module):
-    """The softmax as it is: no factor. Override `forward` for one."""
+    """No factor. Override `forward` to return one."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.n_layer = shape.n_layer
 
     def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
-        """Positions (1 or B, T) -> each layer's factor of the queries, (1 or B, 1 or H, T, 1), or None."""
+        """Positions (1 or B, T) -> for each layer a factor on q, (1 or B, 1 or H, T, 1), or None."""
         return [None] * self.n_layer
 
 
 class LogN(Temperature):
-    """q *= max(1, ln(m + 1) / ln L), against attention's spread beyond L. J. Su, github.com/bojone/rerope.
+    """q *= max(1, ln(m + 1) / ln L): keeps attention sharp beyond L. J. Su, github.com/bojone/rerope.
 
-    No parameters, and exactly 1 at m < L: a trained model is unchanged there, so this may be switched on
-    after training too.
+    No parameters, and exactly 1 at m < L: a trained model is unchanged there, so it can be applied after
+    training too.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -40,7 +40,7 @@ class LogN(Temperature):
         self.seq_len = shape.seq_len
 
     def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
-        # ln n / ln L = 1 + ln(n / L) / ln L, which unlike the former rounds to exactly 1 at n = L
+        # ln n / ln L = 1 + ln(n / L) / ln L; the second form rounds to exactly 1 at n = L
         n_over_L = ((q_pos + 1) / self.seq_len).clamp(min=1)
         factor = 1 + n_over_L.log() / math.log(self.seq_len)            # (1 or B, T)
         return [factor[:, None, :, None]] * self.n_layer
@@ -49,8 +49,8 @@ class LogN(Temperature):
 class SSMax(Temperature):
     """softmax(s ln(n) z), n = m + 1 keys, s learned by head and layer. Nakanishi 2025, arXiv:2501.19399.
 
-    Without the bias that the paper tries and drops. s begins at 0.43, the value of the paper's figure 1.
-    A query at position 0, with ln 1 = 0, has one key to look at.
+    The bias that the paper tries and rejects is omitted. s starts at 0.43, the value of the paper's figure 1.
+    At position 0 the factor is ln 1 = 0, but that query sees a single key.
     """
 
     def __init__(self, shape: Shape) -> None:

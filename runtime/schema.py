@@ -7,27 +7,69 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from runtime.errors import did_you_mean, shortened
 
+Schema = type[BaseModel]
 NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 PLURALS = {int: "integers", float: "numbers"}
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
-def explain(name: str, errors: Sequence[Any], where: str, schema: type[BaseModel], owner: str,
-            homes: Mapping[str, str] | None = None) -> str:
-    """One line for what pydantic's errors say about one key: its name, where it was set, and the fix.
+class Section(BaseModel):
+    """One table of the config; unknown keys and wrong types are errors."""
 
-    `name` ends with the key, as in "train.lr". `schema` is the model that the key belongs to and `owner` its
-    name in messages; `homes` gives the full names of keys that belong elsewhere.
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def explain_all(error: ValidationError, schemas: Mapping[str, Schema], origin: Mapping[str, str],
+                default_place: str, ignore_missing: bool) -> Iterator[str]:
+    """One line for each key that is wrong in a config of sections.
+
+    `schemas` are the models of the sections. `origin` says where each section and section.key was set, and
+    `default_place` stands for those that nothing set.
+    """
+    by_key: dict[tuple[str, ...], list[Any]] = {}
+    for one in error.errors():
+        if one["type"] == "missing" and ignore_missing:
+            continue
+        section, *rest = map(str, one["loc"])
+        # below its key pydantic adds which member of a union, and for a table the key within
+        field = schemas[section].model_fields.get(rest[0]) if section in schemas and rest else None
+        is_in_table = len(rest) > 2 and rest[1] in tables_of(field)
+        by_key.setdefault((section, *rest[:3 if is_in_table else 1]), []).append(one)
+    homes = {key: f"{section}.{key}" for section, schema in schemas.items() for key in schema.model_fields}
+    for (section, *rest), found in by_key.items():
+        where = origin.get(".".join((section, *rest[:1])))
+        if not where:
+            where = default_place if found[0]["type"] == "missing" else "(default)"
+        if found[0]["type"] == "extra_forbidden" and not rest:
+            yield f"[{section}] {where}: unknown section{did_you_mean(section, schemas)}"
+        elif not rest:
+            yield f"[{section}] {where}: {found[0]['msg']}"
+        elif len(rest) == 1:
+            owner = "[position] with this encoding" if section == "position" else f"[{section}]"
+            yield explain(f"{section}.{rest[0]}", found, where, schemas[section], owner, homes)
+        else:
+            key, tag, inner = rest
+            schema = tables_of(schemas[section].model_fields[key])[tag]
+            owner = f"{section}.{key} with this method"
+            yield explain(f"{section}.{key}.{inner}", found, where, schema, owner)
+
+
+def explain(name: str, errors: Sequence[Any], where: str, schema: Schema, owner: str,
+            homes: Mapping[str, str] | None = None) -> str:
+    """One line for pydantic's errors on one key: its full name, where it was set, what is wrong, the fix.
+
+    `schema` is the model that the key belongs to and `owner` its name in messages; `homes` gives the full
+    names of keys that belong to other models.
     """
     key = name.rpartition(".")[2]
     kind, message = errors[0]["type"], errors[0]["msg"]
-    if kind in ("rule", "value_error"):
-        return f"{name} {where}: {message.removeprefix('Value error, ')}"
+    if kind == "rule":
+        return f"{name} {where}: {message}"
     if kind == "missing":
         return f"{name} {where}: missing; add {key} = ..."
     if kind == "extra_forbidden":
@@ -37,38 +79,47 @@ def explain(name: str, errors: Sequence[Any], where: str, schema: type[BaseModel
         return f"{name} {where}: unknown key of {owner}{hint or '; --help lists the keys'}"
     field = schema.model_fields[key]
     if kind in ("union_tag_not_found", "union_tag_invalid"):
-        methods = [part.model_fields["method"].default for part in get_args(field.annotation)
-                   if part is not NoneType]
+        methods = tables_of(field)
         choices = f"; choose from {', '.join(methods)}"
         if kind == "union_tag_not_found":
             return f"{name}.method {where}: missing{choices}"
         method = errors[0]["ctx"]["tag"]
-        return f"{name}.method {where}: unknown method {shortened(method)}" \
-               f"{did_you_mean(method, methods) or choices}"
+        hint = did_you_mean(method, methods) or choices
+        return f"{name}.method {where}: unknown method {shortened(method)}{hint}"
     return f"{name} {where}: must be {accepted(field)}, got {shortened(errors[0]['input'])}"
 
 
-def rule_broken(problems: Mapping[str, str]) -> ValidationError:
-    """The error to raise in a validator of a table for what is wrong with some of its keys."""
-    return ValidationError.from_exception_data("rule", [
-        InitErrorDetails(type=PydanticCustomError("rule", "{problem}", {"problem": problem}), loc=(key,),
-                         input=None) for key, problem in problems.items()])
+def tables_of(field: Any) -> dict[str, Schema]:
+    """The models of a field that is a table with a choice of `method`, by method; empty for other fields."""
+    parts = get_args(field.annotation) if field is not None else ()
+    return {part.model_fields["method"].default: part for part in parts
+            if isinstance(part, type) and issubclass(part, BaseModel)}
+
+
+def refuse(value: Any, problems: Mapping[str, str]) -> Any:
+    """The validated table; raises pydantic's error if any of its keys has a problem."""
+    if problems:
+        raise ValidationError.from_exception_data("rules", [
+            InitErrorDetails(type=PydanticCustomError("rule", "{problem}", {"problem": problem}),
+                             loc=(key,), input=None) for key, problem in problems.items()])
+    return value
 
 
 def describe_fields(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Two lines for each key: type, limits and default; then the meaning."""
+    """Two lines for each key: type, limits and default; then the meaning, if it is described."""
     for key, field in fields.items():
         default = "required" if field.is_required() else f"default {json.dumps(field.default)}"
         yield f"  {key:16} {accepted(field)}; {default.replace('null', 'unset')}"
-        yield f"  {'':16} {field.description}"
+        if field.description:
+            yield f"  {'':16} {field.description}"
 
 
-def describe_choice(name: str, choice: type, schema: type[BaseModel],
-                    shared: Collection[str]) -> list[str]:
+def describe_choice(name: str, choice: type, schema: Schema,
+                    shared: Collection[str] = ()) -> list[str]:
     """The first line of the docstring of a class, and the keys of its schema that are not shared by all."""
     own = {key: field for key, field in schema.model_fields.items() if key not in shared}
     summary = (choice.__doc__ or "no docstring yet").strip().splitlines()[0]
-    return ["", f"{name}: {summary}", *describe_fields(own)]
+    return [f"{name}: {summary}", *describe_fields(own)]
 
 
 def accepted(field: Any) -> str:

@@ -121,6 +121,7 @@ def pictures(tmp_path_factory):
     return folder, captions
 
 
+@pytest.mark.slow
 def test_every_picture_is_drawn_and_committed(pictures) -> None:
     folder, captions = pictures
     wanted = {*(f"{name}.png" for name in ENCODINGS), "binary-bits.png", "rope-long-term-decay.png"}
@@ -133,7 +134,7 @@ def test_every_picture_is_drawn_and_committed(pictures) -> None:
     assert all(caption.endswith(".") for caption in captions.values())
 
 
-def test_hooks_choose_the_rows_of_a_picture(pictures, monkeypatch, tmp_path) -> None:
+def test_hooks_choose_the_rows_of_a_picture(monkeypatch, tmp_path) -> None:
     class Everywhere(ENCODINGS["rope"]):
         def embed(self, x, positions):
             return x + positions[..., None]
@@ -143,16 +144,33 @@ def test_hooks_choose_the_rows_of_a_picture(pictures, monkeypatch, tmp_path) -> 
 
     monkeypatch.setitem(ENCODINGS, "everywhere", Everywhere)
     caption = gallery.draw("everywhere", tmp_path)
-    captions = pictures[1]
-    assert caption == " ".join(captions[name] for name in ("integer", "rope", "alibi"))
+    assert caption == " ".join(gallery.draw(name, tmp_path) for name in ("integer", "rope", "alibi"))
     with (gallery.Image.open(tmp_path / "everywhere.png") as three,
-          gallery.Image.open(pictures[0] / "rope.png") as one):
+          gallery.Image.open(tmp_path / "rope.png") as one):
         assert three.height == 3 * one.height
 
 
 @pytest.fixture(scope="module")
-def blocks(pictures, found) -> dict[str, str]:
-    return gallery.guide_blocks(pictures[1], found, gallery.BENCH, ROOT / "nowhere")
+def blocks(found) -> dict[str, str]:
+    return gallery.guide_blocks(dict.fromkeys(ENCODINGS, "Caption."), found, gallery.BENCH, gallery.RUNS)
+
+
+def test_the_committed_guide_is_what_the_code_generates(blocks) -> None:
+    """Captions apart (see below), and the computed figures of the properties, which depend on the machine."""
+    def comparable(guide: str) -> list[str]:
+        before, _, rest = guide.partition("<!-- begin properties -->")
+        table, _, after = rest.partition("<!-- end properties -->")
+        captions = re.compile(r"^\*[A-Z].*\*$", re.MULTILINE)
+        return [before, re.sub(r"(yes|no), [\d.e-]+", r"\1", table), captions.sub("", after)]
+
+    committed = gallery.GUIDE.read_text()
+    assert comparable(committed) == comparable(gallery.update(committed, blocks)), "run `make gallery`"
+
+
+@pytest.mark.slow
+@every_encoding
+def test_the_committed_captions_are_those_of_the_pictures(name: str, pictures) -> None:
+    assert f"\n*{pictures[1][name]}*\n" in gallery.GUIDE.read_text(), "run `make gallery`"
 
 
 def test_the_guide_is_written_once(blocks) -> None:
@@ -180,42 +198,16 @@ def test_a_lost_marker_is_a_mistake_and_not_a_second_section(line: str, blocks) 
 
 
 @every_encoding
-def test_the_committed_guide_has_every_encoding(name: str, blocks) -> None:
+def test_the_committed_guide_describes_every_encoding(name: str) -> None:
     text = gallery.GUIDE.read_text()
     section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    assert f"](../results/gallery/{name}.png)" in section, "run `make gallery`"
     assert "**When to use it.**" in section and "**Beyond L.**" in section
-    assert (ENCODINGS[name].__doc__ or "").splitlines()[0] in section, "docstring changed: run `make gallery`"
-    for table in ("contents", "properties", "perplexities"):
-        inside = text.split(f"<!-- begin {table} -->")[1].split(f"<!-- end {table} -->")[0]
-        assert f"\n| [`{name}`](#{name}) |" in inside
-    assert text.count(f"<!-- begin {name} -->") == 1
+    assert "Not written yet." not in section
 
 
-@pytest.mark.parametrize("is_new", [False, True])
-def test_links_and_sections_of_the_guide_lead_somewhere(is_new: bool, blocks) -> None:
-    text = gallery.GUIDE.read_text()
-    text = gallery.update(text, blocks) if is_new else text
-    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    for target in re.findall(r"\]\(([^)]*)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif not target.startswith("https://"):
-            assert (gallery.GUIDE.parent / target).exists(), target
-    fixed = {"Encodings", "Three classic pictures", "Properties, computed", "Beyond L"}
-    assert set(headings) == fixed | set(ENCODINGS)
-
-
-def test_the_committed_guide_has_the_committed_costs() -> None:
-    shapes, costs = gallery.read_costs(gallery.BENCH)
-    guide = gallery.GUIDE.read_text()
-    for name, found in costs.items():
-        row = next(line for line in guide.splitlines()
-                   if line.startswith(f"| [`{name}`](#{name})") and line.count("|") == 9 + len(shapes))
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells[-len(shapes):] == found
-        assert all(cell == "-" or all(0.2 < float(x) < 20 for x in cell.split(", ")) for cell in found)
+def test_the_committed_costs_are_plausible() -> None:
+    _, costs = gallery.read_costs(gallery.BENCH)
+    assert all(0.2 < float(x) < 20 for found in costs.values() for cell in found for x in cell.split(", "))
 
 
 def test_costs_are_read_from_the_bench(tmp_path) -> None:
@@ -239,7 +231,7 @@ def test_perplexities_are_the_plain_fixed_ones(tmp_path) -> None:
     assert gallery.read_perplexities(tmp_path / "rope.json") == ["5.123", "-", "1234", "-", "-"]
     assert gallery.read_perplexities(tmp_path / "alibi.json") == ["-"] * 5
     (tmp_path / "alibi.json").write_text(json.dumps(run))
-    with pytest.raises(UserError, match=r"alibi\.json: a run of rope"):
+    with pytest.raises(UserError, match=r"alibi\.json: this run is of rope"):
         gallery.read_perplexities(tmp_path / "alibi.json")
 
 
@@ -248,6 +240,6 @@ def test_help_and_a_wrong_call(monkeypatch, capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         gallery.main()
     assert "`python -m docs.gallery`" in capsys.readouterr().out
-    done = subprocess.run([sys.executable, str(ROOT / "docs" / "gallery.py"), "--no-such-option"],
-                          capture_output=True, text=True, cwd=ROOT.parent)
+    done = subprocess.run([sys.executable, "-m", "docs.gallery", "--no-such-option"], capture_output=True,
+                          text=True, cwd=ROOT)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

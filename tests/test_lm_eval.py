@@ -8,8 +8,8 @@ import pytest
 from conftest import ROOT, TINY, words
 
 from config import load_config
-from evaluation.protocols import Evaluation, open_text
-from evaluation.windows import Text, rolling_windows
+from evaluation.protocols import Evaluation, Settings
+from evaluation.windows import Text, open_text, rolling_windows
 from hf.export import export
 from runtime.checkpoint import load_run
 from train import train
@@ -32,7 +32,7 @@ def test_windows_are_those_of_rolling() -> None:
 
 
 def test_bits_per_byte_are_ours(tmp_path: Path, corpus_dir: Path, monkeypatch) -> None:
-    """By the task file that the README shows, on a text of 94 windows and a rest, not all of it ASCII."""
+    """By the task file that docs/hugging-face.md shows, on a text of 94 windows and a rest, not all of it ASCII."""
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -42,12 +42,12 @@ def test_bits_per_byte_are_ours(tmp_path: Path, corpus_dir: Path, monkeypatch) -
     export(Path("run"), Path("out"), *load_run(Path("run")))
     text = words(99, 94 * 32 + 7) + "é\n\n".encode()
     Path("my-text.txt").write_bytes(text)
-    Path("my_text.yaml").write_text((ROOT / "README.md").read_text().split("```yaml\n")[1].split("```")[0])
+    Path("my_text.yaml").write_text((ROOT / "docs/hugging-face.md").read_text().split("```yaml\n")[1].split("```")[0])
     found = lm_eval.simple_evaluate(
         "hf", "pretrained=out,dtype=float32,max_length=32", ["my_text"], device="cpu", batch_size=16,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), bootstrap_iters=0)
     model, config, tokenizer = load_run("run")
     ours = open_text("my-text.txt", "", tokenizer)
-    (record,) = Evaluation(model, ours, tokenizer, config, ["rolling"], [32], 8, 8, 1, 0).run()
+    (record,) = Evaluation(model, config, tokenizer, ours, Settings(["rolling"], [32], 32, 8)).run()
     assert record["bytes"] == len(text)
     assert found["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(record["bpb"], abs=1e-5)

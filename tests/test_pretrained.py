@@ -20,7 +20,7 @@ from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from evaluation import protocols as eval_command
 from evaluation.extension import EXTENSIONS, extended, parse
-from evaluation.protocols import open_text
+from evaluation.windows import open_text
 from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables, read_tables

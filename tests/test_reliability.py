@@ -284,7 +284,7 @@ def test_a_full_or_read_only_disk_is_one_line_and_costs_nothing(place: str, n: i
             patch.setattr(Path, "open", open_or_fail)
         error = one_error(lambda: train(config, []), capsys)
     assert os.strerror(number).lower() in error and str(run_dir) in error
-    remedies = {errno.ENOSPC: "free some space and give the same command again", errno.EROFS: "writable"}
+    remedies = {errno.ENOSPC: "free some space and run the same command again", errno.EROFS: "writable"}
     assert remedies[number] in error
     model = lively(config)
     assert checkpoint.load_newest(run_dir, model)["step"] >= 4

@@ -37,7 +37,8 @@ def test_no_file_hides_a_module_of_the_standard_library() -> None:
     assert not {path.stem for path in SOURCES} & sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("script", ["train.py", "eval.py", "sample.py", "export.py", "data/prepare.py"])
+@pytest.mark.parametrize("script", ["train.py", *(pytest.param(script, marks=pytest.mark.slow) for script in (
+    "eval.py", "sample.py", "export.py", "data/prepare.py"))])
 def test_help_is_complete_and_a_wrong_call_is_one_line(script: str) -> None:
     done = run(script, "--help")
     assert done.returncode == 0 and done.stdout.count("\n") > 10 and f"`python {script}" in done.stdout
@@ -98,6 +99,7 @@ def test_train_names_every_problem_and_the_missing_corpus(tmp_path: Path) -> Non
     assert "data/prepare.py SOURCE --out data/stdlib" in done.stderr
 
 
+@pytest.mark.slow
 def test_prepare_train_sample_as_typed(tmp_path: Path) -> None:
     text = tmp_path / "poem.txt"
     text.write_bytes(b"the dog chased another dog\n" * 200)

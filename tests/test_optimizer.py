@@ -116,6 +116,7 @@ def assert_nearly_equal_runs(a: Path, b: Path, step: int) -> None:
         assert (ours[name] - theirs[name]).norm() <= 0.01 * theirs[name].norm() + 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_processes_train_as_one_and_hand_over(parallel: str, tiny, tmp_path: Path) -> None:
     """Two, stopped and gone on with alone, are one; of odd widths too, which do not share out evenly."""

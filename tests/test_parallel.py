@@ -82,6 +82,7 @@ def assert_close_runs(a: Path, b: Path) -> None:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None:
     """Of DDP: two by torchrun as one alone; two that are stopped and started again as two that are not.
 
@@ -193,6 +194,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, tmp_path: Path,
                                                                           monkeypatch) -> None:
     """All protocols and probes, plain and extended, bit for bit; one that fails lets no other wait."""

@@ -482,8 +482,8 @@ def test_sigusr1_saves_and_exits_138(tiny, tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "run")
 
 
-@pytest.mark.parametrize("script", ["train.py", "eval.py", "sample.py", "compare.py", "sweep.py",
-                                    "data/prepare.py"])
+@pytest.mark.parametrize("script", ["train.py", *(pytest.param(script, marks=pytest.mark.slow) for script in (
+    "eval.py", "sample.py", "compare.py", "sweep.py", "data/prepare.py"))])
 def test_ctrl_c_while_a_command_starts_shows_no_traceback(script: str) -> None:
     process = subprocess.Popen([sys.executable, str(ROOT / script), "none"], stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE, text=True)

@@ -292,6 +292,7 @@ def test_lines_after_the_checkpoint_are_not_repeated(tiny, tmp_path: Path) -> No
     assert_equal_runs(tmp_path / "straight", tmp_path / "run", 12)
 
 
+@pytest.mark.slow
 def test_a_real_signal_saves_and_exits_130_and_the_same_command_goes_on(tiny, tmp_path: Path) -> None:
     path = tmp_path / "signal.toml"
     path.write_text(to_toml(tiny("rope", "train.steps=100000", "run.save_every=100000")))
@@ -310,6 +311,7 @@ def test_a_real_signal_saves_and_exits_130_and_the_same_command_goes_on(tiny, tm
     assert len({line["step"] for line in metrics(tmp_path / "run")}) == int(saved[-1].name)
 
 
+@pytest.mark.slow
 def test_sigkill_leaves_only_whole_checkpoints_and_the_run_goes_on(tiny, tmp_path: Path) -> None:
     """Killed while it saves after every step: whatever is named like a checkpoint is one."""
     path = tmp_path / "kill.toml"
@@ -475,6 +477,7 @@ def test_a_folder_that_is_no_run_is_never_written_into(tiny, tmp_path: Path) -> 
     assert os.listdir(tmp_path / "run") == ["thesis.tex"]
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_goes_offline_and_training_goes_on(tiny, tmp_path: Path, monkeypatch,
                                                                capsys) -> None:
     pytest.importorskip("wandb")

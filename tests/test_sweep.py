@@ -86,7 +86,8 @@ def stop_when(process: subprocess.Popen, file: Path, has: Callable[[str], bool],
     return process.communicate()[0]
 
 
-def test_an_interrupted_sweep_saves_and_goes_on(configs) -> None:
+@pytest.mark.slow
+def test_an_interrupted_sweep_saves_and_resumes(configs) -> None:
     more = ["train.steps=30000", "run.save_every=30000", "run.eval_every=30000"]
     metrics, log = Path("runs/rope/metrics.jsonl"), Path("runs/rope.log")
     process = subprocess.Popen(command(configs["rope"], *more), stdout=subprocess.PIPE, text=True)
@@ -100,7 +101,17 @@ def test_an_interrupted_sweep_saves_and_goes_on(configs) -> None:
     assert f"resuming runs/rope at step {int(saved.name)}\n" in log.read_text()
 
 
-def test_a_failing_run_is_named_and_costs_only_itself(configs) -> None:
+def test_a_failure_does_not_stop_the_runs_after_it(configs, monkeypatch, capsys) -> None:
+    jobs = sweep.make_jobs([configs["rope"], configs["alibi"]], TINY, [], Path("runs"), [])
+    monkeypatch.setattr(sweep, "work", lambda job, show: "train.py ended with 2" if job is jobs[0] else "")
+    progress = sweep.Progress(2)
+    sweep.run_here(jobs, progress)
+    assert progress.done == 2 and progress.failed == {"rope": "train.py ended with 2"}
+    assert "2/2 done, 1 failed | alibi | done" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_failing_run_is_named_and_the_others_go_on(configs) -> None:
     done = run(configs["broken"], configs["alibi"])
     assert done.returncode == 1
     assert "FAILED: train.py ended with 2" in done.stdout and "2/2 done, 1 failed" in done.stdout
@@ -110,6 +121,7 @@ def test_a_failing_run_is_named_and_costs_only_itself(configs) -> None:
     assert Path("runs/alibi/summary.json").exists() and Path("runs/report/report.html").exists()
 
 
+@pytest.mark.slow
 def test_submitit_runs_each_as_a_job(configs) -> None:
     pytest.importorskip("submitit")
     done = run(configs["rope"], configs["broken"], "--submitit", "jobs", "--slurm",

@@ -50,8 +50,8 @@ def repeated(stretches: Sequence[np.ndarray], length: int,
     """Windows (n, length) whose last L / 4 tokens repeat an earlier passage, and the places to score in both.
 
     L / 4 tokens of context, the passage, what follows it in the stretch (at least `length` tokens), the
-    passage again. The same passages and contexts at every length. Its first half is not scored: it tells what
-    is being repeated.
+    passage again. Passages and contexts are the same at every length. The first half of a passage is not
+    scored: it shows the model what is being repeated.
     """
     p = L // 4
     tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])

@@ -1,7 +1,7 @@
 """Train, evaluate and compare configs: `python sweep.py CONFIG [CONFIG ...] [section.key=value ...]`.
 
 Each config is trained once with every combination of --grid values and every seed of --seeds, in the folder
-RUNS/CONFIG[-key=value][-seedS], and evaluated; at the end all runs are compared. train.py resumes an
+RUNS/CONFIG[-key-value][-seedS], and evaluated; at the end all runs are compared. train.py resumes an
 interrupted run, and an evaluation is repeated only if the checkpoint, the arguments or its files changed, so
 the same command always does what is left. A method of --eval="--extend METHOD" that does not fit a config is
 skipped there. A run that fails is named at the end, and the others go on. RUNS/NAME.log has the output.

@@ -1,12 +1,12 @@
-"""Probes of use, not survival: a flat perplexity may mean that far context is ignored.
+"""Probes: does the model use distant context? A flat perplexity may mean that it ignores it.
 
 `python eval.py RUN --protocol repeat,copy,passkey`
 
-  repeat   A passage of the text occurs twice, its copies some distance apart: is the second one predicted
-           better than the first? It is if the model looks back that far.
-  copy     The same with the text's tokens in random order, where nothing else can help: induction.
-  passkey  Five digits told at some depth of filler and asked for at the end (data/passkey.py). A small model
-           finds them only if it was trained to: configs/passkey.toml.
+  repeat   A passage of the text occurs twice, some distance apart: is the second copy predicted better than
+           the first? It is if the model looks back that far.
+  copy     The same with the text's tokens in random order, where only the first copy can help: induction.
+  passkey  Five digits are hidden at some depth of filler and asked for at the end (data/passkey.py). A small
+           model finds them only if it was trained for it: configs/passkey.toml.
 
 Legend: B batch, T time, L = train.seq_len.
 """
@@ -30,7 +30,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)    # share of the filler before the key
 @torch.no_grad()
 def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
               at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Loss in nats of the tokens (B, T) at places `at` (n,), and whether each is the likeliest, (B, n)."""
+    """Loss in nats of the tokens (B, T) at places `at` (n,), and whether each ranks first, (B, n)."""
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     with autocast(train, device):
@@ -40,7 +40,7 @@ def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
 
 
 def distance(length: int, L: int) -> int | None:
-    """Tokens from a passage of L / 4 to its copy in a window of this length; None where it holds no two."""
+    """Tokens from a passage of L / 4 to its copy in a window of this length; None if two do not fit."""
     quarter = L // 4
     return length - 2 * quarter if quarter >= 2 and length >= 3 * quarter else None
 
@@ -50,8 +50,8 @@ def repeated(stretches: Sequence[np.ndarray], length: int,
     """Windows (n, length) whose last L / 4 tokens repeat an earlier passage, and the places to score in both.
 
     L / 4 tokens of context, the passage, what follows it in the stretch (at least `length` tokens), the
-    passage again. The same passages and contexts at every length. Its first half is not scored: it tells what
-    is being repeated.
+    passage again. Passages and contexts are the same at every length. The first half of a passage is not
+    scored: it shows the model what is being repeated.
     """
     p = L // 4
     tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])

@@ -132,7 +132,7 @@ def write(path: Path, results: Results) -> None:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Checksum of a model's weights, by which two checkpoints are told apart."""
+    """Checksum of a model's weights, which differs between two checkpoints."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())

@@ -86,7 +86,7 @@ def in_name(override: str, point: Sequence[str]) -> str:
     key, _, value = override.partition("=")
     short = key.rpartition(".")[2]
     is_unique = sum(other.partition("=")[0].endswith(f".{short}") for other in point) == 1
-    return re.sub(r"[^\w.=+-]+", "_", f"{short if is_unique else key}={value}")
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{short if is_unique else key}-{value}")
 
 
 # -----------------------------------------------------------------------------------------------------------

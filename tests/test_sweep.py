@@ -86,7 +86,8 @@ def stop_when(process: subprocess.Popen, file: Path, has: Callable[[str], bool],
     return process.communicate()[0]
 
 
-def test_an_interrupted_sweep_saves_and_goes_on(configs) -> None:
+@pytest.mark.slow
+def test_an_interrupted_sweep_saves_and_resumes(configs) -> None:
     more = ["train.steps=30000", "run.save_every=30000", "run.eval_every=30000"]
     metrics, log = Path("runs/rope/metrics.jsonl"), Path("runs/rope.log")
     process = subprocess.Popen(command(configs["rope"], *more), stdout=subprocess.PIPE, text=True)
@@ -100,7 +101,17 @@ def test_an_interrupted_sweep_saves_and_goes_on(configs) -> None:
     assert f"resuming runs/rope at step {int(saved.name)}\n" in log.read_text()
 
 
-def test_a_failing_run_is_named_and_costs_only_itself(configs) -> None:
+def test_a_failure_does_not_stop_the_runs_after_it(configs, monkeypatch, capsys) -> None:
+    jobs = sweep.make_jobs([configs["rope"], configs["alibi"]], TINY, [], Path("runs"), [])
+    monkeypatch.setattr(sweep, "work", lambda job, show: "train.py ended with 2" if job is jobs[0] else "")
+    progress = sweep.Progress(2)
+    sweep.run_here(jobs, progress)
+    assert progress.done == 2 and progress.failed == {"rope": "train.py ended with 2"}
+    assert "2/2 done, 1 failed | alibi | done" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_failing_run_is_named_and_the_others_go_on(configs) -> None:
     done = run(configs["broken"], configs["alibi"])
     assert done.returncode == 1
     assert "FAILED: train.py ended with 2" in done.stdout and "2/2 done, 1 failed" in done.stdout
@@ -110,6 +121,7 @@ def test_a_failing_run_is_named_and_costs_only_itself(configs) -> None:
     assert Path("runs/alibi/summary.json").exists() and Path("runs/report/report.html").exists()
 
 
+@pytest.mark.slow
 def test_submitit_runs_each_as_a_job(configs) -> None:
     pytest.importorskip("submitit")
     done = run(configs["rope"], configs["broken"], "--submitit", "jobs", "--slurm",
@@ -129,7 +141,7 @@ def test_submitit_runs_each_as_a_job(configs) -> None:
     (["rope.toml", "--grid", "train.lr"], "--grid train.lr: must read section.key=value,value"),
     (["rope.toml", "--grid", "train.lr=1,1"], "with different values"),
     (["rope.toml", "--grid", "train.lr=1", "--grid", "train.lr=2"], "--grid train.lr: given twice"),
-    (["rope.toml", "--grid", "train.rl=1"], "did you mean lr?"),
+    (["rope.toml", "--grid", "train.sed=1,2"], "did you mean seed?"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "timeout_min"], "--slurm timeout_min: must read key"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "tiemout_min=3"], "--slurm tiemout_min"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "gpus_per_node=1", "train.lr=1"], "go before --slurm"),
@@ -185,14 +197,14 @@ def test_a_grid_is_every_combination_and_names_carry_the_values(configs) -> None
     jobs = sweep.make_jobs([configs["rope"]], TINY, [0, 1], Path("runs"), [],
                            ["train.lr=1e-3,2e-3", "position.layers=first,[0,1]"])
     assert [j.name for j in jobs] == [
-        f"rope-lr={lr}-layers={layers}-seed{seed}" for lr in ("1e-3", "2e-3")
+        f"rope-lr-{lr}-layers-{layers}-seed{seed}" for lr in ("1e-3", "2e-3")
         for layers in ("first", "_0_1_") for seed in (0, 1)]
     assert jobs[-1].overrides[len(TINY):-2] == ["train.lr=2e-3", "position.layers=[0,1]"]
     assert len({j.run_dir for j in jobs}) == 8
     (one,) = sweep.make_jobs([configs["rope"]], TINY, [], Path("runs"), [], ["model.n_head=2"])
-    assert one.run_dir == Path("runs/rope-n_head=2")
+    assert one.run_dir == Path("runs/rope-n_head-2")
     point = ["train.window=8", "model.window=9"]                        # the same key in two sections
-    assert [sweep.in_name(override, point) for override in point] == point
+    assert [sweep.in_name(override, point) for override in point] == ["train.window-8", "model.window-9"]
 
 
 def test_jobs_are_configs_times_seeds_and_all_problems_come_at_once(configs) -> None:

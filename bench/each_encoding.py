@@ -105,7 +105,7 @@ def main() -> None:
     names = args.encodings.split(",") if args.encodings else list(ENCODINGS)
     check_names("--encodings", names, ENCODINGS)
     text = report(names, args.rounds, args.preset, args.device, args.compile, args.overrides)
-    write(args.out, f"each_encoding --rounds {args.rounds}", text)
+    write(args.out, text)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from runtime.errors import UserError
 TOY = {
     "training": ["--shape", "16,1", "--rounds", "1", "--only",
                  "nanorope rope (eager),nanorope none (eager),transformers GPT-2 (fp32 eager)"],
-    "each_encoding": ["--encodings", "alibi", "--rounds", "1", "model.n_layer=1", "model.n_embd=24",
-                      "model.n_hidden=8"],
+    "each_encoding": ["--encodings", "alibi", "--rounds", "1", "--shape", "16,1", "model.n_layer=1",
+                      "model.n_embd=24", "model.n_hidden=8"],
     "evaluation": ["--length", "64", "--rounds", "1"],
     "loss": ["--shape", "16,8,64"],
     "growth": ["--lengths", "64", "--sizes", "1x64", "--rounds", "1", "--seconds", "0.01", "--tokens", "64"],

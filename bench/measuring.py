@@ -125,7 +125,7 @@ class Process:
 
     def __init__(self, function: Callable[..., None], *arguments: object, method: str = "spawn") -> None:
         context: Any = multiprocessing.get_context(method)
-        self.name = " ".join(str(part) for part in arguments)
+        self.name = " ".join(getattr(part, "__name__", str(part)) for part in arguments)
         self.pipe, other_end = context.Pipe()
         self.process = context.Process(target=run, args=(other_end, function, arguments))
         self.process.start()

@@ -1,4 +1,5 @@
-# make train     set up .venv, prepare the corpus if it is missing, train the quick config, evaluate it at longer contexts
+# make train     set up .venv, prepare the corpus if it is missing, train the quick config, evaluate it at
+#                longer contexts
 # make test      the tests without those marked slow or gpu: about a minute and a half on two cores
 # make test-all  every test that this machine can run; the ones marked gpu are skipped where there is no CUDA
 # make lint      ruff, mypy, and the contract that imports point one way
@@ -9,8 +10,10 @@
 #                its growth with T and with the number of parameters -> results/growth.md
 # make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
-# make soak      break training again and again, up to an hour -> docs/reliability.md; needs root to mount small disks
-SHELL := /bin/bash -o pipefail
+# make soak      break training again and again, up to an hour -> docs/reliability.md; needs root to mount
+#                small disks
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt

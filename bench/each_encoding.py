@@ -70,12 +70,12 @@ def peak_after(n_steps: int, name: str, shape: tuple[int, int], *how) -> int:
     return peak_bytes(step.device.type)
 
 
-def report(names: Sequence[str], rounds: int, preset: str, device: str, is_compiled: bool,
-           overrides: Sequence[str]) -> str:
+def report(names: Sequence[str], rounds: int, shapes: Sequence[tuple[int, int]], preset: str, device: str,
+           is_compiled: bool, overrides: Sequence[str]) -> str:
     """The table as Markdown."""
     how = (preset, device, is_compiled, overrides)
     columns: dict[str, list[str]] = {name: [] for name in names}
-    for shape in SHAPES[preset]:
+    for shape in shapes:
         times = time_ratios(names, rounds, shape, how)
         torch._dynamo.reset()
         base = fresh(peak_after, 0, "rope", shape, *how)
@@ -86,11 +86,17 @@ def report(names: Sequence[str], rounds: int, preset: str, device: str, is_compi
             columns[name] += [f"{ratio:.2f} ({1e3 * seconds:.0f})",
                               f"{memory[name] / memory['rope']:.2f} ({memory[name] / 1e6:.0f})"]
     dtype = pick_dtype(preset_config(preset).train, torch.device(device))
-    head = [f"T {T}, batch {B}: step / RoPE's (ms) | memory / RoPE's (MB)" for T, B in SHAPES[preset]]
+    head = [f"T {T}, batch {B}: step / RoPE's (ms) | memory / RoPE's (MB)" for T, B in shapes]
     head = [cell for pair in head for cell in pair.split(" | ")]
     return "\n".join([f"{machine(device)}, {preset}, {dtype}, {rounds} rounds, "
                       f"{'compiled' if is_compiled else 'eager'}", "",
                       *table(["encoding", *head], ([name, *cells] for name, cells in columns.items()))])
+
+
+def shape_of(text: str) -> tuple[int, int]:
+    """T and batch size from "256,16"."""
+    T, batch_size = map(int, text.split(","))
+    return T, batch_size
 
 
 def main() -> None:
@@ -98,14 +104,16 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change the preset")
     add_device(parser, tuple(SHAPES))
     parser.add_argument("--encodings", help="names with commas between (default: all)")
+    parser.add_argument("--shape", help="T, batch size, such as 256,16 (default: those of the preset)")
     parser.add_argument("--rounds", type=int, default=7, help="steps of each encoding (default %(default)s)")
     parser.add_argument("--compile", action="store_true", help="with torch.compile")
     args = parser.parse_intermixed_args()
     check_device(args.device)
     names = args.encodings.split(",") if args.encodings else list(ENCODINGS)
     check_names("--encodings", names, ENCODINGS)
-    text = report(names, args.rounds, args.preset, args.device, args.compile, args.overrides)
-    write(args.out, f"each_encoding --rounds {args.rounds}", text)
+    shapes = [shape_of(args.shape)] if args.shape else SHAPES[args.preset]
+    text = report(names, args.rounds, shapes, args.preset, args.device, args.compile, args.overrides)
+    write(args.out, text)
 
 
 if __name__ == "__main__":

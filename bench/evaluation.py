@@ -73,7 +73,7 @@ def main() -> None:
     ratio = statistics.median(row[WAYS[1]][0] / row[WAYS[0]][0] for row in rounds)
     lines.append(f"token_losses / plain forward: {ratio:.2f} in time ({args.encoding}, T {args.length}, "
                  f"{machine(args.device)})")
-    write(args.out, f"evaluation --encoding {args.encoding} --length {args.length}", "\n".join(lines))
+    write(args.out, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -123,7 +125,7 @@ class Process:
 
     def __init__(self, function: Callable[..., None], *arguments: object, method: str = "spawn") -> None:
         context: Any = multiprocessing.get_context(method)
-        self.name = " ".join(str(part) for part in arguments)
+        self.name = " ".join(getattr(part, "__name__", str(part)) for part in arguments)
         self.pipe, other_end = context.Pipe()
         self.process = context.Process(target=run, args=(other_end, function, arguments))
         self.process.start()
@@ -199,8 +201,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
             *("| " + " | ".join(cells) + " |" for cells in rows)]
 
 
-def write(out: Path | None, command: str, text: str) -> None:
+def write(out: Path | None, text: str) -> None:
     """Print the result; with --out also write it to the file, below the command."""
     print(text)
     if out:
-        out.write_text(f"`python -m bench.{command}`\n\n{text}\n")
+        command = f"python -m bench.{Path(sys.argv[0]).stem} {shlex.join(sys.argv[1:])}"
+        out.write_text(f"`{command}`\n\n{text}\n")

@@ -97,7 +97,7 @@ def main() -> None:
     if args.rounds < 1:
         raise UserError(f"--rounds {args.rounds}: must be at least 1")
     text = report(args.data, args.rounds)
-    write(args.out, f"speedrun --rounds {args.rounds}", text)
+    write(args.out, text)
 
 
 if __name__ == "__main__":

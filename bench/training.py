@@ -227,8 +227,7 @@ def main() -> None:
     shape = args.shape or SHAPES[args.preset]
     T, batch_size = map(int, shape.split(","))
     text = report(names, args.preset, T, batch_size, args.rounds, args.device)
-    write(args.out, f"training --rounds {args.rounds} --shape {shape} --preset {args.preset} "
-                    f"--device {args.device}", text)
+    write(args.out, text)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import python, words
+from conftest import needs, python, words
 
 from bench.measuring import Ended, check_names, fresh, matmul_flops, peak_bytes, preset_config, table
 from bench.training import COMPILED, CONTENDERS, DEFAULT, GPT2_BLOCK, contender_config
@@ -16,8 +16,8 @@ from runtime.errors import UserError
 TOY = {
     "training": ["--shape", "16,1", "--rounds", "1", "--only",
                  "nanorope rope (eager),nanorope none (eager),transformers GPT-2 (fp32 eager)"],
-    "each_encoding": ["--encodings", "alibi", "--rounds", "1", "model.n_layer=1", "model.n_embd=24",
-                      "model.n_hidden=8"],
+    "each_encoding": ["--encodings", "alibi", "--rounds", "1", "--shape", "16,1", "model.n_layer=1",
+                      "model.n_embd=24", "model.n_hidden=8"],
     "evaluation": ["--length", "64", "--rounds", "1"],
     "loss": ["--shape", "16,8,64"],
     "growth": ["--lengths", "64", "--sizes", "1x64", "--rounds", "1", "--seconds", "0.01", "--tokens", "64"],
@@ -35,7 +35,8 @@ def test_every_bench_runs_at_toy_size(name: str) -> None:
 @pytest.mark.slow
 def test_preparing_runs_at_toy_size_and_both_ways_agree(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(words(0, 20_000))
-    done = python("-m", "bench.prepare", tmp_path, "--megabytes", "1", "--rounds", "1")
+    done = python("-m", "bench.prepare", tmp_path, "--megabytes", "1", "--rounds", "1",
+                  TIKTOKEN_CACHE_DIR=str(needs("tiktoken")))
     assert done.returncode == 0 and "times as fast" in done.stdout, done.stderr
 
 

@@ -1,10 +1,12 @@
-"""Compare runs: `python compare.py RUN [RUN ...] [--baseline LABEL] [--data NAME] [--out DIR]`.
+"""Compare runs: `python compare.py RUN [RUN ...] [--label NAME] [--baseline NAME] [--data NAME] [--out DIR]`.
 
-Runs that differ in train.seed alone become one curve, with mean and standard deviation over seeds; each
-method of `eval.py --extend` is a curve of its own. Each protocol has a table and a picture. Where sums are
-kept for each window there is also the paired gain over a baseline: nats a token on the very same targets,
-averaged over seeds first, with a 95 % bootstrap interval over the text (not over seeds). Documents are
-resampled where there are at least 10, since windows of one document are alike, else windows.
+Runs that differ only in train.seed become one curve, with mean and standard deviation over seeds. Each
+method of `eval.py --extend` is a curve of its own. A curve is named after its encoding; where several share
+it, the config keys that differ follow, or the folder. Each protocol has a table and a picture. For
+protocols with sums of each window there is also the paired gain over the baseline: nats per token on
+identical targets, averaged over seeds first, with a 95 % bootstrap interval over the text (not over seeds).
+Documents are resampled if there are at least 10, because windows of one document are alike; otherwise
+windows are resampled.
 
 Writes DIR/report.md, report.html (one file, opens offline), report.csv (every record) and the pictures.
 """
@@ -26,23 +28,26 @@ from evaluation.comparison import (
     read_run,
     write_csv,
 )
-from evaluation.report import draw, html, markdown, to_wandb
+from evaluation.pictures import draw
+from evaluation.report import html, markdown, to_wandb
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="evaluated folders of train.py")
-    parser.add_argument("--baseline", metavar="LABEL", help="curve to compare with (default: the first)")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of train.py, evaluated")
+    parser.add_argument("--label", metavar="NAME", action="append", default=[],
+                        help="name of a run's curve; give one for each run, in the same order")
+    parser.add_argument("--baseline", metavar="NAME", help="curve to compare with (default: the first)")
     parser.add_argument("--data", metavar="NAME", help="use eval/NAME.json (default: the only one)")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/report"),
                         help="default %(default)s")
-    parser.add_argument("--wandb", action="store_true", help="log tables and pictures to W&B too")
+    parser.add_argument("--wandb", action="store_true", help="also log tables and pictures to W&B")
     args = parser.parse_args()
     runs = [read_run(path, args.data) for path in args.runs]
     check_comparable(runs)
-    curves = make_curves(runs)
+    curves = make_curves(runs, args.label)
     by_label = {curve.label: curve for curve in curves}
     if args.baseline not in (None, *by_label):
         raise UserError(f"--baseline {args.baseline}: no such curve; choose from {', '.join(by_label)}")
@@ -53,7 +58,8 @@ def main() -> None:
     maps = [probe_map(measure, curves) for measure in MEASURES if measure.place]
 
     args.out.mkdir(parents=True, exist_ok=True)
-    title = f"{len(runs)} run{'s' * (len(runs) > 1)}, trained at L = {L}, evaluated on {runs[0].head['data']}"
+    n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    title = f"{n_runs}, trained at L = {L}, evaluated on {runs[0].head['data']}"
     about = {curve.label: [curve.runs[0].config.position.encoding, curve.extend or "",
                            ", ".join(str(run.config.train.seed) for run in curve.runs),
                            ", ".join(str(run.path) for run in curve.runs)] for curve in curves}

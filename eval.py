@@ -1,131 +1,145 @@
 """Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--protocol fixed] [--extend yarn]`.
 
-Several protocols, because the usual number flatters. In all of them no window crosses a document, the same
-documents are used at every length, and sums and counts are kept, never means of means; in nonoverlap,
-rolling, sliding and fixed each target is scored once, and the targets are the same at every length. Windows
-begin wherever they fall, as in training: nothing is put in front of them.
+There are several protocols, because the usual one flatters. All of them use the same documents at every
+length, no window crosses a document, and sums and counts are kept, never means of means. nonoverlap,
+rolling, sliding and fixed score each target once, and the targets are the same at every length. As in
+training, a window begins anywhere in a document, and nothing is put in front of it.
 
-  nonoverlap  The text is cut into blocks of the length and every token is scored (the ALiBi paper's number).
-              Longer blocks have fewer tokens with little context, so it falls even for a model that ignores
-              far context.
-  rolling     nonoverlap over every token of the documents. What is left over at a document's end is scored at
-              the end of a whole window. It is lm-evaluation-harness' loglikelihood_rolling.
-  sliding     The window moves by a stride S and only what is new is scored: each target has at least
-              length - S tokens before it. S = 1 is exact, and costs length forwards a token.
-  fixed       Windows of every length end at the same place and only the last k tokens are scored: the same
-              targets, with more context to their left. truncated is that figure at L, the training length,
-              where nothing is new to the model: what a longer context must beat. gain = loss(truncated) -
-              loss, nats a token: positive where more context helps, 0 where it is ignored, negative where it
-              breaks the model. Kazemnejad et al. 2023, arXiv:2305.19466, appendix F.
-  position    Loss by position in one forward over the longest windows: shows where it breaks.
-  repeat, copy, passkey   Probes: is far context used, not merely survived? See probes.py.
+  nonoverlap  Cut the text into blocks of the length and score every token (the ALiBi paper's protocol).
+              Longer blocks have fewer tokens with little context, so perplexity falls even for a model that
+              ignores distant context.
+  rolling     nonoverlap over every token of the documents. The tokens left at the end of a document are
+              scored at the end of a full window. This is loglikelihood_rolling of lm-evaluation-harness.
+  sliding     Move the window by a stride S and score only the new tokens: each target has at least length - S
+              tokens before it. S = 1 is exact, and costs a forward for each token.
+  fixed       Windows of every length end at the same place, and only the last k tokens are scored: the same
+              targets, with more context to their left. "truncated" is the plain model's result at L, the
+              training length: what a longer context must beat. gain = loss(truncated) - loss, in nats per
+              token: positive where more context helps, 0 where it is ignored, negative where it breaks the
+              model. Kazemnejad et al. 2023, arXiv:2305.19466, appendix F.
+  position    Loss by position in one forward over the longest windows: shows where the model breaks.
+  repeat, copy, passkey   Probes: does the model use distant context, or only survive it? A passage of the
+              text, or of shuffled tokens, occurs twice; or five digits are hidden in filler and asked for.
 
-Each --extend METHOD[:key=value,...] adds a curve of the same model under a method that stretches its context
-(positions/extension.py); METHOD+METHOD applies both. Forwards are full ones, no key is cached.
-`torchrun --nproc_per_node=N eval.py RUN ...` shares them out over N processes, a GPU each, to the same sums.
+Each --extend METHOD[:key=value,...] adds a curve of the same model under a method that extends its context;
+METHOD+METHOD applies both. Every forward computes the whole window; no keys are cached.
+`torchrun --nproc_per_node=N eval.py RUN ...` divides the forwards among N processes, with the same sums.
 
-Writes RUN/eval/DATA.json (records), .npz (sums for each window) and .png (the picture).
-
-Legend: B batch, T time, C = n_embd, V vocabulary. Loss in nats per token.
+Writes RUN/eval/DATA.json (records), .npz (sums of each window) and .png (picture). A second call adds its
+records to that file, or replaces those of the same method, protocol and length. Both must have the same
+targets, that is the same text, checkpoint and --seed and, for each protocol that both measure, the same
+--longest, --targets, --windows, --tokens and --stride where it depends on them. Otherwise eval.py refuses
+before it computes anything: give --json FILE for a file of its own, or --replace. The longest length
+decides which documents and targets are used, so to add shorter lengths later, pass the earlier longest one
+with --longest.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import signal
 from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
-import numpy as np
-
+from evaluation import results
 from evaluation.extension import describe_extensions
-from evaluation.protocols import (
-    DEFAULT_PROTOCOLS,
-    PROBES,
-    PROTOCOLS,
-    Evaluation,
-    choose_lengths,
-    is_of_another_text,
-    open_extensions,
-    open_text,
-)
-from evaluation.show import plot, table
+from evaluation.pictures import draw_evaluation
+from evaluation.protocols import DEFAULT_PROTOCOLS, PROBES, PROTOCOLS, Evaluation, Settings, open_extensions
+from evaluation.show import table
+from evaluation.windows import Text, choose_lengths, open_text
 from runtime import parallel
 from runtime.checkpoint import load_run
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
-from runtime.files import name_in_errors, write_whole
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    known = ",".join((*PROTOCOLS, *PROBES))
     parser = argument_parser(__doc__ or "", describe_extensions())
-    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, or one of Hugging Face")
+    parser.add_argument("run", metavar="RUN", help="a folder made by train.py, or a Hugging Face folder")
     parser.add_argument("--lengths", help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L)")
     parser.add_argument("--protocol", default=",".join(DEFAULT_PROTOCOLS),
-                        help=f"from {','.join((*PROTOCOLS, *PROBES))} (default %(default)s)")
+                        help=f"from {known} (default %(default)s)")
     parser.add_argument("--extend", action="append", default=[], metavar="METHOD",
-                        help="also under a method that stretches the context; may be given several times")
-    parser.add_argument("--data", metavar="DIR_OR_FILE", help="corpus or text (default: the run's corpus; "
-                        "a folder of Hugging Face has none)")
+                        help="also measure under a method that extends the context; may be repeated")
+    parser.add_argument("--skip-unfit", action="store_true",
+                        help="skip a method that does not fit the run, with one line instead of an error")
+    parser.add_argument("--data", metavar="DIR_OR_FILE",
+                        help="corpus or text file (default: the run's corpus; a Hugging Face folder has "
+                        "none)")
+    parser.add_argument("--longest", type=int, metavar="TOKENS",
+                        help="use only documents of more tokens than this, and targets with as much text "
+                        "before them (default: the longest of --lengths and L)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
     parser.add_argument("--windows", type=int, default=32,
                         help="fixed, position, repeat, copy: windows; passkey: a quarter of it (default 32)")
     parser.add_argument("--tokens", type=int, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
-    parser.add_argument("--stride", type=int, help="sliding: S, tokens (default a quarter of each length)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses windows; the same for every model")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written (default RUN/eval/DATA.json)")
+    parser.add_argument("--stride", type=int, help="sliding: S in tokens (default a quarter of each length)")
+    parser.add_argument("--seed", type=int, default=0, help="chooses windows, the same for every model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
+    parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
     args = parser.parse_args()
-    protocols = args.protocol.split(",")
-    for protocol in protocols:
+    for protocol in args.protocol.split(","):
         if protocol not in (*PROTOCOLS, *PROBES):
-            raise UserError(f"--protocol {protocol}: unknown; choose from {','.join((*PROTOCOLS, *PROBES))}")
-    process = parallel.start_evaluation()
-    model, config, tokenizer = load_run(args.run)
-    L = config.train.seq_len
-    text = open_text(args.data, config.data.dir, tokenizer)
+            raise UserError(f"--protocol {protocol}: unknown; choose from {known}")
+    return args
+
+
+def choose_settings(args: argparse.Namespace, L: int, text: Text) -> Settings:
+    """The arguments with their defaults for this training length and text. Raises UserError."""
     lengths = choose_lengths(args.lengths, L, text)
-    n_scored = max(1, min(256, L // 4)) if args.targets is None else args.targets
+    needed, available = max(*lengths, L), max(map(len, text.documents)) - 1
+    longest = needed if args.longest is None else args.longest
+    if not needed <= longest <= available:
+        raise UserError(f"--longest {longest}: must lie in {needed} ... {available}, from the longest of "
+                        f"--lengths and L to the longest document of {text.name}")
+    targets = max(1, min(256, L // 4)) if args.targets is None else args.targets
     counts = [n for n in (args.windows, args.tokens, args.stride, args.seed + 1) if n is not None]
-    if not 0 < n_scored <= min(lengths) or min(counts) < 1:
-        raise UserError(f"--targets {n_scored} --windows {args.windows} --tokens {args.tokens} --stride "
+    if not 0 < targets <= min(lengths) or min(counts) < 1:
+        raise UserError(f"--targets {targets} --windows {args.windows} --tokens {args.tokens} --stride "
                         f"{args.stride} --seed {args.seed}: must be positive, the seed at least 0, and "
                         f"--targets at most the shortest length, {min(lengths)}")
-    extends = open_extensions(args.extend, model, config, lengths)
-    evaluation = Evaluation(model, text, tokenizer, config, protocols, lengths, n_scored, args.windows,
-                            args.tokens, args.seed, extends, args.stride, process)
+    return Settings(args.protocol.split(","), lengths, longest, targets, args.windows, args.tokens,
+                    args.stride, args.seed)
+
+
+def main() -> None:
+    args = parse_arguments()
+    process = parallel.start_evaluation()
+    model, config, tokenizer = load_run(args.run)
+    encoding, L = config.position.encoding, config.train.seq_len
+    text = open_text(args.data, config.data.dir, tokenizer)
+    settings = choose_settings(args, L, text)
+    extends = open_extensions(args.extend, model, config, settings.lengths, args.skip_unfit)
+    evaluation = Evaluation(model, config, tokenizer, text, settings, extends, process)
     if not evaluation.possible:
-        raise UserError(f"--lengths {args.lengths}: {config.position.encoding} ends at "
-                        f"{model.encoding.max_length} positions; give a shorter one")
-    print(f"{args.run}: {config.position.encoding}, trained at L = {L}, on {text.name}: "
-          f"{len(evaluation.text.documents)} documents of more than {evaluation.longest} tokens")
+        raise UserError(f"--lengths {args.lengths}: {encoding} ends at {model.encoding.max_length} "
+                        "positions; give a shorter one")
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
-    if is_of_another_text(path, text):
-        print(f"warning: {path}: is of another text of that name, and will be overwritten; --json FILE keeps "
-              "both", flush=True)
+    head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
+            "data": text.name, "data_sha256": text.sha256(), "weights_sha256": results.weights_sha256(model),
+            "seed": settings.seed, "settings": evaluation.deciding()}
+    earlier = None if args.replace else results.read_mergeable(path, head)
+    print(f"{args.run}: {encoding}, trained at L = {L}, on {text.name}: {len(evaluation.text.documents)} "
+          f"documents of more than {settings.longest} tokens", flush=True)
     records = evaluation.run()
     parallel.shut_down()
     if process.rank:
         return
     print("\n".join(table(records, evaluation.lengths, L)))
     limit = model.encoding.max_length
-    if limit and max(lengths) > limit:
-        print(f"{config.position.encoding} is not defined beyond position {limit - 1}: empty cells")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head = {"run": str(args.run), "encoding": config.position.encoding, "seq_len": L,
-            "tokenizer": tokenizer.name, "data": text.name, "data_sha256": text.sha256(), "seed": args.seed}
-    temporary = path.with_suffix(".tmp.npz")
-    try:
-        with name_in_errors(temporary):
-            np.savez(temporary, **evaluation.per_window)  # type: ignore[arg-type]
-        write_whole(path, json.dumps({**head, "records": records}, indent=1) + "\n")
-        temporary.replace(path.with_suffix(".npz"))
-    finally:
-        temporary.unlink(missing_ok=True)
-    title = f"{config.position.encoding}, trained at L = {L}, evaluated on {text.name}"
-    plot(records, title, L, path.with_suffix(".png"))
+    if limit and limit < max(evaluation.lengths):
+        print(f"{encoding} is not defined beyond position {limit - 1}: empty cells")
+    found = results.Results(head, records, evaluation.per_window)
+    if earlier:
+        print(f"added to the {len(earlier.records)} records of {path}")
+        found = results.merge(earlier, found)
+    results.write(path, found)
+    title = f"{encoding}, trained at L = {L}, evaluated on {text.name}"
+    draw_evaluation(found.records, title, L, path.with_suffix(".png"))
     print(f"wrote {path}, .npz and .png")
 
 

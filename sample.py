@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import signal
+from collections.abc import Iterator
+from itertools import chain
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
@@ -10,7 +13,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from data.tokenizer import decode
+from data.tokenizer import Tokenizer
 from model import GPT
 from runtime.checkpoint import load_run
 from runtime.command import argument_parser, run_command
@@ -18,39 +21,54 @@ from runtime.errors import UserError
 
 
 @torch.no_grad()
-def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, top_k: int | None = None,
-             seed: int = 0) -> Tensor:
-    """Continue tokens (1, T) by n_tokens, each fed once through a key-value cache. -> (1, T + n_tokens).
+def stream(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, top_k: int | None = None,
+           seed: int = 0) -> Iterator[Tensor]:
+    """Continue tokens (1, T) by n_tokens: yield each one, (1, 1), which a key-value cache is then fed with.
 
-    Draws from softmax(logits / temperature) over the top_k likeliest; temperature 0 takes the likeliest. A
-    function of its arguments.
+    Draws from softmax(logits / temperature) over the top_k most likely; temperature 0 takes the most likely.
+    A function of its arguments.
     """
     generator = torch.Generator(tokens.device).manual_seed(seed)
     cache = model.new_cache()
-    fresh = tokens
     for _ in range(n_tokens):
-        logits = model.logits(model.hidden(fresh, cache=cache)[:, -1]).float()          # (1, V)
+        logits = model.logits(model.hidden(tokens, cache=cache)[:, -1]).float()         # (1, V)
         if temperature == 0:
-            fresh = logits.argmax(dim=-1, keepdim=True)
+            tokens = logits.argmax(dim=-1, keepdim=True)
         else:
             if top_k:
                 least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < least, -torch.inf)
-            fresh = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
-        tokens = torch.cat((tokens, fresh), dim=1)
-    return tokens
+            tokens = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+        yield tokens
+
+
+def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, top_k: int | None = None,
+             seed: int = 0) -> Tensor:
+    """Tokens (1, T) and their continuation by `stream`. -> (1, T + n_tokens)."""
+    return torch.cat((tokens, *stream(model, tokens, n_tokens, temperature, top_k, seed)), dim=1)
+
+
+def text_of(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
+    """The text of ids, in pieces of whole characters. Bytes that are not UTF-8 become U+FFFD.
+
+    Separators have no text, nor have ids beyond the vocabulary, which a model has if it is rounded up.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        if token < tokenizer.vocab_size:
+            yield decoder.decode(tokenizer.token_bytes(token))
+    yield decoder.decode(b"", final=True)
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, or one of Hugging Face")
-    parser.add_argument("--prompt", default="", help="text to go on from (default: a document's start)")
+    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, or a Hugging Face folder")
+    parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
     parser.add_argument("--tokens", type=int, default=300, help="how many to add (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8,
-                        help="0: always the likeliest (default %(default)s)")
-    parser.add_argument("--top-k", type=int, help="draw from the k likeliest only (default: all)")
-    parser.add_argument("--seed", type=int, default=0,
-                        help="the same seed gives the same text (default %(default)s)")
+                        help="0: always the most likely token (default %(default)s)")
+    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="it decides the text (default %(default)s)")
     args = parser.parse_args()
     if args.tokens < 1 or args.temperature < 0 or (args.top_k is not None and args.top_k < 1):
         raise UserError("--tokens and --top-k must be at least 1 and --temperature at least 0, got "
@@ -58,13 +76,14 @@ def main() -> None:
     model, config, tokenizer = load_run(args.run)
     prompt = [tokenizer.eot, *tokenizer.encode(args.prompt.encode()).tolist()]
     limit = model.encoding.max_length
-    if limit and len(prompt) + args.tokens > limit + 1:     # the last token is drawn, not fed
+    if limit and len(prompt) + args.tokens > limit + 1:     # the last token is drawn, but not fed
         raise UserError(f"--tokens {args.tokens}: {config.position.encoding} ends at {limit} positions and "
                         f"the prompt takes {len(prompt)}; ask for at most {max(0, limit + 1 - len(prompt))}")
-    device = next(model.parameters()).device
-    tokens = generate(model, torch.tensor([prompt], device=device), args.tokens, args.temperature, args.top_k,
-                      args.seed)
-    print(decode(tokenizer, tokens[0].tolist()))
+    start = torch.tensor([prompt], device=next(model.parameters()).device)
+    drawn = stream(model, start, args.tokens, args.temperature, args.top_k, args.seed)
+    for text in text_of(tokenizer, chain(prompt, map(int, drawn))):
+        print(text, end="", flush=True)
+    print()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Train, evaluate and compare configs: `python sweep.py CONFIG [CONFIG ...] [section.key=value ...]`.
 
-Each config is trained once, or once a seed with --seeds, in RUNS/<config's file name>[-seed<S>], and
-evaluated; at the end all are compared. train.py goes on where it was interrupted, and an evaluation is not
-repeated while checkpoint and arguments are the same, so the same command always does what is left. A run that
-fails is named at the end and the others go on. What the commands print goes to RUNS/<name>.log.
+Each config is trained once with every combination of --grid values and every seed of --seeds, in the folder
+RUNS/CONFIG[-key=value][-seedS], and evaluated; at the end all runs are compared. train.py resumes an
+interrupted run, and an evaluation is repeated only if the checkpoint, the arguments or its files changed, so
+the same command always does what is left. A method of --eval="--extend METHOD" that does not fit a config is
+skipped there. A run that fails is named at the end, and the others go on. RUNS/NAME.log has the output.
 
-With --submitit FOLDER each run is a job: on Slurm where there is one, else a process on this machine, all at
-once and by submitit's ways without a GPU. For several GPUs of one machine see README.md.
+With --submitit FOLDER each run is a job: on Slurm where it is installed, otherwise a process on this machine,
+all at once and without a GPU. docs/scaling.md shows how to use several GPUs of one machine.
 Exit codes: 0 done, 1 a run failed, 2 a mistake in the call, 129, 130 or 143 stopped by a signal after saving.
 """
 
@@ -28,12 +29,15 @@ from runtime.errors import UserError
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="config files; overrides are for all")
-    parser.add_argument("--seeds", metavar="S,S", help="train each config with each (default: its own)")
+    parser.add_argument("configs", nargs="+", metavar="CONFIG", help="config files; overrides apply to all")
+    parser.add_argument("--seeds", metavar="S,S", help="train every config with each seed")
+    parser.add_argument("--grid", metavar="section.key=V,V", action="append", default=[],
+                        help="train every config with each value: --grid train.lr=1e-3,2e-3; if repeated, "
+                        "with every combination")
     parser.add_argument("--runs", metavar="DIR", type=Path, default=Path("runs"), help="default %(default)s")
     parser.add_argument("--eval", metavar="ARGS", default="", help='for eval.py: --eval="--windows 64"')
-    parser.add_argument("--out", metavar="DIR", type=Path, help="for the report (default RUNS/report)")
-    parser.add_argument("--submitit", metavar="FOLDER", type=Path, help="submit jobs, logs in this folder")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the report (default RUNS/report)")
+    parser.add_argument("--submitit", metavar="FOLDER", type=Path, help="submit jobs; logs go to this folder")
     parser.add_argument("--slurm", nargs="+", default=[], metavar="key=value",
                         help="submitit's parameters: timeout_min=240 slurm_partition=gpu gpus_per_node=1")
     args = parser.parse_intermixed_args()
@@ -45,7 +49,7 @@ def main() -> int:
     if not configs:
         raise UserError("no config given, only overrides; give files such as configs/quick.toml")
     jobs = make_jobs(configs, [text for text in args.configs if "=" in text], seeds, args.runs,
-                     shlex.split(args.eval))
+                     shlex.split(args.eval), args.grid)
 
     def on_signal(number: int, frame: Any) -> None:
         raise KeyboardInterrupt(number)
@@ -61,7 +65,7 @@ def main() -> int:
         good = [job for job in jobs if job.name not in progress.failed]
         code = report(good, args.out or args.runs / "report") if good else 1
     except KeyboardInterrupt as stop:
-        print("\nstopped, what ran is saved; the same command goes on from there")
+        print("\nstopped and saved; the same command resumes from there")
         return 128 + stop.args[0]
     for job in jobs:
         if job.name in progress.failed:

@@ -1,22 +1,21 @@
 """Preparing a corpus: data/prepare.py against nanoGPT's way, in time and peak memory, on the same text.
 
 `python -m bench.prepare [SOURCE] [--megabytes N] [--rounds N] [--out FILE.md]` writes the documents of SOURCE
-(default stdlib), again and again until they are N megabytes, to a .parquet file, and has it made into GPT-2
-tokens on all cores either way, in turn and in fresh processes: A B A B ...
+(default stdlib), again and again until they are N megabytes, to a .parquet file. Both ways tokenize it with
+GPT-2's tokenizer on all cores, in turn and in fresh processes: A B A B ...
 
 nanoGPT's way is that of its data/openwebtext/prepare.py: `datasets.map(num_proc)` calls tiktoken's
 `encode_ordinary` for each document, and the arrays are copied one shard after another into a np.memmap. Here
-its shards have as many documents as there (8,000); timed is what follows `load_dataset`, which has made its
-copy of the text. Ours is timed from the command's start to its end, imports apart. The tokens are compared.
+a shard has 8,000 documents, as there; its time starts after `load_dataset`, which has copied the text.
+data/prepare.py is timed from start to end, without imports. The tokens are compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import platform
+import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,19 +25,19 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.measuring import fresh, peak_bytes, table
 from data.prepare import n_cores, open_source, prepare
 from data.sources import Passkey
 from runtime.command import argument_parser, run_command
 
-ROOT = Path(__file__).resolve().parent.parent
-
 ROW_GROUP = 100     # documents
 SHARD = 8_000       # documents that nanoGPT copies at a time: 8.0 M in 1,024 shards
-TOKENS = {"nanoGPT": "theirs.bin", "ours": "ours/train.bin"}
+NANOGPT, NANOROPE = "nanoGPT's way", "data/prepare.py"
+TOKENS = {NANOGPT: "nanogpt.bin", NANOROPE: "nanorope/train.bin"}
 
 
 def texts(source: str, n_bytes: int) -> Iterator[bytes]:
-    """Documents of a source's train split, around and around, until they are n_bytes."""
+    """Documents of a source's train split, repeated until they are n_bytes."""
     while n_bytes > 0:
         for shard in open_source(source, Path("bench")).shards:
             for document in shard.documents() if shard.split != "val" else ():
@@ -49,7 +48,7 @@ def texts(source: str, n_bytes: int) -> Iterator[bytes]:
 
 
 def write_parquet(folder: Path, source: str, n_bytes: int) -> int:
-    """The text, in the layout that prepare.py takes for splits; return its size."""
+    """Write the text, in prepare.py's layout of a folder with splits; return its size."""
     import pyarrow
     import pyarrow.parquet
 
@@ -81,7 +80,7 @@ def nanogpt_way(folder: Path) -> float:
     began = time.perf_counter()
     encoded = dataset.map(process, remove_columns=["text"], num_proc=n_cores(), load_from_cache_file=False)
     n_shards = max(1, len(encoded) // SHARD)
-    tokens = np.memmap(folder / TOKENS["nanoGPT"], dtype=np.uint16, mode="w+",
+    tokens = np.memmap(folder / TOKENS[NANOGPT], dtype=np.uint16, mode="w+",
                        shape=(int(np.sum(encoded["len"], dtype=np.uint64)),))
     at = 0
     for index in range(n_shards):
@@ -93,59 +92,48 @@ def nanogpt_way(folder: Path) -> float:
     return time.perf_counter() - began
 
 
-def our_way(folder: Path) -> float:
+def nanorope_way(folder: Path) -> float:
     """Seconds that data/prepare.py takes."""
     began = time.perf_counter()
-    prepare(str(folder / "text"), folder / "ours", "gpt2")
+    prepare(str(folder / "text"), folder / "nanorope", "gpt2")
     return time.perf_counter() - began
 
 
-WAYS = {"nanoGPT": nanogpt_way, "ours": our_way}
+WAYS = {NANOGPT: nanogpt_way, NANOROPE: nanorope_way}
 
 
-def fresh(way: str, folder: Path) -> tuple[float, float]:
-    """Seconds, and the largest process' peak memory in bytes, of a way in a process of its own."""
-    arguments = [sys.executable, __file__, "--measure", way, str(folder)]
-    with (folder / "errors").open("w") as errors:
-        child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=errors, text=True)
-    assert child.stdout
-    output = child.stdout.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        sys.exit(f"error: {way} failed: {(folder / 'errors').read_text()[-500:]}")
-    seconds, workers_peak = map(float, output.split()[-2:])
-    return seconds, 1024 * max(usage.ru_maxrss, workers_peak)
+def measure(way: str, folder: Path) -> tuple[float, int]:
+    """Seconds of one way, and the peak memory in bytes of its largest process."""
+    seconds = WAYS[way](folder)
+    workers_peak = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return seconds, max(peak_bytes(), workers_peak)
 
 
 def compare(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Run both in turn; the lines to show."""
+    """Run both in turn; return the lines to show."""
     n_bytes = write_parquet(folder, args.source, args.megabytes * 10**6)
-    rounds = [{way: fresh(way, folder) for way in WAYS} for _ in range(args.rounds)]
-    theirs, ours = (np.memmap(folder / file, dtype=np.uint16, mode="r") for file in TOKENS.values())
-    assert np.array_equal(theirs[:-1], ours[1:]), "the tokens differ"   # the separator comes last, or first
-    lines = ["| | s | MB/s | peak memory of a process, MB |", "|---|---:|---:|---:|"]
-    for way, name in (("nanoGPT", "nanoGPT's way"), ("ours", "data/prepare.py")):
+    rounds = [{way: fresh(measure, way, folder) for way in WAYS} for _ in range(args.rounds)]
+    nanogpt, nanorope = (np.memmap(folder / file, dtype=np.uint16, mode="r") for file in TOKENS.values())
+    assert np.array_equal(nanogpt[:-1], nanorope[1:]), "the tokens differ"  # separators come last or first
+    rows = []
+    for way in WAYS:
         seconds = statistics.median(both[way][0] for both in rounds)
         peak = max(both[way][1] for both in rounds)
-        lines.append(f"| {name} | {seconds:.1f} | {n_bytes / 1e6 / seconds:.2f} | {peak / 1e6:.0f} |")
-    ratios = sorted(both["nanoGPT"][0] / both["ours"][0] for both in rounds)
-    return [*lines, "", f"**{statistics.median(ratios):.2f} times as fast** (rounds: "
-            f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}), the same {len(ours) - 1:,} tokens: "
+        rows.append((way, f"{seconds:.1f}", f"{n_bytes / 1e6 / seconds:.2f}", f"{peak / 1e6:.0f}"))
+    ratios = sorted(both[NANOGPT][0] / both[NANOROPE][0] for both in rounds)
+    return [*table(("", "s", "MB/s", "peak memory of a process, MB"), rows), "",
+            f"**{statistics.median(ratios):.2f} times as fast** (rounds: "
+            f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}), the same {len(nanorope) - 1:,} tokens: "
             f"{n_bytes / 1e6:.0f} MB of {Path(args.source).name}, GPT-2's tokenizer, {n_cores()} cores, "
             f"Python {platform.python_version()}."]
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--measure"]:
-        import resource
-        seconds = WAYS[sys.argv[2]](Path(sys.argv[3]))
-        print(seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-        return
     parser = argument_parser(__doc__)
     parser.add_argument("source", nargs="?", default="stdlib", help="as for data/prepare.py (default stdlib)")
     parser.add_argument("--megabytes", type=int, default=100, help="of text (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="times each way (default %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="write the table there, too")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write the table to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         lines = compare(args, Path(folder))

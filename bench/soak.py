@@ -239,7 +239,7 @@ def drive(phase: str, number: int, at: int) -> None:
         fsync(fd)
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
-    os.fsync = slow_fsync
+    os.fsync = slow_fsync   # type: ignore[assignment]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 

@@ -1,11 +1,11 @@
-"""Time to a loss: nanoGPT's CPU example against our speedrun config, both trained by train.py, in turn.
+"""Time to a loss: nanoGPT's CPU example and nanorope's speedrun config, both trained by train.py, in turn.
 
 `python -m bench.speedrun [--data DIR] [--rounds N] [--out FILE.md]` trains tinyshakespeare-nanogpt.toml and
-tinyshakespeare-speedrun.toml of configs/ in turn, each from scratch in a fresh process, the round's number
-being the seed. It takes the wall time of the whole process, start and final validation included, that of the
-training loop in it (summary.json's wall_s, validation included), and the loss on the whole validation split,
-measured once, at the end. The speedrun has to end at or below 1.886 nats a character, which nanoGPT has after
-its 2000 steps: a round in which it does not is a miss, and is shown as one.
+tinyshakespeare-speedrun.toml of configs/ in turn, each from scratch in a fresh process; the seed is the
+number of the round. It measures the wall time of the whole process, that of the training loop in it
+(summary.json's wall_s; both include validation), and the loss on the whole validation split, once, at the
+end. The speedrun must end at or below 1.886 nats a character, which nanoGPT reaches after its 2000 steps; a
+round in which it does not is shown as missed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from bench.measuring import table, write
 from config import Config, load_config
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
@@ -40,7 +41,7 @@ class Trained(NamedTuple):
 
 
 def train(path: Path, data: str, seed: int) -> Trained:
-    """Train a config from scratch. Raises UserError with what train.py says where it fails."""
+    """Train a config from scratch. Raises UserError with the last lines of train.py if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         done = subprocess.run([sys.executable, ROOT / "train.py", path, f"data.dir={data}",
@@ -53,39 +54,37 @@ def train(path: Path, data: str, seed: int) -> Trained:
 
 
 def describe(name: str, config: Config) -> str:
-    """A config's hyper-parameters, as far as they matter for the time."""
+    """The hyper-parameters of a config that matter for its time."""
     m, t = config.model, config.train
     return (f"- {name}: {m.n_layer} layers, {m.n_embd} wide, {config.position.encoding}, {m.mlp}, "
             f"{t.optimizer}, {t.dtype}, {t.steps} steps of {t.batch_size} x {t.seq_len} = "
             f"{t.steps * t.batch_size * t.seq_len:,} characters")
 
 
-def row(seed: int, baseline: Trained, speedrun: Trained) -> str:
-    """A round as a line of the table."""
-    cells = (f"{baseline.wall_s:.1f} ({baseline.loop_s:.1f})", f"{baseline.val_loss:.4f}",
-             f"{speedrun.wall_s:.1f} ({speedrun.loop_s:.1f})", f"{speedrun.val_loss:.4f}",
-             "yes" if speedrun.val_loss <= TARGET else "**missed**",
-             f"{speedrun.wall_s / baseline.wall_s:.3f} ({speedrun.loop_s / baseline.loop_s:.3f})")
-    return f"| {seed} | " + " | ".join(cells) + " |"
+def cells(seed: int, baseline: Trained, speedrun: Trained) -> tuple[str, ...]:
+    """A round as a row of the table."""
+    return (str(seed), f"{baseline.wall_s:.1f} ({baseline.loop_s:.1f})", f"{baseline.val_loss:.4f}",
+            f"{speedrun.wall_s:.1f} ({speedrun.loop_s:.1f})", f"{speedrun.val_loss:.4f}",
+            "yes" if speedrun.val_loss <= TARGET else "**missed**",
+            f"{speedrun.wall_s / baseline.wall_s:.3f} ({speedrun.loop_s / baseline.loop_s:.3f})")
 
 
 def report(data: str, n_rounds: int) -> str:
-    """The table as Markdown; each round is told on stderr as it ends."""
+    """The table as Markdown; each round is printed on stderr as it ends."""
     head = [f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}; seconds of the process "
             "(in brackets those of the training loop), nats a character on the whole validation split",
-            "", describe("nanoGPT's", load_config(BASELINE)), describe("speedrun", load_config(SPEEDRUN)), "",
-            f"| seed | nanoGPT's s | loss | speedrun s | loss | <= {TARGET} | speedrun / nanoGPT's |",
-            "|---|" + "---:|" * 6]
+            "", describe("nanoGPT's", load_config(BASELINE)), describe("speedrun", load_config(SPEEDRUN)), ""]
     rounds, rows = [], []
     for seed in range(n_rounds):
         rounds.append((train(BASELINE, data, seed), train(SPEEDRUN, data, seed)))
-        rows.append(row(seed, *rounds[-1]))
-        print(rows[-1], file=sys.stderr, flush=True)
+        rows.append(cells(seed, *rounds[-1]))
+        print(*rows[-1], file=sys.stderr, flush=True)
     ratios = [speedrun.wall_s / baseline.wall_s for baseline, speedrun in rounds]
     n_reached = sum(speedrun.val_loss <= TARGET for _, speedrun in rounds)
     verdict = (f"The loss was reached in {n_reached} of {n_rounds} rounds; seconds over nanoGPT's: median "
                f"{statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}.")
-    return "\n".join([*head, *rows, "", verdict])
+    columns = ("seed", "nanoGPT's s", "loss", "speedrun s", "loss", f"<= {TARGET}", "speedrun / nanoGPT's")
+    return "\n".join([*head, *table(columns, rows), "", verdict])
 
 
 def main() -> None:
@@ -93,14 +92,12 @@ def main() -> None:
     parser.add_argument("--data", default="data/tinyshakespeare",
                         help="the corpus, prepared from nanoGPT's input.txt (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="trainings of each (default %(default)s)")
-    parser.add_argument("--out", type=Path, help="Markdown file to write besides the screen")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write the result to this file")
     args = parser.parse_args()
     if args.rounds < 1:
         raise UserError(f"--rounds {args.rounds}: must be at least 1")
     text = report(args.data, args.rounds)
-    print(text)
-    if args.out:
-        args.out.write_text(f"`python -m bench.speedrun --rounds {args.rounds}`\n\n{text}\n")
+    write(args.out, f"speedrun --rounds {args.rounds}", text)
 
 
 if __name__ == "__main__":

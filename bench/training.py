@@ -38,7 +38,7 @@ from bench.measuring import (
 from config import Config
 from model import GPT
 from runtime.command import argument_parser, run_command
-from train import keep_freed_memory
+from runtime.device import keep_freed_memory
 
 NANOROPE, NONE = "nanorope rope", "nanorope none"
 NANOROPE_FP32, GPT2_FP32 = "nanorope rope (fp32 eager)", "transformers GPT-2 (fp32 eager)"

@@ -1,11 +1,13 @@
 """Measuring trained models: protocols, probes, context extension, comparing, sweeping.
 
-protocols    the protocols of eval.py, and the records that they make
-windows      which tokens are scored, after how many
-probes       repeat, copy, passkey: is far context used?
+windows      the text to evaluate on, and which of its tokens each protocol scores
+protocols    the protocols of eval.py: forwards over these windows, and the records that they make
+probes       repeat, copy, passkey: does the model use distant context?
 extension    methods that extend the context of a trained model (--extend)
-show         the table and the picture of eval.py
-comparison   reading runs and comparing them: seeds, pairs, intervals
-report       tables and pictures of compare.py: Markdown, HTML, CSV
+results      the files that eval.py writes, and merging a second evaluation into them
+show         the table that eval.py prints
+comparison   reading runs and comparing them: labels, seeds, paired differences, intervals
+report       the report of compare.py, in Markdown and HTML, and the palette of all pictures
+pictures     the pictures of eval.py and compare.py
 sweeping     many runs: train, evaluate, resume
 """

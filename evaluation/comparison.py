@@ -1,12 +1,6 @@
-"""Compare runs: `python compare.py RUN [RUN ...] [--baseline LABEL] [--data NAME] [--out DIR]`.
+"""Compare runs on identical targets: read them, group seeds into curves, and compute tables with intervals.
 
-Runs that differ in train.seed alone become one curve, with mean and standard deviation over seeds; each
-method of `eval.py --extend` is a curve of its own. Each protocol has a table and a picture. Where sums are
-kept for each window there is also the paired gain over a baseline: nats a token on the very same targets,
-averaged over seeds first, with a 95 % bootstrap interval over the text (not over seeds). Documents are
-resampled where there are at least 10, since windows of one document are alike, else windows.
-
-Writes DIR/report.md, report.html (one file, opens offline), report.csv (every record) and the pictures.
+compare.py describes what is averaged and what is resampled. L = train.seq_len. Loss in nats per token.
 """
 
 from __future__ import annotations
@@ -14,39 +8,36 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
-import struct
-import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 
 from config import Config, load_config
 from data.loader import read_meta
+from evaluation import results
 from evaluation.report import Cell, Map, Table
+from evaluation.results import TARGETS, Record
 from runtime.checkpoint import check_links
 from runtime.errors import UserError
-from runtime.files import read_json
+from runtime.files import read_text
 
 RESAMPLES = 10_000
-ENOUGH_DOCUMENTS = 10       # to resample documents; with fewer, windows are
-ENOUGH_WINDOWS = 8          # for any interval: fewer say too little about their own spread
+ENOUGH_DOCUMENTS = 10       # to resample documents; with fewer, windows are resampled
+ENOUGH_WINDOWS = 8          # for any interval: fewer cannot show how much they vary
+MOST_KEYS = 3               # config keys in a label
+TRAINING_POINTS = 60        # of a training curve
+LOG_LIMIT = 2**28           # bytes of metrics.jsonl
 HEAD = ("seq_len", "tokenizer", "data", "seed")     # of an eval JSON: what runs must have in common
 SUMS = ("nll_sum", "tokens", "truncated_nll_sum", "first_nll_sum", "correct", "trials")
-TARGETS = ("document", "end", "tokens", "bytes")    # columns of the .npz that say what was scored
-# what numpy and zipfile raise besides on a header or member of nonsense, which is none of our bugs
-FROM_NUMPY = (MemoryError, OverflowError, RecursionError, SyntaxError, NotImplementedError, AttributeError,
-              TokenError, zlib.error, struct.error)
-Record = dict[str, Any]
+PAIRED = ("nonoverlap", "sliding", "fixed")     # protocols whose sums of each window are compared
 Column = tuple[float, str]  # place on the x axis, heading
 
 
 class Run(NamedTuple):
-    """What train.py and eval.py left of one run."""
+    """What train.py and eval.py wrote of one run."""
 
     path: Path
     config: Config
@@ -56,24 +47,24 @@ class Run(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A row of each table: runs that differ in their seed alone, under one extend method."""
+    """A row of each table: runs that differ only in their seed, under one method of --extend."""
 
     label: str
     extend: str | None
     runs: list[Run]
 
     def records(self, protocol: str) -> list[list[Record]]:
-        """Of each run."""
+        """The records of each run."""
         return [[r for r in run.records if (r["extend"], r["protocol"]) == (self.extend, protocol)]
                 for run in self.runs]
 
     def windows(self, protocol: str, length: int, column: str) -> np.ndarray:
-        """Mean over seeds of what was kept for each window (windows,)."""
+        """Mean over seeds of a column of the sums of each window (windows,)."""
         return np.mean([run.windows[f"{self.extend or 'plain'}/{protocol}/{length}/{column}"]
                         for run in self.runs], axis=0)
 
     def lengths(self, protocol: str) -> list[int]:
-        """At which it was measured."""
+        """The lengths at which it was measured."""
         return [r["length"] for r in self.records(protocol)[0]]
 
 
@@ -87,13 +78,12 @@ class Measure(NamedTuple):
     y_label: str
     scale: str
     form: str
-    best: Callable[[Iterable[float]], float]
     figure: Callable[[dict[str, float]], float]
-    place: str = ""     # of a probe: what a map of it has beside the length
+    place: str = ""     # of a probe: the second axis of its map, beside the length
 
 
 def loss(sums: dict[str, float]) -> float:
-    """Nats a token."""
+    """Nats per token."""
     return sums["nll_sum"] / sums["tokens"]
 
 
@@ -103,49 +93,49 @@ def perplexity(sums: dict[str, float]) -> float:
 
 
 def repetition_gain(sums: dict[str, float]) -> float:
-    """Loss on the first copy less that on the second, nats a token."""
+    """Loss on the first copy minus loss on the second, nats per token."""
     return (sums["first_nll_sum"] - sums["nll_sum"]) / sums["tokens"]
 
 
 CONTEXT = "context (tokens)"
-PERPLEXITY = (CONTEXT, "perplexity per token", "log", "#.4g", min, perplexity)
-REPETITION = ("distance (tokens)", "gain on the second copy (nats/token)", "linear", ".3f", max,
-              repetition_gain, "distance")
+PERPLEXITY = (CONTEXT, "perplexity per token", "log", "#.4g", perplexity)
+REPETITION = ("distance (tokens)", "gain on the second copy (nats/token)", "linear", ".3f", repetition_gain,
+              "distance")
 GAIN = Measure(
     "fixed", "Gain over truncation, fixed targets",
-    "Loss with the context cut to L less loss with all of it, same targets: positive where longer context "
-    "helps, 0 where it is ignored, negative where it breaks the model.",
-    CONTEXT, "gain (nats/token)", "asinh", "+.4f", max,
+    "Loss with the context truncated to L minus loss with all of it, on the same targets: positive where "
+    "longer context helps, 0 where it is ignored, negative where it breaks the model.",
+    CONTEXT, "gain (nats/token)", "asinh", "+.4f",
     lambda sums: (sums["truncated_nll_sum"] - sums["nll_sum"]) / sums["tokens"])
 MEASURES = (
-    Measure("nonoverlap", "Perplexity, nonoverlap", "Blocks of this length, every token scored. Falls with "
-            "length even for a model that ignores far context.", *PERPLEXITY),
-    Measure("sliding", "Perplexity, sliding", "A window of this length moves by a stride and what is new is "
-            "scored, so that every target has nearly all of the context.", *PERPLEXITY),
+    Measure("nonoverlap", "Perplexity, nonoverlap", "Blocks of this length; every token is scored. Falls "
+            "with length even for a model that ignores distant context.", *PERPLEXITY),
+    Measure("sliding", "Perplexity, sliding", "A window of this length moves by a stride and only the new "
+            "tokens are scored, so that every target has nearly all of the context.", *PERPLEXITY),
     Measure("fixed", "Perplexity, fixed targets", "The same tokens at every length, with more context to "
             "their left.", *PERPLEXITY),
     Measure("position", "Loss by position", "One forward over the longest windows.",
-            "position (tokens of context)", "loss (nats/token)", "linear", ".3f", min, loss),
-    Measure("repeat", "Repeated text", "How much cheaper a passage of the text becomes at its second "
+            "position (tokens of context)", "loss (nats/token)", "linear", ".3f", loss),
+    Measure("repeat", "Repeated text", "How much lower the loss of a passage of the text is at its second "
             "occurrence, by the distance between the two.", *REPETITION),
-    Measure("copy", "Repeated random tokens", "As before, on shuffled text: only the first copy helps.",
-            *REPETITION),
-    Measure("passkey", "Passkey", "Share of keys found again in a text of this length, over all depths; the "
-            "picture has them by depth.", CONTEXT, "share found", "linear", ".0%", max,
+    Measure("copy", "Repeated random tokens", "The same on shuffled text, where only the first copy can "
+            "help.", *REPETITION),
+    Measure("passkey", "Passkey", "Share of the keys that are found in a text of this length, over all "
+            "depths; the picture shows them by depth.", CONTEXT, "share found", "linear", ".0%",
             lambda sums: sums["correct"] / sums["trials"], "depth"),
 )
-PAIRED = ("nonoverlap", "sliding", "fixed")     # protocols whose sums are kept for each window
+TRAINING = {"loss": "Training loss", "val_loss": "Validation loss during training"}
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Reading runs, and refusing to compare what does not compare
+# Reading runs, and refusing those that cannot be compared
 
 
 def find_eval(folder: Path, data: str | None) -> Path:
     """RUN/eval/DATA.json; without data the only one there is. Raises UserError."""
     check_links(folder)
     if not (folder / "config.toml").is_file():
-        raise UserError(f"run {folder}: no run there (no config.toml); give folders that train.py made")
+        raise UserError(f"run {folder}: no run there (no config.toml); give folders made by train.py")
     found = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
     if not found and not any((folder / "checkpoints").glob("[0-9]*")):
         raise UserError(f"run {folder}: no checkpoint yet; train and evaluate it first")
@@ -154,29 +144,22 @@ def find_eval(folder: Path, data: str | None) -> Path:
     if data is None and len(found) > 1:
         raise UserError(f"run {folder}: evaluated on {', '.join(found)}; choose one with --data")
     if data not in (None, *found):
-        raise UserError(f"--data {data}: run {folder} was evaluated on {', '.join(found)}; choose from these")
+        raise UserError(f"--data {data}: run {folder} was evaluated on {', '.join(found)}; choose one of "
+                        "these")
     return found[data] if data else next(iter(found.values()))
 
 
 def read_run(folder: Path, data: str | None) -> Run:
-    """A run's config, its eval JSON and the sums for each window beside it. Raises UserError."""
+    """A run's config, its eval JSON and the sums of each window. Raises UserError."""
     path = find_eval(folder, data)
+    config = load_config(folder / "config.toml")
     try:
-        content = read_json(path)
-        records = content["records"]
-        if not records:
-            raise ValueError("no records")
-        with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
-            windows = {key: arrays[key] for r in records if r["protocol"] in PAIRED
-                       for column in (*TARGETS, "nll", *(["truncated_nll"] if "gain" in r else []))
-                       for key in [f"{r['extend'] or 'plain'}/{r['protocol']}/{r['length']}/{column}"]}
-        head = {key: content[key] for key in HEAD} | {"data_sha256": content.get("data_sha256")}
-        return Run(folder, load_config(folder / "config.toml"), head, records, windows)
-    except (FileNotFoundError, ValueError, KeyError, TypeError, EOFError, BadZipFile, *FROM_NUMPY) as error:
-        if isinstance(error, UserError):
-            raise
+        found = results.read(path)
+        head = {key: found.head[key] for key in HEAD} | {"data_sha256": found.head.get("data_sha256")}
+    except (FileNotFoundError, ValueError, KeyError) as error:
         raise UserError(f"{path} or its .npz: damaged, or of another version of eval.py ({error}); "
-                        f"run `python eval.py {folder}` again") from error
+                        f"run `python eval.py {folder} --replace`") from error
+    return Run(folder, config, head, found.records, found.windows)
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
@@ -213,40 +196,100 @@ def check_comparable(runs: Sequence[Run]) -> None:
                                 "targets; evaluate both with the same --lengths, --windows and so on")
 
 
-def make_curves(runs: Sequence[Run]) -> list[Curve]:
-    """Group runs that differ in train.seed and [run] alone, and split them by extend method."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        config = run.config.model_dump(exclude={"run": True, "train": {"seed"}})
-        groups.setdefault(json.dumps(config, sort_keys=True), []).append(run)
-    curves = []
-    names = labels([group[0].path for group in groups.values()])
-    for label, group in zip(names, groups.values(), strict=True):
-        check_replicates(group)
-        for extend in dict.fromkeys(r["extend"] for r in group[0].records):
-            curves.append(Curve(f"{label} + {extend}" if extend else label, extend, group))
-    return curves
-
-
-def labels(paths: Sequence[Path]) -> list[str]:
-    """Folder names without the seed at their end; with as much of the path as makes them differ."""
-    for n_parts in range(1, 1 + max(len(path.resolve().parts) for path in paths)):
-        names = ["/".join(path.resolve().parts[-n_parts:]) for path in paths]
-        short = [re.sub(r"[-_.]?seed[-_=]?\d+$", "", name) or name for name in names]
-        for candidate in (short, names):
-            if len(set(candidate)) == len(paths):
-                return candidate
-    raise AssertionError("two configs in one folder")
-
-
 def trained_on(run: Run) -> list[Any]:
-    """What the corpora of a run hold: its own, and those of a mixture."""
+    """The contents of a run's corpora: its own, and those of a mixture."""
     meta = read_meta(run.path / "corpus.json")
     return [about["splits"] for about in (meta, *meta.get("mixture", {}).values())]
 
 
+# -----------------------------------------------------------------------------------------------------------
+# Curves and their labels
+
+
+def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
+    """Group runs that differ only in train.seed and [run], and split each group by method of --extend.
+
+    `names` are the labels of --label, one for each run. Raises UserError where they do not fit the groups.
+    """
+    if names and len(names) != len(runs):
+        raise UserError(f"--label: given {len(names)} times for {len(runs)} runs; give one for each, in the "
+                        "same order")
+    groups: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True), []).append(i)
+    if names:
+        found = [{names[i] for i in group} for group in groups.values()]
+        if any(len(label) > 1 for label in found) or len(set.union(*found)) < len(groups):
+            raise UserError(f"--label {', '.join(names)}: runs that differ only in train.seed need the same "
+                            "label, all others need different ones")
+        chosen = [names[group[0]] for group in groups.values()]
+    else:
+        chosen = labels([runs[group[0]] for group in groups.values()])
+    curves = []
+    for label, group in zip(chosen, groups.values(), strict=True):
+        seeds = [runs[i] for i in group]
+        check_replicates(seeds)
+        for extend in dict.fromkeys(r["extend"] for r in seeds[0].records):
+            curves.append(Curve(f"{label} + {extend}" if extend else label, extend, seeds))
+    return curves
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Dotted key -> value of everything in which two curves may differ."""
+    flat: dict[str, Any] = {}
+
+    def add(prefix: str, values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{key}.", value)
+            else:
+                flat[prefix + key] = value
+
+    add("", config.model_dump(exclude={"run": True, "train": {"seed"}}))
+    return flat
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """The encoding's name; where several share it, also the config keys that differ, or else the folder."""
+    by_encoding: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        by_encoding.setdefault(run.config.position.encoding, []).append(i)
+    names = [""] * len(runs)
+    for encoding, group in by_encoding.items():
+        found = differences_in_words([settings_of(runs[i].config) for i in group])
+        words = found or [f"({name})" for name in folder_names([runs[i].path for i in group])]
+        for i, word in zip(group, words, strict=True):
+            names[i] = f"{encoding} {word}".strip() if len(group) > 1 else encoding
+    return names
+
+
+def differences_in_words(flats: Sequence[dict[str, Any]]) -> list[str]:
+    """For each config the keys that are not the same in all, such as "lr=0.001"; [] if they are too many."""
+    def word(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:g}"
+        return value if isinstance(value, str) else json.dumps(value)
+
+    keys = [key for key in dict.fromkeys(key for flat in flats for key in flat)
+            if any(flat.get(key) != flats[0].get(key) for flat in flats)]
+    if len(keys) > MOST_KEYS:
+        return []
+    words = [", ".join(f"{key.rpartition('.')[2]}={word(flat[key])}" for key in keys
+                       if flat.get(key) is not None) for flat in flats]
+    return words if len(set(words)) == len(words) else []
+
+
+def folder_names(paths: Sequence[Path]) -> list[str]:
+    """The folders' names, with as much of their paths as makes them differ."""
+    for n_parts in range(1, 1 + max(len(path.resolve().parts) for path in paths)):
+        names = ["/".join(path.resolve().parts[-n_parts:]) for path in paths]
+        if len(set(names)) == len(paths):
+            return names
+    raise AssertionError("two configs in one folder")
+
+
 def check_replicates(group: Sequence[Run]) -> None:
-    """Raise UserError unless these runs of one config have a seed each and were all evaluated alike."""
+    """Raise UserError unless runs of one config differ in their seed and were evaluated alike."""
     def measured_places(run: Run) -> set[Any]:
         return {(r["extend"], r["protocol"], r["length"], column_of(r), r.get("depth")) for r in run.records}
 
@@ -262,16 +305,62 @@ def check_replicates(group: Sequence[Run]) -> None:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Figures
+# Tables
+
+
+def make_tables(curves: Sequence[Curve], baseline: Curve, L: int) -> list[Table]:
+    """Every measure, gains over truncation and over the baseline, and training, as far as runs have them."""
+    tables: list[Table] = []
+
+    def add(key: str, measure: Measure, rows: dict[str, dict[Column, Cell]], L: int | None = L) -> None:
+        columns = sorted({column for row in rows.values() for column in row})
+        cells = {label: [row.get(column) for column in columns] for label, row in rows.items() if row}
+        if columns:
+            tables.append(Table(key, measure.title, measure.note, measure.x_label, measure.y_label,
+                                measure.scale, measure.form, L, columns, cells))
+
+    others = [curve for curve in curves if curve is not baseline]
+    gains = {protocol: paired(protocol, others, "nll", baseline) for protocol in PAIRED}
+    for measure in MEASURES:
+        rows = measured(measure, curves)
+        for label, row in gains[measure.protocol][0].items() if measure.protocol in PAIRED else ():
+            for column, cell in row.items():
+                rows[label][column] = rows[label][column]._replace(beats=cell.beats)
+        add(measure.protocol, measure, rows)
+    intervals, how = paired("fixed", curves, "truncated_nll")
+    over_truncation = {
+        label: {at: intervals[label][at]._replace(spread=cell.spread) for at, cell in row.items()}
+        for label, row in measured(GAIN, curves).items()}
+    add("gain", GAIN._replace(note=f"{GAIN.note} Intervals: {how}."), over_truncation)
+    for protocol, (rows, how) in gains.items():
+        note = (f"Loss of {baseline.label} minus the curve's loss on the same targets: positive where the "
+                f"curve is better. Intervals: {how}.")
+        title = f"Gain over {baseline.label}, {protocol}"
+        add(f"{protocol}-gain", GAIN._replace(title=title, note=note), rows)
+    for key, title in TRAINING.items():
+        note = "As train.py logged it, in nats per token, averaged over the steps since the point before."
+        measure = Measure("", title, note, "step", "loss (nats/token)", "linear", ".3f", loss)
+        add(f"train-{key}", measure, training_curves(key, curves), L=None)
+    return tables
 
 
 def column_of(record: Record) -> Column:
-    """Where a record stands: at its bucket's middle, else its distance, else its length."""
+    """The column of a record: the middle of its bucket, else its distance, else its length."""
     if "bucket" in record:
         start, end = record["bucket"]
         return math.sqrt((start + 1) * end), f"{start}-{end - 1}"
     where = record["distance"] if "distance" in record else record["length"]
     return where, str(where)
+
+
+def measured(measure: Measure, curves: Sequence[Curve]) -> dict[str, dict[Column, Cell]]:
+    """Label -> column -> mean and standard deviation over seeds."""
+    rows = {}
+    for curve in curves:
+        seeds = [pooled(records, column_of) for records in curve.records(measure.protocol)]
+        rows[curve.label] = {column: over_seeds([measure.figure(sums[column]) for sums in seeds])
+                             for column in seeds[0]}
+    return rows
 
 
 def pooled(records: Iterable[Record], where: Callable[[Record], Any]) -> dict[Any, dict[str, float]]:
@@ -285,19 +374,9 @@ def pooled(records: Iterable[Record], where: Callable[[Record], Any]) -> dict[An
 
 
 def over_seeds(values: Sequence[float]) -> Cell:
-    """Mean, and the standard deviation (n - 1) where there are two seeds."""
+    """Mean, and with two seeds or more the standard deviation (n - 1)."""
     with np.errstate(invalid="ignore"):     # a model that diverged has infinite perplexity
         return Cell(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
-
-
-def measured(measure: Measure, curves: Sequence[Curve]) -> dict[str, dict[Column, Cell]]:
-    """Label -> column -> mean and standard deviation over seeds."""
-    rows = {}
-    for curve in curves:
-        seeds = [pooled(records, column_of) for records in curve.records(measure.protocol)]
-        rows[curve.label] = {column: over_seeds([measure.figure(sums[column]) for sums in seeds])
-                             for column in seeds[0]}
-    return rows
 
 
 def probe_map(measure: Measure, curves: Sequence[Curve]) -> Map:
@@ -312,11 +391,49 @@ def probe_map(measure: Measure, curves: Sequence[Curve]) -> Map:
                {label: row for label, row in cells.items() if row})
 
 
+def training_curves(key: str, curves: Sequence[Curve]) -> dict[str, dict[Column, Cell]]:
+    """Label -> step -> mean over the lines of metrics.jsonl since the point before, then over seeds.
+
+    The longest run is divided into TRAINING_POINTS parts. A part is placed at its last logged step.
+    """
+    logs = {curve.label: [training_log(run.path, key) for run in curve.runs]
+            for curve in curves if curve.extend is None}
+    steps = sorted({step for seeds in logs.values() for log in seeds for step in log})
+    size = math.ceil(steps[-1] / TRAINING_POINTS) if steps else 1
+    last = {(step - 1) // size: step for step in steps}                 # part -> its last step
+    rows: dict[str, dict[Column, Cell]] = {}
+    for label, seeds in logs.items():
+        parts: dict[int, list[float]] = {}
+        for log in seeds:
+            own: dict[int, list[float]] = {}
+            for step, value in log.items():
+                own.setdefault((step - 1) // size, []).append(value)
+            for part, values in own.items():
+                parts.setdefault(part, []).append(float(np.mean(values)))
+        rows[label] = {(last[part], str(last[part])): over_seeds(values) for part, values in parts.items()}
+    return rows
+
+
+def training_log(folder: Path, key: str) -> dict[int, float]:
+    """Step -> loss or val_loss of metrics.jsonl, without damaged lines; empty where there is no such file."""
+    found: dict[int, float] = {}
+    with suppress(OSError, ValueError):
+        for line in read_text(folder / "metrics.jsonl", LOG_LIMIT).splitlines():
+            with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                entry = json.loads(line)
+                found[int(entry["step"])] = float(entry[key])
+    return {step: value for step, value in found.items() if math.isfinite(value)}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Differences and their intervals
+
+
 def paired(protocol: str, curves: Sequence[Curve], column: str,
            baseline: Curve | None = None) -> tuple[dict[str, dict[Column, Cell]], str]:
-    """Label -> length -> this column of the baseline (default: of the curve itself) less the curve's loss.
+    """Label -> length -> this column of the baseline (default: of the curve itself) minus the curve's loss.
 
-    Nats a token, with intervals; also returns what was resampled.
+    In nats per token, with intervals; also returns what was resampled.
     """
     rows: dict[str, dict[Column, Cell]] = {}
     units: dict[str, list[int]] = {}
@@ -335,34 +452,8 @@ def paired(protocol: str, curves: Sequence[Curve], column: str,
     return rows, "; ".join(f"{unit} (at {', '.join(map(str, at))})" for unit, at in units.items())
 
 
-def make_tables(curves: Sequence[Curve], baseline: Curve, L: int) -> list[Table]:
-    """Every measure, gains over truncation, gains over the baseline; what no run has is left out."""
-    def add(key: str, measure: Measure, rows: dict[str, dict[Column, Cell]]) -> None:
-        columns = sorted({column for row in rows.values() for column in row})
-        cells = {label: [row.get(column) for column in columns] for label, row in rows.items() if row}
-        if columns:
-            tables.append(Table(key, measure.title, measure.note, measure.x_label, measure.y_label,
-                                measure.scale, measure.form, measure.best, L, columns, cells))
-
-    tables: list[Table] = []
-    for measure in MEASURES:
-        add(measure.protocol, measure, measured(measure, curves))
-    intervals, how = paired("fixed", curves, "truncated_nll")
-    gains = {label: {at: intervals[label][at]._replace(spread=cell.spread) for at, cell in row.items()}
-             for label, row in measured(GAIN, curves).items()}
-    add("gain", GAIN._replace(note=f"{GAIN.note} Intervals: {how}."), gains)
-    for protocol in PAIRED:
-        others = [curve for curve in curves if curve is not baseline]
-        rows, how = paired(protocol, others, "nll", baseline)
-        note = (f"Loss of {baseline.label} less the curve's on the very same targets: positive where the "
-                f"curve is better. Intervals: {how}.")
-        title = f"Gain over {baseline.label}, {protocol}"
-        add(f"{protocol}-gain", GAIN._replace(title=title, note=note), rows)
-    return tables
-
-
 def contrast(d: np.ndarray, tokens: np.ndarray, document: np.ndarray) -> tuple[list[Cell], str]:
-    """Nats a token of differences d (windows, curves) with intervals, and what was resampled, in words."""
+    """Differences d (windows, curves) in nats per token, with intervals; and what was resampled, in words."""
     names, index = np.unique(document, return_inverse=True)
     unit = f"bootstrap over {len(d)} windows of {len(names)} documents, too few to resample: optimistic"
     if len(names) >= ENOUGH_DOCUMENTS:
@@ -374,17 +465,18 @@ def contrast(d: np.ndarray, tokens: np.ndarray, document: np.ndarray) -> tuple[l
     if len(d) < ENOUGH_WINDOWS:
         return [Cell(float(x)) for x in ratio], f"none, there are only {len(d)} windows"
     low, high = interval(d, tokens)
-    cells = [Cell(float(x), None, float(a), float(b)) if np.isfinite([a, b]).all() else Cell(float(x))
-             for x, a, b in zip(ratio, low, high, strict=True)]         # no interval where one unit decides
+    cells = [Cell(float(x), None, float(a), float(b), beats=bool(a > 0))
+             if np.isfinite([a, b]).all() else Cell(float(x))           # no interval where one unit decides
+             for x, a, b in zip(ratio, low, high, strict=True)]
     return cells, unit
 
 
 def interval(d: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % interval of sum(d) / sum(tokens) for each column of d (units, curves), units being resampled.
+    """95 % interval of sum(d) / sum(tokens) for each column of d (units, curves) when units are resampled.
 
-    The bootstrap-t: quantiles of (ratio* - ratio) / se*, times se, where se is the linearised standard error
-    of a ratio. Percentiles of ratio* itself are too narrow for the dozen units that we often have. Efron and
-    Tibshirani 1993, An Introduction to the Bootstrap, section 12.5.
+    The bootstrap-t: quantiles of (ratio* - ratio) / se*, times se, where se is the linearised standard
+    error of a ratio. Percentiles of ratio* itself are too narrow for the dozen units that are common here.
+    Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5.
     """
     n, total = len(d), tokens.sum()
     ratio = d.sum(axis=0) / total                                       # (curves,)
@@ -408,12 +500,8 @@ def interval(d: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return np.minimum(ratio, ratio - high * se), np.maximum(ratio, ratio - low * se)    # rounding, all alike
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Command
-
-
 def write_csv(curves: Sequence[Curve], path: Path) -> None:
-    """Every record of every run, one a line, with its curve, run and training seed."""
+    """Write every record of every run on a line, with its curve, run and training seed."""
     rows = [{"label": curve.label, "run": str(run.path), "train_seed": run.config.train.seed,
              "encoding": run.config.position.encoding, **run.head, **r}
             for curve in curves for run in curve.runs for r in run.records if r["extend"] == curve.extend]

@@ -34,7 +34,7 @@ class Extension(BaseModel):
     """A method and its options; `extended` applies it."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-    changes: ClassVar[str]          # methods in one --extend must change different things
+    changes: ClassVar[str] = "distances"        # methods in one --extend must change different things
     needs_rotary: ClassVar[bool] = False
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
@@ -78,7 +78,6 @@ class Rescaled(Extension):
 class Regrouping(Extension):
     """Pairs of query and key at a distance of `near` or more get other positions, or are masked."""
 
-    changes = "distances"
     hides: ClassVar[bool] = False   # does it mask some keys?
 
     def near(self, L: int) -> int:
@@ -186,7 +185,6 @@ class SelfExtend(ReRoPE):
 class Window(Extension):
     """Sliding window: a query sees the last `size` keys, its own included."""
 
-    changes = "distances"
     size: int | None = Field(None, ge=1, description="number of keys that a query sees (default L)")
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
@@ -264,9 +262,9 @@ EXTENSIONS: dict[str, type[Extension]] = {
 
 
 class Extend(NamedTuple):
-    """One `--extend`: its methods, and its name in tables and records."""
+    """One `--extend`."""
 
-    spec: str                       # as typed, with [...] for lists
+    spec: str                       # its name in tables and records: as typed, with [...] for lists
     methods: list[Extension]
 
 

@@ -1,19 +1,11 @@
-"""Train, evaluate and compare configs: `python sweep.py CONFIG [CONFIG ...] [section.key=value ...]`.
-
-Each config is trained once, or once a seed with --seeds, in RUNS/<config's file name>[-seed<S>], and
-evaluated; at the end all are compared. train.py goes on where it was interrupted, and an evaluation is not
-repeated while checkpoint and arguments are the same, so the same command always does what is left. A run that
-fails is named at the end and the others go on. What the commands print goes to RUNS/<name>.log.
-
-With --submitit FOLDER each run is a job: on Slurm where there is one, else a process on this machine, all at
-once and by submitit's ways without a GPU. For several GPUs of one machine see README.md.
-Exit codes: 0 done, 1 a run failed, 2 a mistake in the call, 129, 130 or 143 stopped by a signal after saving.
-"""
+"""Sweeps: the jobs of sweep.py, what each job runs, and the progress line of all of them."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,11 +21,11 @@ from hf.pretrained import pretrained_tables
 from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-STAMP = "evaluated.json"    # in a run's folder: of which checkpoint, with which arguments eval/*.json are
+STAMP = "evaluated.json"    # in a run's folder: the checkpoint and the arguments of eval/*.json
 
 
 class Job(NamedTuple):
-    """One run: what to train, where, and how to evaluate it."""
+    """One run: what to train, in which folder, and how to evaluate it."""
 
     name: str
     config: str
@@ -47,26 +39,54 @@ class Job(NamedTuple):
 
 
 def make_jobs(configs: Sequence[str], overrides: Sequence[str], seeds: Sequence[int], runs: Path,
-              eval_arguments: Sequence[str]) -> list[Job]:
-    """Every config with every seed. Raises one UserError with all that is wrong in any of them."""
+              eval_arguments: Sequence[str], grid: Sequence[str] = ()) -> list[Job]:
+    """Every config with every combination of the grid's values and every seed.
+
+    Raises one UserError that lists all problems of all configs.
+    """
     jobs: dict[str, Job] = {}
     problems: list[str] = []
-    choices: list[int | None] = [*seeds] or [None]
-    for config in configs:
-        for seed in choices:
-            name = Path(config).stem if seed is None else f"{Path(config).stem}-seed{seed}"
-            own = [*overrides, f"run.dir={json.dumps(str(runs / name))}"]
-            own += [] if seed is None else [f"train.seed={seed}"]
-            if name in jobs:
-                problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")
-            jobs[name] = Job(name, config, own, runs / name, list(eval_arguments))
-            try:
-                load_config(config, own, pretrained_tables)
-            except UserError as error:
-                problems += error.problems
+    each_seed: list[int | None] = [*seeds] or [None]
+    for config, point, seed in itertools.product(configs, grid_points(grid), each_seed):
+        parts = [Path(config).stem, *(in_name(override, point) for override in point)]
+        name = "-".join(parts if seed is None else [*parts, f"seed{seed}"])
+        own = [*overrides, *point, f"run.dir={json.dumps(str(runs / name))}"]
+        own += [] if seed is None else [f"train.seed={seed}"]
+        if name in jobs:
+            problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")
+        jobs[name] = Job(name, config, own, runs / name, list(eval_arguments))
+        try:
+            load_config(config, own, pretrained_tables)
+        except UserError as error:
+            problems += error.problems
     if problems:
         raise UserError(*dict.fromkeys(problems))
     return list(jobs.values())
+
+
+def grid_points(grid: Sequence[str]) -> list[list[str]]:
+    """All combinations of `section.key=value,value` flags, each a list of overrides. Raises UserError."""
+    axes = []
+    for text in grid:
+        key, _, values = text.partition("=")
+        choices = re.split(r",(?![^\[]*\])", values)                     # not at the commas of a [list]
+        if "." not in key or not all(choices) or len(set(choices)) < len(choices):
+            raise UserError(f"--grid {text}: must read section.key=value,value with different values, such "
+                            "as train.lr=1e-3,2e-3")
+        axes.append([f"{key}={value}" for value in choices])
+    keys = [text.partition("=")[0] for text in grid]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UserError(f"--grid {key}: given twice; give all its values in one flag")
+    return [list(point) for point in itertools.product(*axes)]
+
+
+def in_name(override: str, point: Sequence[str]) -> str:
+    """An override as a part of a run's name: without its section, unless another key has the same name."""
+    key, _, value = override.partition("=")
+    short = key.rpartition(".")[2]
+    is_unique = sum(other.partition("=")[0].endswith(f".{short}") for other in point) == 1
+    return re.sub(r"[^\w.=+-]+", "_", f"{short if is_unique else key}={value}")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -74,14 +94,19 @@ def make_jobs(configs: Sequence[str], overrides: Sequence[str], seeds: Sequence[
 
 
 def work(job: Job, show: Callable[[str], None] = lambda line: None) -> str:
-    """Train, then evaluate unless that is done; "" or what failed. An exception stops what runs, saved."""
+    """Train, then evaluate unless that is done; return "" or what failed.
+
+    An exception, such as a signal's, stops the command that runs, and that command saves.
+    """
     job.log.parent.mkdir(parents=True, exist_ok=True)
     code = call(["train.py", job.config, *job.overrides], job.log, show)
     if code:
         return f"train.py ended with {code}"
     if not is_evaluated(job):
         before = evaluations(job)
-        code = call(["eval.py", str(job.run_dir), *job.eval_arguments], job.log, show)
+        # a method may fit only some of the configs; an evaluation of older arguments is outdated
+        command = ["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments]
+        code = call(command, job.log, show)
         written = {name: digest for name, digest in evaluations(job).items() if before.get(name) != digest}
         if code or not written:
             return f"eval.py ended with {code}" if code else "eval.py wrote no eval/*.json"
@@ -89,12 +114,20 @@ def work(job: Job, show: Callable[[str], None] = lambda line: None) -> str:
     return ""
 
 
+def skipped(job: Job) -> list[str]:
+    """The lines in which the last evaluation names the methods that it skipped."""
+    if not job.log.exists():
+        return []
+    last_call = job.log.read_text(errors="replace").rpartition("\n$ python eval.py ")[2]
+    return [line for line in last_call.splitlines() if line.startswith("skipped --extend ")]
+
+
 def call(command: Sequence[str], log: Path, show: Callable[[str], None]) -> int:
-    """Run one of our scripts, its output to the log and the last line of that to show; its exit code."""
+    """Run a command of this repository. Its output goes to the log, the log's last line to `show`."""
     with log.open("a") as file:
         file.write(f"\n$ python {shlex.join(command)}\n")
         file.flush()
-        # in a session of its own: Ctrl-C reaches us alone, and we stop the child, once
+        # a session of its own: Ctrl-C reaches only this process, which then stops the child once
         child = subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]], stdout=file,
                                  stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -103,7 +136,7 @@ def call(command: Sequence[str], log: Path, show: Callable[[str], None]) -> int:
                     return child.wait(timeout=1)
                 except subprocess.TimeoutExpired:
                     show(last_line(log))
-        except BaseException:   # a signal, or anything: the child must not outlive us unsaved
+        except BaseException:   # whatever it is, the child must not go on without this process
             child.terminate()
             child.wait()
             raise
@@ -116,16 +149,16 @@ def last_line(log: Path) -> str:
 
 
 def is_evaluated(job: Job) -> bool:
-    """Whether the last evaluation was of the same checkpoint, with the same arguments, and is still there."""
+    """Whether the last evaluation had the same checkpoint and arguments, and its files are unchanged."""
     try:
         stamp = json.loads((job.run_dir / STAMP).read_text())
         return stamp.pop("written").items() <= evaluations(job).items() and stamp == state(job)
-    except (FileNotFoundError, ValueError, KeyError):   # not yet, or cut short
+    except (FileNotFoundError, ValueError, KeyError):   # not yet, or interrupted while writing
         return False
 
 
 def state(job: Job) -> dict[str, Any]:
-    """What an evaluation depends on: the checkpoint, by its checksums, and the arguments."""
+    """What an evaluation depends on: the checkpoint (its checksum) and the arguments."""
     newest = max((job.run_dir / "checkpoints").glob("[0-9]*/state.json"), default=None)
     return {"checkpoint": newest and json.loads(newest.read_text())["check"], "arguments": job.eval_arguments}
 
@@ -141,21 +174,23 @@ def evaluations(job: Job) -> dict[str, str]:
 
 
 class Progress:
-    """One line for the whole sweep: which runs, how many done, time left by those that have finished."""
+    """One line for the whole sweep: the run, how many are done, the time left."""
 
     def __init__(self, n_jobs: int) -> None:
         self.n_jobs, self.seconds, self.done, self.failed = n_jobs, list[float](), 0, dict[str, str]()
 
-    def finish(self, name: str, problem: str, seconds: float | None) -> None:
-        """Count a run; seconds, if it was not done already, tell how long others may take."""
+    def finish(self, job: Job, problem: str, seconds: float | None) -> None:
+        """Count a run; its seconds, unless it was already done, serve to estimate the time left."""
         self.done += 1
         self.seconds += [] if seconds is None else [seconds]
         if problem:
-            self.failed[name] = problem
-        self.show(name, f"FAILED: {problem}" if problem else "done", stays=True)
+            self.failed[job.name] = problem
+        self.show(job.name, f"FAILED: {problem}" if problem else "done", stays=True)
+        for line in skipped(job):
+            print(f"{job.name}: {line}", flush=True)
 
     def show(self, name: str, what: str, stays: bool = False) -> None:
-        """Rewrite the line on a terminal; elsewhere only what stays."""
+        """Rewrite the line on a terminal; elsewhere print only lines that stay."""
         eta = ""
         if self.seconds and self.done < self.n_jobs:
             left = (self.n_jobs - self.done) * sum(self.seconds) / len(self.seconds)
@@ -173,11 +208,11 @@ def run_here(jobs: Sequence[Job], progress: Progress) -> None:
     for i, job in enumerate(jobs, start=1):
         label, began, was_done = f"run {i} of {len(jobs)}, {job.name}", time.monotonic(), is_evaluated(job)
         problem = work(job, partial(progress.show, label))
-        progress.finish(job.name, problem, None if was_done else time.monotonic() - began)
+        progress.finish(job, problem, None if was_done else time.monotonic() - began)
 
 
 def run_submitted(jobs: Sequence[Job], progress: Progress, folder: Path, parameters: dict[str, Any]) -> None:
-    """Every run a job, all at once; stopping this process cancels them, and they save."""
+    """Every run is a job, all at once. Stopping this process cancels them, and they save."""
     try:
         import submitit
     except ImportError as error:
@@ -194,7 +229,7 @@ def run_submitted(jobs: Sequence[Job], progress: Progress, folder: Path, paramet
             for task in [task for task in running if task.done()]:
                 crash = task.exception()
                 problem = f"{type(crash).__name__}, see {folder}" if crash else task.result()
-                progress.finish(running.pop(task).name, problem, None)
+                progress.finish(running.pop(task), problem, None)
             time.sleep(1)
     finally:
         for task in running:
@@ -202,7 +237,7 @@ def run_submitted(jobs: Sequence[Job], progress: Progress, folder: Path, paramet
 
 
 def report(jobs: Sequence[Job], out: Path) -> int:
-    """compare.py over these runs; its exit code."""
+    """Run compare.py over these runs; return its exit code."""
     names = {name for job in jobs for name in json.loads((job.run_dir / STAMP).read_text())["written"]}
     command = ["compare.py", *(str(job.run_dir) for job in jobs), "--out", str(out)]
     command += ["--data", *names] if len(names) == 1 else []
@@ -210,7 +245,7 @@ def report(jobs: Sequence[Job], out: Path) -> int:
 
 
 def pairs(texts: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """key=value, numbers as numbers."""
+    """Key and value of each --slurm parameter; digits become an integer."""
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals or "." in key:

@@ -1,6 +1,7 @@
-"""Which tokens eval.py scores, and after how many: functions of text, lengths and a seed, never of the model.
+"""The text that eval.py scores: its documents, the lengths that fit, and the windows of each protocol.
 
-The protocols are described in eval.py. No window crosses a document.
+Windows are functions of the text, the lengths and a seed, never of the model, so that every model is scored
+on the same targets. No window crosses a document. eval.py describes the protocols.
 """
 
 from __future__ import annotations
@@ -8,15 +9,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from data.loader import Corpus
+from data.sources import SUFFIXES
+from data.tokenizer import Tokenizer
 from runtime.errors import UserError
+
+MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32, 64)      # of L, the training length: the default lengths
 
 
 class Window(NamedTuple):
-    """Inputs document[start:end] and the targets one token further on, of which the last n_scored count."""
+    """Inputs document[start:end]. The targets are one token further on; the last n_scored of them count."""
 
     document: int
     start: int
@@ -25,13 +32,13 @@ class Window(NamedTuple):
 
 
 class Text(NamedTuple):
-    """Documents to evaluate on, ids that open with the separator."""
+    """Documents to evaluate on: token ids, each document beginning with the separator."""
 
     name: str
     documents: list[np.ndarray]
 
     def sha256(self) -> str:
-        """Fingerprint of the ids, by which compare.py tells two texts of one name apart."""
+        """Checksum of the ids and the bounds of documents: it tells two texts of the same name apart."""
         ids = hashlib.sha256()
         for document in self.documents:
             ids.update(len(document).to_bytes(8, "little"))
@@ -39,9 +46,51 @@ class Text(NamedTuple):
         return ids.hexdigest()
 
 
+def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
+    """The validation documents of a prepared corpus (default: the run's), or a text file as one document."""
+    if not source and not data_dir:
+        raise UserError("--data: missing; a Hugging Face folder has no corpus of its own, give a text file "
+                        "or a prepared corpus")
+    path = Path(source or data_dir)
+    if path.is_file():
+        if path.name.lower().endswith((*(end for end in SUFFIXES if end != ".txt"), ".gz", ".zst")):
+            raise UserError(f"--data {path}: not plain text; prepare it first with data/prepare.py, and give "
+                            "the prepared folder")
+        return Text(path.stem, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
+    corpus = Corpus(path)
+    about = corpus.meta["tokenizer"]
+    if about["sha256"] != tokenizer.sha256:
+        raise UserError(f"--data {path}: prepared with tokenizer {about['name']}, but the run was trained "
+                        f"with {tokenizer.name}; prepare it again, with the run's folder as --tokenizer")
+    return Text(path.name, [corpus.tokens["val"][a:b] for a, b in itertools.pairwise(corpus.offsets["val"])])
+
+
+def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:
+    """The lengths of --lengths, or L/2 ... 64 L as far as the documents go. Raises UserError."""
+    longest = max(len(document) for document in text.documents) - 1
+    if wanted is None:
+        lengths = [int(m * L) for m in MULTIPLES if m * L <= longest]
+        if L not in lengths:
+            raise UserError(f"data {text.name}: its longest document has {longest} tokens, fewer than the "
+                            f"training length {L}; give a longer text with --data")
+        return lengths
+    try:
+        lengths = [int(part) for part in wanted.split(",")]
+    except ValueError as error:
+        raise UserError(f"--lengths {wanted}: must be integers and commas, such as 256,512") from error
+    if min(lengths) < 1 or max(*lengths, L) > longest:
+        raise UserError(f"--lengths {wanted}: the lengths and the training length {L} must lie in 1 ... "
+                        f"{longest}, the longest document of {text.name}")
+    return lengths
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The windows of each protocol
+
+
 def nonoverlap_windows(text: Text, longest: int, lengths: Sequence[int], max_tokens: int,
                        seed: int) -> dict[int, list[Window]]:
-    """Length -> blocks that tile the same targets: whole stretches of `longest`, until max_tokens of them."""
+    """Length -> blocks that tile the same targets: stretches of `longest` tokens, max_tokens in all."""
     stretches = [(d, start) for d, document in enumerate(text.documents)
                  for start in range(0, (len(document) - 1) // longest * longest, longest)]
     order = np.random.default_rng(seed).permutation(len(stretches))
@@ -51,13 +100,13 @@ def nonoverlap_windows(text: Text, longest: int, lengths: Sequence[int], max_tok
         windows[length] = []
         for document, start in chosen:
             for block in range(start, start + longest, length):
-                end = min(block + length, start + longest)              # the last block is shorter if need be
+                end = min(block + length, start + longest)              # the last block may be shorter
                 windows[length].append(Window(document, block, end, end - block))
     return windows
 
 
 def rolling_windows(text: Text, length: int) -> list[Window]:
-    """Windows in which every token after the separator is scored once; a document's last reaches back."""
+    """Windows that score every token after the separator once; the last one of a document reaches back."""
     windows = []
     for d, document in enumerate(text.documents):
         n_targets = len(document) - 1
@@ -69,12 +118,12 @@ def rolling_windows(text: Text, length: int) -> list[Window]:
 
 def sliding_windows(text: Text, longest: int, lengths: Sequence[int], stride: int | None, max_tokens: int,
                     seed: int) -> dict[int, list[Window]]:
-    """Length -> windows that step through the same targets, by `stride` or else a quarter of the length."""
+    """Length -> windows that move through the same targets by `stride` (default a quarter of the length)."""
     piece = max(1, longest // 4)                                        # targets in a row
     ends = fixed_ends(text, longest + piece, piece, max(1, max_tokens // piece), seed)
     if not ends:
         raise UserError(f"data {text.name}: no document has the {longest + piece + 1} tokens that sliding "
-                        f"needs for a length of {longest}; give shorter --lengths")
+                        f"needs for a context of {longest}; give shorter --lengths")
     windows: dict[int, list[Window]] = {}
     for length in lengths:
         step = min(stride or max(1, length // 4), length)
@@ -87,8 +136,8 @@ def sliding_windows(text: Text, longest: int, lengths: Sequence[int], stride: in
 def fixed_ends(text: Text, longest: int, n_scored: int, n_windows: int, seed: int) -> list[tuple[int, int]]:
     """(document, end) of windows of up to `longest` inputs; no token is a scored target twice.
 
-    Documents take turns, so that a few long ones do not decide the figure; places inside one are drawn at
-    random.
+    Documents take turns, so that a few long ones do not dominate the result. Inside a document, places are
+    drawn at random.
     """
     rng = np.random.default_rng(seed)
     turns = []

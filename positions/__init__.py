@@ -8,8 +8,8 @@ distance.py     biases by distance: alibi, t5, kerple, fire, sandwich
 content.py      biases by content: relative_key, transformer_xl, cope, forgetting
 temperature.py  factors on the queries, under any encoding: log_n, ssmax
 
-To add an encoding: a class in a file here, a line in ENCODINGS, a config (see the README). --help, the tests,
-eval.py and sample.py read this registry; nothing else knows an encoding by its name.
+To add one: a class in a file here, a line in ENCODINGS, a config (see the README). Everything else, even
+--help and the tests, reads this registry.
 """
 
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal

@@ -1,7 +1,7 @@
 """Absolute encodings: something added to the token embeddings at each position.
 
-Integer, IntegerNormalised and Binary are first attempts that lead to the sinusoids. The story is told by
-C. Fleetwood 2024 (huggingface.co/blog/designing-positional-encoding) and A. Kazemnejad 2019
+Integer, IntegerNormalised and Binary are first attempts that lead to the sinusoids: see C. Fleetwood 2024
+(huggingface.co/blog/designing-positional-encoding) and A. Kazemnejad 2019
 (kazemnejad.com/blog/transformer_architecture_positional_encoding).
 
 Legend: B batch, T time, C = n_embd.

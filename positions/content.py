@@ -130,9 +130,8 @@ class CoPE(Encoding):
     neighbouring whole counts. Positions are not used.
 
     The paper's text has q . (k + e) without a scale. The authors' code (appendix) adds q . e to logits that
-    are divided by sqrt(D), and takes the gates from those logits. We follow the code, as x-transformers does,
-    since the paper's numbers come from it. E starts at zero, as there: training starts as NoPE, E learns at
-    once because its gradient is q, and the gates learn after it.
+    are divided by sqrt(D), and takes the gates from those. We follow the code, as x-transformers does: the
+    paper's numbers come from it. As there, E starts at zero: training starts as NoPE, then E learns first.
     """
 
     Options = CoPEOptions

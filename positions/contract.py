@@ -79,7 +79,7 @@ class Encoding(nn.Module):
     Options: ClassVar[type[Options]] = Options
     is_relative: ClassVar[bool] = True  # do the logits depend on distances alone? (tested)
     n_axes: ClassVar[int] = 1  # above 1, positions may be (1 or B, T, n_axes) too, one number for each axis
-    max_length: int | None = None  # defined at positions 0 ... max_length - 1 only; None: at all
+    max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     can_fold: bool = False  # does `fold` give the same result as `scores`?
     by_distance: ClassVar[bool] = False  # does `scores` add a function of head, layer, distance? (tested)
 

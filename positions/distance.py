@@ -65,9 +65,8 @@ class ALiBi(Encoding):
     def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """-slope (i - j) is slope j up to a constant along the row: a slope in q times a position in k.
 
-        Positions, relative to the first key's, are split into three digits to base 256: exact in bf16 up to
-        2^24. Slopes are split into two pieces, with a relative error of 2^-16. The kernel sums in fp32, with
-        an error of 2^-24 slope j.
+        Positions, relative to the first key's, are three digits to base 256: exact in bf16 up to 2^24. Slopes
+        are two pieces, with a relative error of 2^-16. The kernel sums in fp32: an error of 2^-24 slope j.
         """
         slope = at.tables.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1]**0.5    # (H, 1, 1)
         high = slope.bfloat16().to(slope.dtype)
@@ -99,9 +98,8 @@ class T5(Encoding):
 
     The buckets are the authors' for a decoder: half of them hold one distance each, the other half grow
     logarithmically. All layers share one table, which starts with std C^-0.5 (as in Hugging Face's T5). T5
-    itself omits the 1 / sqrt(D) on q k^T and starts with smaller queries instead; here the factor stays, as
-    in all encodings. x-transformers and KERPLE's GPT-NeoX multiply the bias by sqrt(D); neither the paper nor
-    T5's code does.
+    omits the 1 / sqrt(D) on q k^T and starts with smaller queries; here the factor stays, as everywhere.
+    x-transformers and KERPLE's GPT-NeoX multiply the bias by sqrt(D); neither the paper nor T5's code does.
     """
 
     Options = T5Options

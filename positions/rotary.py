@@ -1,7 +1,6 @@
 """Rotary encodings: queries and keys are rotated by their positions, so that logits depend on the distance.
 
-Legend: B batch, T time (Tq queries, Tk keys), H = n_head, D channels of a head, R = rotated channels. Angles
-in radians.
+Legend: B batch, T time (Tq queries, Tk keys), D channels of a head, R rotated channels. Angles in radians.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class RoPEOptions(RotaryOptions):
                                      "ChatGLM2 0.5; the rest carry no position")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """R, the number of channels of each head that rotate."""
         return round(self.fraction * head_dim)
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
@@ -120,9 +118,8 @@ class RoPE2D(RoPE):
 
     Heo et al. 2024 ("axial") use an image's rows and columns; ChatGLM-6B uses the position in the text and
     the position in the answer. Logits depend on the difference along each axis alone. Pass `positions=` of
-    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes, so that
-    each frequency rotates two pairs. ChatGLM-6B pairs channels within each half of the head: the same up to
-    a permutation of the channels.
+    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes. ChatGLM-6B
+    pairs channels within each half of the head: the same up to a permutation of the channels.
     """
 
     Options = RoPE2DOptions
@@ -170,8 +167,7 @@ class XPos(RoPE):
     """RoPE with pair i of the logit times zeta_i^((m - n) / 512), a decay. Sun et al. 2022, arXiv:2212.10554.
 
     xPos: q is scaled by zeta_i^(m / scale_base) and k by zeta_i^(-n / scale_base), zeta_i = (2i / D + 0.4) /
-    1.4, so the fast pairs fade out with distance first. The paper's blockwise attention at inference is not
-    included.
+    1.4, so fast pairs fade out with distance first. The paper's blockwise attention is not included.
     """
 
     Options = XPosOptions
@@ -184,8 +180,7 @@ class XPos(RoPE):
         q_cos, q_sin, k_cos, k_sin = super().tables(q_pos, k_pos)
         R = self.rotary_dim
         zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4                   # (R/2,)
-        # Only distances matter, so the origin is free. In the middle of the queries the powers stay in range,
-        # and those of keys far behind underflow to 0, as they should.
+        # only distances matter; with the origin amid the queries no power overflows, far keys underflow to 0
         origin = (q_pos.amin(-1, keepdim=True) + q_pos.amax(-1, keepdim=True)) // 2             # (1 or B, 1)
         q_power, k_power = ((p - origin)[:, None, :, None] / self.scale_base for p in (q_pos, k_pos))
         q_scale, k_scale = zeta ** q_power, zeta ** -k_power            # (1 or B, 1, T, R/2)

@@ -1,11 +1,9 @@
 """Scaling methods: RoPE's frequencies for contexts longer than those in training. The formulas: rope.py.
 
 `scaling = { method = "yarn", factor = 4.0 }` under [position] trains with one. To apply one to a trained
-model, set its encoding's `scaling`: nothing of it is in the checkpoint. To add one: a class here, its name
-in AnyScaling.
+model, set its encoding's `scaling`: it is not in the checkpoint. To add one: a class here, and in AnyScaling.
 
-Legend: T time, R = rotated channels, L = original length in tokens, s = factor. Frequencies in radians per
-position.
+Legend: T time, R rotated channels, L original length, s factor. Frequencies in radians per position.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Query temperature: a factor on the query that grows with the number of keys it sees, under any encoding.
 
 Softmax over more keys is flatter. A factor on the query at position m multiplies all its logits before any
-bias, so the fused kernel still serves. It depends on m alone: cached decoding equals the full forward, but
-logits change when all positions shift.
+bias. It depends on m alone, so cached decoding equals the full forward; a shift of all positions does not.
 
 Legend: B batch, T time, H = n_head, L = train.seq_len.
 """

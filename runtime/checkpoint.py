@@ -1,8 +1,8 @@
 """Checkpoints: saved atomically, verified when read, no pickle anywhere.
 
 A checkpoint is a folder checkpoints/STEP with model.safetensors, optimizer.safetensors and state.json, which
-holds the step, whatever else the loop must remember, and a checksum of each file and of itself. It is written
-beside its place, flushed to disk and renamed, so that it exists whole or not at all.
+holds the step, everything else that the training loop must remember, and a checksum of each file and of
+itself. It is written under a temporary name, flushed to disk and renamed, so it exists whole or not at all.
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ from model import GPT, pick_device
 from runtime import parallel
 from runtime.errors import UserError
 from runtime.files import name_in_errors, read_json
-from runtime.optimizer import kept
+from runtime.optimizer import state_keys
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
 class State(BaseModel):
-    """What state.json must hold at least."""
+    """The keys that state.json must have; others are ignored."""
 
     model_config = ConfigDict(strict=True)
 
     step: int = Field(ge=0, lt=2**53)
     wall_s: float = Field(ge=0, allow_inf_nan=False)
     metrics: dict[str, float | None]
-    # with defaults for runs that were saved before there were these
-    n_bad: int = Field(0, ge=0, lt=2**53)       # steps in a row that were not applied
-    is_half_done: bool = False                  # is the step still to be validated and logged?
+    n_bad: int = Field(0, ge=0, lt=2**53)       # steps in a row that were skipped; old runs lack it
     sha256: dict[str, str]
 
 
@@ -56,7 +54,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
          keep: int, is_writer: bool = True) -> None:
     """Write checkpoints/STEP, then delete all but the newest `keep`. Raises OSError, older ones untouched.
 
-    Of several processes one is the writer; the others help to gather what is sharded.
+    Every process must call it, to gather what is sharded; one of them is the writer.
     """
     tensors = dict(zip(FILES, (_gathered(model.state_dict(), is_writer),
                                _gathered(_optimizer_tensors(model, optimizer), is_writer)), strict=True))
@@ -86,19 +84,19 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
 def prune(run_dir: Path, step: int, keep: int) -> None:
     """Delete what a kill left half written or half deleted, and all but the newest `keep` up to this step.
 
-    One of a later step is damaged, or the run would have gone on from it: it does not count.
+    Later checkpoints must be corrupt (else the run would have resumed from them), so they are ignored.
     """
     for stale in (run_dir / "checkpoints").glob(".tmp-*"):
         shutil.rmtree(stale)
     for old in [path for path in _checkpoints(run_dir) if int(path.name) <= step][:-keep]:
-        shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))    # half deleted, it would look damaged
+        shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))    # a half deleted one is not read then
 
 
 def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
-    """Read the newest sound checkpoint into model and optimizer, strictly; return its state or None.
+    """Read the newest intact checkpoint into model and optimizer, strictly; return its state or None.
 
-    A damaged one is named on the screen and the next older one is used. Raises UserError if all are damaged,
-    and where a sound one is of another model.
+    A damaged one is named on the screen, and the next older one is used. Raises UserError if all are damaged,
+    or if an intact one belongs to another model.
     """
     damaged = []
     for folder in reversed(_checkpoints(run_dir)):
@@ -128,9 +126,9 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
 
 
 def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
-    """The model of a run, at its newest checkpoint, in evaluation mode, on the configured device.
+    """The model of a run at its newest checkpoint, or of a Hugging Face folder (hf/pretrained.py).
 
-    Or of a folder of Hugging Face: see pretrained.py.
+    In evaluation mode, on the configured device.
     """
     run_dir = Path(run_dir)
     if is_pretrained(run_dir):
@@ -139,7 +137,7 @@ def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
     check_links(run_dir)
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
-                        "such as runs/quick, or one of Hugging Face with a config.json")
+                        "such as runs/quick, or a Hugging Face folder with a config.json")
     config = load_config(run_dir / "config.toml")
     tokenizer = tokenizer_of(read_meta(run_dir / "corpus.json"), run_dir)
     model = GPT(config)
@@ -149,22 +147,22 @@ def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
 
 
 def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer) -> None:
-    """Read another run's newest weights into a model of the same shape, encoding and tokenizer.
+    """Read the newest weights of another run into a model of the same shape, encoding and tokenizer.
 
-    Where an encoding's formula holds L (fire, integer_normalised, log_n) it then holds the new one.
+    If the formula of the encoding contains L (fire, integer_normalised, log_n), it uses the new L.
     """
-    source, theirs, their_tokenizer = load_run(run_dir)
+    source, source_config, source_tokenizer = load_run(run_dir)
     may_change = tuple(f"{key}:" for key in (
         "model.dropout", "model.flex", "position.scaling", "position.base", "position.layers",
         "position.skip_every", "position.temperature"))
-    changes = [line for line in differences(theirs, config)
+    changes = [line for line in differences(source_config, config)
                if line.startswith(("model.", "position.")) and not line.startswith(may_change)]
-    if their_tokenizer.sha256 != tokenizer.sha256:
-        changes.append(f"tokenizer: {their_tokenizer.name} -> {tokenizer.name}")
+    if source_tokenizer.sha256 != tokenizer.sha256:
+        changes.append(f"tokenizer: {source_tokenizer.name} -> {tokenizer.name}")
     if changes:
-        raise UserError(*(f"train.init_from {run_dir}: its model is another: {line}; make this the same"
+        raise UserError(*(f"train.init_from {run_dir}: its model differs: {line}; use the value of that run"
                           for line in changes))
-    scaling, L = getattr(config.position, "scaling", None), theirs.train.seq_len
+    scaling, L = getattr(config.position, "scaling", None), source_config.train.seq_len
     if scaling is not None and scaling.original_length is None and config.train.seq_len != L:
         raise UserError(f"position.scaling: {run_dir} was trained at L = {L}, not at train.seq_len = "
                         f"{config.train.seq_len}; add original_length = {L} to it")
@@ -172,36 +170,36 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
 
 
 def check_links(run_dir: Path) -> None:
-    """Raise UserError where a run's folder, or a link in it, leads out of the folder that holds the run."""
+    """Raise UserError if a run's folder, or a link inside it, leads out of the folder that holds the run."""
     root = run_dir.parent.resolve()
     inside = (run_dir.glob(pattern) for pattern in ("*", "checkpoints/*", "checkpoints/*/*", "eval/*"))
     for path in itertools.chain([run_dir], *inside):
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-            raise UserError(f"run {run_dir}: {path} is a link that leads out of {root}; put what it leads to "
-                            "in its place, or name that folder itself")
+            raise UserError(f"run {run_dir}: {path} is a link that leads out of {root}; replace it by the "
+                            "file or folder, or give the path of that folder")
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run, sound or not."""
+    """The newest checkpoint of a run, intact or damaged; None if there is none."""
     return next(reversed(_checkpoints(run_dir)), None)
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:
-    """From old to new."""
+    """The checkpoints of a run, from old to new."""
     return sorted((path for path in (run_dir / "checkpoints").glob("[0-9]*")
                    if path.is_dir() and path.name.isascii() and path.name.isdigit()),
                   key=lambda path: int(path.name))
 
 
 def _verified_state(folder: Path) -> dict[str, Any]:
-    """state.json after checking its own checksum and those of the files beside it. Raises ValueError."""
+    """The content of state.json, after checking its checksum and those of the tensors. Raises ValueError."""
     state = read_json(folder / "state.json")
     check = state.pop("check")
     if check != _check(state):
         raise ValueError("state.json: checksum differs")
     state = State.model_validate(state).model_dump()
     if state["step"] != int(folder.name):
-        raise ValueError(f"state.json: is of step {state['step']}")
+        raise ValueError(f"state.json: belongs to step {state['step']}")
     for name in FILES:
         if _sha256(folder / name) != state["sha256"][name]:
             raise ValueError(f"{name}: checksum differs")
@@ -209,26 +207,26 @@ def _verified_state(folder: Path) -> dict[str, Any]:
 
 
 def _problem(path: Path, expected: Mapping[str, Tensor], is_whole: bool = True) -> str | None:
-    """What differs between a file's header and the tensors expected of it; looked at before any is read.
+    """How a file's header differs from the expected tensors; None if it does not. No tensor is read.
 
-    Unless it has to be whole, a parameter may be missing, with all its moments: it never had a gradient.
+    Unless the file has to be whole, all moments of a parameter may be missing: it never had a gradient.
     """
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         slices = {name: file.get_slice(name) for name in names & set(expected)}
-        wrong = [name for name, found in slices.items() if found.get_shape() != list(expected[name].shape)
-                 or found.get_dtype() != DTYPES[expected[name].dtype]]
+        wrong = [name for name, stored in slices.items() if stored.get_shape() != list(expected[name].shape)
+                 or stored.get_dtype() != DTYPES[expected[name].dtype]]
     owners = {name.rpartition("/")[0] for name in names}
     missing = {name for name in set(expected) - names if is_whole or name.rpartition("/")[0] in owners}
-    for what, names_of in (("unexpected", names - set(expected)), ("of another shape or type", set(wrong)),
-                           ("missing", missing)):
-        if names_of:
-            return f"{what}: {', '.join(sorted(names_of)[:5])}{' ...' * (len(names_of) > 5)}"
+    for kind, found in (("unexpected", names - set(expected)), ("of another shape or type", set(wrong)),
+                        ("missing", missing)):
+        if found:
+            return f"{kind}: {', '.join(sorted(found)[:5])}{' ...' if len(found) > 5 else ''}"
     return None
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """As save_file, whose own exception hides that the disk is full. Raises OSError."""
+    """Call save_file, whose own exception hides that the disk is full. Raises OSError."""
     try:
         save_file(tensors, path)
     except SafetensorError as error:
@@ -249,15 +247,15 @@ def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None
 
 
 def _optimizer_tensors(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's moments and step counts, named after the parameters they belong to."""
+    """The optimizer's moments and step counts, named PARAMETER/KEY."""
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     return {f"{names[p]}/{key}": torch.as_tensor(value)
             for p, moments in optimizer.state.items() for key, value in moments.items()}
 
 
 def _moments(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What an optimizer's file may hold, in their shapes: moments, and step counts, of each parameter."""
-    keys = {p: kept(group) for group in optimizer.param_groups for p in group["params"]}
+    """Tensors of the names and shapes that an optimizer's file may hold: moments and step counts."""
+    keys = {p: state_keys(group) for group in optimizer.param_groups for p in group["params"]}
     return {f"{name}/{key}": torch.zeros(()) if key == "step" else p
             for name, p in model.named_parameters() for key in keys[p]}
 
@@ -271,7 +269,7 @@ def _restore_optimizer(model: GPT, optimizer: Optimizer, tensors: dict[str, Tens
 
 
 def _gathered(tensors: dict[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, one at a time; where they are not kept, this process only takes part."""
+    """Whole tensors on the CPU, gathered one at a time; a process that keeps none only takes part."""
     gathered = {}
     for name, tensor in tensors.items():
         complete = parallel.unshard(tensor.detach())
@@ -290,7 +288,7 @@ def _sha256(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Fsync a file or a folder, so that a rename is not seen before what it renames."""
+    """Fsync a file or a folder, so that no crash leaves a renamed folder without its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Small files beside the tensors (JSON, TOML): read with a limit, written whole or not at all."""
+"""Small text files (JSON, TOML): reading with a size limit, and atomic writing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LIMIT = 4 * 2**20       # bytes; parsed, JSON takes up to 30 times as much memory as text
+LIMIT = 4 * 2**20       # bytes; parsed JSON takes up to 30 times the memory of its text
 
 
 def read_text(path: Path, limit: int = LIMIT) -> str:
-    """A file as UTF-8. Raises OSError, and ValueError where it is no text, too large or no regular file."""
-    if path.exists() and not path.is_file() and not path.is_dir():      # of a folder, open() says so
+    """The text of a UTF-8 file. Raises OSError, or ValueError if it is not text, too large or not regular."""
+    if path.exists() and not path.is_file() and not path.is_dir():      # open() reports a folder itself
         raise ValueError("not a regular file")
     with path.open("rb") as file:
         content = file.read(limit + 1)
@@ -25,7 +25,7 @@ def read_text(path: Path, limit: int = LIMIT) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError, and ValueError for anything that is no JSON or too deep."""
+    """The value in a JSON file. Raises OSError, or ValueError if it is not JSON or nested too deeply."""
     try:
         return json.loads(read_text(path))
     except RecursionError as error:
@@ -33,12 +33,12 @@ def read_json(path: Path) -> Any:
 
 
 def finite(number: float) -> float | None:
-    """The number; None for infinities and nan, which JSON cannot hold."""
+    """The number, or None for infinity and NaN, which JSON cannot hold."""
     return number if math.isfinite(number) else None
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it exists whole or not at all, whatever happens to the machine."""
+    """Write a file atomically: after a crash it has either its old content or all of the new one."""
     temporary = temporary_path(path)
     with name_in_errors(temporary):
         with temporary.open("w", encoding="utf-8") as file:
@@ -49,13 +49,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where `write_whole` writes before it renames: what a kill may leave, and the next start overwrites."""
+    """The file that `write_whole` writes and then renames; a killed process may leave it behind."""
     return path.with_name(f".{path.name}.tmp")
 
 
 @contextmanager
 def name_in_errors(path: Path) -> Iterator[None]:
-    """Let an OSError that comes from writing to path say so: the system names files only where it opens."""
+    """Add the path to an OSError from writing: the system names the file only when it opens one."""
     try:
         yield
     except OSError as error:

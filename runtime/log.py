@@ -1,4 +1,4 @@
-"""What a run tells while it trains: the screen, metrics.jsonl, and W&B where asked for."""
+"""Progress of a run: on the screen, in metrics.jsonl, and on W&B if the config asks for it."""
 
 from __future__ import annotations
 
@@ -16,43 +16,45 @@ from runtime.files import name_in_errors, write_whole
 
 
 class Log:
-    """Progress to the screen, metrics.jsonl, and W&B where asked for."""
+    """Progress on the screen, in metrics.jsonl, and on W&B if the config asks for it."""
 
     def __init__(self, run_dir: Path, config: Config, state: dict[str, Any], is_writer: bool) -> None:
         self.config, self.is_writer = config, is_writer
         self.path = run_dir / "metrics.jsonl"
         self.tokens_per_step = config.train.batch_size * config.train.seq_len
-        self.first_step = self.last_step = state["step"] - state["is_half_done"]   # its line is to come
+        self.first_step = self.last_step = state["step"]
         self.first_time = self.last_time = time.perf_counter()
         self.wall_before = state["wall_s"]
-        if is_writer:
-            self._drop_lines_after(self.first_step)
+        # tokens per second since the last line, and since this start; until a step is done, of earlier starts
+        self.speed = self.mean_speed = state["step"] * self.tokens_per_step / max(state["wall_s"], 1e-9)
+        self.has_first_line = is_writer and self._drop_lines_after(self.first_step)
         self.wandb = start_wandb(run_dir, config) if config.run.wandb and is_writer else None
 
     def wall_s(self) -> float:
-        """Seconds spent in the loop, those before a resume included."""
+        """Seconds spent in the loop, including those before a resume."""
         return self.wall_before + time.perf_counter() - self.first_time
 
-    def tokens_per_s(self) -> float:
-        """Mean since this start, validation and checkpoints included."""
-        return (self.last_step - self.first_step) * self.tokens_per_step / (self.last_time - self.first_time)
+    def write(self, step: int, metrics: dict[str, Any], done: int) -> None:
+        """Write the line of a step everywhere, unless a resume finds it written. `done` steps are complete.
 
-    def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """A line for step (updates done) in each place."""
-        if not self.is_writer:
+        A GPU may have completed several when the figures of a step are read.
+        """
+        if not self.is_writer or (step == self.first_step and self.has_first_line):
             return
-        now = time.perf_counter()
-        speed = (step - self.last_step) * self.tokens_per_step / (now - self.last_time)
-        self.last_step, self.last_time = step, now
-        line = {"step": step, "tokens": step * self.tokens_per_step, **metrics, "tokens_per_s": round(speed),
-                "wall_s": round(self.wall_s(), 3)}
+        if done > self.last_step:
+            now = time.perf_counter()
+            self.speed = (done - self.last_step) * self.tokens_per_step / (now - self.last_time)
+            self.mean_speed = (done - self.first_step) * self.tokens_per_step / (now - self.first_time)
+            self.last_step, self.last_time = done, now
+        line = {"step": step, "tokens": step * self.tokens_per_step, **metrics,
+                "tokens_per_s": round(self.speed), "wall_s": round(self.wall_s(), 3)}
         with name_in_errors(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.to_wandb(lambda run: run.log(line, step=step))
         steps = self.config.train.steps
-        eta = (steps - step) * self.tokens_per_step / self.tokens_per_s()
+        eta = (steps - step) * self.tokens_per_step / self.mean_speed
         text = (f"step {step}/{steps}  loss {figure(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
-                f"{figure(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s  ETA {eta // 60:.0f}m"
+                f"{figure(metrics['grad_norm'], '.2f')}  {self.speed:,.0f} tokens/s  ETA {eta // 60:.0f}m"
                 f"{eta % 60:02.0f}s")
         if "n_bad" in metrics:
             text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
@@ -62,24 +64,26 @@ class Log:
         print(f"\r{text:<110}" if sys.stdout.isatty() else text, end="\n" if stays else "", flush=True)
 
     def to_wandb(self, send: Callable[[Any], None]) -> None:
-        """Hand the W&B run to `send`; if that fails, warn once and go on without W&B."""
+        """Pass the W&B run to `send`; if that fails, warn once and continue without W&B."""
         try:
             if self.wandb:
                 send(self.wandb)
-        except Exception as error:  # a logger's fault, whatever it is, must not cost a training run
+        except Exception as error:  # whatever fails in a logger must not end a training run
             print(f"warning: W&B failed and is off from here: {without_key(error)}")
             self.wandb = None
 
-    def _drop_lines_after(self, step: int) -> None:
-        """Lines of steps that a resume repeats, and lines that a crash tore, go: each step stands once."""
+    def _drop_lines_after(self, step: int) -> bool:
+        """Delete torn lines and lines after `step`; return whether `step` itself has a line."""
         if not self.path.exists():
-            return
+            return False
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        write_whole(self.path, "".join(f"{line}\n" for line in lines if 0 < step_of(line) <= step))
+        kept = [line for line in lines if 0 < step_of(line) <= step]
+        write_whole(self.path, "".join(f"{line}\n" for line in kept))
+        return bool(kept) and step_of(kept[-1]) == step
 
 
 def step_of(line: str) -> int:
-    """Of a line of metrics.jsonl; 0 for one that is torn."""
+    """The step of a line of metrics.jsonl; 0 if the line is torn."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -87,12 +91,12 @@ def step_of(line: str) -> int:
 
 
 def without_key(error: Exception) -> str:
-    """What W&B says is wrong, on one line, without the key that it may quote."""
+    """The message of W&B's error, on one line, without the API key that it may quote."""
     return describe_exception(error, os.environ.get("WANDB_API_KEY"))
 
 
 def start_wandb(run_dir: Path, config: Config) -> Any:
-    """A W&B run, offline where there is no key or network; None where even that fails. Training goes on."""
+    """A W&B run, offline without a key or network; None if even that fails: training continues without it."""
     try:
         import wandb
         options: dict[str, Any] = {
@@ -106,11 +110,11 @@ def start_wandb(run_dir: Path, config: Config) -> Any:
                 reason = without_key(error)
         print(f"warning: W&B: {reason}; logging offline to {run_dir}/wandb, upload it with `wandb sync`")
         return wandb.init(**options, mode="offline")
-    except Exception as error:  # as in Log.to_wandb
+    except Exception as error:  # see Log.to_wandb
         print(f"warning: W&B is off: {without_key(error)}")
         return None
 
 
 def figure(number: float | None, form: str = ".4f") -> str:
-    """A measured number for the screen; nan for one that was not finite."""
+    """A measured number for the screen; "nan" for one that was not finite."""
     return "nan" if number is None else format(number, form)

@@ -1,6 +1,6 @@
-"""The loss over a vocabulary: at once, or in chunks of rows where all logits together would fill the memory.
+"""Cross-entropy over a vocabulary: in one piece, or in chunks of rows if all logits would fill the memory.
 
-Legend: N rows (targets, B T of them), C = n_embd, V vocabulary. Loss in nats per token.
+Legend: N = B T rows, one target each, C = n_embd, V vocabulary. Loss in nats per token.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100          # a target that is not scored
-MAX_LOGITS = 2**27      # held at a time: 0.5 GB in fp32
+MAX_LOGITS = 2**27      # in memory at a time: 0.5 GB in fp32
 
 
 def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of targets (N,) under the logits x head^T, of x (N, C) and the matrix head (V, C).
 
-    The product is in autocast's dtype, the rest in fp32 or better. NaN where no target is scored.
+    The product is in autocast's dtype, the rest in fp32 or fp64. NaN if no target is scored.
     """
     n_rows = chunk_rows(len(x), len(head))
     if n_rows >= len(x):
         return F.cross_entropy(precise(F.linear(x, head)), targets, ignore_index=IGNORED)
     if torch.is_grad_enabled():
         return ChunkedLoss.apply(x, head, targets, n_rows)
-    losses = [F.cross_entropy(precise(F.linear(some, head)), wanted, ignore_index=IGNORED, reduction="sum")
-              for some, wanted in zip(x.split(n_rows), targets.split(n_rows), strict=True)]
+    losses = [F.cross_entropy(precise(F.linear(rows, head)), wanted, ignore_index=IGNORED, reduction="sum")
+              for rows, wanted in zip(x.split(n_rows), targets.split(n_rows), strict=True)]
     return torch.stack(losses).sum() / (targets != IGNORED).sum()
 
 
 def chunk_rows(N: int, V: int) -> int:
-    """Rows whose logits are held at once: all N if MAX_LOGITS allows, else as many as it does."""
+    """Rows of a chunk: all N if their logits are within MAX_LOGITS, else as many as are."""
     if N * V <= MAX_LOGITS:
         return N
     n_rows = max(1, MAX_LOGITS // V)
@@ -40,16 +40,16 @@ def chunk_rows(N: int, V: int) -> int:
 
 
 def precise(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 if it is."""
+    """Convert to fp32; fp64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Loss and gradients chunk by chunk: none of the logits outlives its chunk, none is computed twice.
+    """Loss and gradients chunk by chunk: logits exist only during their chunk, and are computed once.
 
-    The gradient of a row's logits is softmax - one-hot, times the row's share in the mean. It is taken while
-    they are there, in the forward pass, and the backward pass only scales what became of it, which is of the
-    size of x and head. As in Liger-Kernel, Hsu et al. 2024, arXiv:2410.10989.
+    The gradient of a row's logits is softmax - one-hot, times the row's share in the mean. The forward pass
+    computes it while the logits exist, and saves the gradients of x and head, which the backward pass only
+    scales. As in Liger-Kernel, Hsu et al. 2024, arXiv:2410.10989.
     """
 
     @staticmethod
@@ -58,15 +58,16 @@ class ChunkedLoss(torch.autograd.Function):
         shares = precise(is_scored.to(x.dtype)) / is_scored.sum()       # (N,)
         token = torch.arange(len(head), device=x.device, dtype=torch.int32)
         losses, x_grads, head_grad = [], [], torch.zeros_like(head)
-        for some, wanted, share in zip(*(rows.split(n_rows) for rows in (x, targets, shares)), strict=True):
+        chunks = zip(x.split(n_rows), targets.split(n_rows), shares.split(n_rows), strict=True)
+        for rows, wanted, share in chunks:
             wanted, share = wanted.clamp(min=0)[:, None], share[:, None]        # (rows, 1)
-            logits = F.linear(some, head)                               # (rows, V)
+            logits = F.linear(rows, head)                               # (rows, V)
             log_p = precise(logits).log_softmax(dim=-1)
             losses.append(-(log_p.gather(-1, wanted) * share).sum())
-            # a comparison, not a scatter, since that is one kernel with the rest under torch.compile
+            # a comparison instead of a scatter: torch.compile fuses it with the rest into one kernel
             slope = log_p.exp_().add_(token == wanted.int(), alpha=-1).to(logits.dtype)
             x_grads.append(((slope @ head) * share).to(x.dtype))
-            head_grad += slope.T @ (some * share).to(x.dtype)
+            head_grad += slope.T @ (rows * share).to(x.dtype)
         ctx.save_for_backward(torch.cat(x_grads), head_grad)
         return torch.stack(losses).sum()
 

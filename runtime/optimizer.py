@@ -1,7 +1,7 @@
-"""The optimiser: AdamW of all parameters, or Muon of the blocks' matrices and AdamW of the rest.
+"""The optimizer: AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest.
 
-Both see whole matrices, however many processes share them out (parallel.py), and keep what they remember of a
-parameter under its name, where checkpoint.py finds it.
+Muon works on whole matrices: it gathers those that FSDP2 shards. Both keep their state for each parameter in
+`optimizer.state`, where checkpoint.py finds it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from config import TrainConfig
 from model import GPT
 from runtime import parallel
 
-STACK = 2**24           # numbers that are orthogonalised at a time, at most, unless one matrix has more
-# Of Newton and Schulz' iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
+STACK = 2**24           # elements that are orthogonalised at a time, at most, unless one matrix has more
+# Of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
 COEFFICIENTS, N_ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
 class Muon(Optimizer):
-    """Momentum made orthogonal: W -= lr 0.2 sqrt(max(rows, columns)) U V^T, where it is U S V^T.
+    """Orthogonalised momentum: W -= lr 0.2 sqrt(max(rows, columns)) U V^T, the momentum being U S V^T.
 
-    Jordan 2024, https://kellerjordan.github.io/posts/muon, with Nesterov's momentum, and the scale and decay
-    of Liu et al. 2025, arXiv:2502.16982, section 2.2: the root mean square of a step is about 0.2 lr, as
-    AdamW's is, so that one learning rate can serve both. It is torch.optim.Muon's "match_rms_adamw", but for
-    what that lacks: matrices of one shape are done together, and those that FSDP2 shards are gathered.
+    Jordan 2024, https://kellerjordan.github.io/posts/muon, with Nesterov momentum, and the scale and decay of
+    Liu et al. 2025, arXiv:2502.16982, section 2.2: the root mean square of a step is about 0.2 lr, like
+    AdamW's, so that one learning rate can serve both. It computes what torch.optim.Muon does with
+    "match_rms_adamw"; in addition it batches matrices of one shape, and gathers those that FSDP2 shards.
     """
 
     def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float) -> None:
@@ -38,7 +38,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move each matrix that has a gradient, those of one shape together."""
+        """Update each matrix that has a gradient, those of one shape together."""
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
@@ -47,9 +47,9 @@ class Muon(Optimizer):
             for shape, matrices in by_shape.items():
                 n = max(1, STACK // shape.numel())
                 for first in range(0, len(matrices), n):
-                    self._move(matrices[first:first + n], group)
+                    self._update(matrices[first:first + n], group)
 
-    def _move(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum, updates = group["lr"], group["momentum"], []
         for p in matrices:
             assert p.grad is not None
@@ -64,9 +64,9 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """U V^T of each matrix U S V^T (N, rows, columns), roughly: singular values of 0.7 ... 1.2, in bfloat16.
+    """Approximate U V^T of each matrix U S V^T (N, rows, columns), in bfloat16: S becomes 0.7 ... 1.2.
 
-    Those far below the others, by a factor of 1000 or more, remain small.
+    Singular values that are smaller than the others by a factor of 1000 or more remain small.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
@@ -79,7 +79,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Together(Optimizer):
-    """Optimisers of disjoint parameters as one: all their groups, one state, a step of each."""
+    """Several optimizers of disjoint parameters as one: it has all their groups and one shared state."""
 
     def __init__(self, *parts: Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -88,13 +88,13 @@ class Together(Optimizer):
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move all parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         for part in self.parts:
             part.step()
 
 
 def make_optimizer(model: GPT, t: TrainConfig) -> Optimizer:
-    """As `train.optimizer` says. Weight decay on the matrices of linear layers and embeddings alone."""
+    """The optimizer named by `train.optimizer`. Only matrices of linear layers and embeddings decay."""
     hidden = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear) and t.optimizer == "muon"}
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden
     rest = set(model.parameters()) - hidden - matrices
@@ -109,6 +109,14 @@ def make_optimizer(model: GPT, t: TrainConfig) -> Optimizer:
     return Together(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
 
 
-def kept(group: dict[str, Any]) -> tuple[str, ...]:
-    """Names of what is kept, between steps, of each parameter of a group."""
+def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether the optimizer itself can skip a bad step, so that the CPU need not wait to know of it.
+
+    Only fused AdamW can; its attribute `found_inf` is the one that GradScaler sets.
+    """
+    return device.type == "cuda" and isinstance(optimizer, AdamW)
+
+
+def state_keys(group: dict[str, Any]) -> tuple[str, ...]:
+    """The keys of the state that an optimizer keeps for each parameter of a group."""
     return ("momentum_buffer",) if "momentum" in group else ("step", "exp_avg", "exp_avg_sq")

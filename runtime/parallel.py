@@ -3,9 +3,9 @@
 The processes split the sequences of one global batch, so the batch of a step, its order and its loss do not
 depend on their number. With `train.parallel = "ddp"` each process holds the whole model; with "fsdp" each
 holds a shard of the weights, gradients and moments, for models that are too large for one device. Rank 0
-writes the run's folder. Checkpoints hold whole tensors, so that any number of processes can resume from them.
-`torchrun ... eval.py RUN` distributes the windows: each process holds the whole model, computes its part of the
-forward passes, and gathers the losses of the others.
+writes the run's folder. Checkpoints hold whole tensors: any number of processes can resume from them.
+`torchrun ... eval.py RUN` distributes the windows: each process holds the whole model, computes its part of
+the forward passes, and gathers the losses of the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVALUATION_TIMEOUT = timedelta(days=1)  # a forward pass may take long; a proces
 
 
 class Process(NamedTuple):
-    """This process: its device, its rank, and the number of processes of the run."""
+    """One process of a run: its device, its rank, and the number of processes."""
 
     device: torch.device
     rank: int = 0

@@ -1,6 +1,8 @@
 """What the tests share: a small corpus, small configs and models whose logits are far from zero."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +28,12 @@ def needs(*parts: str) -> Path:
     if not path.exists():
         pytest.skip(f"no {path}: set NANOROPE_TEST_DATA to a folder with {'/'.join(parts)}")
     return path
+
+
+def python(*command: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` in a fresh process that has ended: a script, or "-m" and a module."""
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, cwd=cwd,
+                          env={**os.environ, "COLUMNS": "120", **environment})
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""First attempts at absolute positions, and RoPE's relatives, each against its formula in plain loops."""
+"""Integer and binary positions, p-RoPE and xPos: each against its formula in plain loops."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_huge_integers_stay_finite(dtype: str, shift: int, tiny) -> None:
         assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def test_binary_ends_where_its_channels_do(tiny) -> None:
+def test_binary_has_as_many_positions_as_its_channels_can_count(tiny) -> None:
     narrow = lively(tiny("binary", "model.n_embd=8"))
     assert narrow.encoding.max_length == 256
     assert narrow(tokens((1, 2)), positions=torch.tensor([0, 255])).isfinite().all()
@@ -81,7 +81,7 @@ def logits(encoding, q: torch.Tensor, k: torch.Tensor, q_pos: torch.Tensor,
 
 def pair_logit(q: list[float], k: list[float], distance: int, frequencies: list[float], decay: list[float],
                layout: str) -> float:
-    """q . k of one query and key, pair by pair: q turned by distance f, faded by decay ^ distance."""
+    """q . k of one query and key, pair by pair: q rotated by distance * f, times decay ^ distance."""
     total = 0.0
     for i, f in enumerate(frequencies):
         a, b = (i, i + D // 2) if layout == "half" else (2 * i, 2 * i + 1)
@@ -129,8 +129,8 @@ def test_p_rope_has_the_frequencies_of_transformers(p: float, dim: int) -> None:
         pytest.skip("this transformers has no proportional RoPE")
     config = LlamaConfig(hidden_size=4 * dim, num_attention_heads=4, head_dim=dim, rope_parameters={
         "rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": p})
-    theirs, factor = functions["proportional"](config, torch.device("cpu"))
-    assert factor == 1 and torch.equal(rope.stop_slowest(rope.inv_freq(dim), p), theirs)
+    peer, factor = functions["proportional"](config, torch.device("cpu"))
+    assert factor == 1 and torch.equal(rope.stop_slowest(rope.inv_freq(dim), p), peer)
 
 
 def test_p_rope_runs_from_none_to_rope(tiny) -> None:
@@ -148,21 +148,21 @@ def test_xpos_is_the_formula(scale_base: int, layout: str, tiny) -> None:
     q, k = vectors(2, 2, 4, D), vectors(2, 2, 7, D, seed=1)
     frequencies = [10_000 ** (-2 * i / D) for i in range(D // 2)]
     decay = [((2 * i / D + 0.4) / 1.4) ** (1 / scale_base) for i in range(D // 2)]
-    ours = logits(encoding, q, k, Q_POS, K_POS)
+    found = logits(encoding, q, k, Q_POS, K_POS)
     expected = expected_logits(q, k, Q_POS, K_POS, frequencies, decay, layout)
-    seen = (Q_POS[:, :, None] >= K_POS[:, None])[:, None].expand_as(ours)   # it grows with negative distance
-    torch.testing.assert_close(ours[seen], expected[seen], atol=1e-4, rtol=0)
+    seen = (Q_POS[:, :, None] >= K_POS[:, None])[:, None].expand_as(found)   # it grows with negative distance
+    torch.testing.assert_close(found[seen], expected[seen], atol=1e-4, rtol=0)
     if scale_base == 512:
-        torch.testing.assert_close(ours, expected, atol=1e-3, rtol=0)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 
 def test_xpos_agrees_with_rotary_embedding_torch(tiny) -> None:
-    theirs = pytest.importorskip("rotary_embedding_torch").RotaryEmbedding(D, use_xpos=True)
+    peer = pytest.importorskip("rotary_embedding_torch").RotaryEmbedding(D, use_xpos=True)
     q, k = vectors(1, 2, 700, D, dtype=torch.float32), vectors(1, 2, 700, D, seed=1, dtype=torch.float32)
     at = torch.arange(700)[None]
-    ours = logits(lively(tiny("xpos", "position.layout=interleaved")).encoding, q, k, at, at)
-    their_q, their_k = theirs.rotate_queries_and_keys(q, k)
-    torch.testing.assert_close(ours.tril(), (their_q @ their_k.mT).tril(), atol=1e-4, rtol=1e-5)
+    found = logits(lively(tiny("xpos", "position.layout=interleaved")).encoding, q, k, at, at)
+    peer_q, peer_k = peer.rotate_queries_and_keys(q, k)
+    torch.testing.assert_close(found.tril(), (peer_q @ peer_k.mT).tril(), atol=1e-4, rtol=1e-5)
 
 
 def test_xpos_agrees_with_x_transformers(tiny) -> None:
@@ -170,10 +170,10 @@ def test_xpos_agrees_with_x_transformers(tiny) -> None:
     q, k = vectors(1, 2, 700, D, dtype=torch.float32), vectors(1, 2, 700, D, seed=1, dtype=torch.float32)
     at = torch.arange(700)[None]
     angle, scale = module.RotaryEmbedding(D, use_xpos=True)(at)
-    their_q = module.apply_rotary_pos_emb(q, angle, scale)
-    their_k = module.apply_rotary_pos_emb(k, angle, scale**-1)
-    ours = logits(lively(tiny("xpos", "position.layout=interleaved")).encoding, q, k, at, at)
-    torch.testing.assert_close(ours.tril(), (their_q @ their_k.mT).tril(), atol=1e-4, rtol=1e-5)
+    peer_q = module.apply_rotary_pos_emb(q, angle, scale)
+    peer_k = module.apply_rotary_pos_emb(k, angle, scale**-1)
+    found = logits(lively(tiny("xpos", "position.layout=interleaved")).encoding, q, k, at, at)
+    torch.testing.assert_close(found.tril(), (peer_q @ peer_k.mT).tril(), atol=1e-4, rtol=1e-5)
 
 
 def test_xpos_without_decay_is_rope(tiny) -> None:

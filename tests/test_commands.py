@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,8 +12,14 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding, lively, tokens
 
+import train as train_command
+from config import help_text, to_toml
+from data.tokenizer import ByteTokenizer, decode
+from model import GPT
 from positions import ENCODINGS
-from sample import generate
+from runtime import run as run_folder
+from runtime.errors import UserError
+from sample import generate, stream, text_of
 from train import train
 
 SOURCES = [p for p in ROOT.rglob("*.py") if not {".venv", "runs"} & set(p.relative_to(ROOT).parts)]
@@ -38,13 +45,47 @@ def test_help_is_complete_and_a_wrong_call_is_one_line(script: str) -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-def test_dry_run_prints_the_resolved_config_and_writes_nothing(tmp_path: Path) -> None:
-    done = run(str(ROOT / "train.py"), str(ROOT / "configs" / "quick.toml"), "train.lr=0.25", "--dry-run",
-               cwd=tmp_path)
-    config = tomllib.loads(done.stdout)
+def test_the_help_of_train_fits_a_screen_and_has_topics(monkeypatch, capsys) -> None:
+    def shown(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        assert train_command.main() == 0
+        return capsys.readouterr().out
+
+    assert shown("--help").count("\n") <= 50 and "--help train" in shown("-h")
+    assert shown("--help", "yarn") == help_text("yarn") + "\n" and "beta_fast" in help_text("yarn")
+    assert all(len(shown("--help", topic)) < len(shown("--help", "all")) for topic in ("train", "rope"))
+
+
+def dry_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    train_command.main()
+    return capsys.readouterr().out
+
+
+@every_encoding
+def test_dry_run_prints_config_and_size_as_toml_and_writes_nothing(name: str, tiny, tmp_path: Path,
+                                                                   monkeypatch, capsys) -> None:
+    """In any order of the arguments; the size is that of the model which a run would train."""
+    model, path = GPT(tiny(name)), tmp_path / "config" / f"{name}.toml"
+    path.parent.mkdir()
+    path.write_text(to_toml(tiny(name)))
+    monkeypatch.chdir(tmp_path)
+    before = list(tmp_path.rglob("*"))
+    out = dry_run(monkeypatch, capsys, str(path), "--dry-run", "train.lr=0.25")
+    assert out == dry_run(monkeypatch, capsys, "--dry-run", str(path), "train.lr=0.25")
+    config = tomllib.loads(out)
     assert (config["train"]["lr"], config["train"]["weight_decay"]) == (0.25, 0.1)
-    assert config["run"]["dir"] == "runs/quick"
-    assert list(tmp_path.iterdir()) == []
+    assert f"{model.n_parameters():,} parameters, {model.flops_per_token(32):,} FLOPs a token" in out
+    assert list(tmp_path.rglob("*")) == before
+
+
+def test_dry_run_checks_the_corpus(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
+    path = tmp_path / "rope.toml"
+    path.write_text(to_toml(tiny()))
+    for override, expected in (("data.dir=nowhere", "no prepared corpus there"),
+                               ("train.seq_len=99999", "too few"), ("model.vocab_size=9", "vocab_size")):
+        with pytest.raises(UserError, match=expected):
+            dry_run(monkeypatch, capsys, str(path), override, "--dry-run")
 
 
 def test_train_names_every_problem_and_the_missing_corpus(tmp_path: Path) -> None:
@@ -120,13 +161,41 @@ def test_no_code_outside_the_registry_knows_an_encoding_by_name() -> None:
         assert not compared & set(ENCODINGS), path
 
 
-def test_the_readme_shows_only_files_that_exist() -> None:
-    readme = (ROOT / "README.md").read_text()
-    tree = readme.split("## The tree")[1].split("```")[1]
-    for line in tree.strip().splitlines():
-        name = line.split()[0]
-        assert (ROOT / name).exists(), name
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("data/*.py"), *ROOT.glob("positions/[a-z]*.py")]:
-        assert path.relative_to(ROOT).as_posix() in tree, path
-    for path in ROOT.glob("configs/*.toml"):
-        assert path.name in readme, path
+def test_sampled_text_comes_in_whole_characters() -> None:
+    """Piece by piece it is the text of all tokens; a character whose bytes are tokens comes in one piece."""
+    tokenizer = ByteTokenizer()
+    ids = [tokenizer.eot, *"aä日🙂".encode(), 0xC3, ord("b"), 999, 0xE6]
+    pieces = list(text_of(tokenizer, iter(ids)))
+    assert "".join(pieces) == decode(tokenizer, ids) == "aä日🙂\ufffdb\ufffd"
+    assert [piece for piece in pieces if piece][:4] == list("aä日🙂")
+
+
+def test_sampling_prints_a_token_before_it_draws_the_next(tiny) -> None:
+    model, forwards = lively(tiny()), []
+    hidden = model.hidden
+    model.hidden = lambda *arguments, **options: forwards.append(1) or hidden(*arguments, **options)
+    for n_drawn, _ in enumerate(stream(model, tokens((1, 5)), 4), start=1):
+        assert len(forwards) == n_drawn
+
+
+def test_the_revision_of_a_changed_checkout_is_dirty(tmp_path: Path, monkeypatch) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=e", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "run.py"))
+    assert run_folder.git_revision() is None
+    (tmp_path / "run.py").write_text("1")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        git(*command)
+    commit = git("rev-parse", "HEAD")
+    assert run_folder.git_revision() == commit
+    (tmp_path / "run.py").write_text("2")
+    assert run_folder.git_revision() == f"{commit}-dirty"
+
+
+def test_the_links_of_the_readme_lead_to_files() -> None:
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert links and not missing

@@ -1,4 +1,4 @@
-"""Reports: intervals that cover, figures from sums, labels that are never markup, mistakes in one line."""
+"""Reports: intervals cover at their rate, figures come from sums, labels are never markup."""
 
 import csv
 import html.parser
@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+import compare as command
 from evaluation import comparison as compare
-from evaluation import report
+from evaluation import pictures, report
 from runtime.command import run_command
 from runtime.errors import UserError
 from train import train
@@ -76,9 +77,12 @@ def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=(None
     return folder
 
 
-def call(monkeypatch, *arguments: Any) -> None:
+def call(monkeypatch, *arguments: Any, draws: bool = False) -> None:
+    """Run compare.py, without pictures unless the test is about them: they take seconds."""
+    if not draws:
+        monkeypatch.setattr(command, "draw", lambda *_: [])
     monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
-    compare.main()
+    command.main()
 
 
 def rows_of(folder: Path, title: str) -> dict[str, list[str]]:
@@ -112,7 +116,8 @@ def rate(cells) -> float:
 
 
 @pytest.mark.parametrize(("documents", "per_document", "shared", "unit"), [
-    (1, 40, 0.0, "windows"), (4, 25, 0.0, "windows"), (20, 10, 0.0, "documents"), (40, 10, 0.7, "documents")])
+    (1, 40, 0.0, "windows"), pytest.param(4, 25, 0.0, "windows", marks=pytest.mark.slow),
+    pytest.param(20, 10, 0.0, "documents", marks=pytest.mark.slow), (40, 10, 0.7, "documents")])
 def test_intervals_cover_a_known_difference_at_their_rate(documents: int, per_document: int, shared: float,
                                                           unit: str) -> None:
     cells, how = compare.contrast(*studies(documents, per_document, shared))
@@ -120,6 +125,7 @@ def test_intervals_cover_a_known_difference_at_their_rate(documents: int, per_do
     assert 0.92 <= rate(cells) <= 0.98, rate(cells)
 
 
+@pytest.mark.slow
 def test_windows_of_one_document_are_not_independent(monkeypatch) -> None:
     """The reason for resampling documents: windows taken for independent cover far too seldom."""
     monkeypatch.setattr(compare, "ENOUGH_DOCUMENTS", 10**9)
@@ -160,9 +166,9 @@ def test_figures_come_from_sums_and_std_is_over_seeds(tmp_path: Path, monkeypatc
         per_seed += [math.exp(r["nll_sum"] / r["tokens"]) for r in records
                      if (r["protocol"], r["length"]) == ("nonoverlap", 256)]
     mean, std = np.mean(per_seed), np.std(per_seed, ddof=1)
-    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["a"][2] == f"{mean:#.4g} ± {std:#.2g}"
-    assert rows_of(tmp_path / "out", "Passkey")["a"] == ["30% ± 0%"]     # 9 of 30, not mean(10, 40)
-    assert rows_of(tmp_path / "out", "Repeated text")["a"] == ["1.000 ± 0.000"]
+    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["rope"][2] == f"{mean:#.4g} ± {std:#.2g}"
+    assert rows_of(tmp_path / "out", "Passkey")["rope"] == ["30% ± 0%"]     # 9 of 30, not mean(10, 40)
+    assert rows_of(tmp_path / "out", "Repeated text")["rope"] == ["1.000 ± 0.000"]
 
 
 def test_paired_gains_are_exact_signed_and_averaged_over_seeds(tmp_path: Path, monkeypatch) -> None:
@@ -171,14 +177,14 @@ def test_paired_gains_are_exact_signed_and_averaged_over_seeds(tmp_path: Path, m
     b = [fabricate(tmp_path / f"b-seed{seed}", "alibi", seed, better=0.5) for seed in (0, 1)]
     call(monkeypatch, a, *b, "--out", tmp_path / "out")
     for protocol in ("nonoverlap", "sliding", "fixed"):
-        rows = rows_of(tmp_path / "out", f"Gain over a, {protocol}")
-        assert rows["b"] == ["+0.4500 [+0.4500, +0.4500]"] * 3 and "a" not in rows
+        rows = rows_of(tmp_path / "out", f"Gain over rope, {protocol}")
+        assert rows["alibi"] == ["**+0.4500 [+0.4500, +0.4500]**"] * 3 and "rope" not in rows
     gains = rows_of(tmp_path / "out", "Gain over truncation, fixed targets")
-    assert gains["a"] == ["+0.2500 [+0.2500, +0.2500]"] * 3
-    assert gains["b"] == ["+0.2500 ± 0.0000 [+0.2500, +0.2500]"] * 3
+    assert gains["rope"] == ["**+0.2500 [+0.2500, +0.2500]**"] * 3
+    assert gains["alibi"] == ["**+0.2500 ± 0.0000 [+0.2500, +0.2500]**"] * 3
     assert "bootstrap over 12 documents" in (tmp_path / "out" / "report.md").read_text()
-    call(monkeypatch, a, *b, "--baseline", "b", "--out", tmp_path / "out")
-    assert rows_of(tmp_path / "out", "Gain over b, fixed")["a"] == ["-0.4500 [-0.4500, -0.4500]"] * 3
+    call(monkeypatch, a, *b, "--baseline", "alibi", "--out", tmp_path / "out")
+    assert rows_of(tmp_path / "out", "Gain over alibi, fixed")["rope"] == ["-0.4500 [-0.4500, -0.4500]"] * 3
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -193,21 +199,64 @@ def test_curves_are_configs_and_extensions_with_seeds_together(tmp_path: Path) -
                fabricate(tmp_path / "y" / "alibi", "alibi")]
     curves = compare.make_curves([compare.read_run(folder, None) for folder in folders])
     assert [(c.label, len(c.runs)) for c in curves] == [
-        ("x/rope", 2), ("x/rope + yarn:beta_fast=8", 2), ("y/rope", 1), ("y/alibi", 1)]
-    assert compare.labels([Path("a/rope-seed0"), Path("b/alibi")]) == ["rope", "alibi"]
-    assert compare.labels([Path("a/q-seed0"), Path("a/q-seed1")]) == ["q-seed0", "q-seed1"]
+        ("rope lr=0.001", 2), ("rope lr=0.001 + yarn:beta_fast=8", 2), ("rope lr=0.0001", 1), ("alibi", 1)]
 
 
-def test_best_is_bold_the_training_length_marked_and_gaps_stay(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("configs", "expected"), [
+    (["", "window = 8"], ["rope", "rope window=8"]),                    # a key that one leaves out
+    (["n_embd = 64", "n_embd = 32"], ["rope n_embd=64", "rope n_embd=32"]),
+    (["n_embd = 64\nn_head = 4", "n_embd = 64\nn_head = 2", "n_embd = 32\nn_head = 4"],
+     ["rope n_head=4, n_embd=64", "rope n_head=2, n_embd=64", "rope n_head=4, n_embd=32"]),
+    (["", "n_embd = 32\nn_head = 1\nn_layer = 1\nwindow = 8"], ["rope (x/r)", "rope (y/r)"]),
+])
+def test_curves_of_one_encoding_are_named_after_what_differs(configs: list[str], expected: list[str],
+                                                             tmp_path: Path) -> None:
+    """Config keys if they are few, else the folder; and another encoding needs neither."""
+    folders = [fabricate(tmp_path / folder / "r", config=f"[model]\n{config}")
+               for folder, config in zip("xyz", configs, strict=False)]
+    folders.append(fabricate(tmp_path / "other", "alibi"))
+    curves = compare.make_curves([compare.read_run(folder, None) for folder in folders])
+    assert [curve.label for curve in curves] == [*expected, "alibi"]
+
+
+def test_labels_can_be_given_and_seeds_share_theirs(tmp_path: Path, monkeypatch, capsys) -> None:
+    runs = [fabricate(tmp_path / "a"), fabricate(tmp_path / "b", seed=1), fabricate(tmp_path / "c", "alibi")]
+    names = ["--label", "turning", "--label", "turning", "--label", "sloping"]
+    call(monkeypatch, *runs, *names, "--baseline", "sloping", "--out", tmp_path / "out")
+    assert list(rows_of(tmp_path / "out", "Gain over sloping, fixed"))[1:] == ["turning"]
+    for wrong, expected in ((names[:4], "--label: given 2 times for 3 runs"),
+                            (["--label", "x", *names[2:]], "need the same label"),
+                            ([*names[:4], "--label", "turning"], "all others need different ones")):
+        assert expected in failure(monkeypatch, capsys, *map(str, runs), *wrong)
+
+
+def test_the_training_length_is_marked_and_gaps_stay(tmp_path: Path, monkeypatch) -> None:
     runs = [fabricate(tmp_path / "a"), fabricate(tmp_path / "b", "alibi", better=0.1),
             fabricate(tmp_path / "c", "learned", better=0.2, lengths=(64, 128))]
     call(monkeypatch, *runs, "--out", tmp_path / "out")
     rows = rows_of(tmp_path / "out", "Perplexity, fixed targets")
     assert rows["context (tokens)"] == ["64", "**128 = L**", "256"]
-    bold = {label: [cell.startswith("**") for cell in cells] for label, cells in rows.items()}
-    assert bold["a"] == [False] * 3 and bold["b"] == [False, False, True] and bold["c"] == [True, True, False]
-    assert rows["c"][2] == "-"
+    assert rows["learned"][2] == "-"
     assert rows_of(tmp_path / "out", "Loss by position")["position (tokens of context)"][1] == "**64-127, L**"
+
+
+def test_only_what_beats_the_baseline_with_its_interval_is_bold(tmp_path: Path, monkeypatch) -> None:
+    """Not the best of those that lose, nor one without an interval, nor the baseline."""
+    runs = [fabricate(tmp_path / "a"), fabricate(tmp_path / "b", "alibi", better=0.1),
+            fabricate(tmp_path / "c", "t5", better=0.2), fabricate(tmp_path / "d", "none", better=-0.1)]
+    for baseline, better in (("rope", {"alibi", "t5"}), ("alibi", {"t5"}), ("t5", set())):
+        call(monkeypatch, *runs, "--baseline", baseline, "--out", tmp_path / "out")
+        for title in ("Perplexity, fixed targets", "Perplexity, nonoverlap", f"Gain over {baseline}, fixed"):
+            rows = rows_of(tmp_path / "out", title)
+            rows.pop("context (tokens)")
+            assert {label for label, cells in rows.items() if cells[0].startswith("**")} == better, title
+        text = (tmp_path / "out" / "report.md").read_text()
+        assert f"A figure is bold where it beats {baseline}" in text
+        assert "**" not in text.split("## Loss by position\n")[1].split("alibi |")[1].split("\n## ")[0]
+    few = [fabricate(tmp_path / f"few-{name}", name, better=better, documents=3)
+           for name, better in (("rope", 0.0), ("alibi", 0.5))]
+    call(monkeypatch, *few, "--out", tmp_path / "out")
+    assert not rows_of(tmp_path / "out", "Perplexity, fixed targets")["alibi"][0].startswith("**")
 
 
 def test_csv_has_every_record_and_field(tmp_path: Path, monkeypatch) -> None:
@@ -221,10 +270,10 @@ def test_csv_has_every_record_and_field(tmp_path: Path, monkeypatch) -> None:
     assert sum(float(line["nll_sum"]) for line in lines) == pytest.approx(sum(r["nll_sum"] for r in records))
     assert {key for r in records for key in r} | {"label", "run", "train_seed", "encoding"} <= set(lines[0])
     assert {(line["label"], line["train_seed"], line["extend"]) for line in lines} == {
-        ("a", "0", ""), ("a + yarn", "0", "yarn"), ("b", "5", "")}
+        ("rope lr=0.001", "0", ""), ("rope lr=0.001 + yarn", "0", "yarn"), ("rope lr=1", "5", "")}
 
 
-def test_infinite_figures_are_shown_and_never_best(tmp_path: Path, monkeypatch) -> None:
+def test_infinite_figures_are_shown_and_are_no_json_numbers(tmp_path: Path, monkeypatch) -> None:
     a, b = fabricate(tmp_path / "a"), fabricate(tmp_path / "b", "alibi")
     path = b / "eval" / "words.json"
     content = json.loads(path.read_text())
@@ -232,26 +281,65 @@ def test_infinite_figures_are_shown_and_never_best(tmp_path: Path, monkeypatch) 
         r["nll_sum"] = 1e9 if r["protocol"] == "nonoverlap" and r["length"] == 256 else r["nll_sum"]
     path.write_text(json.dumps(content))
     call(monkeypatch, a, b, "--out", tmp_path / "out")
-    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["b"][2] == "inf"
+    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["alibi"][2] == "inf"
     assert "Infinity" not in (tmp_path / "out" / "report.html").read_text()
-    column = {label: [report.Cell(x)] for label, x in (("a", math.nan), ("b", 2.0), ("c", 3.0))}
-    for best, winner in ((min, "b"), (max, "c")):
-        table = report.Table("k", "t", "n", "x", "y", "log", "#.4g", best, 64, [(64, "64")], column)
-        assert [label for label in column if table.is_best(label, 0)] == [winner]
+
+
+def test_training_curves_are_means_over_equal_parts_and_seeds(tmp_path: Path, monkeypatch) -> None:
+    runs = [fabricate(tmp_path / "a"), fabricate(tmp_path / "b", seed=1), fabricate(tmp_path / "c", "alibi")]
+    for i, run in enumerate(runs[:2]):
+        lines = [{"step": step, "loss": 5.0 + i + step % 2} for step in range(1, 121)]
+        lines += [{"step": step, "val_loss": 4.0 + i} for step in (60, 120)]
+        text = "\n".join(json.dumps(line) for line in lines)
+        (run / "metrics.jsonl").write_text(f'{text}\n{{"step": 121, "loss": null}}\n{{"step": 1')
+    curves = compare.make_curves([compare.read_run(run, None) for run in runs])
+    rows = compare.training_curves("loss", curves)
+    assert len(rows["rope"]) == 60 and rows["alibi"] == {}
+    assert list(rows["rope"])[0] == (2, "2") and list(rows["rope"])[-1] == (120, "120")
+    assert all(cell.value == 6.0 and cell.spread == pytest.approx(0.5**0.5) for cell in rows["rope"].values())
+    call(monkeypatch, *runs, "--out", tmp_path / "out")
+    rows = rows_of(tmp_path / "out", "Validation loss during training")
+    assert rows == {"step": ["60", "120"], "rope": ["4.500 ± 0.707"] * 2}
+    text = (tmp_path / "out" / "report.md").read_text()
+    section = text.split("## Training loss\n")[1].split("\n## ")[0]
+    assert "\n|" not in section                                         # 60 columns: the picture alone
+
+
+@pytest.mark.parametrize(("scale", "low", "high"), [
+    ("log", 3.69, 3.76), ("log", 2.1, 8.0), ("log", 2.0, 900.0), ("linear", 1.0, 1.004),
+    ("asinh", -0.004, 0.003), ("asinh", -2.0, 0.3)])
+def test_the_y_axis_has_ticks_however_narrow_its_range(scale: str, low: float, high: float) -> None:
+    plt = pictures.pyplot()
+    figure, axis = plt.subplots()
+    axis.set_ylim(low, high)
+    pictures.set_y_scale(axis, scale)
+    axis.set_ylim(low, high)
+    ticks = [tick for tick in axis.yaxis.get_major_locator()() if low <= tick <= high]
+    plt.close(figure)
+    assert 3 <= len(ticks) <= 12, ticks
 
 
 def test_a_picture_never_has_more_curves_than_can_be_told_apart() -> None:
     labels = [f"c{i}" for i in range(23)]
-    groups = report.together(labels)
-    assert all(len(group) <= report.ABREAST and group[0] == "c0" for group in groups)
+    groups = pictures.together(labels)
+    assert all(len(group) <= pictures.ABREAST and group[0] == "c0" for group in groups)
     assert [label for group in groups for label in group[1:]] == labels[1:]
     assert max(map(len, groups)) - min(map(len, groups)) <= 2
-    assert report.together(["c0"]) == [["c0"]]
+    assert pictures.together(["c0"]) == [["c0"]]
 
 
+def test_a_picture_is_drawn_of_each_table_and_probe(tmp_path: Path, monkeypatch) -> None:
+    run = fabricate(tmp_path / "a", protocols=("fixed", "passkey"), lengths=(128,))
+    call(monkeypatch, run, "--out", tmp_path / "out", draws=True)
+    linked = re.findall(r"\]\((.+?)\)", (tmp_path / "out" / "report.md").read_text())
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == set(linked)
+    assert set(linked) == {"fixed.png", "gain.png", "passkey.png", "passkey-map.png"}
+
+
+@pytest.mark.slow
 def test_every_table_and_probe_has_its_picture(tmp_path: Path, monkeypatch) -> None:
     runs = [fabricate(tmp_path / f"r{i}", config=f"lr = {i + 1}e-4") for i in range(10)]
-    call(monkeypatch, *runs, "--out", tmp_path / "out")
+    call(monkeypatch, *runs, "--out", tmp_path / "out", draws=True)
     text = (tmp_path / "out" / "report.md").read_text()
     linked = re.findall(r"\]\((.+?)\)", text)
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == set(linked) and len(linked) > 20
@@ -287,12 +375,12 @@ class Page(html.parser.HTMLParser):
 
 def hostile_report(tmp_path: Path) -> str:
     cells = [report.Cell(2.0, 0.1), report.Cell(3.0)]
-    table = report.Table("fixed", "Perplexity", "note </script>", "context", "perplexity", "log", "#.4g", min,
-                         64, [(64, "64"), (128, "128")], {"base": cells, HOSTILE: cells[::-1]})
+    table = report.Table("fixed", "Perplexity", "note </script>", "context", "perplexity", "log", "#.4g", 64,
+                         [(64, "64"), (128, "128")], {"base": cells, HOSTILE: cells[::-1]})
     about = {label: [label, "", "0", label] for label in table.rows}
-    pictures = report.draw([table], [], list(about), tmp_path)
-    assert "<script" not in report.markdown(HOSTILE, about, [table], pictures).replace("\\", "")
-    return report.html(HOSTILE, about, [table], pictures)
+    drawn = pictures.draw([table], [], list(about), tmp_path)
+    assert "<script" not in report.markdown(HOSTILE, about, [table], drawn).replace("\\", "")
+    return report.html(HOSTILE, about, [table], drawn)
 
 
 def test_labels_are_never_markup(tmp_path: Path) -> None:
@@ -300,7 +388,7 @@ def test_labels_are_never_markup(tmp_path: Path) -> None:
     assert page.tags.count("script") == 2 and "img" not in page.tags
     data = json.loads(page.data)
     assert [label for label, _ in data["about"]["rows"]] == ["base", HOSTILE]
-    source = (ROOT / "report-template.html").read_text()
+    source = (ROOT / "evaluation" / "report-template.html").read_text()
     assert "innerHTML" not in source and "document.write" not in source
     # a name, not a request
     assert set(re.findall(r"https?://[^\"' ]+", source)) == {"http://www.w3.org/2000/svg"}
@@ -346,7 +434,7 @@ def test_the_page_draws_switches_and_reads_in_a_browser(tmp_path: Path) -> None:
     ({"corpus": OTHER}, [], "trained on different text"),
     ({"encoding": "rope"}, [], "same config, same train.seed = 0"),
     ({"encoding": "rope", "seed": 1, "lengths": (64, 128)}, [], "seeds of one config, evaluated differently"),
-    ({}, ["--baseline", "rope"], "--baseline rope: no such curve; choose from a, b"),
+    ({}, ["--baseline", "x"], "--baseline x: no such curve; choose from rope, alibi"),
     ({}, ["--data", "books"], "--data books: run"),
     ({}, ["nowhere"], "run nowhere: no run there"),
     ({}, ["--out", "FILE/out"], "FILE/out"),
@@ -364,7 +452,7 @@ def test_mistakes_are_one_line_and_exit_2(other: dict, arguments: list[str], exp
 def failure(monkeypatch, capsys, *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
     with pytest.raises(SystemExit) as end:
-        run_command(compare.main)
+        run_command(command.main)
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
     return error
@@ -411,6 +499,7 @@ def test_runs_without_checkpoint_or_evaluation_and_damaged_ones(tmp_path: Path, 
     assert "run `python eval.py copy` first" in failure(monkeypatch, capsys, "copy")
 
 
+@pytest.mark.slow
 def test_a_trained_and_evaluated_run_as_typed(tiny, tmp_path: Path) -> None:
     runs = []
     for encoding, seed in (("rope", 0), ("rope", 1), ("alibi", 0)):
@@ -427,11 +516,12 @@ def test_a_trained_and_evaluated_run_as_typed(tiny, tmp_path: Path) -> None:
     assert json.loads(Page((tmp_path / "out" / "report.html").read_text()).data)["tables"]
 
 
+@pytest.mark.slow
 def test_wandb_gets_tables_and_pictures_and_may_fail(tmp_path: Path, monkeypatch, capsys) -> None:
     pytest.importorskip("wandb").teardown()     # else it keeps the mode of an earlier test in this process
     monkeypatch.setenv("WANDB_MODE", "offline")
     run, out = fabricate(tmp_path / "a"), tmp_path / "out"
-    call(monkeypatch, run, "--out", out, "--wandb")
+    call(monkeypatch, run, "--out", out, "--wandb", draws=True)
     (folder,) = (out / "wandb").glob("offline-run-*")
     media = {path.suffix for path in folder.rglob("*") if path.is_file()}
     assert {".png", ".json", ".wandb"} <= media and "warning" not in capsys.readouterr().out
@@ -439,5 +529,5 @@ def test_wandb_gets_tables_and_pictures_and_may_fail(tmp_path: Path, monkeypatch
     assert any(json.loads(path.read_text())["columns"] == ["curve", "64", "128 = L", "256"]
                for path in tables)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    call(monkeypatch, run, "--out", out, "--wandb")
+    call(monkeypatch, run, "--out", out, "--wandb", draws=True)
     assert capsys.readouterr().out.count("warning: W&B") == 1

@@ -1,5 +1,8 @@
 """Configs: inheritance, overrides, and one clear line for each mistake, all at once."""
 
+import re
+import shutil
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +17,7 @@ from config import SECTIONS, differences, help_text, load_config, to_toml
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
+from runtime import toml
 from runtime.command import run_command
 from runtime.errors import UserError
 
@@ -40,14 +44,14 @@ def test_every_shipped_config_is_valid_and_survives_the_round_trip(path: Path, t
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-124m-learned", "fineweb-edu"])
-def test_configs_of_gpt2s_size_have_its_parameters(name: str) -> None:
+def test_configs_of_the_size_of_gpt2_have_its_parameters(name: str) -> None:
     config = load_config(ROOT / "configs" / f"{name}.toml")
     with torch.device("meta"):
         model = GPT(config)
     assert round(model.n_parameters() / 1e6) == 124
     assert config.model.vocab_size % 64 == 0 and 50_257 <= config.model.vocab_size < 50_257 + 64
     assert config.train.batch_size * config.train.seq_len == 491_520    # nanoGPT's half a million tokens
-    assert round(model.flops_per_token(1024) / 1e6) == 798              # README's hours follow from it
+    assert round(model.flops_per_token(1024) / 1e6) == 798            # used in docs/scaling.md
 
 
 def test_strings_survive_the_round_trip(tmp_path: Path) -> None:
@@ -63,7 +67,7 @@ def test_extends_inherits_and_overrides_come_last(tmp_path: Path) -> None:
     config = load_config(child)
     assert (config.train.lr, config.train.steps, config.position.base) == (0.25, 7, 500.0)
     assert load_config(child, ["train.lr=0.125"]).train.lr == 0.125
-    assert load_config(child, ["position.encoding=none"]).position.encoding == "none"    # base went with rope
+    assert load_config(child, ["position.encoding=none"]).position.encoding == "none"  # without rope's base
 
 
 def test_bare_words_and_lists_need_no_quotes(tmp_path: Path) -> None:
@@ -90,6 +94,27 @@ def test_all_problems_come_at_once_each_with_its_fix(tmp_path: Path) -> None:
     assert len(found) == 10
 
 
+def test_rope_has_a_config_of_its_name() -> None:
+    """Otherwise `train.py configs/rope.toml` would suggest p-rope.toml, another encoding."""
+    rope, quick = (load_config(ROOT / "configs" / name) for name in ("rope.toml", "quick.toml"))
+    assert rope.position.encoding == "rope" and differences(quick, rope) == [
+        "run.dir: runs/quick -> runs/rope"]
+
+
+def test_every_encoding_has_a_config_of_its_name() -> None:
+    for name in ENCODINGS:
+        config = load_config(ROOT / "configs" / f"{name.replace('_', '-')}.toml")
+        assert config.position.encoding == name
+
+
+def test_an_unreadable_part_does_not_make_keys_seem_missing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", 'extends = "gone.toml"\n[train]\nsteps = 0\n')
+    found = problems(path)
+    assert len(found) == 2 and "no such file" in found[0] and "train.steps" in found[1]
+    assert [line.split()[0] for line in problems(write(tmp_path / "b.toml", ""))] == [
+        "data.dir", "position.encoding"]
+
+
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path / "quick.toml", MINIMAL)
     assert problems(tmp_path / "quik.toml") == (
@@ -98,11 +123,58 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     assert "readable" in problems(tmp_path)[0]
 
 
-def test_a_start_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_to_start_from_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.toml", '[data]\ndir = "x"\n[train]\ninit_from = "hf/gone"\n')
-    assert problems(path, (), lambda folder: None)[0] == (
-        f"train.init_from in {path}: no folder 'hf/gone'; give a run or a Hugging Face folder")
-    load_config(write(tmp_path / "b.toml", MINIMAL), ["train.init_from=gone"])  # a run's own config is whole
+    assert problems(path, (), lambda folder: None) == (
+        f"train.init_from in {path}: no folder 'hf/gone'; give a run or a Hugging Face folder",)
+    load_config(write(tmp_path / "b.toml", MINIMAL), ["train.init_from=gone"])  # resuming does not need it
+
+
+def hugging_face(folder: str) -> toml.Tables | None:
+    """Stands for hf.pretrained.pretrained_tables: the tables in a file of the folder, if there is one."""
+    path = Path(folder) / "tables.toml"
+    return tomllib.loads(path.read_text()) if path.exists() else None
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> Path:
+    """A config that starts from a Hugging Face folder and overrides some of its keys."""
+    (tmp_path / "base").mkdir()
+    write(tmp_path / "base" / "tables.toml", '[model]\nn_layer = 3\nbias = true\n[train]\nseq_len = 64\n'
+                                             '[position]\nencoding = "rope"\nbase = 500.0\n')
+    return write(tmp_path / "tuned.toml", f'[data]\ndir = "x"\n[model]\nn_layer = 5\n'
+                                          f'[train]\ninit_from = "{tmp_path / "base"}"\n')
+
+
+def test_a_config_overrides_the_hugging_face_folder_that_it_starts_from(tuned: Path) -> None:
+    config = load_config(tuned, (), hugging_face)
+    assert (config.model.n_layer, config.model.bias, config.train.seq_len) == (5, True, 64)
+    assert (config.position.encoding, config.position.base) == ("rope", 500.0)
+    assert load_config(tuned, ["position.base=7.0"], hugging_face).position.base == 7.0
+    assert load_config(tuned, ["position.encoding=none"], hugging_face).position.encoding == "none"
+    (tuned.parent / "base" / "tables.toml").unlink()
+    assert "position.encoding" in problems(tuned, (), hugging_face)[0]
+
+
+def test_an_error_in_the_tables_of_a_hugging_face_folder_names_the_folder(tuned: Path) -> None:
+    write(tuned.parent / "base" / "tables.toml", '[model]\nn_head = 0\n[position]\nencoding = "rope"\n')
+    where = f"in {tuned.parent / 'base'}/config.json"
+    assert problems(tuned, (), hugging_face) == (f"model.n_head {where}: must be an integer >= 1, got 0",)
+
+    def refuse(folder: str) -> None:
+        raise UserError("the folder is damaged")
+
+    assert problems(tuned, ["train.steps=0"], refuse) == (
+        "the folder is damaged", "train.steps on the command line: must be an integer >= 1, got 0")
+
+
+def test_the_config_of_a_run_does_not_depend_on_the_folder_it_started_from(tuned: Path) -> None:
+    config = load_config(tuned, (), hugging_face)
+    run = write(tuned.parent / "config.toml", to_toml(config))
+    write(tuned.parent / "base" / "tables.toml", '[model]\nqk_norm = true\n[position]\nencoding = "alibi"\n')
+    assert load_config(run) == config
+    shutil.rmtree(tuned.parent / "base")
+    assert load_config(run) == config
 
 
 def test_a_corpus_is_not_mixed_with_itself(tmp_path: Path) -> None:
@@ -145,7 +217,7 @@ def test_rules_between_keys(overrides: list[str], key: str, tmp_path: Path) -> N
 
 
 def wrong_values(field) -> list[str]:
-    """Overrides of a wrong type or out of range, made from the schema."""
+    """Values of a wrong type or out of range, derived from the field."""
     kinds = {int: ["1.5", "true", '"x"', "[]"], float: ["true", '"x"', "nan", "inf"], bool: ["1", '"yes"'],
              str: ["1", "true", "[]"]}
     parts = [part for part in get_args(field.annotation) if part is not NoneType] or [field.annotation]
@@ -161,7 +233,7 @@ def wrong_values(field) -> list[str]:
 
 
 def every_schema() -> Iterator[tuple[str, type, Callable[[str, str], list[str]]]]:
-    """Where its keys stand, a schema, and what gives a key a value on the command line: all there are."""
+    """Each section, its schema, and a function that returns the overrides that set a key of it."""
     for name, schema in SECTIONS.items():
         if name != "position":
             yield name, schema, lambda key, value, name=name: [f"{name}.{key}={value}"]
@@ -212,18 +284,41 @@ def test_a_bad_field_ends_the_command_with_2(tmp_path: Path, capsys) -> None:
     assert caught.value.code == 2 and len(error) == 3 and all(line.startswith("error: ") for line in error)
 
 
-def test_help_lists_every_key_and_encoding() -> None:
-    text = help_text("all")
-    for schema in (*SECTIONS.values(), *(e.Options for e in ENCODINGS.values())):
-        for key, field in schema.model_fields.items():
-            assert f"  {key} " in text and field.description in text
-    assert all(f"\n{name}: " in text for name in ENCODINGS)
+def test_help_without_a_topic_is_one_screen_that_names_every_topic() -> None:
+    text = help_text(None)
+    words = set(re.findall(r"\w+", text))
+    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 110
+    assert {*SECTIONS, *ENCODINGS, *SCALINGS, "all"} <= words
+
+
+def topics() -> dict[str, type]:
+    encodings = {name: encoding.Options for name, encoding in ENCODINGS.items()}
+    return {**SECTIONS, **encodings, **SCALINGS}
+
+
+@pytest.mark.parametrize("topic", topics())
+def test_help_on_a_topic_lists_its_keys_and_no_others(topic: str) -> None:
+    fields = dict(topics()[topic].model_fields)
+    if topic in ENCODINGS:      # the keys that all encodings share are the topic "position"
+        fields = {key: field for key, field in fields.items() if key not in SECTIONS["position"].model_fields}
+    text = help_text(topic)
+    assert re.findall(r"^  (\w+) ", text, re.MULTILINE) == list(fields)
+    assert all((field.description or "") in text for field in fields.values())
+    assert text.splitlines()[0].endswith(".")
+    assert text in help_text("all")
+
+
+def test_an_unknown_topic_of_help_has_its_typo_named() -> None:
+    with pytest.raises(UserError, match="^--help 'trian': unknown topic; did you mean train[?]$"):
+        help_text("trian")
+    with pytest.raises(UserError, match="unknown topic; --help lists the topics$"):
+        help_text("zzzz")
 
 
 @every_encoding
-def test_help_says_where_an_encoding_comes_from(name: str) -> None:
+def test_help_states_where_an_encoding_comes_from(name: str) -> None:
     summary = ENCODINGS[name].__doc__.splitlines()[0]
-    assert summary.endswith(".") and len(summary) > 40
+    assert summary.endswith(".") and len(summary) > 40 and summary in help_text(name)
 
 
 def test_differences_name_what_changed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Encodings whose bias depends on the content: each against plain loops over its formula, and references."""
+"""Encodings whose bias depends on content: each against loops over its formula, and other libraries."""
 
 import math
 
@@ -17,7 +17,7 @@ SHAPES = [(9, 9), (4, 9), (1, 9)]       # Tq, Tk: all queries, a block or a cach
 
 
 class Case:
-    """An encoding with large random parameters, and what a hook is called with, in fp64."""
+    """An encoding with large random parameters, and the arguments of its hooks, in fp64."""
 
     def __init__(self, encoding: Encoding, Tq: int, Tk: int) -> None:
         random = torch.Generator().manual_seed(Tq)
@@ -25,7 +25,7 @@ class Case:
         self.k, whole_q = torch.randn(2, B, H, Tk, D, generator=random, dtype=torch.float64)
         self.q = whole_q[:, :, self.past:]
         self.x = torch.randn(B, Tk, C, generator=random, dtype=torch.float64)
-        steps = torch.randint(1, 6, (B, Tk), generator=random)          # gaps, other ones in each row
+        steps = torch.randint(1, 6, (B, Tk), generator=random)          # gaps that differ between rows
         self.pos = steps.cumsum(-1) + 3
         mask = torch.arange(Tk) <= torch.arange(Tq)[:, None] + self.past
         self.logits = (self.q @ self.k.mT / math.sqrt(D)).masked_fill(~mask, -torch.inf)
@@ -36,13 +36,13 @@ class Case:
                   self.encoding.features(self.x, LAYER))
 
     def bias(self) -> Tensor:
-        """What `scores` adds, 0 where a key lies ahead; there it must leave -inf."""
+        """What `scores` adds; 0 for keys ahead, whose logits must stay -inf."""
         after = self.encoding.scores(self.logits, self.q, self.k, self.at())
         assert torch.equal(after.isneginf(), self.logits.isneginf()) and not after.isnan().any()
         return torch.where(after.isneginf(), 0.0, after - self.logits)
 
     def loop(self, term) -> Tensor:
-        """term(b, h, i, j) for each query and each key up to it, both counted from the first key."""
+        """term(b, h, i, j) for each query i and each key j up to it, both counted from the first key."""
         out = torch.zeros_like(self.logits)
         for b in range(B):
             for h in range(H):
@@ -60,9 +60,9 @@ def case(tiny):
     return make
 
 
-def same(ours: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
-    assert expected.abs().max() > 0.1                                   # or nothing is compared
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+def same(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
+    assert expected.abs().max() > 0.1                                   # else the comparison would be empty
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -115,22 +115,22 @@ def test_transformer_xl_is_the_sum_of_its_formula(shape: tuple[int, int], case) 
 
 
 def test_transformer_xl_is_xlnets_attention(case) -> None:
-    """XLNet, by the same authors, took the formula over."""
+    """XLNet, by the same authors, uses the same formula."""
     module = pytest.importorskip("transformers.models.xlnet.modeling_xlnet")
     c = case("transformer_xl", (9, 9))
     c.pos = torch.arange(9)[None]
     config = module.XLNetConfig(d_model=C, n_head=H, n_layer=1, d_inner=C, vocab_size=4, dropout=0.0)
-    theirs = module.XLNetRelativeAttention(config).double()
-    theirs.r_w_bias.data, theirs.r_r_bias.data = c.encoding.u, c.encoding.v
+    peer = module.XLNetRelativeAttention(config).double()
+    peer.r_w_bias.data, peer.r_r_bias.data = c.encoding.u, c.encoding.v
     model = module.XLNetModel(config)
     waves = model.relative_positional_encoding(9, 9, bsz=B).double()    # (18, B, C): distances 9 ... -8
     r = (waves @ c.encoding.w[LAYER].T).unflatten(-1, (H, D))
     time_first = [t.permute(2, 0, 1, 3) for t in (c.q, c.k, c.k)]       # (T, B, H, D)
     mask = torch.ones(9, 9, dtype=torch.float64).triu(1)[:, :, None, None]
-    _, weights = theirs.rel_attn_core(*time_first, r, attn_mask=mask.expand(9, 9, B, H),
+    _, weights = peer.rel_attn_core(*time_first, r, attn_mask=mask.expand(9, 9, B, H),
                                       output_attentions=True)
-    ours = c.encoding.scores(c.logits, c.q, c.k, c.at()).softmax(-1)
-    torch.testing.assert_close(ours, weights.permute(2, 3, 0, 1), atol=1e-5, rtol=1e-5)
+    found = c.encoding.scores(c.logits, c.q, c.k, c.at()).softmax(-1)
+    torch.testing.assert_close(found, weights.permute(2, 3, 0, 1), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -153,9 +153,9 @@ def test_cope_is_the_sum_of_its_formula(max_pos: int, shape: tuple[int, int], ca
 def test_cope_is_that_of_x_transformers(case) -> None:
     module = pytest.importorskip("x_transformers.x_transformers")
     c = case("cope", (4, 9), "position.max_pos=4")
-    theirs = module.CoPE(D, H, 4).double()
-    theirs.pos_emb.data = c.encoding.table[LAYER]
-    same(c.bias(), torch.where(c.logits.isneginf(), 0.0, theirs(c.q, c.logits)))
+    peer = module.CoPE(D, H, 4).double()
+    peer.pos_emb.data = c.encoding.table[LAYER]
+    same(c.bias(), torch.where(c.logits.isneginf(), 0.0, peer(c.q, c.logits)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -173,14 +173,14 @@ def test_forgetting_is_the_sum_of_its_formula(shape: tuple[int, int], case) -> N
 def test_forgetting_is_the_data_dependent_alibi_of_x_transformers(case) -> None:
     module = pytest.importorskip("x_transformers.x_transformers")
     c = case("forgetting", (9, 9))
-    theirs = module.DataDependentAlibi(C, H).double()
-    linear = theirs.to_forget_gates[0]
+    peer = module.DataDependentAlibi(C, H).double()
+    linear = peer.to_forget_gates[0]
     linear.weight.data, linear.bias.data = c.encoding.w[LAYER], c.encoding.b[LAYER]
-    same(c.bias(), theirs(c.x).tril())
+    same(c.bias(), peer(c.x).tril())
 
 
 def test_near_keys_stay_exact_after_long_texts() -> None:
-    """A sum of 50,000 gates in fp32 is off by hundredths; the difference of two near ones must not be."""
+    """A sum of 50,000 gates in fp32 has errors of 0.01; the difference of two near sums must not."""
     shape = Shape(n_layer=1, n_head=1, n_embd=4, head_dim=4, seq_len=8)
     encoding = ENCODINGS["forgetting"](shape, Options(encoding="forgetting"))
     T = 50_000
@@ -194,7 +194,7 @@ def test_near_keys_stay_exact_after_long_texts() -> None:
 
 @pytest.mark.parametrize("name", CONTENT)
 def test_a_window_sees_what_it_would_among_all_keys(name: str, case) -> None:
-    """Keys too far back are left out of a block: none of the others may be mistaken for them."""
+    """Blocks leave out keys before the window; the others must keep their positions and features."""
     c, keys = case(name, (4, 9)), slice(3, None)
     whole, here = c.encoding.scores(c.logits, c.q, c.k, c.at()), c.at()
     features = here.features[:, :, keys] if here.features is not None else None
@@ -204,7 +204,7 @@ def test_a_window_sees_what_it_would_among_all_keys(name: str, case) -> None:
 
 
 def test_cope_and_forgetting_read_no_positions(tiny) -> None:
-    """Order comes from index and content: any positions give the same logits, to the bit."""
+    """They use index and content only: any positions give the same logits, bit for bit."""
     x, order = tokens((1, 20)), torch.randperm(20, generator=torch.Generator().manual_seed(0))
     for name in ("cope", "forgetting"):
         model = lively(tiny(name))

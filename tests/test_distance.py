@@ -1,4 +1,4 @@
-"""Biases by distance against their formulas, written out pair by pair, and two other implementations."""
+"""Biases by distance against their formulas, computed pair by pair, and two other libraries."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ LEARNED = ["t5", "kerple_log", "kerple_power", "fire"]
 
 
 def positive(encoding: Encoding) -> None:
-    """Make the parameters of KERPLE random but such that no clamp acts."""
+    """Make the parameters of KERPLE random, in the range where no clamp acts."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in encoding.named_parameters():
@@ -28,14 +28,14 @@ def positive(encoding: Encoding) -> None:
 
 
 def scattered(layer: int = 0) -> At:
-    """Queries after cached keys, positions with gaps, other ones in each row, some beyond every threshold."""
+    """Queries after cached keys, gaps that differ between rows, some positions beyond every threshold."""
     steps = torch.randint(1, 40, (B, TK), generator=torch.Generator().manual_seed(0))
     k_pos = steps.cumsum(1) - steps[:, :1]                              # from 0 on
     return At(k_pos[:, -TQ:], k_pos, layer, None)
 
 
 def added(encoding: Encoding, at: At) -> Tensor:
-    """What it adds to logits of 0."""
+    """What the encoding adds to logits of 0."""
     q, k = torch.zeros(B, H, at.q_pos.shape[1], 16), torch.zeros(B, H, at.k_pos.shape[1], 16)
     at = at._replace(tables=encoding.tables(at.q_pos, at.k_pos))
     logits = torch.zeros(*q.shape[:3], k.shape[2], dtype=next(encoding.parameters(), q).dtype)
@@ -123,7 +123,7 @@ def test_bias_is_fp32_under_autocast(name: str, tiny) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_equal_parameters_in_all_layers_but_fires(name: str, tiny) -> None:
+def test_all_layers_share_parameters_except_fires(name: str, tiny) -> None:
     encoding = lively(tiny(name)).encoding
     biases = [added(encoding, scattered(layer)) for layer in (0, 1)]
     assert torch.equal(*biases) == (name != "fire")
@@ -136,20 +136,20 @@ def test_equal_parameters_in_all_layers_but_fires(name: str, tiny) -> None:
 def test_t5_buckets_are_hugging_faces(num_buckets: int, max_distance: int) -> None:
     t5_module = pytest.importorskip("transformers.models.t5.modeling_t5")
     distance = torch.arange(4097)
-    theirs = t5_module.T5Attention._relative_position_bucket(-distance, False, num_buckets, max_distance)
-    ours = T5.bucket(distance, num_buckets, max_distance)
-    assert torch.equal(ours, theirs)
-    assert ours[max_distance:].unique().tolist() == [num_buckets - 1]   # so that one entry serves all beyond
+    peer = t5_module.T5Attention._relative_position_bucket(-distance, False, num_buckets, max_distance)
+    found = T5.bucket(distance, num_buckets, max_distance)
+    assert torch.equal(found, peer)
+    assert found[max_distance:].unique().tolist() == [num_buckets - 1]   # one entry for all beyond
 
 
 def test_t5_bias_is_x_transformers(tiny) -> None:
     x_transformers = pytest.importorskip("x_transformers.x_transformers")
     encoding = lively(tiny("t5", "position.max_distance=40", "position.num_buckets=12")).encoding
-    theirs = x_transformers.RelativePositionBias(1.0, True, 12, 40, H)  # scale 1, for their sqrt(D)
-    theirs.relative_attention_bias.weight.data.copy_(encoding.table.weight)
+    peer = x_transformers.RelativePositionBias(1.0, True, 12, 40, H)  # scale 1, not sqrt(D)
+    peer.relative_attention_bias.weight.data.copy_(encoding.table.weight)
     at = torch.arange(200)[None]
     torch.testing.assert_close(added(encoding, At(at[:, 150:], at, 0, None)),
-                               theirs(50, 200)[None].expand(B, -1, -1, -1), atol=1e-6, rtol=1e-6)
+                               peer(50, 200)[None].expand(B, -1, -1, -1), atol=1e-6, rtol=1e-6)
 
 
 def test_t5_starts_with_the_spread_of_hugging_faces(tiny) -> None:
@@ -165,7 +165,7 @@ def test_t5_refuses_a_distance_within_the_exact_buckets(tiny) -> None:
 # KERPLE
 
 def test_kerple_power_one_is_alibi(tiny, monkeypatch) -> None:
-    slopes = [1 / 16, 1 / 32]            # ALiBi's 1/256 is less than KERPLE's clamp lets through
+    slopes = [1 / 16, 1 / 32]            # ALiBi's 1/256 is below KERPLE's clamp
     monkeypatch.setattr(ALiBi, "slopes", staticmethod(lambda n_head: slopes))
     encoding = lively(tiny("kerple_power")).encoding
     with torch.no_grad():

@@ -1,7 +1,8 @@
-"""Protocols: each target once, the same at every length, sums that anyone can recompute."""
+"""Protocols: each target is scored once, the same at every length, with sums that anyone can recompute."""
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,22 +10,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, every_encoding, lively, needs
+from conftest import ROOT, TINY, every_encoding, lively, needs
 
+from config import load_config
 from data.loader import Corpus
 from data.tokenizer import ByteTokenizer
-from evaluation import protocols as eval_module
-from evaluation.protocols import Evaluation, choose_lengths, is_of_another_text, open_text, token_losses
+from eval import main
+from evaluation import protocols, results
+from evaluation.protocols import Evaluation, Settings, token_losses
 from evaluation.windows import (
     Text,
+    choose_lengths,
     ended_windows,
     fixed_ends,
     nonoverlap_windows,
+    open_text,
     position_buckets,
     rolling_windows,
     sliding_windows,
 )
 from model import GPT
+from runtime.command import run_command
 from runtime.errors import UserError
 from train import train
 
@@ -35,16 +41,17 @@ def text_of(corpus_dir: Path) -> Text:
     return open_text(None, str(corpus_dir), ByteTokenizer())
 
 
-def evaluate(model: GPT, config, text: Text, protocols=eval_module.PROTOCOLS, lengths=LENGTHS, seed: int = 0,
-             n_scored: int = 8) -> Evaluation:
-    return Evaluation(model, text, ByteTokenizer(), config, protocols, lengths, n_scored, 6, 1024, seed)
+def evaluate(model: GPT, config, text: Text, chosen=protocols.PROTOCOLS, lengths=LENGTHS, targets: int = 8,
+             tokens: int = 1024, stride: int | None = None) -> Evaluation:
+    settings = Settings(chosen, lengths, max(*lengths, config.train.seq_len), targets, 6, tokens, stride)
+    return Evaluation(model, config, ByteTokenizer(), text, settings)
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(tiny, corpus_dir: Path) -> None:
     model = lively(tiny())
     torch.nn.init.zeros_(model.head.weight)
     records = evaluate(model, tiny(), text_of(corpus_dir)).run()
-    assert {r["protocol"] for r in records} == set(eval_module.PROTOCOLS)
+    assert {r["protocol"] for r in records} == set(protocols.PROTOCOLS)
     for r in records:
         assert r["ppl"] == pytest.approx(257, rel=1e-5)
         assert r["nll_sum"] == pytest.approx(r["tokens"] * math.log(257), rel=1e-6)
@@ -80,15 +87,15 @@ def test_documents_are_used_to_their_last_token_and_no_further(n_tokens: int) ->
     assert len(ends) == (n_tokens - 1 - 64) // 32 + 1 and max(ends) <= n_tokens - 1
 
 
-def test_short_lengths_are_compared_with_truncation_to_L_all_the_same(tiny) -> None:
-    """Documents too short for L take no part even where no length asks for as much."""
+def test_lengths_below_L_are_also_compared_with_truncation_to_L(tiny) -> None:
+    """Documents too short for L are left out, even where every length is shorter than L."""
     rng = np.random.default_rng(0)
     text = Text("x", [rng.integers(256, size=n) for n in (20, 300)])
-    evaluation = evaluate(lively(tiny()), tiny(), text, lengths=[8, 16], n_scored=4)
-    assert evaluation.longest == 32 and {d for d, _ in evaluation.ends} == {0} and len(evaluation.ends) == 6
+    evaluation = evaluate(lively(tiny()), tiny(), text, lengths=[8, 16], targets=4)
+    assert {d for d, _ in evaluation.ends} == {0} and len(evaluation.ends) == 6
     assert all(len(evaluation.text.documents[d]) == 300 for d, _ in evaluation.ends)
     records = [r for r in evaluation.run() if r["protocol"] == "fixed"]
-    whole = evaluate(lively(tiny()), tiny(), text, lengths=[8, 16, 32], n_scored=4).run()
+    whole = evaluate(lively(tiny()), tiny(), text, lengths=[8, 16, 32], targets=4).run()
     at_L = next(r["nll_sum"] for r in whole if (r["protocol"], r["length"]) == ("fixed", 32))
     assert [r["length"] for r in records] == [8, 16]
     assert all(r["truncated_nll_sum"] == pytest.approx(at_L) for r in records)
@@ -129,8 +136,7 @@ def test_sliding_scores_the_same_targets_once_with_context(stride: int | None, c
 
 def test_sliding_by_one_is_the_last_token_of_each_window(tiny, corpus_dir: Path) -> None:
     model, text = lively(tiny()), text_of(corpus_dir)
-    evaluation = Evaluation(model, text, ByteTokenizer(), tiny(), ["sliding"], [16, 64], 8, 6, 64, 0,
-                            stride=1)
+    evaluation = evaluate(model, tiny(), text, ["sliding"], [16, 64], tokens=64, stride=1)
     for r in evaluation.run():
         ends = evaluation.per_window[f"plain/sliding/{r['length']}/end"]
         documents = evaluation.per_window[f"plain/sliding/{r['length']}/document"]
@@ -141,7 +147,7 @@ def test_sliding_by_one_is_the_last_token_of_each_window(tiny, corpus_dir: Path)
         assert r["nll_sum"] == pytest.approx(total, rel=1e-4) and r["stride"] == 1 and r["tokens"] == 64
 
 
-def test_sliding_says_what_it_needs(tiny, corpus_dir: Path) -> None:
+def test_sliding_refuses_lengths_for_which_no_document_is_long_enough(tiny, corpus_dir: Path) -> None:
     text = text_of(corpus_dir)
     longest = max(map(len, text.documents)) - 1
     with pytest.raises(UserError, match="sliding needs"):
@@ -158,7 +164,7 @@ def test_fixed_targets_visit_every_document(corpus_dir: Path) -> None:
 @every_encoding
 def test_fixed_is_slice_and_forward(name: str, tiny, corpus_dir: Path) -> None:
     model, text = lively(tiny(name)), text_of(corpus_dir)
-    lengths = [16, 32] if GPT(tiny(name)).encoding.max_length else LENGTHS
+    lengths = [16, 32] if model.encoding.max_length else LENGTHS
     evaluation = evaluate(model, tiny(name), text, lengths=lengths)
     records = {(r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
     expected = {}
@@ -234,7 +240,7 @@ def test_sums_are_per_window_and_add_up(tiny, corpus_dir: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_losses_equal_full_logits(chunk: int, tiny, monkeypatch) -> None:
-    monkeypatch.setattr(eval_module, "CHUNK", chunk)
+    monkeypatch.setattr(protocols, "CHUNK", chunk)
     model, x = lively(tiny()), torch.randint(257, (3, 41))
     expected = torch.nn.functional.cross_entropy(model(x[:, :-1]).transpose(1, 2), x[:, 1:], reduction="none")
     torch.testing.assert_close(token_losses(model, x[:, :-1], x[:, 1:]), expected, atol=1e-4, rtol=1e-4)
@@ -245,7 +251,7 @@ def test_chunked_losses_equal_full_logits(chunk: int, tiny, monkeypatch) -> None
 def test_only_documents_long_enough_take_part(tiny, corpus_dir: Path) -> None:
     text = text_of(corpus_dir)
     sizes = sorted(len(d) - 1 for d in text.documents)
-    evaluation = evaluate(lively(tiny()), tiny(), text, eval_module.DEFAULT_PROTOCOLS, [32, sizes[-1]])
+    evaluation = evaluate(lively(tiny()), tiny(), text, protocols.DEFAULT_PROTOCOLS, [32, sizes[-1]])
     assert len(evaluation.text.documents) == 1 and all(r["documents"] == 1 for r in evaluation.run())
 
 
@@ -287,6 +293,22 @@ def test_the_fingerprint_of_a_text_is_of_its_ids_and_bounds() -> None:
     assert prints[0] == prints[1] and len(set(prints)) == 3
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> Path:
+    """A trained run."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "rope.toml").write_text(f'[data]\ndir = "{corpus_dir}"\n[position]\nencoding = "rope"\n')
+    train(load_config(folder / "rope.toml", [*TINY, f"run.dir={folder / 'run'}", "train.steps=2"]), [])
+    return folder / "run"
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
 def run_eval(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, str(ROOT / "eval.py"), *arguments], capture_output=True, text=True)
 
@@ -309,19 +331,157 @@ def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, cor
     picture = (tmp_path / "run" / "eval" / "words.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
     assert "plain/fixed/16/nll" in np.load(tmp_path / "run" / "eval" / "words.npz", allow_pickle=False)
-    place = tmp_path / "run" / "eval" / "words.json"
-    text = text_of(corpus_dir)
-    assert not is_of_another_text(place, text) and not is_of_another_text(tmp_path / "none.json", text)
-    (tmp_path / "words.txt").write_bytes(b"another text " * 20)         # of the same name
-    done = run_eval(str(tmp_path / "run"), "--lengths", "16", "--windows", "3", "--tokens", "64",
-                    "--data", str(tmp_path / "words.txt"))
-    assert done.returncode == 0 and f"warning: {place}: is of another text" in done.stdout
+
+
+# -----------------------------------------------------------------------------------------------------------
+# A second evaluation of the same run
+
+PLACE = ("extend", "protocol", "length", "bucket")
+
+
+@pytest.fixture
+def evaluated(run_dir: Path, monkeypatch):
+    """evaluated("--lengths", "16") -> the records and arrays in a run's JSON after eval.py with these."""
+    monkeypatch.setattr("eval.draw_evaluation", lambda *_: None)
+
+    def call(*arguments: str) -> tuple[dict, dict]:
+        monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), *SHORT, *arguments])
+        main()
+        found = results.read(run_dir / "eval" / "words.json")
+        return {tuple(str(r.get(key)) for key in PLACE): r for r in found.records}, found.windows
+
+    return call
+
+
+SHORT = ("--windows", "4", "--tokens", "512")
+
+
+def without_seconds(records: dict, places: list) -> list[dict]:
+    return [{key: value for key, value in records[place].items() if key != "seconds"} for place in places]
+
+
+def test_a_second_evaluation_on_the_same_targets_is_added(evaluated) -> None:
+    """In parts or at once: the same records in the same order, the same arrays."""
+    evaluated("--lengths", "16,128", "--protocol", "nonoverlap,fixed")
+    evaluated("--lengths", "64,32", "--protocol", "fixed", "--longest", "128", "--extend", "pi")
+    merged, arrays = evaluated("--lengths", "32,64,128", "--protocol", "nonoverlap,sliding", "--extend",
+                               "pi", "--stride", "8")
+    assert [key[:3] for key in merged][:5] == [("None", "nonoverlap", "16"), ("None", "nonoverlap", "32"),
+                                               ("None", "nonoverlap", "64"), ("None", "nonoverlap", "128"),
+                                               ("None", "fixed", "16")]
+    whole, at_once = evaluated("--lengths", "16,32,64,128", "--protocol", "nonoverlap,fixed,sliding",
+                               "--extend", "pi", "--stride", "8", "--replace")
+    assert {key for key in whole if key not in merged} == {
+        ("pi", "nonoverlap", "16", "None"), ("pi", "fixed", "16", "None"), ("pi", "fixed", "128", "None"),
+        ("None", "sliding", "16", "None"), ("pi", "sliding", "16", "None")}
+    both = [key for key in whole if key in merged]
+    assert without_seconds(whole, both) == without_seconds(merged, both)
+    assert set(arrays) < set(at_once)
+    assert all(np.array_equal(array, at_once[key]) for key, array in arrays.items())
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["--lengths", "16,32"], "holds fixed on other targets; give --longest 64 to measure"),
+    (["--windows", "5"], "holds fixed on other targets; give --windows 4 to measure"),
+    (["--targets", "4", "--windows", "5"], "give --targets 8 --windows 4 to measure"),
+    (["--seed", "1"], "holds an evaluation of another --seed"),
+    (["--lengths", "16", "--longest", "64", "--protocol", "position"],
+     "holds position on other targets; give --lengths up to 64"),
+    (["--data", "TEXT"], "holds an evaluation of another text"),
+])
+def test_an_evaluation_on_other_targets_is_refused_before_it_is_computed(
+        arguments: list[str], expected: str, evaluated, run_dir: Path, tmp_path: Path, monkeypatch) -> None:
+    before = evaluated("--lengths", "32,64", "--protocol", "fixed,position")[0]
+    text = tmp_path / "words.txt"
+    text.write_bytes(b"another text " * 20)                             # of the same name
+    monkeypatch.setattr(Evaluation, "run", lambda self: pytest.fail("computed"))
+    with pytest.raises(UserError, match="--json FILE to keep both, or --replace to discard") as error:
+        evaluated("--lengths", "32,64", "--protocol", "fixed",
+                  *(str(text) if argument == "TEXT" else argument for argument in arguments))
+    assert expected in str(error.value) and len(error.value.problems) == 1
+    assert len(results.read(run_dir / "eval" / "words.json").records) == len(before)
+
+
+def test_another_checkpoint_an_older_file_and_a_damaged_one_are_refused_and_can_be_replaced(
+        evaluated, run_dir: Path) -> None:
+    short = ("--lengths", "32", "--protocol", "fixed")
+    evaluated(*short)
+    path = run_dir / "eval" / "words.json"
+    good = json.loads(path.read_text())
+    older = {key: value for key, value in good.items() if key != "settings"}
+    for content, expected in (({**good, "weights_sha256": "0" * 64}, "another checkpoint"),
+                              (older, "by an older eval.py, without its settings"),
+                              ({**good, "settings": [1]}, "damaged or no evaluation"),
+                              ({**good, "records": [{"extend": 1, "protocol": "x", "length": 2}]}, "damaged"),
+                              ("no evaluation", "damaged or no evaluation")):
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=expected):
+            evaluated(*short)
+    path.with_suffix(".npz").unlink()
+    with pytest.raises(UserError, match="damaged or no evaluation"):
+        evaluated(*short)
+    assert len(evaluated(*short, "--replace")[0]) == 1
+
+
+def slow_but(fast: tuple[str, ...], names: tuple[str, ...]) -> list:
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("protocol", slow_but(("fixed", "sliding"),
+                                              (*protocols.PROTOCOLS, *protocols.PROBES)))
+def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corpus_dir: Path) -> None:
+    """A setting that a protocol does not record changes none of its counts and targets."""
+    config = tiny("rope", "model.n_layer=1")
+    model, text = lively(config), text_of(corpus_dir)
+    plain = {"protocols": [protocol], "lengths": [32, 64], "longest": 128, "targets": 8, "windows": 4,
+             "tokens": 512}
+
+    def targets(**change) -> tuple[list, dict]:
+        found = Evaluation(model, config, ByteTokenizer(), text, Settings(**{**plain, **change}))
+        counts = [[r.get(key) for key in ("length", "tokens", "bytes", "documents", "trials")]
+                  for r in found.run()]
+        return counts, {key: array.tolist() for key, array in found.per_window.items()
+                        if not key.endswith("nll")}
+
+    others = {"longest": 160, "targets": 4, "windows": 12, "tokens": 256, "stride": 4}
+    before = targets()
+    for name, value in others.items():
+        if name not in protocols.DECIDING[protocol]:
+            assert targets(**{name: value}) == before, name
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_method_that_does_not_fit_is_an_error_or_skipped(skip: bool, tiny, capsys) -> None:
+    config = tiny("alibi")
+    arguments = (["yarn:beta_fast=2", "window"], lively(config), config, [16, 64])
+    if not skip:
+        with pytest.raises(UserError, match="--extend yarn:beta_fast=2: needs a rotary encoding"):
+            protocols.open_extensions(*arguments)
+        return
+    assert [extend.spec for extend in protocols.open_extensions(*arguments, skip_unfit=True)] == ["window"]
+    out = capsys.readouterr().out
+    assert out.startswith("skipped --extend yarn:beta_fast=2: needs a rotary encoding; this run has alibi")
+    assert out.count("\n") == 1
+
+
+def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypatch, capsys) -> None:
+    clock = iter(range(0, 10_000, 10))                                  # 10 s pass at each look
+    monkeypatch.setattr(protocols.time, "monotonic", lambda: next(clock))
+    progress = protocols.Progress(True, 3)
+    progress.part = 2
+    assert list(progress(range(12), "pi fixed 64", "windows", 12)) == list(range(12))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4
+    assert lines[0] == "part 2 of 3, pi fixed 64: 2 of 12 windows, about 100 s left at this length"
+    assert list(protocols.Progress(False, 1)(range(99), "x", "windows", 99)) == list(range(99))
+    assert capsys.readouterr().err == ""                                # only one process shows it
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     (["RUN", "--lengths", "16,99999"], "--lengths 16,99999"),
     (["RUN", "--protocol", "sliding,x"], "--protocol"),
     (["RUN", "--stride", "0"], "--stride"),
+    (["RUN", "--lengths", "64", "--longest", "63"], "--longest 63: must lie in 64 ... "),
     (["RUN", "--seed", "-1"], "--seed -1"),
     (["RUN", "--targets", "0"], "--targets 0"),
     (["RUN", "--extend", "yarm"], "unknown method 'yarm'; did you mean yarn?"),
@@ -338,19 +498,16 @@ def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, cor
     (["EMPTY"], "no checkpoint yet"),
     ([], "RUN"),
 ])
-def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, tiny, tmp_path: Path,
+def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, run_dir: Path, tmp_path: Path,
                                           monkeypatch, capsys) -> None:
-    from runtime.command import run_command
-
-    train(tiny(), [])
     empty = tmp_path / "empty"
     empty.mkdir()
     for name in ("config.toml", "corpus.json"):
-        (empty / name).write_bytes((tmp_path / "run" / name).read_bytes())
-    places = {"RUN": str(tmp_path / "run"), "EMPTY": str(empty)}
+        (empty / name).write_bytes((run_dir / name).read_bytes())
+    places = {"RUN": str(run_dir), "EMPTY": str(empty)}
     monkeypatch.setattr(sys, "argv", ["eval.py", *(places.get(a, a) for a in arguments)])
     with pytest.raises(SystemExit) as end:
-        run_command(eval_module.main)
+        run_command(main)
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.startswith("error: ")
     assert error.count("\n") == 1 and expected in error
@@ -376,7 +533,7 @@ def test_memory_of_a_long_window_does_not_hold_its_logits(tiny, monkeypatch) -> 
     monkeypatch.setattr(model, "logits", spy)
     x = torch.randint(257, (1, 5000))
     assert token_losses(model, x, x).shape == (1, 5000)
-    assert largest == eval_module.CHUNK * 257
+    assert largest == protocols.CHUNK * 257
 
 
 def test_the_run_evaluates_on_its_own_validation_documents(tiny, tmp_path: Path, corpus_dir: Path) -> None:

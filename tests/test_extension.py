@@ -1,4 +1,4 @@
-"""Methods that stretch a trained model: brute force over every pair, identities, and nothing left behind."""
+"""Methods of --extend: brute force over every pair, identities, and the model is restored afterwards."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,8 @@ from polar import Polar
 import rope
 from data.tokenizer import ByteTokenizer
 from evaluation.extension import EXTENSIONS, Regrouped, Rescaled, extended, parse
-from evaluation.protocols import Evaluation, open_text
+from evaluation.protocols import Evaluation, Settings
+from evaluation.windows import open_text
 from model import GPT
 from positions import ENCODINGS, At
 from positions.scaling import SCALINGS
@@ -32,7 +33,7 @@ def under(spec: str, model: GPT, config, x: torch.Tensor) -> torch.Tensor:
 
 
 def logits_under(spec: str, tiny, name: str = "rope") -> torch.Tensor:
-    """Logits (2, 48, 48) of fixed queries and keys, by the path that the model takes."""
+    """Logits (2, 48, 48) of fixed queries and keys, computed by the hooks of the changed model."""
     config = tiny(name)
     model = lively(config).double()
     with extended(model, config, parse(spec).methods, 48):
@@ -44,7 +45,7 @@ def logits_under(spec: str, tiny, name: str = "rope") -> torch.Tensor:
 
 
 def brute_force(angle_of, is_seen=lambda m, n: True) -> torch.Tensor:
-    """Logits with each pair's own angle: angle_of(m, n) tokens for every pair (m, n) on its own."""
+    """Logits with a distance of angle_of(m, n) tokens, computed for each pair (m, n) separately."""
     f = rope.inv_freq(16)
     logits = torch.full((2, 48, 48), -torch.inf, dtype=torch.float64)
     for m in range(48):
@@ -71,8 +72,8 @@ def test_regrouping_is_each_pair_at_its_own_angle(spec: str, angle_of, is_seen, 
 
 @pytest.mark.parametrize("name", [name for name in RELATIVE if name != "forgetting"])     # its gates add up
 @pytest.mark.parametrize("spec", ["sinks:sinks=3,window=7", "lm_infinite:first=3,window=7"])
-def test_hidden_keys_cannot_be_felt(spec: str, name: str, tiny) -> None:
-    """A token between sinks and window moves no logit that lies a window in each layer further on."""
+def test_masked_keys_have_no_effect(spec: str, name: str, tiny) -> None:
+    """A token after the sinks changes no logits further on than the windows of all layers reach."""
     config = tiny(name, "position.layers=first") if ENCODINGS[name].acts_in_layers() else tiny(name)
     model, x = lively(config), tokens((1, 48))
     changed = x.clone()
@@ -94,7 +95,7 @@ def test_lm_infinite_caps_the_distance_of_any_relative_encoding(tiny) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_method_runs_far_beyond_L_and_leaves_no_trace(spec: str, tiny) -> None:
+def test_every_method_runs_far_beyond_L_and_restores_the_model(spec: str, tiny) -> None:
     config = tiny()
     model, x = lively(config), tokens((1, 100))
     before, names = model(x), list(model.state_dict())
@@ -113,7 +114,7 @@ def test_up_to_L_nothing_changes_bit_for_bit(spec: str, tiny) -> None:
 
 @pytest.mark.parametrize("spec", ["rerope:window=100", "leaky_rerope:k=1.0", "self_extend:group=1",
                                   "leaky_rerope", "self_extend", "sinks", "lm_infinite"])
-def test_up_to_L_regrouping_changes_nothing_but_the_path(spec: str, tiny) -> None:
+def test_up_to_L_regrouping_changes_no_logits(spec: str, tiny) -> None:
     config = tiny()
     model, x = lively(config), tokens((2, L))
     torch.testing.assert_close(under(spec, model, config, x), model(x), atol=2e-4, rtol=1e-4)
@@ -121,7 +122,7 @@ def test_up_to_L_regrouping_changes_nothing_but_the_path(spec: str, tiny) -> Non
 
 @pytest.mark.parametrize("spec", ["yarn:beta_fast=2", "base:base=100", "rerope", "self_extend", "sinks"])
 def test_a_subclass_of_rope_gets_every_method(spec: str, tiny, monkeypatch) -> None:
-    """Even where it widens q and k, and some heads share their keys. Beyond L it has an effect."""
+    """Even if it widens q and k and heads share keys: an effect beyond L, none on near pairs."""
     monkeypatch.setitem(ENCODINGS, "polar", Polar)
     config = tiny("polar", "model.n_head=4", "model.n_kv_head=2")
     model, x = lively(config), tokens((1, 100))
@@ -192,7 +193,7 @@ def test_by_default_the_longest_distance_is_one_that_was_trained(spec: str, T: i
     assert L / 2 < (m - n).item() < L
 
 
-def test_sinks_are_a_mask_alone_where_positions_are_not_distances(tiny) -> None:
+def test_for_absolute_encodings_sinks_are_only_a_mask(tiny) -> None:
     config = tiny("fire")
     model, x = lively(config), tokens((1, 60))
     got = under("sinks:sinks=3,window=7", model, config, x)
@@ -211,7 +212,7 @@ def test_sinks_are_a_mask_alone_where_positions_are_not_distances(tiny) -> None:
 
 
 def test_windows_follow_the_length_of_training_even_after_a_scaling(tiny) -> None:
-    """A run fine-tuned at 32 from 16: its frequencies start from 16, its window is 32."""
+    """A run fine-tuned at 32 from 16: scaling starts from 16, the window is 32."""
     config = tiny("rope", 'position.scaling={method="yarn",factor=2.0,original_length=16}')
     model, x = lively(config), tokens((1, L))
     assert torch.equal(under("window", model, config, x), model(x))
@@ -223,7 +224,7 @@ def test_windows_follow_the_length_of_training_even_after_a_scaling(tiny) -> Non
     ("position.temperature=ssmax", "log_n"), ("model.window=16", "sinks"), ("model.window=16", "lm_infinite"),
     ('position.scaling={method="dynamic_ntk"}', "rerope"), ("train.seq_len=32", "self_extend:window=31"),
     ("train.seq_len=32", "leaky_rerope:window=32")])
-def test_methods_refuse_runs_that_they_would_break(override: str, spec: str, tiny) -> None:
+def test_methods_refuse_runs_they_do_not_fit(override: str, spec: str, tiny) -> None:
     config = tiny("rope", override)
     problem = parse(spec).methods[0].problem(lively(config), config, 4 * L)
     assert problem and "\n" not in problem
@@ -244,8 +245,8 @@ def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> No
     config = tiny()
     model, text = lively(config), open_text(None, str(corpus_dir), ByteTokenizer())
     extends = [parse("pi"), parse("window"), parse("base:base=100")]
-    evaluation = Evaluation(model, text, ByteTokenizer(), config, ["nonoverlap", "fixed", "position"],
-                            [16, 32, 64, 128], 8, 6, 256, 0, extends)
+    settings = Settings(["nonoverlap", "fixed", "position"], [16, 32, 64, 128], 128, 8, 6, 256)
+    evaluation = Evaluation(model, config, ByteTokenizer(), text, settings, extends)
     records = {(r["extend"], r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
     for length in (16, 32):
         for protocol in ("nonoverlap", "fixed"):

@@ -1,4 +1,4 @@
-"""FlexAttention: the same values and gradients. Its fused kernel needs a GPU; what it is given is tested."""
+"""FlexAttention gives the same values and gradients. The fused kernel needs a GPU; its inputs do not."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ OPTIONS = {"plain": (), "window": ("model.window=9", "model.full_every=2"),
 
 def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | None, block_mask: Any,
           scale: float, enable_gqa: bool) -> Tensor:
-    """FlexAttention by its documentation, all pairs at once."""
+    """FlexAttention as documented, computed for all pairs at once."""
     (B, H, T, _), n_shared = q.shape, q.shape[1] // k.shape[1]
     assert enable_gqa == (n_shared > 1)
     k, v = (x.repeat_interleave(n_shared, dim=1) for x in (k, v))
@@ -33,7 +33,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | No
 
 
 def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> tuple[list[Tensor], int]:
-    """Loss, and gradients of all parameters; how many layers took FlexAttention."""
+    """Loss and gradients of all parameters, and how many layers used FlexAttention."""
     with monkeypatch.context() as patch:
         patch.setattr(flex, "DEVICES", {"cpu"} if is_flex else set())
         taken, attend = [], flex.attend_flex
@@ -58,8 +58,9 @@ def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tin
     assert n_none == 0 and n_taken == (2 if name != "rope" or packed else n_windows)
 
 
+@pytest.mark.slow
 def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
-    """PyTorch's own, uncompiled; its backward pass on a CPU is there, and refused unless one insists.
+    """PyTorch's own kernel, uncompiled. It has a backward pass on a CPU, but a check forbids it.
 
     With masks by blocks, of a window and of documents; shared keys; a learned bias that it captures.
     """
@@ -87,8 +88,8 @@ def test_learned_slopes_too(tiny, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", FLEXIBLE)
-def test_a_table_by_distance_holds_all_that_the_encoding_adds(name: str, tiny) -> None:
-    """Wherever query and key stand, so that a new encoding that says `by_distance` in error is found out."""
+def test_an_encoding_by_distance_adds_nothing_else(name: str, tiny) -> None:
+    """At all positions of query and key, so that an encoding that declares `by_distance` wrongly fails."""
     encoding = lively(tiny(name)).encoding.double()
     position = torch.arange(40)[None]
     at = At(position, position, 1, encoding.tables(position, position))
@@ -103,8 +104,8 @@ def asked(config: Config, **given: Tensor) -> Callable[[], Tensor]:
     return lambda: model(tokens((1, 12)), **given)
 
 
-def test_what_it_does_not_serve_goes_the_other_ways(tiny, monkeypatch) -> None:
-    """Positions of one's own, a cache, dropout, narrow heads, contents, and a mask that is lifted."""
+def test_flex_is_not_used_where_it_does_not_serve(tiny, monkeypatch) -> None:
+    """Given positions, a cache, dropout, narrow heads, biases by content, and no causal mask."""
     monkeypatch.setattr(flex, "DEVICES", {"cpu"})
     monkeypatch.setattr(flex, "attend_flex", lambda *_: pytest.fail("flex was taken"))
     on = "model.flex=true"
@@ -112,7 +113,7 @@ def test_what_it_does_not_serve_goes_the_other_ways(tiny, monkeypatch) -> None:
     asked(tiny("cope", on, "model.window=4"))()
     asked(tiny("t5", on, "model.head_dim=8"))()
     asked(tiny("t5"))()
-    asked(tiny("rope", on))()                               # nothing to win over the causal kernel
+    asked(tiny("rope", on))()                               # no gain over the causal kernel
     model = lively(tiny("t5", on))
     model(tokens((1, 12)), cache=model.new_cache())
     lively(tiny("t5", on, "model.dropout=0.1")).train()(tokens((1, 12)))

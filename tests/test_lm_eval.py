@@ -8,8 +8,8 @@ import pytest
 from conftest import ROOT, TINY, words
 
 from config import load_config
-from evaluation.protocols import Evaluation, open_text
-from evaluation.windows import Text, rolling_windows
+from evaluation.protocols import Evaluation, Settings
+from evaluation.windows import Text, open_text, rolling_windows
 from hf.export import export
 from runtime.checkpoint import load_run
 from train import train
@@ -48,6 +48,6 @@ def test_bits_per_byte_are_ours(tmp_path: Path, corpus_dir: Path, monkeypatch) -
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), bootstrap_iters=0)
     model, config, tokenizer = load_run("run")
     ours = open_text("my-text.txt", "", tokenizer)
-    (record,) = Evaluation(model, ours, tokenizer, config, ["rolling"], [32], 8, 8, 1, 0).run()
+    (record,) = Evaluation(model, config, tokenizer, ours, Settings(["rolling"], [32], 32, 8)).run()
     assert record["bytes"] == len(text)
     assert found["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(record["bpb"], abs=1e-5)

@@ -23,39 +23,39 @@ GPT2 = {"embedding": "transformer.wte", "encoding.table": "transformer.wpe", "no
 def test_the_default_block_is_llamas(tied: str, tiny) -> None:
     transformers = pytest.importorskip("transformers")
     model = lively(tiny("rope", f"model.tied={tied}"))
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    peer = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=257, hidden_size=32, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         rms_norm_eps=1e-5, tie_word_embeddings=tied == "true", rope_theta=10_000.0)).eval()
     renamed = {".".join(LLAMA.get(part, part) for part in name.split(".")): weight
                for name, weight in model.state_dict().items()}
-    missing = theirs.load_state_dict(renamed, strict=False)
+    missing = peer.load_state_dict(renamed, strict=False)
     assert not missing.unexpected_keys
     assert missing.missing_keys == (["lm_head.weight"] if tied == "true" else [])
     x = tokens((2, 90))
-    torch.testing.assert_close(model(x), theirs(x).logits, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(model(x), peer(x).logits, atol=1e-3, rtol=1e-4)
 
 
 def test_gpt2s_block_is_one_config(tiny) -> None:
     transformers = pytest.importorskip("transformers")
     model = lively(tiny("learned", "model.norm=layernorm", "model.mlp=gelu", "model.bias=true",
                         "model.tied=true"))
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+    peer = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=257, n_positions=32, n_embd=32, n_layer=2, n_head=2, layer_norm_epsilon=1e-5)).eval()
     renamed = {}
     weights = model.state_dict()
-    for name in [n for n in weights if ".attention.q." in n]:       # theirs: q, k, v side by side, transposed
+    for name in [n for n in weights if ".attention.q." in n]:       # GPT-2: q, k, v in one, transposed
         parts = [weights.pop(name.replace(".q.", f".{part}.")) for part in "qkv"]
-        their_name = name.replace("blocks", "transformer.h").replace("attention.q", "attn.c_attn")
-        renamed[their_name] = torch.cat(parts).t()
+        peer_name = name.replace("blocks", "transformer.h").replace("attention.q", "attn.c_attn")
+        renamed[peer_name] = torch.cat(parts).t()
     for name, weight in weights.items():
         is_linear = ".attention.o." in name or ".mlp." in name
-        for ours, other in GPT2.items():
-            name = name.replace(f"{ours}.", f"{other}.") if f".{ours}." in f".{name}" else name
+        for name_here, name_there in GPT2.items():
+            name = name.replace(f"{name_here}.", f"{name_there}.") if f".{name_here}." in f".{name}" else name
         renamed[name] = weight.t() if is_linear else weight
-    missing = theirs.load_state_dict(renamed, strict=False)
+    missing = peer.load_state_dict(renamed, strict=False)
     assert not missing.unexpected_keys and missing.missing_keys == ["lm_head.weight"]
     x = tokens((2, 32))
-    torch.testing.assert_close(model(x), theirs(x).logits, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(model(x), peer(x).logits, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("mlp", "matrices"), [("swiglu", 3), ("gelu", 2), ("relu2", 2)])
@@ -132,7 +132,7 @@ def test_compiled_training_gives_the_same_loss(tiny) -> None:
 
 
 def test_rope_has_no_table_to_outgrow(tiny) -> None:
-    """Far positions are computed, not looked up: the same logits at 4096 as at zero, within fp32's angles."""
+    """Angles are computed, not looked up: equal logits at 4096 and at 0, within fp32 rounding."""
     model = lively(tiny("rope", "model.n_layer=1", "position.base=100"))
     x, at = tokens((1, 8)), torch.arange(8)
     assert rope.inv_freq(16, 100).max() == 1
@@ -152,7 +152,7 @@ def test_gelu_exact_is_x_times_the_normal_distribution(tiny) -> None:
     torch.testing.assert_close(mlp(x), mlp.down(up * torch.distributions.Normal(0, 1).cdf(up)))
 
 
-def test_grouped_heads_of_their_own_width_cost_what_they_should(tiny) -> None:
+def test_parameters_and_flops_with_grouped_heads_and_head_dim(tiny) -> None:
     config = tiny("rope", "model.n_head=6", "model.n_kv_head=2", "model.head_dim=10", "model.mlp=relu2")
     model, C, T, V = GPT(config), 32, 40, 257
     block = 2 * C * 60 + 2 * C * 20 + 2 * C * 4 * C

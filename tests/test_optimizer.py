@@ -8,13 +8,12 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding, lively
 from test_parallel import start_two, stop_in_the_middle
-from test_train import CPU, metrics, weights
+from test_train import metrics, run_loop, weights
 
 from config import Config, to_toml
-from data.loader import Corpus
 from model import GPT
-from runtime.optimizer import Muon, make_optimizer, orthogonal
-from train import learning_rate, take_step, train, update
+from runtime.optimizer import Muon, Together, make_optimizer, orthogonal
+from train import learning_rate, train
 
 
 @every_encoding
@@ -84,29 +83,27 @@ def test_orthogonal_takes_each_matrix_for_itself() -> None:
         torch.testing.assert_close(one.mT, orthogonal(alone.mT[None])[0], atol=0.02, rtol=0)
 
 
-def test_all_parameters_move_and_all_learning_rates_follow_the_schedule(tiny) -> None:
-    config = tiny("rope", "train.optimizer=muon", "train.steps=10")
-    model, state = lively(config), {"step": 0, "n_bad": 0}
-    optimizer = make_optimizer(model, config.train)
-    before = [p.clone() for p in model.parameters()]
-    for step in (0, 1, 9):
-        take_step(model, optimizer, Corpus(config.data.dir), config, state | {"step": step}, CPU, [], [], 1)
-        lr = learning_rate(step, config.train)
-        for groups in (optimizer.param_groups, *(part.param_groups for part in optimizer.parts)):
-            assert [group["lr"] for group in groups] == [lr] * len(groups)
+def test_all_parameters_move_and_all_learning_rates_follow_the_schedule(tiny, monkeypatch) -> None:
+    config, rates = tiny("rope", "train.optimizer=muon", "train.steps=10"), []
+    step_of_all = Together.step
+
+    def step(optimizer: Together) -> None:
+        rates.append({group["lr"] for part in (optimizer, *optimizer.parts) for group in part.param_groups})
+        step_of_all(optimizer)
+
+    monkeypatch.setattr(Together, "step", step)
+    before, model = lively(config).parameters(), run_loop(config).model
+    assert rates == [{learning_rate(step, config.train)} for step in range(10)]
     assert not any(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
 
 
 def test_a_step_that_is_not_finite_leaves_both_alone(tiny, monkeypatch) -> None:
-    config = tiny("rope", "train.optimizer=muon")
-    model = lively(config)
-    optimizer = make_optimizer(model, config.train)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    state = {"step": 0, "n_bad": 0}
-    monkeypatch.setattr("train.update", lambda *a: (update(*a)[0], torch.tensor(math.inf)))
-    take_step(model, optimizer, Corpus(config.data.dir), config, state, CPU, [], [], 1)
-    assert state["n_bad"] == 1 and not optimizer.state
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    config = tiny("rope", "train.optimizer=muon", "train.steps=1")
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    run = run_loop(config)
+    assert run.state["n_bad"] == 1 and not run.optimizer.state
+    before, after = lively(config).state_dict(), run.model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def assert_nearly_equal_runs(a: Path, b: Path, step: int) -> None:

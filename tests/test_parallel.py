@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, lively, tokens
 from test_train import assert_equal_runs, metrics, weights
 
+import eval as eval_command
 from config import Config, to_toml
 from data.loader import Corpus
 from evaluation import protocols as eval_module
@@ -32,8 +33,9 @@ STEPS = 40
 def train_as_on_a_gpu(folder: Path) -> str:
     """A script that is train.py as on a GPU: the loss in chunks of 16 rows, updates decided on the device."""
     path = folder / "train_as_on_a_gpu.py"
-    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport loss, train\n"
-                    "loss.MAX_LOGITS, train.runs_ahead = 16 * 257, lambda *_: True\n"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
+                    "from runtime import loss\n"
+                    "loss.MAX_LOGITS, train.skips_on_device = 16 * 257, lambda *_: True\n"
                     "sys.exit(train.main())\n")
     return str(path)
 
@@ -135,17 +137,16 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
     """Bit for bit: each of 3 simulated ranks fills in its batches, and their sums are added in one order."""
     config = tiny("rope", "train.val_windows=10")                       # batches of 4, 4 and 2
     model, corpus = lively(config), Corpus(config.data.dir)
-    lengths = torch.ones(257, dtype=torch.int64)
     cpu = torch.device("cpu")
-    alone = validate(model, corpus, lengths, config, Process(cpu))
+    alone = validate(model, corpus, config, Process(cpu))
     monkeypatch.setattr(parallel, "any_signal", lambda *_: 0)
     for size in (2, 3, 4):
         shares: list[torch.Tensor] = []
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, to=shares: to.append(sums) or sums + 1)
         for rank in range(size):
-            validate(model, corpus, lengths, config, Process(cpu, rank, size))
+            validate(model, corpus, config, Process(cpu, rank, size))
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
-        assert validate(model, corpus, lengths, config, Process(cpu, 0, size)) == alone
+        assert validate(model, corpus, config, Process(cpu, 0, size)) == alone
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -174,16 +175,17 @@ def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) 
 
 EVALUATE = """
 import os, sys, eval
+from evaluation import protocols
 from runtime.command import run_command
-eval.TOKENS_PER_FORWARD, mistake = 2100, sys.argv.pop()
+protocols.TOKENS_PER_FORWARD, mistake = 2100, sys.argv.pop()
 sys.argv[-1] = sys.argv[-1].replace("RANK", os.environ["RANK"])
-losses, calls = eval.token_losses, []
+losses, calls = protocols.token_losses, []
 def counted(*arguments):
     calls.append(1)
     if mistake == "True" and os.environ["RANK"] == "1" and len(calls) == 3:
         raise RuntimeError("can't allocate memory")
     return losses(*arguments)
-eval.token_losses = counted
+protocols.token_losses = counted
 try:
     run_command(eval.main)
 finally:
@@ -211,7 +213,7 @@ def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, 
     monkeypatch.setattr(sys, "argv", ["eval.py", *arguments, "--json", str(tmp_path / "one.json")])
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)            # as the two have: it may decide in which order a product is summed
-    eval_module.main()
+    eval_command.main()
     torch.set_num_threads(n_threads)
     (out, errors), (silent, others) = (process.communicate(timeout=60) for process in together)
     assert [process.returncode for process in together] == [0, 0], errors + others

@@ -1,4 +1,4 @@
-"""Laws that every encoding obeys: those in the registry, so a new one by itself, and one from outside."""
+"""Laws that every encoding obeys: all in the registry, also new ones, and one that widens q and k."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_the_future_cannot_leak(name: str, tiny) -> None:
 
 
 @every_encoding
-def test_relative_encodings_see_distances_alone_and_others_do_not(name: str, tiny) -> None:
+def test_only_relative_encodings_ignore_a_shift_of_all_positions(name: str, tiny) -> None:
     model = lively(tiny(name)).double()
     x, at = tokens((2, 20)), torch.arange(20)
     change = (model(x, positions=at + 11) - model(x, positions=at)).abs().max()
@@ -62,7 +62,7 @@ def test_cached_decoding_equals_the_full_forward(name: str, tiny) -> None:
 
 @every_encoding
 def test_positions_may_skip(name: str, tiny) -> None:
-    """Positions are given, not an index: cached decoding with gaps equals the full forward with the same."""
+    """With gaps between positions, cached decoding equals the full forward."""
     model = lively(tiny(name))
     x, at = tokens((1, 10)), torch.tensor([0, 1, 2, 9, 10, 11, 20, 21, 29, 31])
     cache = model.new_cache()
@@ -98,7 +98,7 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
     turned_q, turned_k = encoding.rotate(q, k, at)
     logits = torch.einsum("bhid,bhjd->bhij", turned_q, turned_k) / math.sqrt(16)
     i, j = torch.arange(24)[:, None], torch.arange(24)
-    mask = (j <= i) & (i - j < (window or 99))                          # W keys, the query's own among them
+    mask = (j <= i) & (i - j < (window or 99))                          # W keys, the query's own included
     logits = encoding.scores(logits.masked_fill(~mask, -torch.inf), q, k, at)
     expected = torch.einsum("bhij,bhjd->bhid", logits.exp() / logits.exp().sum(-1, keepdim=True), v)
     # blocks of 5 rows, the last one shorter
@@ -111,8 +111,8 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
 
 
 @every_encoding
-def test_windows_decode_from_the_cache_and_reach_no_further(name: str, tiny) -> None:
-    """Two layers of window 5: a token moves the logits of itself and the next 8, and of no other."""
+def test_windows_limit_how_far_a_token_acts_and_decode_from_the_cache(name: str, tiny) -> None:
+    """With two layers of window 5 a token changes its own logits and those of the next 8, no others."""
     model = lively(tiny(name, "model.window=5"))
     x = tokens((1, 30))
     whole = model(x)
@@ -126,7 +126,7 @@ def test_windows_decode_from_the_cache_and_reach_no_further(name: str, tiny) -> 
     assert (lively(tiny(name, "model.window=32"))(x) - lively(tiny(name))(x)).abs().max() < 1e-4
 
 
-def test_every_kth_layer_is_full_or_without(tiny) -> None:
+def test_every_kth_layer_has_no_window_or_no_encoding(tiny) -> None:
     config = tiny("rope", "model.n_layer=5", "model.window=4", "model.full_every=2", "position.skip_every=3")
     model = lively(config)
     assert [block.attention.window for block in model.blocks] == [4, None, 4, None, 4]
@@ -134,7 +134,7 @@ def test_every_kth_layer_is_full_or_without(tiny) -> None:
 
 
 def two_dogs(name: str, tiny, *overrides: str) -> float:
-    """How far apart the outputs at both dogs of "The dog chased another dog" are, without a causal mask."""
+    """Difference of the outputs at both dogs of "The dog chased another dog", without a causal mask."""
     model = lively(tiny(name, *overrides)).double()
     for block in model.blocks:
         block.attention.is_causal = False
@@ -144,12 +144,12 @@ def two_dogs(name: str, tiny, *overrides: str) -> float:
 
 
 @every_encoding
-def test_order_is_seen_only_through_the_encoding(name: str, tiny) -> None:
+def test_without_a_causal_mask_only_the_encoding_shows_the_order(name: str, tiny) -> None:
     distance = two_dogs(name, tiny)
     assert distance < 1e-12 if name == "none" else distance > 1e-5
 
 
-def test_no_mask_and_no_encoding_make_a_bag_of_words(tiny) -> None:
+def test_without_mask_and_encoding_the_model_is_permutation_equivariant(tiny) -> None:
     model = lively(tiny("none"))
     for block in model.blocks:
         block.attention.is_causal = False
@@ -175,7 +175,7 @@ def test_nothing_derived_enters_a_checkpoint(name: str, tiny) -> None:
 
 
 @every_encoding
-def test_equal_seeds_give_equal_other_weights(name: str, tiny) -> None:
+def test_equal_seeds_give_equal_weights_except_the_encodings(name: str, tiny) -> None:
     torch.manual_seed(0)
     model = GPT(tiny(name))
     torch.manual_seed(0)
@@ -191,7 +191,7 @@ def test_every_encoding_has_a_config(name: str) -> None:
 
 
 @every_encoding
-def test_every_encoding_says_what_it_is(name: str) -> None:
+def test_every_encoding_and_option_is_documented(name: str) -> None:
     """Its docstring and its options' descriptions are what --help and the field guide show."""
     assert (ENCODINGS[name].__doc__ or "").strip(), f"{ENCODINGS[name].__name__} needs a docstring"
     for key, field in ENCODINGS[name].Options.model_fields.items():
@@ -199,7 +199,7 @@ def test_every_encoding_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(("layers", "rotated"), [("all", [0, 1, 2]), ("first", [0]), ("[0, 2]", [0, 2])])
-def test_layers_choose_where_it_acts(layers: str, rotated: list[int], tiny, monkeypatch) -> None:
+def test_the_encoding_acts_in_the_chosen_layers(layers: str, rotated: list[int], tiny, monkeypatch) -> None:
     model = lively(tiny("rope", "model.n_layer=3", f"position.layers={layers}"))
     calls = []
     turn = rope.turn
@@ -224,7 +224,7 @@ def test_first_layer_only_differs_from_all_and_none(tiny) -> None:
     assert all((a - b).abs().max() > 1e-2 for a, b in ((outputs[0], outputs[1]), (outputs[1], outputs[2])))
 
 
-def test_learned_refuses_what_it_never_saw(tiny) -> None:
+def test_learned_refuses_positions_beyond_its_table(tiny) -> None:
     model = lively(tiny("learned"))
     assert model.encoding.max_length == 32
     for arguments in ({"tokens": tokens((1, 33))},
@@ -233,7 +233,7 @@ def test_learned_refuses_what_it_never_saw(tiny) -> None:
             model(**arguments)
 
 
-def test_learned_starts_as_small_as_the_tokens(tiny) -> None:
+def test_learned_starts_with_the_scale_of_the_token_embeddings(tiny) -> None:
     model = GPT(tiny("learned"))
     assert 0.9 < model.encoding.table.weight.std() / model.embedding.weight.std() < 1.1
 
@@ -261,15 +261,15 @@ def test_sinusoidal_is_the_papers_table(layout: str, tiny) -> None:
 def test_alibi_slopes_are_bloom_and_mpt_slopes(n_head: int) -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
-    ours = torch.tensor(ALiBi.slopes(n_head))
+    found = torch.tensor(ALiBi.slopes(n_head))
     at = torch.arange(50)
-    theirs = bloom.build_alibi_tensor(torch.ones(1, 50), n_head,
+    peer = bloom.build_alibi_tensor(torch.ones(1, 50), n_head,
                                       torch.float32).view(n_head, 50)   # slope * key
-    torch.testing.assert_close(ours[:, None] * at, theirs, atol=1e-5, rtol=1e-5)
-    if n_head & (n_head - 1) == 0 or n_head == 12:                      # MPT orders the others differently
-        theirs = mpt.build_mpt_alibi_tensor(n_head, 50).view(n_head, 50)
-        torch.testing.assert_close(ours.sort().values[:, None] * (at - 49),
-                                   theirs[theirs[:, 0].argsort(descending=True)], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[:, None] * at, peer, atol=1e-5, rtol=1e-5)
+    if n_head & (n_head - 1) == 0 or n_head == 12:                      # MPT orders others differently
+        peer = mpt.build_mpt_alibi_tensor(n_head, 50).view(n_head, 50)
+        torch.testing.assert_close(found.sort().values[:, None] * (at - 49),
+                                   peer[peer[:, 0].argsort(descending=True)], atol=1e-5, rtol=1e-5)
 
 
 GROUPED = ("model.n_head=4", "model.head_dim=12")       # 4 x 12 is not n_embd = 32
@@ -279,7 +279,7 @@ GROUPED = ("model.n_head=4", "model.head_dim=12")       # 4 x 12 is not n_embd =
 @pytest.mark.parametrize("n_kv_head", [1, 2])
 def test_grouped_queries_are_heads_with_repeated_keys_and_values(name: str, n_kv_head: int, tiny,
                                                                  monkeypatch) -> None:
-    """Neighbouring heads of queries share a head of keys and values, on all paths, and so does the cache."""
+    """Neighbouring query heads share a head of keys and values, on all paths and in the cache."""
     monkeypatch.setattr(attention, "FUSE_FROM", 20)
     grouped = lively(tiny(name, *GROUPED, f"model.n_kv_head={n_kv_head}")).double()
     plain = GPT(tiny(name, *GROUPED)).eval().double()
@@ -303,5 +303,5 @@ def test_every_parameter_of_grouped_heads_learns(name: str, tiny) -> None:
     model = lively(tiny(name, *GROUPED, "model.n_kv_head=2", "model.qkv_bias=true")).train()
     model(tokens((2, 32)), tokens((2, 32), 1)).backward()
     for n, p in model.named_parameters():
-        # a bias of k moves all keys of a row alike: the softmax of some encodings does not see it
+        # a bias of k adds a constant to each row of logits under some encodings: the softmax ignores it
         assert p.grad is not None and ((p.grad != 0).any() or n.endswith("k.bias")), n

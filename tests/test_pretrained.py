@@ -20,7 +20,7 @@ from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from evaluation import protocols as eval_command
 from evaluation.extension import EXTENSIONS, extended, parse
-from evaluation.protocols import open_text
+from evaluation.windows import open_text
 from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables, read_tables
@@ -343,7 +343,7 @@ def test_init_from_another_model_is_refused_by_what_differs(saved: Saved, tmp_pa
         key = override.split("=")[0]
         with pytest.raises(UserError) as caught:
             train(config, [])
-        assert key in caught.value.problems[0] and "its model is another" in caught.value.problems[0]
+        assert key in caught.value.problems[0] and "its model differs" in caught.value.problems[0]
     wrong = changed(folder, tmp_path / "wrong", model_type="mamba")
     path.write_text(f'[data]\ndir = "{corpus_dir}"\n[train]\ninit_from = "{wrong}"\nstep = 1\n')
     with pytest.raises(UserError) as caught:

@@ -1,4 +1,4 @@
-"""Probes: what is scored is what was repeated or asked for, wherever it lies."""
+"""Probes: exactly the repeated or requested tokens are scored, wherever they are."""
 
 from pathlib import Path
 
@@ -12,14 +12,15 @@ from data.passkey import passkey_document, shortest
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer, load_tokenizer
 from evaluation import probes
-from evaluation.protocols import Evaluation, open_text
+from evaluation.protocols import Evaluation, Settings
+from evaluation.windows import open_text
 
 BYTES = ByteTokenizer()
 
 
 def evaluation(model, config, corpus_dir: Path, protocols, lengths=(16, 32, 64, 128)) -> Evaluation:
-    return Evaluation(model, open_text(None, str(corpus_dir), BYTES), BYTES, config, protocols, lengths, 8, 8,
-                      256, 0)
+    settings = Settings(protocols, lengths, max(lengths), 8, 8, 256)
+    return Evaluation(model, config, BYTES, open_text(None, str(corpus_dir), BYTES), settings)
 
 
 @pytest.mark.parametrize("length", [32, 33, 64, 200])
@@ -69,13 +70,12 @@ def test_losses_at_are_those_of_the_tokens_named() -> None:
 
 
 def test_a_copying_model_gains_from_the_first_copy(tiny, corpus_dir: Path) -> None:
-    """Its loss on shuffled text falls at the second copy, at every distance, and the record says so."""
+    """Its loss on shuffled text falls at the second copy, at every distance, and so does the record's."""
     config = tiny()
     found = evaluation(lively(config), config, corpus_dir, ["copy"])
     rng = np.random.default_rng(0)
     found.text = found.text._replace(documents=[rng.permutation(256) for _ in found.text.documents])
     found.ends = [(0, 256), (1, 256)]
-    found.longest = 128
     found.model = Copying()
     rng_free = [stretch[128:] for stretch in found.text.documents[:2]]
     records = list(found._repeated("copy", rng_free))
@@ -94,7 +94,7 @@ def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path, 
     assert len(taken) == len(found.ends)
     for stretch, (d, _) in zip(taken, found.ends, strict=True):
         text = bytes(found.text.documents[d][1:].astype(np.uint8))
-        assert len(stretch) == found.longest and set(stretch.tolist()) <= set(text)
+        assert len(stretch) == found.settings.longest and set(stretch.tolist()) <= set(text)
         assert bytes(stretch[:16].astype(np.uint8)) not in text
 
 

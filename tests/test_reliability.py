@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from test_security import everything, rehash_corpus
 from test_train import assert_equal_runs, metrics, stop_after, weights
 
+import eval as eval_command
 import train as train_module
 from config import Config, to_toml
 from data.loader import Corpus
@@ -29,6 +30,7 @@ from model import GPT
 from runtime import checkpoint, files
 from runtime.command import run_command
 from runtime.errors import UserError
+from runtime.optimizer import make_optimizer
 from train import train
 
 
@@ -193,7 +195,7 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_used(name: str, damage
     path = run_dir / "checkpoints" / "00000012" / name
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     before, model = everything(run_dir), lively(config)
-    state = checkpoint.load_newest(run_dir, model, train_module.make_optimizer(model, config.train))
+    state = checkpoint.load_newest(run_dir, model, make_optimizer(model, config.train))
     assert state["step"] == 8
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in weights(run_dir, 8).items()
                if key in model.state_dict())
@@ -282,7 +284,7 @@ def test_a_full_or_read_only_disk_is_one_line_and_costs_nothing(place: str, n: i
             patch.setattr(Path, "open", open_or_fail)
         error = one_error(lambda: train(config, []), capsys)
     assert os.strerror(number).lower() in error and str(run_dir) in error
-    remedies = {errno.ENOSPC: "free some space and give the same command again", errno.EROFS: "writable"}
+    remedies = {errno.ENOSPC: "free some space and run the same command again", errno.EROFS: "writable"}
     assert remedies[number] in error
     model = lively(config)
     assert checkpoint.load_newest(run_dir, model)["step"] >= 4
@@ -333,7 +335,7 @@ def spoiled(steps: set[int], kind: str) -> Callable:
 @pytest.mark.parametrize("kind", ["loss", "infinite loss", "gradient"])
 def test_an_update_that_is_not_finite_is_not_applied(kind: str, is_ahead: bool, tiny, tmp_path: Path,
                                                      monkeypatch, capsys) -> None:
-    monkeypatch.setattr(train_module, "runs_ahead", lambda *_: is_ahead)    # the optimiser leaves it out then
+    monkeypatch.setattr(train_module, "skips_on_device", lambda *_: is_ahead)    # AdamW skips it
     config = tiny("rope", "run.save_every=1", "run.keep=99", "run.log_every=4", "train.max_bad_steps=3")
     monkeypatch.setattr(GPT, "forward", spoiled({5, 6, 9}, kind))
     assert train(config, []) == 0
@@ -359,7 +361,7 @@ def test_an_update_that_is_not_finite_is_not_applied(kind: str, is_ahead: bool, 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 def test_too_many_bad_steps_in_a_row_end_training_with_3(kind: str, is_ahead: bool, tiny, tmp_path: Path,
                                                          monkeypatch, capsys) -> None:
-    monkeypatch.setattr(train_module, "runs_ahead", lambda *_: is_ahead)
+    monkeypatch.setattr(train_module, "skips_on_device", lambda *_: is_ahead)
     config = tiny("rope", "train.max_bad_steps=3", f"run.log_every={9 if is_ahead else 1}")
     monkeypatch.setattr(GPT, "forward", spoiled({2, 3, 6, 7, 8}, kind))     # 2 in a row do not
     assert train(config, []) == 3
@@ -376,7 +378,7 @@ def test_too_many_bad_steps_in_a_row_end_training_with_3(kind: str, is_ahead: bo
 def test_bad_steps_are_counted_through_a_resume(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
     config = tiny("rope", "train.max_bad_steps=4", "run.save_every=100")
     monkeypatch.setattr(GPT, "forward", spoiled(set(range(5, 99)), "loss"))
-    assert train(config, stop_after(2 * 6)) == 130          # looked at twice a step: in step 6
+    assert train(config, stop_after(2 * 6 + 1)) == 130      # two looks a step: after step 6
     assert checkpoint.newest(tmp_path / "run").name == "00000006"
     monkeypatch.setattr(GPT, "forward", spoiled(set(range(1, 99)), "loss"))
     assert train(config, []) == 3
@@ -434,7 +436,11 @@ def test_a_signal_in_any_phase_saves_and_the_same_command_goes_on(phase: str, sa
     assert_equal_runs(tmp_path / "run", tmp_path / "straight", 12)
 
 
-def test_killed_after_a_half_done_step_was_done(tiny, tmp_path: Path, monkeypatch) -> None:
+def raise_interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_kill_after_a_resume_that_wrote_a_line_ends_bit_equal(tiny, tmp_path: Path, monkeypatch) -> None:
     """Its line is written again by the next start, and stands once."""
     options = ("run.save_every=100", "train.val_windows=16")
     assert train(tiny("rope", *options, f"run.dir={tmp_path / 'straight'}"), []) == 0
@@ -443,7 +449,7 @@ def test_killed_after_a_half_done_step_was_done(tiny, tmp_path: Path, monkeypatc
         signalled_in("evaluation", stop, patch, signal.SIGTERM)
         assert train(tiny("rope", *options), stop) == 143
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train_module, "take_step", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(train_module, "micro_batches", raise_interrupt)
         train(tiny("rope", *options), [])
     assert [line["step"] for line in metrics(tmp_path / "run")][-1] == 6
     assert train(tiny("rope", *options), []) == 0
@@ -484,6 +490,8 @@ def test_ctrl_c_while_a_command_starts_shows_no_traceback(script: str) -> None:
     time.sleep(0.25)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
+    if "Fatal Python error: init" in err:
+        pytest.skip("the interpreter itself was still starting")
     assert "Traceback" not in err and out == "" and err.count("\n") <= 1
     assert process.returncode in (-signal.SIGINT, 130, 2)
 
@@ -493,7 +501,7 @@ def test_ctrl_c_in_a_command_is_one_line_and_130(two_checkpoints, monkeypatch, c
     monkeypatch.setattr(eval_module, "token_losses", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as caught:
-        run_command(eval_module.main)
+        run_command(eval_command.main)
     signal.signal(signal.SIGINT, handler)
     assert caught.value.code == 130
     assert capsys.readouterr().err.splitlines()[-1] == "stopped by SIGINT"

@@ -151,21 +151,21 @@ def test_parity_with_transformers() -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     from transformers import LlamaConfig
 
-    theirs = llama.LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * D, num_attention_heads=4, head_dim=D))
+    peer = llama.LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * D, num_attention_heads=4, head_dim=D))
     at = torch.randint(100_000, (2, 50), generator=torch.Generator().manual_seed(0))
     q, k = vectors(2, 4, 50, D, dtype=torch.float32), vectors(2, 4, 50, D, seed=1, dtype=torch.float32)
-    expected = llama.apply_rotary_pos_emb(q, k, *theirs(q, at))
+    expected = llama.apply_rotary_pos_emb(q, k, *peer(q, at))
     a = rope.angles(at[:, None], rope.inv_freq(D))
-    for ours, other in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(rope.rotate(ours, a), other, atol=1e-5, rtol=1e-5)
+    for found, other in zip((q, k), expected, strict=True):
+        torch.testing.assert_close(rope.rotate(found, a), other, atol=1e-5, rtol=1e-5)
 
 
 def test_parity_with_rotary_embedding_torch() -> None:
     module = pytest.importorskip("rotary_embedding_torch")
-    theirs = module.RotaryEmbedding(D)
+    peer = module.RotaryEmbedding(D)
     at = torch.randint(100_000, (50,), generator=torch.Generator().manual_seed(0))
     x = vectors(2, 4, 50, D, dtype=torch.float32)
-    expected = module.apply_rotary_emb(theirs(at), x)
+    expected = module.apply_rotary_emb(peer(at), x)
     torch.testing.assert_close(rope.rotate(x, rope.angles(at, rope.inv_freq(D)), "interleaved"), expected,
                                atol=1e-5, rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""RoPE over positions with two axes: two ordinary RoPEs side by side, whatever hands the positions in."""
+"""RoPE over positions with two axes: two ordinary RoPEs, each on half of the pairs."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ layouts = pytest.mark.parametrize("layout", rope.LAYOUTS)
 
 
 def grid(seed: int = 0, batch: int = 1) -> torch.Tensor:
-    """Positions (batch, T, 2) in no order."""
+    """Random positions (batch, T, 2)."""
     return torch.randint(0, 50, (batch, T, 2), generator=torch.Generator().manual_seed(seed))
 
 
@@ -59,7 +59,7 @@ def test_logits_depend_on_the_difference_along_each_axis_alone(layout: str, tiny
     assert (model(x, positions=at.flip(-1)) - plain).abs().max() > 1e-2
 
 
-def test_one_axis_stands_for_both(tiny) -> None:
+def test_positions_with_one_axis_are_used_for_both(tiny) -> None:
     model = lively(tiny("rope_2d"))
     x, at = tokens((2, T)), torch.arange(T)
     plain = model(x)
@@ -79,7 +79,7 @@ def test_cached_decoding_equals_the_full_forward(tiny) -> None:
 
 
 def test_chatglms_answer_keeps_one_axis_and_advances_the_other(tiny) -> None:
-    """ChatGLM-6B: the text at (0 ... n - 1, 0), the answer at (n - 1, 1 ...); each sequence on its own n."""
+    """ChatGLM-6B: the text at (0 ... n - 1, 0), the answer at (n - 1, 1 ...); n differs in each sequence."""
     model = lively(tiny("rope_2d"))
     x = tokens((2, T))
     at = torch.zeros(2, T, 2, dtype=torch.long)

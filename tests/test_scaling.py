@@ -22,7 +22,7 @@ factors = pytest.mark.parametrize("factor", [1.0, 1.5, 2.0, 4.0, 64.0])
 
 
 def make(method: str, factor: float = 4.0, dim: int = 16, **options) -> Scaling:
-    """The method with what it requires."""
+    """The method with its required options."""
     required = {"longrope": {"short_factor": [1.0] * (dim // 2), "long_factor": [factor] * (dim // 2)},
                 "base": {"base": BASE * factor}}.get(method, {})
     given = required | options | ({} if method == "base" else {"factor": factor})
@@ -31,7 +31,7 @@ def make(method: str, factor: float = 4.0, dim: int = 16, **options) -> Scaling:
 
 def frequencies(scaling: Scaling, dim: int = 16, base: float = BASE, length: int = L,
                 T: int = L) -> tuple[torch.Tensor, float]:
-    """At T tokens after a training at `length`."""
+    """Frequencies and factor at T tokens after training at `length`."""
     return scaling.frequencies(dim, base, length, torch.arange(T)[None])
 
 
@@ -58,10 +58,10 @@ def test_what_depends_on_the_length_begins_above_the_original_length(factor: flo
         longer = frequencies(scaling, T=L + 1)[0]
         assert (longer < plain)[1:].all()
         two_keys = scaling.frequencies(16, BASE, L, torch.tensor([[0, L]]))[0]
-        assert torch.equal(two_keys, longer)                            # the largest position, not the number
-        told = scaling.model_copy(update={"original_length": 100})
-        assert torch.equal(frequencies(told, T=100)[0], plain)
-        assert not torch.equal(frequencies(told, T=101)[0], plain)
+        assert torch.equal(two_keys, longer)                            # by the largest position
+        changed = scaling.model_copy(update={"original_length": 100})
+        assert torch.equal(frequencies(changed, T=100)[0], plain)
+        assert not torch.equal(frequencies(changed, T=101)[0], plain)
 
 
 def test_the_dynamic_base_is_the_base_up_to_the_original_length() -> None:
@@ -73,10 +73,10 @@ def test_the_dynamic_base_is_the_base_up_to_the_original_length() -> None:
 
 
 @pytest.mark.parametrize("method", ["yarn", "llama3"])
-def test_the_given_original_length_goes_before_that_of_the_training(method: str) -> None:
-    ours = frequencies(make(method, original_length=2048), 64, length=128)[0]
-    assert torch.equal(ours, frequencies(make(method), 64, length=2048)[0])
-    assert not torch.equal(ours, frequencies(make(method), 64, length=128)[0])
+def test_original_length_overrides_the_training_length(method: str) -> None:
+    found = frequencies(make(method, original_length=2048), 64, length=128)[0]
+    assert torch.equal(found, frequencies(make(method), 64, length=2048)[0])
+    assert not torch.equal(found, frequencies(make(method), 64, length=128)[0])
 
 
 @shapes
@@ -93,7 +93,7 @@ def test_ntk_keeps_the_fastest_pair_and_slows_the_slowest_as_pi(dim: int, base: 
 
 
 def ramp(i: int, dim: int, base: float, length: int, fast: float, slow: float) -> float:
-    """How much of pair i is interpolated, from the turns that it makes (YaRN's, without rounding)."""
+    """The share of pair i that is interpolated, from its number of turns (YaRN without rounding)."""
     low, high = (dim * math.log(length / (2 * math.pi * r)) / (2 * math.log(base)) for r in (fast, slow))
     return min(1.0, max(0.0, (i - low) / (high - low)))
 
@@ -105,20 +105,20 @@ def test_yarn_is_the_formula(dim: int, base: float, length: int, factor: float) 
     scaling = YaRN(factor=factor, truncate=False, beta_fast=8.0, beta_slow=2.0)
     f, attention_factor = frequencies(scaling, dim, base, length)
     assert attention_factor == pytest.approx(0.1 * math.log(factor) + 1)
-    told = scaling.model_copy(update={"attention_factor": 1.25})
-    assert frequencies(told, dim, base, length)[1] == 1.25
-    for i, ours in enumerate(f.tolist()):
+    changed = scaling.model_copy(update={"attention_factor": 1.25})
+    assert frequencies(changed, dim, base, length)[1] == 1.25
+    for i, found in enumerate(f.tolist()):
         plain = base ** (-2 * i / dim)
         turns = length * plain / (2 * math.pi)
         g = ramp(i, dim, base, length, 8.0, 2.0)
-        assert ours == pytest.approx((1 - g) * plain + g * plain / factor, rel=1e-5)
-        assert ours == pytest.approx(plain, rel=1e-6) if turns >= 8 else True
-        assert ours == pytest.approx(plain / factor, rel=1e-6) if turns <= 2 else True
+        assert found == pytest.approx((1 - g) * plain + g * plain / factor, rel=1e-5)
+        assert found == pytest.approx(plain, rel=1e-6) if turns >= 8 else True
+        assert found == pytest.approx(plain / factor, rel=1e-6) if turns <= 2 else True
 
 
 @pytest.mark.parametrize("truncate", [True, False])
 def test_yarn_at_its_ends(truncate: bool) -> None:
-    """All pairs faster than beta_fast: RoPE (transformers: PI); all slower: PI but for pair 0."""
+    """All pairs faster than beta_fast: RoPE (in transformers PI). All slower: PI, except pair 0."""
     all_fast = YaRN(factor=4.0, beta_fast=2e-4, beta_slow=1e-4, truncate=truncate)
     plain = rope.inv_freq(16, 500.0)
     assert torch.equal(frequencies(all_fast, 16, 500.0, 4096)[0], plain)
@@ -133,7 +133,7 @@ def test_llama3_is_the_formula(dim: int, base: float, length: int, factor: float
     f, attention_factor = frequencies(Llama3(factor=factor, low_freq_factor=2.0, high_freq_factor=6.0),
                                       dim, base, length)
     assert attention_factor == 1
-    for i, ours in enumerate(f.tolist()):
+    for i, found in enumerate(f.tolist()):
         plain = base ** (-2 * i / dim)
         wavelength = 2 * math.pi / plain
         if wavelength < length / 6:
@@ -143,7 +143,7 @@ def test_llama3_is_the_formula(dim: int, base: float, length: int, factor: float
         else:
             smooth = (length / wavelength - 2) / (6 - 2)
             expected = (1 - smooth) * plain / factor + smooth * plain
-        assert ours == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_longrope_divides_by_the_given_factors() -> None:
@@ -160,7 +160,7 @@ def test_another_base_is_another_base() -> None:
 
 
 @pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3"])
-def test_a_longer_context_never_turns_further_or_faster(method: str) -> None:
+def test_no_method_rotates_further_or_faster_than_in_training(method: str) -> None:
     """No pair turns faster than trained; no pair slower than PI's; the slowest reaches no angle beyond L."""
     plain = rope.inv_freq(64)
     for factor in (2.0, 8.0):
@@ -186,9 +186,9 @@ def transformers(method: str, dim: int, base: float, length: int, T: int | None 
     return functions[method](config, torch.device("cpu"), seq_len=T)
 
 
-def assert_equal(ours: tuple[torch.Tensor, float], theirs: tuple[torch.Tensor, float]) -> None:
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=0)
-    assert ours[1] == pytest.approx(theirs[1], rel=1e-12)
+def assert_equal(found: tuple[torch.Tensor, float], peer: tuple[torch.Tensor, float]) -> None:
+    torch.testing.assert_close(found[0], peer[0], rtol=1e-6, atol=0)
+    assert found[1] == pytest.approx(peer[1], rel=1e-12)
 
 
 @shapes
@@ -222,11 +222,11 @@ def test_parity_with_transformers(dim: int, base: float, length: int, factor: fl
 def test_parity_with_rotary_embedding_torch(dim: int, base: float, factor: float) -> None:
     module = pytest.importorskip("rotary_embedding_torch")
     at = torch.arange(0, 2000, 37)
-    theirs = module.RotaryEmbedding(dim, theta=base, theta_rescale_factor=factor).freqs
-    ours = frequencies(NTK(factor=factor), dim, base)[0]
-    torch.testing.assert_close(ours, theirs.detach(), rtol=2e-6, atol=0)
-    theirs = module.RotaryEmbedding(dim, theta=base, interpolate_factor=factor)
-    angle = theirs(theirs.get_seq_pos(2000, torch.device("cpu"), torch.float32))[at][:, ::2].detach()
+    peer = module.RotaryEmbedding(dim, theta=base, theta_rescale_factor=factor).freqs
+    found = frequencies(NTK(factor=factor), dim, base)[0]
+    torch.testing.assert_close(found, peer.detach(), rtol=2e-6, atol=0)
+    peer = module.RotaryEmbedding(dim, theta=base, interpolate_factor=factor)
+    angle = peer(peer.get_seq_pos(2000, torch.device("cpu"), torch.float32))[at][:, ::2].detach()
     torch.testing.assert_close(rope.angles(at, frequencies(PI(factor=factor), dim, base)[0]), angle,
                                rtol=1e-5, atol=0)
 
@@ -238,7 +238,7 @@ def test_parity_with_rotary_embedding_torch(dim: int, base: float, factor: float
 @methods
 @pytest.mark.parametrize("name", ["rope", "p_rope", "xpos"])
 def test_a_trained_model_takes_another_scaling(method: str, name: str, tiny) -> None:
-    """Nothing of it is in the checkpoint: setting it equals building the model with it; None takes it off."""
+    """It is not in the checkpoint: setting it equals building the model with it; None removes it."""
     scaling = make(method)
     written = to_toml(load_config_with(tiny, name, scaling)).splitlines()
     assert any(line.startswith(f'scaling = {{ method = "{method}"') for line in written)
@@ -271,7 +271,7 @@ def test_factor_1_gives_the_same_logits(method: str, name: str, tiny) -> None:
 
 @methods
 def test_cos_and_sin_alone_carry_the_factor_and_the_frequencies(method: str, tiny) -> None:
-    """Partial rotary: R channels are turned at R's frequencies and multiplied, the rest passes as it is."""
+    """Partial rotary: R channels rotate at the frequencies for R and are scaled; the rest is unchanged."""
     model = lively(tiny("rope", "position.fraction=0.5"))
     model.encoding.scaling = scaling = make(method, 4.0, dim=8)
     at = torch.arange(3 * L)[None]
@@ -303,7 +303,7 @@ def test_cached_decoding_equals_the_full_forward(method: str, name: str, tiny) -
 
 
 @pytest.mark.parametrize("method", ["dynamic_ntk", "longrope"])
-def test_each_decoding_step_turns_all_keys_for_the_length_of_then(method: str, tiny) -> None:
+def test_each_decoding_step_rotates_all_keys_for_the_current_length(method: str, tiny) -> None:
     """In one layer a step equals the last row of a full forward of its length, also across L.
 
     In two it does not beyond L: what the second layer's keys are made of saw earlier frequencies.
@@ -320,7 +320,7 @@ def test_each_decoding_step_turns_all_keys_for_the_length_of_then(method: str, t
 
 
 def test_only_those_that_depend_on_the_length_read_the_positions() -> None:
-    """Reading them waits for the device; a tensor without values stands for one that would."""
+    """Reading positions waits for the device; here the meta device, without values, makes it an error."""
     for method in SCALINGS:
         k_pos = torch.empty(1, 100, dtype=torch.long, device="meta")
         if method in ("dynamic_ntk", "longrope"):
@@ -350,7 +350,7 @@ def test_configs_survive_the_round_trip(method: str, tiny, tmp_path: Path) -> No
     assert torch.equal(*(lively(c)(tokens((1, 100))) for c in (config, load_config(path))))
 
 
-def test_a_table_of_its_own_will_do_and_is_replaced_whole(tiny, tmp_path: Path) -> None:
+def test_scaling_may_be_a_table_and_an_override_replaces_all_of_it(tiny, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text('[data]\ndir = "x"\n[position]\nencoding = "rope"\n[position.scaling]\nmethod = "yarn"\n'
                     "factor = 4.0\nbeta_fast = 8.0\n")
@@ -361,7 +361,7 @@ def test_a_table_of_its_own_will_do_and_is_replaced_whole(tiny, tmp_path: Path) 
     assert load_config(child, ["position.encoding=none"]).position.encoding == "none"
 
 
-def test_a_run_from_before_there_were_scalings_loads(tiny, tmp_path: Path) -> None:
+def test_a_config_without_scaling_loads(tiny, tmp_path: Path) -> None:
     config = tiny("rope")
     text = to_toml(config)
     assert "scaling" not in text
@@ -420,7 +420,7 @@ def test_rules_between_keys_know_how_many_channels_rotate(tiny) -> None:
         rope.ntk_base(2, BASE, 2.0)
 
 
-def test_yarn_warns_where_it_keeps_no_pair_and_names_what_would() -> None:
+def test_yarn_warns_if_it_keeps_no_pair_and_names_a_better_beta_fast() -> None:
     for length, dim, expected in ((128, 64, True), (256, 64, True), (512, 64, False), (4096, 128, False)):
         f = frequencies(YaRN(factor=4.0), dim, length=length)[0]
         assert (f[1] < rope.inv_freq(dim)[1]).item() == expected
@@ -447,8 +447,8 @@ def test_evaluation_fills_in_what_is_not_given(method: str) -> None:
     assert getattr(scaling, "factor", None) == {"dynamic_ntk": 1, "base": None}.get(method, 4)
     assert getattr(SCALINGS[method].for_context(L, L // 2, given), "factor", 1) == 1
     if method != "base":
-        told = SCALINGS[method].for_context(L, 4 * L, {**given, "factor": 2.5, "original_length": 8})
-        assert (told.factor, told.original_length) == (2.5, 8)
+        changed = SCALINGS[method].for_context(L, 4 * L, {**given, "factor": 2.5, "original_length": 8})
+        assert (changed.factor, changed.original_length) == (2.5, 8)
 
 
 def test_help_lists_every_method_and_its_keys() -> None:

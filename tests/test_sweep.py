@@ -1,4 +1,4 @@
-"""Sweeps: what is done stays done, an interrupted or failing run costs nothing but itself."""
+"""Sweeps: finished work is kept, and an interrupted or failing run affects only itself."""
 
 import json
 import os
@@ -13,7 +13,9 @@ import pytest
 from conftest import ROOT, TINY
 
 from evaluation import sweeping as sweep
+from runtime.command import run_command
 from runtime.errors import UserError
+from sweep import main
 
 EVAL = "--eval=--lengths 16,32,64 --windows 4 --tokens 256 --protocol fixed"
 
@@ -89,7 +91,7 @@ def test_an_interrupted_sweep_saves_and_goes_on(configs) -> None:
     metrics, log = Path("runs/rope/metrics.jsonl"), Path("runs/rope.log")
     process = subprocess.Popen(command(configs["rope"], *more), stdout=subprocess.PIPE, text=True)
     out = stop_when(process, metrics, lambda text: text.count("\n") > 5, signal.SIGINT)
-    assert process.returncode == 130 and "the same command goes on" in out
+    assert process.returncode == 130 and "the same command resumes from there" in out
     (saved,) = Path("runs/rope/checkpoints").glob("[0-9]*")
     assert 5 < int(saved.name) < 30000
     process = subprocess.Popen(command(configs["rope"], *more), stdout=subprocess.PIPE, text=True)
@@ -124,25 +126,73 @@ def test_submitit_runs_each_as_a_job(configs) -> None:
     (["rope.toml", "--seeds", "0,x"], "--seeds 0,x: must be integers"),
     (["train.lr=1"], "no config given"),
     (["rope.toml", "other/rope.toml"], "rope.toml has the same name"),
+    (["rope.toml", "--grid", "train.lr"], "--grid train.lr: must read section.key=value,value"),
+    (["rope.toml", "--grid", "train.lr=1,1"], "with different values"),
+    (["rope.toml", "--grid", "train.lr=1", "--grid", "train.lr=2"], "--grid train.lr: given twice"),
+    (["rope.toml", "--grid", "train.rl=1"], "did you mean lr?"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "timeout_min"], "--slurm timeout_min: must read key"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "tiemout_min=3"], "--slurm tiemout_min"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "gpus_per_node=1", "train.lr=1"], "go before --slurm"),
 ])
 def test_mistakes_are_one_line_and_nothing_starts(arguments: list[str], expected: str, configs, monkeypatch,
                                                   capsys) -> None:
-    from runtime.command import run_command
-
     Path("other").mkdir()
     Path("other/rope.toml").write_text(Path("rope.toml").read_text())
     handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(sys, "argv", ["sweep.py", *arguments])
     with pytest.raises(SystemExit) as end:
-        run_command(sweep.main)
+        run_command(main)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
     assert expected in error and not os.path.exists("runs")
+
+
+@pytest.mark.slow
+def test_a_method_that_does_not_fit_a_config_is_skipped_there(configs) -> None:
+    """The run stays in the report with its plain curve, and the skipped method is named in one line."""
+    done = subprocess.run([*command(configs["rope"], configs["alibi"]), f"{EVAL} --extend yarn:beta_fast=2"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count("skipped") == 1
+    assert "alibi: skipped --extend yarn:beta_fast=2: needs a rotary encoding" in done.stdout
+    report = Path("runs/report/report.md").read_text()
+    rows = report.split("## Perplexity, fixed targets\n")[1].split("\n## ")[0]
+    labels = [line.split(" | ")[0] for line in rows.splitlines() if line.startswith("| ")]
+    assert labels[1:] == ["| rope", "| alibi", "| rope + yarn:beta_fast=2"]
+
+
+def test_every_evaluation_of_a_sweep_may_skip_methods(configs, monkeypatch) -> None:
+    calls = []
+
+    def call(arguments, log, show) -> int:
+        calls.append(list(arguments))
+        log.write_text("\n$ python eval.py old\nskipped --extend ntk: old\n$ python eval.py runs/rope\n"
+                       "skipped --extend yarn: needs a rotary encoding\n$ python train.py\nfinished\n")
+        if arguments[0] == "eval.py":
+            Path("runs/rope/eval").mkdir(parents=True)
+            Path("runs/rope/eval/words.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr(sweep, "call", call)
+    one = job("--extend", "yarn")
+    assert sweep.work(one) == "" and calls[1][:4] == ["eval.py", "runs/rope", "--skip-unfit", "--replace"]
+    assert sweep.skipped(one) == ["skipped --extend yarn: needs a rotary encoding"]
+
+
+def test_a_grid_is_every_combination_and_names_carry_the_values(configs) -> None:
+    jobs = sweep.make_jobs([configs["rope"]], TINY, [0, 1], Path("runs"), [],
+                           ["train.lr=1e-3,2e-3", "position.layers=first,[0,1]"])
+    assert [j.name for j in jobs] == [
+        f"rope-lr={lr}-layers={layers}-seed{seed}" for lr in ("1e-3", "2e-3")
+        for layers in ("first", "_0_1_") for seed in (0, 1)]
+    assert jobs[-1].overrides[len(TINY):-2] == ["train.lr=2e-3", "position.layers=[0,1]"]
+    assert len({j.run_dir for j in jobs}) == 8
+    (one,) = sweep.make_jobs([configs["rope"]], TINY, [], Path("runs"), [], ["model.n_head=2"])
+    assert one.run_dir == Path("runs/rope-n_head=2")
+    point = ["train.window=8", "model.window=9"]                        # the same key in two sections
+    assert [sweep.in_name(override, point) for override in point] == point
 
 
 def test_jobs_are_configs_times_seeds_and_all_problems_come_at_once(configs) -> None:

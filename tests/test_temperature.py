@@ -1,4 +1,4 @@
-"""Query temperatures: each against its formula, and what must hold of them under every encoding."""
+"""Query temperatures: each against its formula, and laws that hold under every encoding."""
 
 import math
 from typing import get_args
@@ -17,7 +17,7 @@ real = pytest.mark.parametrize("temperature", [name for name in TEMPERATURES if 
 
 
 def rotated_queries(model: GPT, x: torch.Tensor, **arguments) -> list[torch.Tensor]:
-    """What each layer's encoding is handed as q, (B, H, T, D)."""
+    """The q that each layer passes to its encoding, (B, H, T, D)."""
     seen = []
     rotate = model.encoding.rotate
     model.encoding.rotate = lambda q, k, at: seen.append(q) or rotate(q, k, at)
@@ -65,9 +65,9 @@ def test_log_n_leaves_positions_below_l_alone(dtype: str, tiny) -> None:
     config = tiny("rope", "position.temperature=log_n", f"train.dtype={dtype}")
     x = tokens((2, 64))
     with autocast(config.train, torch.device("cpu")):
-        ours, plain = lively(config)(x), lively(tiny("rope"))(x)
-    assert torch.equal(ours[:, :32], plain[:, :32])
-    assert (ours[:, 33:] != plain[:, 33:]).any(-1).all()
+        found, plain = lively(config)(x), lively(tiny("rope"))(x)
+    assert torch.equal(found[:, :32], plain[:, :32])
+    assert (found[:, 33:] != plain[:, 33:]).any(-1).all()
 
 
 def test_ssmax_is_the_formula(tiny) -> None:

@@ -26,7 +26,7 @@ from data.tokenizer import (
     load_tokenizer,
     tokenizer_of,
 )
-from evaluation.protocols import open_text
+from evaluation.windows import open_text
 from runtime.checkpoint import load_run
 from runtime.errors import UserError
 from train import train

@@ -23,10 +23,13 @@ from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from model import GPT
 from runtime import checkpoint
+from runtime.device import should_compile
 from runtime.errors import UserError
+from runtime.log import Log
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
-from train import learning_rate, skipping_positions, train, update
+from runtime.progress import Run
+from train import learning_rate, skipping_positions, train, training_loop
 
 CPU = Process(torch.device("cpu"))
 
@@ -40,6 +43,16 @@ def metrics(run_dir: Path) -> list[dict]:
 def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     folder = run_dir / "checkpoints" / f"{step:08d}"
     return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+
+
+def run_loop(config: Config) -> Run:
+    """The training loop alone, from step 0, on a model whose logits are far from zero; no log is written."""
+    model, state = lively(config), {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0}
+    log = Log(Path(config.run.dir), config, state, is_writer=False)
+    run = Run(config, Corpus(config.data.dir, config.data.cross_documents), model, model,
+              make_optimizer(model, config.train), CPU, log, state, saved_at=0)
+    training_loop(run, [])
+    return run
 
 
 def assert_equal_runs(a: Path, b: Path, step: int) -> None:
@@ -115,8 +128,11 @@ def test_resume_is_bit_equal_to_an_uninterrupted_run(overrides: tuple[str, ...],
     assert_equal_runs(tmp_path / "straight", tmp_path / "stopped", steps)
 
 
-class Asked(TorchDispatchMode):
-    """How often the value of a tensor was asked for: on a GPU, each is a wait."""
+RARELY = [f"run.{key}_every=99" for key in ("log", "eval", "save")]
+
+
+class ScalarReads(TorchDispatchMode):
+    """Counts how often the value of a tensor is read: on a GPU, each time is a wait."""
 
     n = 0
 
@@ -126,35 +142,35 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["rope", "sandwich"])
-def test_nothing_waits_for_a_step_that_is_queued(name: str, tiny, monkeypatch) -> None:
-    """From the batch to the update, with parts, packed documents, skipped positions, clipping and dropout."""
-    config = tiny(name, "train.accumulate=2", "train.pose_length=99", "data.cross_documents=mask",
-                  "model.dropout=0.1")
-    model, corpus = lively(config), Corpus(config.data.dir)
-    optimizer = make_optimizer(model, config.train)
-    waits = []
-    for is_ahead in (True, False):
-        monkeypatch.setattr(train_module, "runs_ahead", lambda *_, is_ahead=is_ahead: is_ahead)
-        with Asked() as asked:
-            train_module.queue_step(model, optimizer, corpus, config, 0, CPU, [], True)
-        waits.append(asked.n)
-    assert waits == [0, 1]              # AdamW decides for itself, else it is decided here
+def test_a_gpu_is_waited_for_at_log_lines_alone(name: str, tiny, monkeypatch) -> None:
+    """Also with parts, packed documents, skipped positions, clipping and dropout."""
+    for is_ahead, waits_per_step in ((True, 0), (False, 1)):
+        monkeypatch.setattr(train_module, "skips_on_device", lambda *_, is_ahead=is_ahead: is_ahead)
+        waits = []
+        for steps in (3, 8):
+            config = tiny(name, "train.accumulate=2", "train.pose_length=99", "data.cross_documents=mask",
+                          "model.dropout=0.1", f"train.steps={steps}", *RARELY)
+            monkeypatch.setattr(checkpoint, "save", lambda *_, **__: None)
+            with ScalarReads() as reads:
+                run_loop(config)
+            waits.append(reads.n)
+        assert waits[1] - waits[0] == 5 * waits_per_step
 
 
 @pytest.mark.parametrize("overrides", [("run.log_every=5",), ("run.log_every=1",),
                                        ("run.log_every=7", "model.dropout=0.3", "train.accumulate=2")])
-def test_steps_queued_ahead_are_the_same_steps(overrides: tuple[str, ...], tiny, tmp_path: Path,
-                                               monkeypatch) -> None:
-    """Lines, weights, moments, stopped and resumed too; one is begun before the last one's loss is read."""
+def test_a_run_that_reads_its_figures_late_is_the_same_run(overrides: tuple[str, ...], tiny, tmp_path: Path,
+                                                           monkeypatch) -> None:
+    """As on a GPU: the same lines, weights and moments, also when it is stopped and resumed."""
     overrides = (*overrides, "train.steps=24", "run.save_every=9")
     assert train(tiny("rope", *overrides, f"run.dir={tmp_path / 'straight'}"), []) == 0
-    monkeypatch.setattr(train_module, "runs_ahead", lambda *_: True)
-    depths, take_step = [], train_module.take_step
-    monkeypatch.setattr(train_module, "take_step",
-                        lambda *given: (take_step(*given), depths.append(len(given[-2])))[0])
+    monkeypatch.setattr(train_module, "skips_on_device", lambda *_: True)
+    n_unread, read_figures = [], Run.read_figures
+    monkeypatch.setattr(Run, "read_figures",
+                        lambda run: n_unread.append(len(run.unread)) or read_figures(run))
     assert train(tiny("rope", *overrides, f"run.dir={tmp_path / 'ahead'}"), []) == 0
     assert_equal_runs(tmp_path / "straight", tmp_path / "ahead", 24)
-    assert max(depths) == (0 if "run.log_every=1" in overrides else 1)
+    assert (max(n_unread) > 1) == ("run.log_every=1" not in overrides)
     config = tiny("rope", *overrides)
     codes = [train(config, stop_after(n)) for n in (9, 2, 5)]
     assert codes == [130] * 3 and train(config, []) == 0
@@ -162,11 +178,10 @@ def test_steps_queued_ahead_are_the_same_steps(overrides: tuple[str, ...], tiny,
 
 
 def test_a_signal_stops_a_run_that_is_ahead_soon(tiny, tmp_path: Path, monkeypatch) -> None:
-    """Nothing more is queued then; not only at the next line, which may be far."""
-    monkeypatch.setattr(train_module, "runs_ahead", lambda *_: True)
-    rare = [f"run.{key}_every=99" for key in ("log", "eval", "save")]
-    assert train(tiny("rope", "train.steps=24", *rare), stop_after(6)) == 130
-    assert 3 <= int(checkpoint.newest(tmp_path / "run").name) <= 8
+    """At the next step, not only at the next line, which may be far."""
+    monkeypatch.setattr(train_module, "skips_on_device", lambda *_: True)
+    assert train(tiny("rope", "train.steps=24", *RARELY), stop_after(6)) == 130
+    assert checkpoint.newest(tmp_path / "run").name == "00000002"      # two looks a step
 
 
 def test_a_run_starts_from_another_at_a_longer_length_under_an_extension(tiny, tmp_path: Path) -> None:
@@ -356,17 +371,27 @@ def test_if_every_checkpoint_is_damaged_nothing_is_deleted(tiny, tmp_path: Path)
     assert len(files) == 2 and all(path.exists() for path in files)
 
 
-def test_a_checkpoint_of_older_code_is_read_and_gone_on_from(tiny, tmp_path: Path) -> None:
-    """Its state.json lacks what came later: steps not applied, and a step saved before its validation."""
-    config = tiny("rope", "run.keep=3")
+@pytest.mark.parametrize("is_half_done", [None, False, True])
+def test_a_run_of_older_code_resumes(is_half_done: bool | None, tiny, tmp_path: Path) -> None:
+    """Its state.json has no n_bad; or `is_half_done`, true if the step was saved before its validation."""
+    config, run_dir = tiny("rope", "run.keep=3"), tmp_path / "run"
     train(config, [])
-    shutil.copytree(tmp_path / "run", tmp_path / "straight")
-    for path in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
+    shutil.copytree(run_dir, tmp_path / "straight")
+    newest = 12 if is_half_done else 8
+    for path in (run_dir / "checkpoints").glob("*/state.json"):
         state = json.loads(path.read_text())
         old = {key: state[key] for key in ("step", "wall_s", "metrics", "sha256")}
+        if is_half_done is not None:
+            old |= {"n_bad": 0, "is_half_done": is_half_done and state["step"] == newest}
+        if is_half_done:
+            old["metrics"] = {key: value for key, value in old["metrics"].items() if "val" not in key}
         path.write_text(json.dumps({**old, "check": checkpoint._check(old)}))
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "00000012")
-    (tmp_path / "run" / "summary.json").unlink()
+    if is_half_done:
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run_dir / "metrics.jsonl").write_text("".join(lines[:-1]))
+    else:
+        shutil.rmtree(run_dir / "checkpoints" / "00000012")
+    (run_dir / "summary.json").unlink()
     assert train(config, []) == 0
     assert_equal_runs(tmp_path / "straight", tmp_path / "run", 12)
 
@@ -392,23 +417,19 @@ def test_accumulation_changes_memory_not_the_gradient(tiny) -> None:
     results = []
     for parts in (1, 2, 4):
         # no clipping, which would hide a factor
-        config = tiny("rope", f"train.accumulate={parts}", "train.grad_clip=0.0")
-        model = lively(config)
-        optimizer = make_optimizer(model, config.train)
-        loss, norm = update(model, optimizer, Corpus(config.data.dir), config, 0, CPU)
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        results.append(torch.cat((gradient, torch.tensor([loss, norm]))))
+        run = run_loop(tiny("rope", "train.steps=1", f"train.accumulate={parts}", "train.grad_clip=0.0"))
+        gradient = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+        figures = [run.state["metrics"][key] for key in ("loss", "grad_norm")]
+        results.append(torch.cat((gradient, torch.tensor(figures))))
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], atol=1e-5, rtol=1e-4)
 
 
 def test_gradients_are_clipped(tiny) -> None:
     for limit, bound in ((0.5, 0.5), (0.0, math.inf)):
-        config = tiny("rope", f"train.grad_clip={limit}")
-        model = lively(config)
-        _, norm = map(float, update(model, make_optimizer(model, config.train), Corpus(config.data.dir),
-                                    config, 0, CPU))
-        after = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+        run = run_loop(tiny("rope", "train.steps=1", f"train.grad_clip={limit}"))
+        norm = run.state["metrics"]["grad_norm"]
+        after = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm().item()
         assert norm > 0.5 and after == pytest.approx(min(norm, bound), rel=1e-3)
 
 
@@ -472,7 +493,7 @@ def test_wandb_failing_in_mid_run_costs_one_warning(tiny, tmp_path: Path, monkey
             if step == 2:
                 raise ConnectionError("gone")
 
-    monkeypatch.setattr("log.start_wandb", lambda *_: Broken())
+    monkeypatch.setattr("runtime.log.start_wandb", lambda *_: Broken())
     assert train(tiny("rope", "run.wandb=true", "train.steps=5"), []) == 0
     assert capsys.readouterr().out.count("warning: W&B failed") == 1 and len(metrics(tmp_path / "run")) == 5
 
@@ -485,7 +506,7 @@ def test_wandb_missing_altogether_costs_one_warning(tiny, tmp_path: Path, monkey
 
 def test_compile_pays_only_on_long_cpu_runs(tiny, monkeypatch) -> None:
     def decision(config: Config, device: str) -> bool:
-        return train_module.worth_compiling(GPT(config), config.train, torch.device(device))
+        return should_compile(GPT(config), config.train, torch.device(device))
 
     short, long = (tiny("rope", f"train.steps={n}", "train.compile=auto") for n in (10, 10**9))
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")

@@ -1,0 +1,95 @@
+"""A training run in memory: the figures of its steps, the lines of its log, and its checkpoints.
+
+The figures of a step (loss and gradient norm) stay on the device until they are needed, so that a GPU is
+given the next steps without waiting for them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import Config
+from data.loader import Corpus
+from model import GPT
+from runtime import checkpoint
+from runtime.files import finite
+from runtime.log import Log
+from runtime.parallel import Process
+
+SHOWN_WINDOWS = 8       # in the message of a divergence
+
+
+class Diverged(Exception):
+    """The loss or the gradient was not finite in too many steps in a row."""
+
+
+@dataclass
+class Run:
+    """What the training loop works on."""
+
+    config: Config
+    corpus: Corpus
+    model: GPT
+    parallel_model: Any         # the model as the loop calls it: perhaps compiled, or inside DDP
+    optimizer: torch.optim.Optimizer
+    process: Process
+    log: Log
+    state: dict[str, Any]       # step (updates made), metrics, n_bad, as of the last figures read
+    saved_at: int               # the step of the newest checkpoint
+    unread: list[tuple[float, Tensor]] = field(default_factory=list)    # lr, figures (2,) of each step since
+
+    def read_figures(self) -> None:
+        """Wait for the steps since the last call: read their figures, and log those that were skipped.
+
+        Raises Diverged after train.max_bad_steps skipped steps in a row.
+        """
+        unread, self.unread = self.unread, []
+        done = self.state["step"] + len(unread)
+        for lr, figures in unread:
+            loss, grad_norm = figures.tolist()
+            step = self.state["step"] + 1
+            n_bad = 0 if math.isfinite(loss) and math.isfinite(grad_norm) else self.state["n_bad"] + 1
+            if n_bad >= self.config.train.max_bad_steps:
+                raise Diverged(self._describe_divergence(step, n_bad, loss, grad_norm, lr))
+            self.state |= {"step": step, "n_bad": n_bad, "metrics": {
+                "loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}}
+            if n_bad and step < done:           # the loop itself logs the last one
+                self.write_line(done)
+
+    def write_line(self, done: int) -> None:
+        """Log the step of `state`, with its windows if it was skipped; `done` steps are complete."""
+        step, n_bad, metrics = self.state["step"], self.state["n_bad"], self.state["metrics"]
+        if n_bad:
+            metrics = {**metrics, "n_bad": n_bad, "windows": self._windows(step)}
+        self.log.write(step, metrics, done)
+
+    def save(self) -> None:
+        """Write a checkpoint of the step of `state`, unless there is one."""
+        if self.state["step"] != self.saved_at:
+            self.saved_at = self.state["step"]
+            checkpoint.save(Path(self.config.run.dir), self.model, self.optimizer, self.saved_at,
+                            {**self.state, "wall_s": self.log.wall_s()}, self.config.run.keep,
+                            is_writer=self.process.rank == 0)
+
+    def _windows(self, step: int) -> list[str]:
+        """CORPUS:FIRST_TOKEN of each window of a step's batch, from 1: what to look at if its loss is NaN."""
+        t = self.config.train
+        return [f"{source.folder}:{start}"
+                for source, start in self.corpus.places(t.seq_len, t.batch_size, t.seed, step - 1)]
+
+    def _describe_divergence(self, step: int, n_bad: int, loss: float, grad_norm: float, lr: float) -> str:
+        """The error line of a training that ends with code 3."""
+        run_dir, windows = Path(self.config.run.dir), self._windows(step)
+        newest = checkpoint.newest(run_dir)
+        more = f" and {len(windows) - SHOWN_WINDOWS} more" if len(windows) > SHOWN_WINDOWS else ""
+        restart = f", from here by train.init_from={run_dir}" if newest else ""
+        return (f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, lr {lr:.3g}, "
+                f"windows {', '.join(windows[:SHOWN_WINDOWS])}{more}; {n_bad} steps in a row "
+                "(train.max_bad_steps), none was applied; last good checkpoint: "
+                f"{newest or 'none yet'}; lower train.lr in another run.dir{restart}")

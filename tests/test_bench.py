@@ -1,0 +1,91 @@
+"""The benches: every one runs at toy size, and what they have in common is right."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import python, words
+
+from bench.measuring import Ended, check_names, fresh, matmul_flops, peak_bytes, preset_config, table
+from bench.training import COMPILED, CONTENDERS, DEFAULT, GPT2_BLOCK, contender_config
+from model import GPT
+from runtime.errors import UserError
+
+TOY = {
+    "training": ["--shape", "16,1", "--rounds", "1", "--only",
+                 "nanorope rope (eager),nanorope none (eager),transformers GPT-2 (fp32 eager)"],
+    "each_encoding": ["--encodings", "alibi", "--rounds", "1", "model.n_layer=1", "model.n_embd=24",
+                      "model.n_hidden=8"],
+    "evaluation": ["--length", "64", "--rounds", "1"],
+    "loss": ["--shape", "16,8,64"],
+    "growth": ["--lengths", "64", "--sizes", "1x64", "--rounds", "1", "--seconds", "0.01", "--tokens", "64"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOY)
+def test_every_bench_runs_at_toy_size(name: str) -> None:
+    done = python("-m", f"bench.{name}", *TOY[name])
+    assert done.returncode == 0, done.stderr
+    assert "| " in done.stdout or "token_losses / plain forward" in done.stdout
+
+
+@pytest.mark.slow
+def test_preparing_runs_at_toy_size_and_both_ways_agree(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(words(0, 20_000))
+    done = python("-m", "bench.prepare", tmp_path, "--megabytes", "1", "--rounds", "1")
+    assert done.returncode == 0 and "times as fast" in done.stdout, done.stderr
+
+
+def test_a_name_that_is_not_known_is_refused() -> None:
+    check_names("--only", ["a", "b"], ["a", "b", "c"])
+    with pytest.raises(UserError, match="--only d: unknown; choose from a, b"):
+        check_names("--only", ["a", "d"], ["a", "b"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["training", "each_encoding", "evaluation", "growth"])
+def test_without_a_gpu_the_error_says_so(name: str) -> None:
+    done = python("-m", f"bench.{name}", "--device", "cuda")
+    assert done.returncode == 2 and "no CUDA device" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_contenders_of_a_preset_have_one_size() -> None:
+    """Each nanorope and its peers within a hundredth; biases and tables of positions are what differs."""
+    for preset, names in DEFAULT.items():
+        with torch.device("meta"):
+            models = [CONTENDERS[name].make(contender_config(name, preset, 64, 1))
+                      for name in names if name in COMPILED and not name.startswith("x-")]
+        sizes = [sum(p.numel() for p in model.parameters()) for model in models]
+        assert max(sizes) < 1.01 * min(sizes), (preset, sizes)
+
+
+def test_flops_of_gpt2_are_those_of_the_readme() -> None:
+    with torch.device("meta"):
+        model = GPT(preset_config("gpt2-124m", *GPT2_BLOCK))
+    assert model.flops_per_token(1024) == 798_087_168
+
+
+def kill_itself(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fresh_process_returns_its_result_or_how_it_ended() -> None:
+    assert fresh(max, 3, 5, method="fork") == 5
+    with pytest.raises(Ended) as ended:
+        fresh(kill_itself, 0, method="fork")
+    assert ended.value.exit_code == -signal.SIGKILL
+
+
+def test_peak_memory_rises_with_an_allocation_and_a_product_has_a_speed() -> None:
+    before = peak_bytes()
+    assert torch.ones(2**25).sum() > 0 and peak_bytes() - before > 0.9 * 4 * 2**25
+    assert matmul_flops(torch.float32, "cpu", 64) > 0
+
+
+def test_a_table_is_markdown() -> None:
+    assert table(("a", "b"), [("x", "1")]) == ["| a | b |", "|---|---:|", "| x | 1 |"]

@@ -70,8 +70,7 @@ def train(config: Config, stop: list[int]) -> int:
     """Train to the end, or until a signal number appears in `stop`; return the exit code."""
     world = parallel.join(config.train)
     device, is_writer = world.device, world.rank == 0
-    corpus = Corpus(config.data.dir, config.data.cross_documents, config.data.mixture,
-                    is_verified=not is_writer)
+    corpus = Corpus(config.data.dir, config.data.cross_documents, config.data.mixture)
     config = with_vocabulary(config, corpus)
     run_dir = Path(config.run.dir)
     if is_finished(run_dir, config, corpus):

@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data import integrity
 from data.bpe import FILE as TOKENIZER_FILE
+from data.integrity import FILE as VERIFIED_FILE
 from data.loader import SPLITS
 from runtime.errors import UserError
 
 SAVE_EVERY_S = 10.0
 BLOCK = 2**20               # bytes
 FILES = ("tokens", "starts")
-CORPUS_FILES = {"meta.json", TOKENIZER_FILE,
+CORPUS_FILES = {"meta.json", TOKENIZER_FILE, VERIFIED_FILE,
                 *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy"))}
 
 
@@ -183,6 +185,7 @@ class Journal:
     def publish(self, meta: dict[str, Any]) -> None:
         """Write meta.json and give the corpus its place, all at once; an older one there goes."""
         check_replaceable(self.out)                                     # again: hours may have passed
+        integrity.record(self.corpus, [name for about in meta["splits"].values() for name in about["sha256"]])
         write_flushed(self.corpus / "meta.json", json.dumps(meta, indent=1))
         old = self.folder / "old"
         shutil.rmtree(old, ignore_errors=True)

@@ -38,10 +38,10 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from data import bpe
+from data import bpe, integrity
 from data.encode import Encoded, Piece, chunked, encode, in_order, read_pieces
 from data.journal import Journal, Position, check_replaceable
-from data.loader import FORMAT_VERSION, SPLITS, read_meta
+from data.loader import FORMAT_VERSION, SPLITS, Corpus, read_meta
 from data.pieces import cut_before_space, pieces
 from data.remote import LINE_BY_LINE, open_dataset, open_url
 from data.sources import (
@@ -264,6 +264,19 @@ class Progress:
         self.bar.update(n_bytes)
 
 
+def check(folder: Path) -> None:
+    """Compare the full checksums of a corpus, and renew verified.json. Raises UserError if a file differs."""
+    splits = read_meta(folder / "meta.json")["splits"]
+    sums = {name: splits[split]["sha256"].get(name, "") for split in SPLITS
+            for name in (f"{split}.bin", f"{split}.idx.npy")}
+    integrity.check_sums(folder, sums)
+    try:
+        integrity.record(folder, list(sums))
+    except OSError as error:        # a read-only folder: the result stands all the same
+        print(f"warning: {folder / integrity.FILE}: cannot be written ({error.strerror})", file=sys.stderr)
+    Corpus(folder)                  # sizes, offsets and ids agree with meta.json
+
+
 def describe(meta: dict[str, Any], out: Path) -> Iterator[str]:
     """What was written, for the screen."""
     for split in SPLITS:
@@ -281,7 +294,9 @@ def default_out(source: str) -> Path:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="see above")
+    parser.add_argument("source", metavar="SOURCE", nargs="?", help="see above")
+    parser.add_argument("--check", type=Path, metavar="DIR",
+                        help="prepare nothing; compare all files of the corpus DIR with their checksums")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help=f"{', '.join(TOKENIZERS)} or FOLDER, that of a corpus, a run or a model of "
                              "Hugging Face (default byte)")
@@ -302,6 +317,12 @@ def main() -> None:
                              "picked until then")
     parser.add_argument("--workers", type=int, help="threads (default: one a core); the result is the same")
     args = parser.parse_args()
+    if args.check:
+        check(args.check)
+        print(f"{args.check}: all files are what was written")
+        return
+    if args.source is None:
+        raise UserError("SOURCE is missing; see data/prepare.py --help")
     if args.val_share is not None and not 0 < args.val_share < 1:
         raise UserError(f"--val-share {args.val_share}: must lie between 0 and 1, such as 0.1")
     for name, value, least in (("--limit-tokens", args.limit_tokens, 2), ("--workers", args.workers, 1)):

@@ -312,12 +312,12 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
             raise UserError(f"--data {path}: not plain text; prepare it first with data/prepare.py, and give "
                             "that folder")
         return Text(path.stem, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
-    corpus = Corpus(path)
+    corpus = Corpus(path, splits=("val",))
     theirs = corpus.meta["tokenizer"]
     if theirs["sha256"] != tokenizer.sha256:
         raise UserError(f"--data {path}: tokenizer {theirs['name']}, but the run was trained with "
                         f"{tokenizer.name}; prepare it with the same: --tokenizer NAME, or the run's folder")
-    return Text(path.name, [corpus.tokens["val"][a:b] for a, b in itertools.pairwise(corpus.offsets["val"])])
+    return Text(path.name, corpus.documents("val"))
 
 
 def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:

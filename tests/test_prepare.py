@@ -27,7 +27,8 @@ class Killed(BaseException):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """All files but verified.json, which holds times."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "verified.json"}
 
 
 def write_source(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import needs, words
+from test_prepare import contents
 
 from data import remote, sources
 from data.loader import Corpus
@@ -297,12 +298,12 @@ def test_large_rows_and_files_are_cut_for_encoding_only(tmp_path: Path, monkeypa
         (tmp_path / "s" / split / "c.txt").write_text(text)
     for tokenizer in ("byte", "bpe:300"):
         prepare(str(tmp_path / "s"), tmp_path / "out", tokenizer)
-        before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+        before = contents(tmp_path / "out")
         with monkeypatch.context() as patch:
             patch.setattr("data.pieces.MAX_PIECE", 50)
             patch.setattr(sources, "BLOCK", 23)
             prepare(str(tmp_path / "s"), tmp_path / "out", tokenizer, workers=3)
-        assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+        assert before == contents(tmp_path / "out")
 
 
 # -----------------------------------------------------------------------------------------------------------

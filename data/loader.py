@@ -209,7 +209,7 @@ class Corpus:
         chosen = np.arange(count) * available // count
         starts = (self.starts_inside("val", seq_len)[0][chosen] if self.cross_documents == "never"
                   else chosen * seq_len)
-        windows = [self.read("val", start, seq_len) for start in starts]
+        windows = [self.read("val", start, seq_len) for start in starts.tolist()]
         return [_stack(windows[i:i + batch_size]) for i in range(0, count, batch_size)]
 
     def _epoch(self, seq_len: int, *seed: int) -> np.ndarray:

@@ -261,8 +261,8 @@ def test_a_signal_ends_it_in_a_line(number: int, tmp_path: Path, monkeypatch, ca
         for each, handler in handlers.items():
             signal.signal(each, handler)
     assert caught.value.code == 128 + number
-    said = capsys.readouterr().err
-    assert "the same command goes on from there" in said and "Traceback" not in said
+    printed = capsys.readouterr().err
+    assert "the same command resumes from there" in printed and "Traceback" not in printed
     prepare(str(source), tmp_path / "straight", "byte", Options(val_share=0.3))
     prepare_module.main()
     assert contents(out) == contents(tmp_path / "straight") and not (tmp_path / ".out.partial").exists()

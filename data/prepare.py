@@ -217,7 +217,7 @@ def check_utf8(chunk: list[Piece]) -> bool:
             if isinstance(piece.text, bytes):
                 piece.text.decode("utf-8")
         except UnicodeDecodeError as error:
-            print(f"warning: {piece.where}: not UTF-8 ({error.reason}); these bytes are kept, one token each; "
+            print(f"warning: {piece.where}: not UTF-8 ({error.reason}); these bytes stay, one token each; "
                   "convert text in another encoding first", file=sys.stderr, flush=True)
             return False
     return True

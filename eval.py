@@ -56,7 +56,7 @@ from runtime import parallel
 from runtime.checkpoint import load_run
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
-from runtime.files import naming, write_whole
+from runtime.files import name_in_errors, write_whole
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def main() -> None:
             "tokenizer": tokenizer.name, "data": text.name, "data_sha256": text.sha256(), "seed": args.seed}
     temporary = path.with_suffix(".tmp.npz")
     try:
-        with naming(temporary):
+        with name_in_errors(temporary):
             np.savez(temporary, **evaluation.per_window)  # type: ignore[arg-type]
         write_whole(path, json.dumps({**head, "records": records}, indent=1) + "\n")
         temporary.replace(path.with_suffix(".npz"))

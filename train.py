@@ -31,10 +31,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from config import Config, TrainConfig, describe_schema, differences, load_config, to_toml
+from config import Config, TrainConfig, differences, help_text, load_config, to_toml
 from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import Corpus, number_documents, read_meta
 from data.tokenizer import byte_lengths, tokenizer_of
+from hf.pretrained import pretrained_tables
 from model import GPT, autocast, pick_dtype
 from runtime import checkpoint, parallel
 from runtime.command import argument_parser, interrupt, run_command
@@ -476,12 +477,12 @@ def let_signals_wait(stop: list[int]) -> None:
 
 
 def main() -> int:
-    parser = argument_parser(__doc__, describe_schema())
+    parser = argument_parser(__doc__, help_text(None))
     parser.add_argument("config", metavar="CONFIG.toml", help="see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as train.lr=1e-3")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
     args = parser.parse_args()
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides, pretrained_tables)
     if args.dry_run:
         print(to_toml(config), end="")
         return 0

@@ -21,7 +21,7 @@ LAYERS = [      # from the top; a module belongs to the longest name that fits
     ["attention", "runtime.loss", "runtime.flex"],
     ["positions"],
     ["rope"],
-    ["runtime.errors", "runtime.files", "runtime.command"],
+    ["runtime.errors", "runtime.files", "runtime.command", "runtime.schema", "runtime.toml"],
 ]
 
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from data import integrity
-from runtime.errors import UserError, shown
+from runtime.errors import UserError, shortened
 from runtime.files import read_json
 
 FORMAT_VERSION = 1
@@ -276,12 +276,12 @@ def read_meta(path: Path) -> dict[str, Any]:
     except ValidationError as errors:
         first = errors.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: damaged ({key}: {first['msg']}, got {shown(first['input'])}); "
+        raise UserError(f"{path}: damaged ({key}: {first['msg']}, got {shortened(first['input'])}); "
                         "prepare the corpus again with data/prepare.py") from errors
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: damaged ({error}); "
                         "prepare the corpus again with data/prepare.py") from error
     if version != FORMAT_VERSION:
-        raise UserError(f"{path}: format version {shown(version)}, this code reads {FORMAT_VERSION}; "
+        raise UserError(f"{path}: format version {shortened(version)}, this code reads {FORMAT_VERSION}; "
                         "prepare the corpus again with data/prepare.py")
     return meta

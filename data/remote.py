@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data.sources import BLOCK, ROWS, SUFFIXES, Document, Rows, Source, identity_of, open_local
-from runtime.errors import UserError, told
+from runtime.errors import UserError, describe_exception
 
 LINE_BY_LINE = ("Salesforce/wikitext", "wikitext")      # datasets whose rows are lines
 VALIDATION = ("validation", "valid", "val", "test")     # splits to validate on, the first that is there
@@ -60,8 +60,8 @@ class DatasetPart:
         except UserError:
             raise
         except Exception as error:  # each file format and HTTP library has exceptions of its own
-            raise UserError(f"{name}: cannot be read after row {number} ({told(error)}); if the network "
-                            "failed, the same command resumes from there") from error
+            raise UserError(f"{name}: cannot be read after row {number} ({describe_exception(error)}); "
+                            "if the network failed, the same command resumes from there") from error
 
 
 def articles(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
@@ -131,7 +131,7 @@ def _load(source: str, name: str, config: str | None, split: str | None,
         hint = "check the name, the configuration and the network"
         if "scripts are no longer supported" in str(error):
             hint = "give --revision refs/convert/parquet, where the hub may keep a copy as files"
-        raise UserError(f"source {source}: cannot be opened ({told(error)}); {hint}") from error
+        raise UserError(f"source {source}: cannot be opened ({describe_exception(error)}); {hint}") from error
     if split not in (None, *found):
         raise UserError(f"source {source}: no configuration or split {split!r}; configurations are "
                         f"{', '.join(configs)}, splits {', '.join(found)}")
@@ -174,23 +174,23 @@ def _about(dataset: Any, what: str) -> int | None:
 def open_url(url: str, cache: Path, rows: Rows, val_share: float | None) -> Source:
     """A file at a URL, downloaded once into `cache`; a .zip must hold a single file. Raises UserError."""
     address = urlsplit(url)
-    shown = f"{address.scheme}://{address.hostname or ''}{address.path}"        # without keys and passwords
-    path = fetch(url, shown, cache)
+    name = f"{address.scheme}://{address.hostname or ''}{address.path}"        # without keys and passwords
+    path = fetch(url, name, cache)
     with path.open("rb") as file:
         revision = f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
     if path.suffix.lower() == ".zip":
-        path = unpacked(path, shown)
+        path = unpacked(path, name)
     if not path.name.lower().endswith(SUFFIXES):
-        raise UserError(f"source {shown}: must end in {', '.join(SUFFIXES)} or .zip; download it by other "
+        raise UserError(f"source {name}: must end in {', '.join(SUFFIXES)} or .zip; download it by other "
                         "means, and give the file")
-    return open_local(str(path), rows, val_share)._replace(name=shown, revision=revision, identity=revision)
+    return open_local(str(path), rows, val_share)._replace(name=name, revision=revision, identity=revision)
 
 
-def fetch(url: str, shown: str, cache: Path) -> Path:
+def fetch(url: str, name: str, cache: Path) -> Path:
     """The path of a URL's file in the cache, after downloading it if it is not there."""
     path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{Path(urlsplit(url).path).name}"
     if path.exists():
-        print(f"{shown} was downloaded before: {path}")
+        print(f"{name} was downloaded before: {path}")
         return path
     cache.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
@@ -202,29 +202,30 @@ def fetch(url: str, shown: str, cache: Path) -> Path:
             raise ValueError(f"got {temporary.stat().st_size:,} of {int(expected):,} bytes")
     except (OSError, ValueError, http.client.HTTPException) as error:   # URLError is an OSError
         temporary.unlink(missing_ok=True)
-        raise UserError(f"source {shown}: cannot be downloaded ({told(error)}); check the address and the "
-                        "network") from error
+        raise UserError(f"source {name}: cannot be downloaded ({describe_exception(error)}); "
+                        "check the address and the network") from error
     temporary.rename(path)
     return path
 
 
-def unpacked(path: Path, shown: str) -> Path:
+def unpacked(path: Path, name: str) -> Path:
     """The only file of an archive, unpacked beside it; a name without a known ending becomes .txt."""
     temporary = path.with_name(path.name + ".unpacked.part")
     try:
         with zipfile.ZipFile(path) as archive:
             files = [entry for entry in archive.infolist() if not entry.is_dir()]
             if len(files) != 1:
-                raise UserError(f"source {shown}: must hold one file, but has {len(files)}; unpack it and "
+                raise UserError(f"source {name}: must hold one file, but has {len(files)}; unpack it and "
                                 "give the folder")
-            name = Path(files[0].filename).name
-            text = path.with_name(f"{path.stem}-{name}" + ("" if name.lower().endswith(SUFFIXES) else ".txt"))
+            inner = Path(files[0].filename).name
+            suffix = "" if inner.lower().endswith(SUFFIXES) else ".txt"
+            text = path.with_name(f"{path.stem}-{inner}{suffix}")
             if not text.exists():
                 with archive.open(files[0]) as source, temporary.open("wb") as file:
                     shutil.copyfileobj(source, file, BLOCK)
                 temporary.rename(text)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:       # the last: a password
         temporary.unlink(missing_ok=True)
-        raise UserError(f"source {shown}: {path} is damaged or encrypted ({told(error)}); delete it to "
-                        "download it again") from error
+        raise UserError(f"source {name}: {path} is damaged or encrypted ({describe_exception(error)}); "
+                        "delete it to download it again") from error
     return text

@@ -17,7 +17,7 @@ from data.bpe import FILE as TOKENIZER_FILE
 from data.bpe import GPT2_PATTERN, SEPARATOR, read_ranks, size_of
 from data.pieces import cut_before_space, pieces
 from data.tokenizer_json import NOT_UTF8, read_saved
-from runtime.errors import UserError, shown
+from runtime.errors import UserError, shortened
 
 if TYPE_CHECKING:
     import tiktoken
@@ -169,8 +169,8 @@ def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
         return read_saved(folder / TOKENIZER_FILE, int(name[3:]))
     size = size_of(name)
     if size is None:
-        raise UserError(f"tokenizer {shown(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size of "
-                        "a vocabulary to learn from the corpus, such as bpe:4096), or give the folder of a "
+        raise UserError(f"tokenizer {shortened(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size "
+                        "of a vocabulary to learn from the corpus, such as bpe:4096), or the folder of a "
                         "corpus, a run or a Hugging Face model")
     if folder is None:
         raise UserError(f"tokenizer {name!r}: belongs to a corpus; its folder is needed to read it")

@@ -21,13 +21,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from config import Config, describe_choice, did_you_mean, explain
+from config import Config
 from model import GPT, Attention
 from positions.contract import At, Encoding
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.temperature import LogN, Temperature
-from runtime.errors import UserError
+from runtime.errors import UserError, did_you_mean
+from runtime.schema import describe_choice, explain
 
 
 class Extension(BaseModel):
@@ -310,8 +311,8 @@ def make(name: str, arguments: str, spec: str) -> Extension:
         return Rescaled(method=SCALINGS[name], given=given)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(explain(f"--extend {name}", str(first["loc"][0]), [first], f"in {spec!r}",
-                                SCALINGS.get(name, EXTENSIONS[name]))) from error
+        raise UserError(explain(f"--extend {name}.{first['loc'][0]}", [first], f"in {spec!r}",
+                                SCALINGS.get(name, EXTENSIONS[name]), name)) from error
 
 
 def rotary(model: GPT) -> RoPE:
@@ -348,5 +349,5 @@ def describe_extensions() -> str:
     lines = ["methods of --extend:"]
     for name, extension in EXTENSIONS.items():
         schema: type[BaseModel] = SCALINGS.get(name, extension)
-        lines += describe_choice(name, schema, schema, ["method"])
+        lines += ["", *describe_choice(name, schema, schema, ["method"])]
     return "\n".join(lines)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import load_config
+from hf.pretrained import pretrained_tables
 from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +61,7 @@ def make_jobs(configs: Sequence[str], overrides: Sequence[str], seeds: Sequence[
                 problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")
             jobs[name] = Job(name, config, own, runs / name, list(eval_arguments))
             try:
-                load_config(config, own)
+                load_config(config, own, pretrained_tables)
             except UserError as error:
                 problems += error.problems
     if problems:

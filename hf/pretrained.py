@@ -7,21 +7,21 @@ read, no code of the folder is run, and nothing is downloaded. hf/architectures.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from config import Config, Raw, config_from
+from config import Config, config_from
+from data.tokenizer import Tokenizer
+from hf.architectures import ARCHITECTURES, Architecture
+from hf.tokenizer import read_tokenizer
+from model import GPT
 from runtime.errors import UserError
 from runtime.files import read_json
-
-if TYPE_CHECKING:
-    from data.tokenizer import Tokenizer
-    from hf.architectures import Architecture
-    from model import GPT
+from runtime.toml import Tables
 
 WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
 
@@ -31,12 +31,17 @@ def is_pretrained(folder: str | Path) -> bool:
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / "config.toml").exists()
 
 
-def read_tables(folder: str | Path) -> Raw:
+def read_tables(folder: str | Path) -> Tables:
     """The tables [model], [position] and train.seq_len of a folder. Raises UserError."""
     return tables_of(folder, *read_config(Path(folder)))
 
 
-def tables_of(folder: str | Path, architecture: Architecture, hf_config: dict[str, Any]) -> Raw:
+def pretrained_tables(folder: str | Path) -> Tables | None:
+    """The tables of a Hugging Face folder, None for any other folder: an argument of `load_config`."""
+    return read_tables(folder) if is_pretrained(folder) else None
+
+
+def tables_of(folder: str | Path, architecture: Architecture, hf_config: dict[str, Any]) -> Tables:
     """The same from the content of config.json."""
     try:
         return architecture.tables(hf_config)
@@ -53,9 +58,6 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
     train.seq_len is the training length before any scaling, according to config.json. The config names no
     corpus.
     """
-    from hf.tokenizer import read_tokenizer  # here: runs do not need these
-    from model import GPT
-
     architecture, hf_config = read_config(folder)
     tables = {**tables_of(folder, architecture, hf_config), "run": {"dir": str(folder)}, "data": {"dir": ""}}
     config = config_from(tables, f"in {folder}/config.json")
@@ -76,8 +78,6 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
 
 def read_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
     """The architecture of a folder, and the content of config.json. Raises UserError for an unknown one."""
-    from hf.architectures import ARCHITECTURES  # here: it reads configs itself
-
     hf_config = _read_json(folder / "config.json")
     kind = hf_config.get("model_type")
     if kind not in ARCHITECTURES:

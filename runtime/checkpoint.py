@@ -31,7 +31,7 @@ from hf.pretrained import is_pretrained, load_pretrained
 from model import GPT, pick_device
 from runtime import parallel
 from runtime.errors import UserError
-from runtime.files import naming, read_json
+from runtime.files import name_in_errors, read_json
 from runtime.optimizer import kept
 
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -68,7 +68,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        with naming(temporary):
+        with name_in_errors(temporary):
             for name in FILES:
                 _save_tensors(tensors[name], temporary / name)
             state = {**state, "step": step, "sha256": {name: _sha256(temporary / name) for name in FILES}}

@@ -1,15 +1,17 @@
-"""UserError, a mistake that a user can fix, and how values appear in its message."""
+"""UserError, a mistake that a user can fix, and how values and exceptions appear in its message."""
 
 from __future__ import annotations
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 LONGEST = 2000          # characters of a message
 
 
 class UserError(ValueError):
-    """What a user can mend: one line a problem. The commands print each as `error: ...` and exit with 2."""
+    """A mistake that a user can fix, one line a problem. The commands print `error: ...` and exit with 2."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = tuple(map(one_line, problems))
@@ -17,27 +19,33 @@ class UserError(ValueError):
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:
-    """Text whose control characters are spelled out: what a file holds cannot add lines or steer a screen.
+    """The text with its control characters escaped and truncated to `longest` characters.
 
-    Nor fill it: what is beyond `longest` characters is left out.
+    So text from a file can neither add lines to a message, nor control the terminal, nor fill the screen.
     """
-    spelled = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
                       for c in text)
-    return spelled if len(spelled) <= longest else spelled[:longest] + " ..."
+    return escaped if len(escaped) <= longest else escaped[:longest] + " ..."
 
 
-def told(error: BaseException, secret: str | None = None) -> str:
-    """Kind of an exception of somebody else's code and what it says, on one line, without a secret."""
+def describe_exception(error: BaseException, secret: str | None = None) -> str:
+    """Type and message of an exception that a library raised, on one line, with the secret masked."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return one_line(text.replace(secret, "***") if secret else text, longest=300)
 
 
-def shown(value: Any) -> str:
-    """A value as Python writes it, shortened: a message holds a few words of what it is about."""
+def shortened(value: Any) -> str:
+    """The repr of a value, truncated so that it fits into a message."""
     try:
         return _SHORT.repr(value)
-    except ValueError:          # an integer of more than 4,300 digits
+    except ValueError:          # Python refuses to print an integer of more than 4,300 digits
         return "a very large number"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message that suggests the known word nearest to this one; empty where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 _SHORT = reprlib.Repr()

@@ -40,7 +40,7 @@ def finite(number: float) -> float | None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it exists whole or not at all, whatever happens to the machine."""
     temporary = temporary_path(path)
-    with naming(temporary):
+    with name_in_errors(temporary):
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -54,7 +54,7 @@ def temporary_path(path: Path) -> Path:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_in_errors(path: Path) -> Iterator[None]:
     """Let an OSError that comes from writing to path say so: the system names files only where it opens."""
     try:
         yield

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from config import Config
-from runtime.errors import told
-from runtime.files import naming, write_whole
+from runtime.errors import describe_exception
+from runtime.files import name_in_errors, write_whole
 
 
 class Log:
@@ -46,7 +46,7 @@ class Log:
         self.last_step, self.last_time = step, now
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics, "tokens_per_s": round(speed),
                 "wall_s": round(self.wall_s(), 3)}
-        with naming(self.path), self.path.open("a") as file:
+        with name_in_errors(self.path), self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self.to_wandb(lambda run: run.log(line, step=step))
         steps = self.config.train.steps
@@ -88,7 +88,7 @@ def step_of(line: str) -> int:
 
 def without_key(error: Exception) -> str:
     """What W&B says is wrong, on one line, without the key that it may quote."""
-    return told(error, os.environ.get("WANDB_API_KEY"))
+    return describe_exception(error, os.environ.get("WANDB_API_KEY"))
 
 
 def start_wandb(run_dir: Path, config: Config) -> Any:

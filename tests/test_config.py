@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding
 
-from config import SECTIONS, describe_schema, differences, load_config, to_toml
+from config import SECTIONS, differences, help_text, load_config, to_toml
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
@@ -100,8 +100,8 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
 
 def test_a_start_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.toml", '[data]\ndir = "x"\n[train]\ninit_from = "hf/gone"\n')
-    assert problems(path)[0] == (f"train.init_from in {path}: no folder 'hf/gone'; give a run, or a folder "
-                                 "of Hugging Face")
+    assert problems(path, (), lambda folder: None)[0] == (
+        f"train.init_from in {path}: no folder 'hf/gone'; give a run or a Hugging Face folder")
     load_config(write(tmp_path / "b.toml", MINIMAL), ["train.init_from=gone"])  # a run's own config is whole
 
 
@@ -213,7 +213,7 @@ def test_a_bad_field_ends_the_command_with_2(tmp_path: Path, capsys) -> None:
 
 
 def test_help_lists_every_key_and_encoding() -> None:
-    text = describe_schema()
+    text = help_text("all")
     for schema in (*SECTIONS.values(), *(e.Options for e in ENCODINGS.values())):
         for key, field in schema.model_fields.items():
             assert f"  {key} " in text and field.description in text

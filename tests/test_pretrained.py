@@ -23,7 +23,7 @@ from evaluation.extension import EXTENSIONS, extended, parse
 from evaluation.protocols import open_text
 from hf.architectures import ARCHITECTURES
 from hf.export import export
-from hf.pretrained import read_tables
+from hf.pretrained import pretrained_tables, read_tables
 from hf.tokenizer import tokenizer_json
 from model import autocast
 from runtime.checkpoint import load_run
@@ -266,7 +266,7 @@ def test_files_that_are_not_there_or_not_read_are_named(saved: Saved, tmp_path: 
     assert "not JSON" in problem_of(broken)
     broken = changed(folder, tmp_path / "words")
     (broken / "tokenizer.json").write_text("{}")
-    assert "not a tokenizer" in problem_of(broken)
+    assert "not a file of the tokenizers package" in problem_of(broken)
     (broken / "tokenizer.json").unlink()
     assert "tokenizer.json: not there" in problem_of(broken)
 
@@ -281,11 +281,12 @@ def test_init_from_takes_model_encoding_and_length_from_the_folder(saved: Saved,
     path = tmp_path / "tune.toml"
     path.write_text(f'[data]\ndir = "{corpus_dir}"\n[train]\ninit_from = "{folder}"\nlr = 0.001\n')
     config = load_config(path, ["train.steps=2", f"run.dir={tmp_path / 'tuned'}", "train.batch_size=4",
-                                "train.compile=off", "train.dtype=float32", "model.dropout=0.5"])
+                                "train.compile=off", "train.dtype=float32", "model.dropout=0.5"],
+                         pretrained_tables)
     theirs = load_run(folder)[1]
     assert config.model == theirs.model.model_copy(update={"dropout": 0.5})
     assert (config.position, config.train.seq_len, config.train.lr) == (theirs.position, 16, 0.001)
-    assert load_config(path, ["train.seq_len=64"]).train.seq_len == 64
+    assert load_config(path, ["train.seq_len=64"], pretrained_tables).train.seq_len == 64
     with torch.enable_grad():
         assert train(config, []) == 0
     model, again, _ = load_run(tmp_path / "tuned")
@@ -317,7 +318,7 @@ def test_a_corpus_of_the_folders_own_tokenizer(saved: Saved, tmp_path: Path) -> 
     path.write_text(f'[data]\ndir = "{tmp_path / "corpus"}"\n[train]\ninit_from = "{folder}"\n')
     with torch.enable_grad():
         train(load_config(path, ["train.steps=1", f"run.dir={tmp_path / 'run'}", "train.batch_size=2",
-                                 "train.compile=off"]), [])
+                                 "train.compile=off"], pretrained_tables), [])
     _, config, tokenizer = load_run(tmp_path / "run")
     assert tokenizer.name == "hf:259" and tokenizer.encode(b"the\n\n").tolist() == [258, *b"e", 257]
     open_text(None, config.data.dir, tokenizer)
@@ -338,14 +339,15 @@ def test_init_from_another_model_is_refused_by_what_differs(saved: Saved, tmp_pa
     path = tmp_path / "tune.toml"
     path.write_text(f'[data]\ndir = "{corpus_dir}"\n[train]\ninit_from = "{folder}"\n')
     for override in ("model.n_layer=2", "position.encoding=alibi"):
-        config, key = load_config(path, [override, f"run.dir={tmp_path / 'run'}"]), override.split("=")[0]
+        config = load_config(path, [override, f"run.dir={tmp_path / 'run'}"], pretrained_tables)
+        key = override.split("=")[0]
         with pytest.raises(UserError) as caught:
             train(config, [])
         assert key in caught.value.problems[0] and "its model is another" in caught.value.problems[0]
     wrong = changed(folder, tmp_path / "wrong", model_type="mamba")
     path.write_text(f'[data]\ndir = "{corpus_dir}"\n[train]\ninit_from = "{wrong}"\nstep = 1\n')
     with pytest.raises(UserError) as caught:
-        load_config(path)
+        load_config(path, (), pretrained_tables)
     assert ["is not supported" in problem for problem in caught.value.problems].count(True) == 1
     assert any("train.step" in problem for problem in caught.value.problems)
 

@@ -31,7 +31,8 @@ def test_windows_are_those_of_rolling() -> None:
         assert [(context.tolist(), targets.tolist()) for context, targets in ours] == theirs
 
 
-def test_bits_per_byte_are_ours(tmp_path: Path, corpus_dir: Path, monkeypatch) -> None:
+@pytest.mark.slow
+def test_bits_per_byte_are_the_same(tmp_path: Path, corpus_dir: Path, monkeypatch) -> None:
     """By the task file that the README shows, on a text of 94 windows and a rest, not all of it ASCII."""
     from lm_eval.tasks import TaskManager
 

@@ -217,6 +217,7 @@ def test_memory_holds_a_few_pieces_whatever_the_file(tmp_path: Path, monkeypatch
     assert len(ahead) > 500 and max(ahead) <= 5 * (2 + 4)               # chunks of five lines
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_same_command_goes_on(tmp_path: Path, monkeypatch, often) -> None:
     """SIGKILL for real, of a process that is slowed down so that it can be hit."""
     source, out, options = write_source(tmp_path / "source"), tmp_path / "out", Options(val_share=0.3)

@@ -462,6 +462,7 @@ def init(**options):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["offline", "failing"])
 def test_a_wandb_key_is_in_no_file_and_no_line(kind: str, tiny, tmp_path: Path) -> None:
     pytest.importorskip("wandb")

@@ -13,12 +13,12 @@ import torch
 from conftest import tokens
 from safetensors.torch import load_file, save_file
 
+import eval as eval_command
 import export as export_command
 import sample
 from config import load_config
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
-from evaluation import protocols as eval_command
 from evaluation.extension import EXTENSIONS, extended, parse
 from evaluation.protocols import open_text
 from hf.architectures import ARCHITECTURES
@@ -327,7 +327,7 @@ def test_a_corpus_of_the_folders_own_tokenizer(saved: Saved, tmp_path: Path) -> 
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("<s>the\n\n").input_ids == [259, 258, *b"e", 257]     # as the card says: opened once
     assert theirs.bos_token == theirs.eos_token == "<s>"
-    assert "whatever the tokenizer's eos_token was" in (tmp_path / "out" / "README.md").read_text()
+    assert "even if the tokenizer had another eos_token" in (tmp_path / "out" / "README.md").read_text()
     open_text(None, config.data.dir, load_run(tmp_path / "out")[2])
     (tmp_path / "run" / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer())))
     with pytest.raises(UserError, match="made with another hf:259 tokenizer"):

@@ -15,12 +15,12 @@ import torch
 from conftest import ROOT, TINY
 from safetensors.torch import load_file, save_file
 
+import eval as eval_module
 import sample
 import train as train_module
 from config import load_config
 from data.loader import Corpus
 from data.tokenizer import load_tokenizer
-from evaluation import protocols as eval_module
 from evaluation.comparison import read_run
 from hf.tokenizer import read_tokenizer
 from runtime import checkpoint

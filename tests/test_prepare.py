@@ -69,8 +69,9 @@ def interrupted(monkeypatch, source: Path, out: Path, tokenizer: str, options: O
 
 
 @pytest.mark.parametrize(("tokenizer", "options"), [
-    ("byte", Options(val_share=0.3)), ("bpe:280", Options(val_share=0.3)),
-    ("byte", Options(val_share=0.3, limit_tokens=5500))])
+    ("byte", Options(val_share=0.3, limit_tokens=5500)),
+    pytest.param("byte", Options(val_share=0.3), marks=pytest.mark.slow),
+    pytest.param("bpe:280", Options(val_share=0.3), marks=pytest.mark.slow)])
 def test_interrupted_anywhere_it_goes_on_to_the_same_corpus(tokenizer: str, options: Options, tmp_path: Path,
                                                            monkeypatch, often) -> None:
     source, out = write_source(tmp_path / "source"), tmp_path / "corpora" / "out"

@@ -1,7 +1,7 @@
-"""A byte-level byte pair encoding of one's own: learned by the `tokenizers` library, kept as tokenizer.json.
+"""Learning a byte-level byte pair encoding with the `tokenizers` package, kept as tokenizer.json.
 
-The file is what transformers and `tokenizers` read. Ids are 0 ... 255 for the bytes, then one for each merge,
-then the separator, so that an id is also the merge's priority, which is all that tiktoken needs to encode.
+transformers and `tokenizers` read the file. Ids 0 ... 255 are the bytes, then comes one for each merge, then
+the separator. So an id is also the priority of its merge, which is all that tiktoken needs to encode.
 """
 
 import json
@@ -16,16 +16,16 @@ FILE = "tokenizer.json"
 MAX_FILE = 2**26        # bytes
 MIN_SIZE, MAX_SIZE = 257, 1_000_000
 SEPARATOR = "<|endoftext|>"
-# GPT-2's rule for splitting text into words, between which no merge goes: Radford et al. 2019. Also what
-# `ByteLevel` of the tokenizers library does. No alternative has white space after another character.
+# GPT-2's pattern for splitting text into words, which merges never cross: Radford et al. 2019. `ByteLevel` of
+# the tokenizers package uses it, too. In no alternative does white space follow another character.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
 def _byte_characters() -> list[str]:
-    """The character that byte-level vocabularies write for each byte: itself where it shows, else 256 on."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    """The character for each byte in byte-level vocabularies: itself if it is printable, else 256 and up."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 CHARACTERS = _byte_characters()
@@ -33,7 +33,7 @@ BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
 
 
 def size_of(name: str) -> int | None:
-    """N of "bpe:N", the size of the vocabulary with the separator; None for any other name."""
+    """N of "bpe:N", the size of the vocabulary including the separator; None for other names."""
     match = re.fullmatch(r"bpe:([0-9]{1,9})", name)
     if not match:
         return None
@@ -47,7 +47,7 @@ def size_of(name: str) -> int | None:
 def learn(texts: Iterable[bytes], size: int) -> str:
     """The content of tokenizer.json for a vocabulary of `size` ids, learned from texts. Raises UserError.
 
-    A function of the counts of words in the texts: neither their order nor the number of threads matters.
+    The result depends only on the counts of words, not on the order of texts or the number of threads.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -59,20 +59,20 @@ def learn(texts: Iterable[bytes], size: int) -> str:
     tokenizer.train_from_iterator((text.decode("utf-8", errors="ignore") for text in texts), trainer)
     found = tokenizer.get_vocab_size() + 1
     if found < size:
-        raise UserError(f"tokenizer bpe:{size}: the text has pairs for {found} ids only; use --tokenizer "
+        raise UserError(f"tokenizer bpe:{size}: the text has pairs for only {found} ids; use --tokenizer "
                         f"bpe:{found} or less, or more text")
     tokenizer.add_special_tokens([AddedToken(SEPARATOR, special=True)])
     content = json.loads(tokenizer.to_str())
     vocab, merges = content["model"]["vocab"], content["model"]["merges"]
-    # else the library would rank a merge otherwise than by its id, and tiktoken would not encode alike
+    # tiktoken ranks merges by id; both encode alike only if the package does, too
     assert [vocab[a + b] for a, b in merges] == list(range(256, size - 1))
     return json.dumps(content)
 
 
 def read_ranks(folder: Path, size: int) -> dict[bytes, int]:
-    """Bytes -> id of all but the separator, from tokenizer.json in a folder. Raises UserError."""
+    """Bytes -> id, without the separator, from the tokenizer.json of a folder. Raises UserError."""
     path = folder / FILE
-    fix = "prepare the corpus again with data/prepare.py, or copy the file from where it is whole"
+    fix = "prepare the corpus again with data/prepare.py, or copy the file from an undamaged corpus or run"
     try:
         with path.open("rb") as file:
             text = file.read(MAX_FILE + 1)
@@ -87,13 +87,14 @@ def read_ranks(folder: Path, size: int) -> dict[bytes, int]:
 
 
 def _ranks(content: dict[str, Any], size: int) -> dict[bytes, int]:
-    """Raises ValueError, KeyError, TypeError or AttributeError for what `learn` would not have written."""
+    """Raises ValueError, KeyError, TypeError or AttributeError for content that `learn` does not write."""
     rule = content["pre_tokenizer"]
     if (rule["type"], rule["add_prefix_space"], rule["use_regex"]) != ("ByteLevel", False, True):
         raise ValueError("pre_tokenizer is not GPT-2's")
     if [(added["content"], added["id"]) for added in content["added_tokens"]] != [(SEPARATOR, size - 1)]:
         raise ValueError(f"the only added token must be {SEPARATOR} with id {size - 1}")
-    ranks = {bytes(BYTES[sign] for sign in token): rank for token, rank in content["model"]["vocab"].items()}
+    vocab = content["model"]["vocab"]
+    ranks = {bytes(BYTES[character] for character in token): rank for token, rank in vocab.items()}
     if b"" in ranks or any(type(rank) is not int for rank in ranks.values()):
         raise ValueError("vocab must map text to integers")
     if sorted(ranks.values()) != list(range(size - 1)):

@@ -1,4 +1,4 @@
-"""From documents to ids: in pieces of bounded size, over all cores, in order."""
+"""Documents to ids: in pieces of bounded size, on all cores, in order."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from data.tokenizer import CorpusTokenizer
 
 
 class Piece(NamedTuple):
-    """A document, or some of it: at most MAX_PIECE bytes in memory."""
+    """A document or a part of one: at most MAX_PIECE bytes."""
 
     split: str
     where: str
     text: bytes | Passkey
-    opens: bool                 # is a document's first
+    opens: bool                 # the first piece of its document
     end: Position
 
 
 class Encoded(NamedTuple):
-    """What a chunk of pieces adds to a split."""
+    """The ids that a chunk of pieces adds to a split."""
 
     split: str
     ids: np.ndarray             # (n,) of the corpus' dtype
@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
 
 def read_pieces(shards: Sequence[Shard], tokenizer: CorpusTokenizer, after: Position) -> Iterator[Piece]:
-    """All documents in pieces, from the first that ends after a position."""
+    """All documents in pieces, from the first piece that ends after a position."""
     for s in range(after.shard, len(shards)):
         first = after.document if s == after.shard else 0
         for d, document in enumerate(islice(shards[s].documents(), first, None), first):
@@ -54,7 +54,7 @@ def read_pieces(shards: Sequence[Shard], tokenizer: CorpusTokenizer, after: Posi
 
 
 def chunked(found: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups that are worth a call; one that goes on with a document comes first in its group."""
+    """Pieces in groups large enough for one call; a piece inside a document starts a new group."""
     chunk: list[Piece] = []
     n_bytes = 0
     for piece in found:
@@ -68,19 +68,19 @@ def chunked(found: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def encode(chunk: list[Piece], tokenizer: CorpusTokenizer, lengths: np.ndarray, dtype: str) -> list[Encoded]:
-    """Ids of a chunk, for each split that it has documents of."""
+    """Ids of a chunk, for each split that occurs in it."""
     encoded = []
     for split in SPLITS:
-        mine = [piece for piece in chunk if piece.split == split]
-        if not mine:
+        found = [piece for piece in chunk if piece.split == split]
+        if not found:
             continue
-        texts = [piece.text for piece in mine if isinstance(piece.text, bytes)]
+        texts = [piece.text for piece in found if isinstance(piece.text, bytes)]
         if texts:
-            ids = tokenizer.encode_documents(texts, continues=not mine[0].opens)
+            ids = tokenizer.encode_documents(texts, continues=not found[0].opens)
             if tokenizer.is_lossless:
-                assert lengths[ids].sum() == sum(map(len, texts)), f"{mine[0].where}: bytes were lost"
+                assert lengths[ids].sum() == sum(map(len, texts)), f"{found[0].where}: bytes were lost"
         else:
-            ids = np.concatenate([piece.text.ids(tokenizer) for piece in mine
+            ids = np.concatenate([piece.text.ids(tokenizer) for piece in found
                                   if isinstance(piece.text, Passkey)])
         assert int(ids.max()) < tokenizer.vocab_size
         encoded.append(Encoded(split, ids.astype(dtype), np.flatnonzero(ids == tokenizer.eot)))
@@ -89,9 +89,9 @@ def encode(chunk: list[Piece], tokenizer: CorpusTokenizer, lengths: np.ndarray, 
 
 def in_order(function: Callable[[list[Piece]], list[Encoded]], chunks: Iterator[list[Piece]],
              workers: int) -> Generator[tuple[list[Piece], list[Encoded]], None, None]:
-    """Each chunk and its ids, in order, some ahead of the one that is asked for.
+    """Each chunk and its ids in order; a few chunks are encoded ahead.
 
-    Threads, not processes: tiktoken and numpy work without the interpreter's lock, and nothing is copied.
+    Threads, not processes: tiktoken and numpy release the interpreter's lock, and nothing is copied.
     """
     pending: deque[tuple[list[Piece], Future[list[Encoded]]]] = deque()
     pool = ThreadPoolExecutor(workers)

@@ -1,8 +1,9 @@
-"""A corpus while it is being written: files that grow, what of them is sound, and where to go on.
+"""A corpus while it is being written: growing files, and a journal of how much of them is complete.
 
-All lies in .NAME.partial beside the corpus to be, with the files in its subfolder corpus/ and progress.json,
-replaced every SAVE_EVERY_S seconds after what it tells of has reached the disk. Going on, files are checked
-against it by checksum and cut to what it tells; it counts for nothing if another command wrote it.
+Everything is in the folder .NAME.partial beside the future corpus: the files in its subfolder corpus/, and
+progress.json, which is replaced every SAVE_EVERY_S seconds, after the data that it describes is on disk. To
+resume, the files are truncated to the recorded sizes and compared with the recorded checksums. The journal of
+another command is ignored.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data import integrity
 from data.bpe import FILE as TOKENIZER_FILE
+from data.integrity import FILE as VERIFIED_FILE
 from data.loader import SPLITS
 from runtime.errors import UserError
 
 SAVE_EVERY_S = 10.0
 BLOCK = 2**20               # bytes
 FILES = ("tokens", "starts")
-CORPUS_FILES = {"meta.json", TOKENIZER_FILE,
+CORPUS_FILES = {"meta.json", TOKENIZER_FILE, VERIFIED_FILE,
                 *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy"))}
 
 
 class Position(NamedTuple):
-    """How far a source has been read: so many bytes of a document of a shard, and all before it."""
+    """How far a source has been read: n_bytes of a document of a shard, and everything before it."""
 
     shard: int = 0
     document: int = 0
@@ -40,7 +43,7 @@ class Position(NamedTuple):
 
 
 class GrowingFile:
-    """A file that is appended to, and the checksum of all of it."""
+    """A file that is appended to, and its running checksum."""
 
     def __init__(self, path: Path, size: int = 0, sha256: str | None = None) -> None:
         self.file = path.open("r+b" if size else "w+b")
@@ -60,13 +63,13 @@ class GrowingFile:
         self.size += content.nbytes
 
     def flush(self) -> None:
-        """To the disk."""
+        """Flush to disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
 
 class Split:
-    """Tokens of a split, and where its documents start: counts, files, checksums."""
+    """Tokens and document starts of a split: counts, files, checksums."""
 
     def __init__(self, folder: Path, split: str, dtype: str, saved: dict[str, Any] | None) -> None:
         saved = saved or {"tokens": 0, "bytes": 0, "documents": 0, "sha256": dict.fromkeys(FILES)}
@@ -81,14 +84,14 @@ class Split:
         return self.starts.size // 8
 
     def write(self, ids: np.ndarray, starts: np.ndarray, n_bytes: int) -> None:
-        """Add ids, documents that start at places among them, and the bytes of text that these are."""
+        """Append ids that stand for n_bytes of text, with documents starting at `starts` among them."""
         self.starts.write((starts + self.n_tokens).astype("<u8").data)
         self.tokens.write(ids.data)
         self.n_tokens += len(ids)
         self.n_bytes += n_bytes
 
     def state(self) -> dict[str, Any]:
-        """For progress.json; all that it tells of is on the disk."""
+        """The entry in progress.json, after flushing the data that it describes."""
         sha256 = {}
         for name in FILES:
             file: GrowingFile = getattr(self, name)
@@ -98,7 +101,7 @@ class Split:
                 "sha256": sha256}
 
     def write_index(self, path: Path) -> str:
-        """The .npy of document bounds (n_documents + 1,), as np.save would write it; return its checksum."""
+        """Write document bounds (n_documents + 1,) as np.save does; return the checksum."""
         self.starts.flush()
         with path.open("w+b") as file:
             np.lib.format.write_array_header_1_0(
@@ -113,9 +116,9 @@ class Split:
 
 
 class Journal:
-    """The corpus that becomes the folder `out`: goes on where the same plan was interrupted.
+    """The corpus that becomes the folder `out`; resumes an interrupted preparation with the same plan.
 
-    A plan is whatever the content depends on. Raises UserError where another process writes the same corpus.
+    The plan is everything that the content depends on. Raises UserError if another process writes to `out`.
     """
 
     def __init__(self, out: Path, plan: dict[str, Any]) -> None:
@@ -147,13 +150,13 @@ class Journal:
             split.tokens.file.close()
             split.starts.file.close()
         if kind is None or (self.position == Position() and not (self.corpus / TOKENIZER_FILE).exists()):
-            shutil.rmtree(self.folder, ignore_errors=True)              # done, or nothing to go on from
+            shutil.rmtree(self.folder, ignore_errors=True)              # done, or nothing to resume from
         else:
-            print(f"{self.folder} keeps what is done; the same command goes on from there", file=sys.stderr)
+            print(f"{self.folder} keeps what is done; the same command resumes from there", file=sys.stderr)
         os.close(self._lock)
 
     def open_splits(self, dtype: str, tokenizer_sha256: str) -> None:
-        """Make the files ready to go on; from their start where they are not what was written."""
+        """Open the files to resume; start again if they are not what was written."""
         self.dtype, self._tokenizer = dtype, tokenizer_sha256
         saved = self._saved or {}
         try:
@@ -169,7 +172,7 @@ class Journal:
         self.save(self.position, at_once=True)
 
     def save(self, position: Position, at_once: bool = False) -> None:
-        """Everything up to a position has been written; said on disk, too, at once or now and then."""
+        """Note that everything up to a position is written; on disk every SAVE_EVERY_S or `at_once`."""
         self.position = position
         if not at_once and time.monotonic() < self._saved_at + SAVE_EVERY_S:
             return
@@ -181,8 +184,9 @@ class Journal:
         self._saved_at = time.monotonic()
 
     def publish(self, meta: dict[str, Any]) -> None:
-        """Write meta.json and give the corpus its place, all at once; an older one there goes."""
-        check_replaceable(self.out)                                     # again: hours may have passed
+        """Write meta.json and move the corpus to `out`, replacing an older one."""
+        check_replaceable(self.out)                                     # once more: hours may have passed
+        integrity.record(self.corpus, [name for about in meta["splits"].values() for name in about["sha256"]])
         write_flushed(self.corpus / "meta.json", json.dumps(meta, indent=1))
         old = self.folder / "old"
         shutil.rmtree(old, ignore_errors=True)
@@ -191,12 +195,13 @@ class Journal:
         self.corpus.rename(self.out)
 
     def _read(self) -> dict[str, Any] | None:
-        """What progress.json says; None where there is none of this plan."""
+        """The content of progress.json; None if there is none with this plan."""
         try:
             saved = json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
             if saved["plan"] == json.loads(json.dumps(self.plan)):
                 return saved
-            print(f"{self.folder}: of another command, or its source has changed; starting again", flush=True)
+            print(f"{self.folder}: from another command, or the source has changed; starting again",
+                  flush=True)
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError) as error:
@@ -213,19 +218,19 @@ class Journal:
 
 
 def check_replaceable(out: Path) -> None:
-    """Raise UserError where `out` is, or holds, anything but a corpus: what replaces it would delete that."""
+    """Raise UserError if `out` is or holds anything but a corpus, which replacing it would delete."""
     if not out.exists():
         return
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
     if not out.is_dir() or (names and "meta.json" not in names):
         raise UserError(f"--out {out}: exists and is not a prepared corpus; give another folder")
     if others := sorted(names - CORPUS_FILES):
-        raise UserError(f"--out {out}: would be replaced whole, and has {others[0]!r}, which is no part of a "
+        raise UserError(f"--out {out}: would be replaced, but has {others[0]!r}, which is not part of a "
                         "corpus; give another folder")
 
 
 def write_flushed(path: Path, text: str) -> None:
-    """Write a file, to the disk."""
+    """Write a file and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

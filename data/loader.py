@@ -1,16 +1,17 @@
-"""Reading a prepared corpus: checks, memory-mapped tokens, document bounds, and batches as pure functions.
+"""Reading a prepared corpus: checks, memory-mapped tokens, document bounds, batches as pure functions.
 
 A corpus is a folder with, for each split (train, val), SPLIT.bin (token ids, uint16 or uint32) and
 SPLIT.idx.npy (uint64 offsets, document d is tokens[offsets[d]:offsets[d + 1]]), and meta.json, written last.
-Each document opens with the separator, so its first token has something to be predicted from, and every byte
-of text is a target.
+Each document opens with the separator, so that its first token is predicted from something, too, and every
+byte of text is a target.
 """
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -20,20 +21,20 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from data import integrity
 from runtime.errors import UserError, shortened
 from runtime.files import read_json
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 MIX = 1000      # samples in which each corpus of a mixture has its share exactly
-CHUNK = 2**22   # bytes read at a time
-# of a list of uint64: matched, not handed to numpy, which evaluates it and believes its sizes
+# header of a list of uint64; matched here, because numpy evaluates it and trusts its sizes
 NPY_HEADER = re.compile(rb"\x93NUMPY\x01\x00..{'descr': '<u8', 'fortran_order': False, "
                         rb"'shape': \((\d{1,18}),\), } *\n", re.DOTALL)
 
 
 class _Known(BaseModel):
-    model_config = ConfigDict(strict=True)      # more keys than these do no harm
+    model_config = ConfigDict(strict=True)      # further keys are allowed
 
 
 class TokenizerMeta(_Known):
@@ -49,7 +50,7 @@ class SplitMeta(_Known):
 
 
 class Meta(_Known):
-    """What meta.json must hold at least."""
+    """The keys that meta.json must have."""
 
     format_version: int
     dtype: Literal["uint16", "uint32"]
@@ -60,21 +61,23 @@ class Meta(_Known):
 
 
 class Corpus:
-    """A prepared corpus, verified: checksums, sizes, ids, offsets. Raises UserError with fault and fix.
+    """A prepared corpus; opening it checks sizes, offsets, and checksum and ids of sampled blocks.
 
+    The ids of a batch are checked as they are read. Raises UserError with what is wrong and how to mend it.
     `cross_documents` "never" keeps windows inside documents. With a mixture, other corpora have the given
     shares of the training windows, to the nearest of MIX, and this one the rest; validation is on this one.
+    Only the files of the given splits are opened.
     """
 
     def __init__(self, folder: str | Path, cross_documents: str = "attend",
-                 mixture: Mapping[str, float] | None = None, is_verified: bool = False) -> None:
+                 mixture: Mapping[str, float] | None = None, splits: Sequence[str] = SPLITS) -> None:
         self.folder = Path(folder)
         self.cross_documents = cross_documents
         twice = lru_cache(maxsize=2)                                    # a batch may straddle two
         self.epoch, self.mix = twice(self._epoch), twice(self._mix)
         self.starts_inside = twice(self._starts_inside)                 # of each split
-        mixture = dict(sorted((mixture or {}).items()))                 # their order in a config is no matter
-        others = {name: Corpus(name, cross_documents, is_verified=is_verified) for name in mixture}
+        mixture = dict(sorted((mixture or {}).items()))     # the order in a config makes no difference
+        others = {name: Corpus(name, cross_documents, splits=splits) for name in mixture}
         shares = [max(1, round(share * MIX)) for share in mixture.values()]
         self.corpora: list[Corpus] = [self, *others.values()]
         self.counts = [MIX - sum(shares), *shares]                      # of each corpus in MIX samples
@@ -82,11 +85,10 @@ class Corpus:
             raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to data.dir {folder}; "
                             "lower the shares")
         self.meta = read_meta(self.folder / "meta.json")
-        self.tokens: dict[str, np.ndarray] = {}         # split -> ids (n_tokens,)
-        self.offsets: dict[str, np.ndarray] = {}        # split -> document bounds (n_documents + 1,)
-        for split in SPLITS:
-            self.tokens[split] = self._read_tokens(split, is_verified)
-            self.offsets[split] = self._read_offsets(split, is_verified)
+        self.vocab_size: int = self.meta["vocab_size"]
+        self.record = integrity.read_record(self.folder)
+        self.tokens = {split: self._read_tokens(split) for split in splits}         # ids (n_tokens,)
+        self.offsets = {split: self._read_offsets(split) for split in splits}       # (n_documents + 1,)
         for name, other in others.items():
             if any(other.meta[key] != self.meta[key] for key in ("tokenizer", "vocab_size", "eot")):
                 names = [corpus.meta["tokenizer"]["name"] for corpus in (other, self)]
@@ -95,59 +97,66 @@ class Corpus:
         if others:
             self.meta |= {"mixture": {name: other.meta for name, other in others.items()}}
 
-    def _read_tokens(self, split: str, is_verified: bool) -> np.ndarray:
-        """Ids, mapped, after one pass over them: all there, as written, and within the vocabulary."""
-        name, about, vocab_size = f"{split}.bin", self.meta["splits"][split], self.meta["vocab_size"]
+    def _read_tokens(self, split: str) -> np.ndarray:
+        """Ids, memory-mapped, after a look at their number and at sampled blocks."""
+        name, n_tokens = f"{split}.bin", self.meta["splits"][split]["tokens"]
         dtype = np.dtype(self.meta["dtype"])
-        path = self._path(name)
-        if path.stat().st_size != about["tokens"] * dtype.itemsize:
-            raise self._fault(f"{name} has {path.stat().st_size:,} bytes, not the {about['tokens']:,} ids of "
-                              f"{dtype} that meta.json names")
-        tokens = np.memmap(path, dtype=dtype, mode="r")
-        if is_verified:
-            return tokens
-        digest, largest = hashlib.sha256(), 0
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                digest.update(chunk)
-                largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
-        self._compare(digest.hexdigest(), name, about)
-        if largest >= vocab_size:
-            raise self._fault(f"{name} holds id {largest}, beyond its vocabulary of {vocab_size}")
-        return tokens
+        path = integrity.existing(self.folder, name)
+        if path.stat().st_size != n_tokens * dtype.itemsize:
+            raise integrity.fault(self.folder, f"{name} has {path.stat().st_size:,} bytes, but meta.json "
+                                               f"names {n_tokens:,} ids of {dtype}")
+        self._compare_sampled(split, name, lambda block: self.check_ids(np.frombuffer(block, dtype), split))
+        return np.memmap(path, dtype=dtype, mode="r")
 
-    def _read_offsets(self, split: str, is_verified: bool) -> np.ndarray:
-        """Document bounds (n_documents + 1,) int64: from 0 to the last token, growing."""
+    def _read_offsets(self, split: str) -> np.ndarray:
+        """Document bounds (n_documents + 1,) int64: increasing, from 0 to the number of tokens."""
         name, about = f"{split}.idx.npy", self.meta["splits"][split]
-        path = self._path(name)
-        if not is_verified:
-            with path.open("rb") as file:
-                self._compare(hashlib.file_digest(file, "sha256").hexdigest(), name, about)
+        path = integrity.existing(self.folder, name)
+        self._compare_sampled(split, name)
         with path.open("rb") as file:
             header = NPY_HEADER.match(file.read(256))
         n_offsets = about["documents"] + 1
         if not header or int(header[1]) != n_offsets or path.stat().st_size != header.end() + 8 * n_offsets:
-            raise self._fault(f"{name} does not hold {n_offsets:,} uint64, as numpy.save writes them")
+            raise integrity.fault(self.folder, f"{name} does not hold {n_offsets:,} uint64, as numpy.save "
+                                               "writes them")
         offsets = np.fromfile(path, dtype="<u8", offset=header.end()).astype(np.int64)
         if offsets[0] != 0 or offsets[-1] != about["tokens"] or (offsets[1:] <= offsets[:-1]).any():
-            raise self._fault(f"{name} does not hold the growing bounds, from 0 to {about['tokens']:,}, of "
-                              f"{about['documents']:,} documents")
+            raise integrity.fault(self.folder, f"{name} does not hold the growing bounds, from 0 to "
+                                               f"{about['tokens']:,}, of {about['documents']:,} documents")
         return offsets
 
-    def _path(self, name: str) -> Path:
-        if not (self.folder / name).is_file():
-            raise self._fault(f"{name} is missing")
-        return self.folder / name
+    def _compare_sampled(self, split: str, name: str,
+                         look_at: Callable[[bytes], None] | None = None) -> None:
+        """Compare the sampled blocks of a file with the recorded checksum; `look_at` sees each of them."""
+        path, entry = self.folder / name, self.record.get(name)
+        found, is_whole = integrity.read_sampled(path, look_at)
+        expected = self.meta["splits"][split]["sha256"].get(name) if is_whole else \
+            entry["sampled_sha256"] if entry else found
+        if found != expected:
+            raise integrity.fault(self.folder, f"{name} is not what was written (checksum differs)")
+        if entry and not is_whole and not integrity.is_unchanged(path, entry):
+            print(f"warning: {path}: copied or changed since its full checksum was compared; compare it "
+                  f"again with `python data/prepare.py --check {self.folder}`", file=sys.stderr)
 
-    def _compare(self, sha256: str, name: str, about: dict[str, Any]) -> None:
-        if sha256 != about["sha256"].get(name):
-            raise self._fault(f"{name} is not what was written (checksum differs)")
+    def check_ids(self, ids: np.ndarray, split: str) -> None:
+        """Raise UserError if one of the ids that were read from a split lies beyond the vocabulary."""
+        if (largest := int(ids.max())) >= self.vocab_size:
+            raise integrity.fault(self.folder, f"{split}.bin holds id {largest}, beyond its vocabulary of "
+                                               f"{self.vocab_size}")
 
-    def _fault(self, problem: str) -> UserError:
-        return UserError(f"corpus {self.folder}: {problem}; prepare it again with data/prepare.py")
+    def read(self, split: str, start: int, seq_len: int) -> np.ndarray:
+        """The ids (seq_len + 1,) of a window: inputs, shifted by one the targets."""
+        ids = self.tokens[split][start:start + seq_len + 1]
+        self.check_ids(ids, split)
+        return ids
+
+    def documents(self, split: str) -> list[np.ndarray]:
+        """The ids of each document of a split, as views of the memory-mapped file."""
+        self.check_ids(self.tokens[split], split)
+        return [self.tokens[split][start:end] for start, end in itertools.pairwise(self.offsets[split])]
 
     def windows(self, split: str, seq_len: int) -> int:
-        """How many non-overlapping windows of seq_len inputs and targets the split holds, at least 1."""
+        """Number of non-overlapping windows of seq_len inputs and targets. Raises UserError for none."""
         n_tokens, inside = len(self.tokens[split]), ""
         n_windows = (n_tokens - 1) // seq_len
         if self.cross_documents == "never":
@@ -155,7 +164,7 @@ class Corpus:
             n_windows = len(self.starts_inside(split, seq_len)[0])
         if n_windows < 1:
             raise UserError(f"corpus {self.folder}: {split} has {n_tokens} tokens, too few{inside} for one "
-                            f"window of train.seq_len = {seq_len} and a target more; shorten it or add text")
+                            f"window of train.seq_len = {seq_len} and a target; shorten it or add text")
         return n_windows
 
     def require_windows(self, seq_len: int) -> None:
@@ -166,16 +175,16 @@ class Corpus:
 
     def batch(self, seq_len: int, batch_size: int, seed: int, step: int,
               rank: int = 0, world_size: int = 1) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (batch_size / world_size, seq_len) of a step: a function of its arguments."""
+        """Inputs and targets (batch_size / world_size, seq_len) of a step, from the arguments alone."""
         places = self.places(seq_len, batch_size, seed, step, rank, world_size)
-        return _stack([corpus.tokens["train"][start:start + seq_len + 1] for corpus, start in places])
+        return _stack([corpus.read("train", start, seq_len) for corpus, start in places])
 
     def places(self, seq_len: int, batch_size: int, seed: int, step: int,
                rank: int = 0, world_size: int = 1) -> list[tuple[Corpus, int]]:
         """Corpus and first token of each window of a batch.
 
-        An epoch of a corpus is a permutation of its windows. Ranks take turns, so their union is the same
-        whatever the world size.
+        An epoch of a corpus is a permutation of its windows. The ranks take samples in turn, so that together
+        they have the same batch for any world size.
         """
         samples = range(step * batch_size + rank, (step + 1) * batch_size, world_size)
         places = []
@@ -188,26 +197,26 @@ class Corpus:
         return places
 
     def n_in_epoch(self, seq_len: int) -> int:
-        """How many windows an epoch has."""
+        """Number of windows of an epoch."""
         n_windows = self.windows("train", seq_len)
-        # where windows may begin anywhere, one less: room for the offset
+        # one less where windows cross documents, which leaves room for the random offset
         return n_windows if self.cross_documents == "never" else max(1, n_windows - 1)
 
     def val_batches(self, seq_len: int, batch_size: int, n_windows: int) -> list[tuple[Tensor, Tensor]]:
-        """n_windows (0: all) of the validation split, evenly spaced and always the same, in batches."""
+        """Batches of n_windows validation windows (0: all), evenly spaced and always the same."""
         available = self.windows("val", seq_len)
         count = min(n_windows or available, available)
         chosen = np.arange(count) * available // count
         starts = (self.starts_inside("val", seq_len)[0][chosen] if self.cross_documents == "never"
                   else chosen * seq_len)
-        windows = [self.tokens["val"][start:start + seq_len + 1] for start in starts]
+        windows = [self.read("val", start, seq_len) for start in starts.tolist()]
         return [_stack(windows[i:i + batch_size]) for i in range(0, count, batch_size)]
 
     def _epoch(self, seq_len: int, *seed: int) -> np.ndarray:
-        """Where the windows of an epoch start, in the order of training.
+        """First tokens of the windows of an epoch, in the order of training.
 
-        They begin at an offset of the epoch's own, or of each document's, so that tokens fall on other
-        positions each time.
+        Each epoch draws new offsets, one for the corpus or one per document, so that a token has another
+        position in each epoch.
         """
         rng = np.random.default_rng(seed)
         n_windows = self.n_in_epoch(seq_len)
@@ -218,7 +227,7 @@ class Corpus:
         return rng.permutation(starts + rng.integers(n_spare + 1)[document])
 
     def _starts_inside(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Windows inside documents: their first tokens and documents; and how many tokens each has left."""
+        """Windows inside documents: their first tokens, their documents; and each document's spare tokens."""
         offsets = self.offsets[split]
         n_windows, n_spare = np.divmod(np.diff(offsets) - 1, seq_len)
         document = np.repeat(np.arange(len(n_windows)), n_windows)
@@ -227,7 +236,7 @@ class Corpus:
         return offsets[document] + within * seq_len, document, n_spare
 
     def _draw(self, seed: int, sample: int) -> tuple[int, int]:
-        """The corpus that gives a sample of the run, by number, and how many it gave before."""
+        """The number of the corpus that a sample is drawn from, and how many were drawn from it before."""
         if len(self.corpora) == 1:
             return 0, sample
         mix, i = divmod(sample, MIX)
@@ -236,7 +245,7 @@ class Corpus:
         return number, mix * self.counts[number] + int((numbers[:i] == number).sum())
 
     def _mix(self, seed: int, mix: int) -> np.ndarray:
-        """The corpora of MIX samples, by number, each as often as it is due, in random order."""
+        """The numbers of the corpora of MIX samples, each as often as its share, in random order."""
         order = np.repeat(np.arange(len(self.corpora)), self.counts)
         return np.random.default_rng([seed, mix, MIX]).permutation(order)
 
@@ -248,12 +257,12 @@ def _stack(windows: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
 
 
 def number_documents(tokens: Tensor, eot: int) -> Tensor:
-    """Which document of its window each token (B, T) is of, counting separators, which open documents."""
+    """Number the documents of each window, (B, T): how many separators, which open documents, came so far."""
     return (tokens == eot).cumsum(dim=-1)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The meta.json of a prepared corpus. Raises UserError where there is none, or one of another format."""
+    """The meta.json of a prepared corpus. Raises UserError if it is missing, damaged or of another format."""
     folder = path.parent
     try:
         meta = read_json(path)

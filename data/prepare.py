@@ -1,24 +1,24 @@
-"""Turn text into a corpus for train.py: `python data/prepare.py SOURCE [--tokenizer NAME] [--out DIR]`.
+"""Prepare a corpus for train.py: `python data/prepare.py SOURCE [--tokenizer NAME] [--out DIR]`.
 
 SOURCE is one of
-  stdlib      the source text of the running Python's own standard library: always there, public, no download
-  passkey     made-up documents to train for the passkey probe: keys told and asked for (data/passkey.py)
-  FILE        .txt: one text, its last tenth is for validation. .jsonl, .jsonl.gz, .jsonl.zst: a document a
-              line. .parquet: a document a row. A hash of its text picks one document in 100 for validation
-  FOLDER      such files. Subfolders train/ and val/ are the splits where both exist; else of the .txt files,
-              a document each, a hash of the path inside the folder picks a tenth, and of rows as for a file
-  https://... such a file, or a .zip with one file in it, is fetched once (http, https, file)
+  stdlib      the source text of this Python's standard library: always there, public, no download
+  passkey     made-up documents that hide a key, to train for the passkey probe (data/passkey.py)
+  FILE        .txt: one text, its last tenth is for validation. .jsonl, .jsonl.gz, .jsonl.zst: a document per
+              line. .parquet: a document per row. A hash of the text puts 1 document in 100 into validation
+  FOLDER      a folder of these files. Subfolders train/ and val/ are the splits if both exist. Else each .txt
+              file is a document, and a hash of its path puts a tenth into validation; rows as for FILE
+  https://... one of these files, or a .zip with one in it; downloaded once (also http, file)
   hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, hf:ORG/NAME, or a local folder in its layout,
-              hf:./folder. Train and validation, else test, are the splits; where there is none to validate
-              on, and of a SPLIT that is asked for, a hash of its text picks one document in 100
+              hf:./folder. The splits are train and validation, else test. If there is only one split, or
+              SPLIT names one, a hash of the text puts 1 document in 100 into validation
 
-Tokenizers: byte; gpt2; bpe:N, learned from 128 MB of the train split at most, spread over all of it where its
-size is known, with N ids, the separator included; or FOLDER, that of the corpus, run or model of Hugging Face
-there.
+Tokenizers: byte; gpt2; bpe:N, which has N ids including the separator and is learned from at most 128 MB of
+the train split, spread over all of it if its size is known; or FOLDER, the tokenizer of the corpus, run or
+Hugging Face model there.
 
-The corpus appears at DIR all at once when complete. Text streams through little memory, over all cores. An
-interrupted preparation leaves nothing that loads, but DIR's neighbour .DIR.partial, from which the same
-command goes on, unless the source has changed.
+The corpus appears at DIR at once when it is complete. Text is streamed in little memory, on all cores. An
+interrupted preparation leaves nothing that loads, only the folder .DIR.partial beside DIR, from which the
+same command resumes unless the source has changed. `--check DIR` compares a corpus with its checksums.
 """
 
 import os
@@ -38,10 +38,10 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from data import bpe
+from data import bpe, integrity
 from data.encode import Encoded, Piece, chunked, encode, in_order, read_pieces
 from data.journal import Journal, Position, check_replaceable
-from data.loader import FORMAT_VERSION, SPLITS, read_meta
+from data.loader import FORMAT_VERSION, SPLITS, Corpus, read_meta
 from data.pieces import cut_before_space, pieces
 from data.remote import LINE_BY_LINE, open_dataset, open_url
 from data.sources import (
@@ -66,7 +66,7 @@ LEARN_PIECE = 2**14             # bytes that are learned from at a time
 
 
 class Options(NamedTuple):
-    """What may be asked for beside source, place and tokenizer."""
+    """Options besides source, folder and tokenizer."""
 
     revision: str | None = None
     text_column: str = "text"
@@ -79,11 +79,11 @@ DEFAULTS = Options()
 
 
 def open_source(source: str, out: Path, options: Options = DEFAULTS) -> Source:
-    """What SOURCE means. Raises UserError for one that is not there."""
+    """Open SOURCE. Raises UserError if it does not exist."""
     val_share = options.val_share
     rows = Rows(options.text_column, ROW_VAL_SHARE if val_share is None else val_share)
     if (options.revision or options.articles) and not source.startswith("hf:"):
-        raise UserError(f"--revision and --articles: are for hf:NAME, not for {source}; leave them out")
+        raise UserError(f"--revision and --articles: are for hf:NAME, not for {source}; omit them")
     if source in BUILT_IN:
         return open_builtin(source, val_share)
     if source.startswith("hf:"):
@@ -94,7 +94,7 @@ def open_source(source: str, out: Path, options: Options = DEFAULTS) -> Source:
 
 
 def learn_from(source: Source) -> Iterator[bytes]:
-    """Text of the train split to learn a vocabulary from: LEARN_BYTES at most, evenly spread if possible."""
+    """Text of the train split to learn a vocabulary from: at most LEARN_BYTES, evenly spread if possible."""
     share = min(1.0, LEARN_BYTES / source.n_bytes) if source.n_bytes else 1.0
     seen = taken = 0
     for shard in source.shards:
@@ -123,10 +123,10 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
     given = find_tokenizer(tokenizer_name)
     out.parent.mkdir(parents=True, exist_ok=True)
     found = open_source(source, out, options)
-    said = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
+    changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
     plan = {"format_version": FORMAT_VERSION, "source": found.name, "revision": found.revision,
             "identity": found.identity, "tokenizer": given.sha256 if given else tokenizer_name,
-            "options": said}
+            "options": changed}
     with Journal(out, plan) as journal:
         tokenizer = given or learn_tokenizer(tokenizer_name, found, journal.corpus)
         if given and (Path(tokenizer_name) / bpe.FILE).exists():
@@ -139,7 +139,7 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
             "revision": found.revision,
             "dtype": journal.dtype, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
-            **({"options": said} if said else {}),
+            **({"options": changed} if changed else {}),
             "splits": {split: about_split(journal, found, split) for split in SPLITS},
         }
         journal.publish(meta)
@@ -147,12 +147,12 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
 
 
 def n_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def find_tokenizer(name: str) -> CorpusTokenizer | None:
-    """The tokenizer of that name, or of a corpus, run or model in that folder; None for one to be learned."""
+    """The tokenizer of a name, or of a corpus, run or model folder; None if it must be learned."""
     for file in ("meta.json", "corpus.json"):
         if (Path(name) / file).is_file():
             return tokenizer_of(read_meta(Path(name) / file), Path(name))
@@ -162,7 +162,7 @@ def find_tokenizer(name: str) -> CorpusTokenizer | None:
 
 
 def learn_tokenizer(name: str, source: Source, folder: Path) -> CorpusTokenizer:
-    """The tokenizer bpe:N, learned and put into the folder, unless it is there."""
+    """The tokenizer bpe:N, learned and saved in the folder unless it is there already."""
     size = bpe.size_of(name)
     assert size is not None
     if not (folder / bpe.FILE).exists():
@@ -176,7 +176,7 @@ def learn_tokenizer(name: str, source: Source, folder: Path) -> CorpusTokenizer:
 
 def encode_all(source: Source, tokenizer: CorpusTokenizer, journal: Journal, limit: int,
                workers: int) -> None:
-    """Read, encode and write all documents that the journal does not have."""
+    """Read, encode and write all documents that the journal does not have yet."""
     lengths, train = byte_lengths(tokenizer), journal.splits["train"]
     first_val = next((i for i, shard in enumerate(source.shards) if shard.split == "val"), len(source.shards))
 
@@ -185,7 +185,7 @@ def encode_all(source: Source, tokenizer: CorpusTokenizer, journal: Journal, lim
 
     is_utf8 = True
     with Progress(source, journal) as progress:
-        for end in (first_val, len(source.shards)):                     # those of val alone come last
+        for end in (first_val, len(source.shards)):                     # shards of val alone come last
             is_full = end == first_val and train.n_tokens >= limit
             found = read_pieces(source.shards[:end], tokenizer, journal.position)
             with closing(in_order(encode_chunk, chunked(found), workers)) as work:
@@ -202,34 +202,34 @@ def encode_all(source: Source, tokenizer: CorpusTokenizer, journal: Journal, lim
 
 
 def write(journal: Journal, part: Encoded, room: int, lengths: np.ndarray) -> None:
-    """Write what a chunk adds to a split, as far as there is room."""
+    """Append a chunk's ids to a split, at most `room` of them."""
     ids = part.ids[:room]
     if len(ids) < len(part.ids) and room in part.starts + 1:
-        ids = ids[:-1]                                                  # a separator with nothing behind it
+        ids = ids[:-1]                                                  # no separator without a document
     starts = part.starts[part.starts < len(ids)]
     journal.splits[part.split].write(ids, starts, int(lengths[ids].sum()))
 
 
 def check_utf8(chunk: list[Piece]) -> bool:
-    """Whether a chunk is UTF-8; a warning if not."""
+    """Whether a chunk is UTF-8; print a warning if not."""
     for piece in chunk:
         try:
             if isinstance(piece.text, bytes):
                 piece.text.decode("utf-8")
         except UnicodeDecodeError as error:
-            print(f"warning: {piece.where}: not UTF-8 ({error.reason}); such bytes are kept, a token each; "
-                  "text in another encoding is better converted first", file=sys.stderr, flush=True)
+            print(f"warning: {piece.where}: not UTF-8 ({error.reason}); these bytes stay, one token each; "
+                  "convert text in another encoding first", file=sys.stderr, flush=True)
             return False
     return True
 
 
 def about_split(journal: Journal, source: Source, split: str) -> dict[str, Any]:
-    """What meta.json says of a split, whose index is written. Raises UserError for one without text."""
+    """Write the index of a split and return its meta.json entry. Raises UserError if it has no text."""
     files = journal.splits[split]
     if not files.n_documents:
         drawn = any(shard.split is None for shard in source.shards)
-        reason = "no document's hash falls there; change --val-share or add text" if drawn else \
-            "its documents are all empty; add text"
+        reason = "no document's hash chose this split; change --val-share or add text" if drawn else \
+            "all its documents are empty; add text"
         raise UserError(f"source {source.name}: no text for {split}: {reason}")
     index = files.write_index(journal.corpus / f"{split}.idx.npy")
     return {"tokens": files.n_tokens, "bytes": files.n_bytes, "documents": files.n_documents,
@@ -237,7 +237,7 @@ def about_split(journal: Journal, source: Source, split: str) -> dict[str, Any]:
 
 
 class Progress:
-    """A bar: text read, its speed, the time that is left. In a file, a line now and then."""
+    """A progress bar: text read, speed, time left. If stderr is a file, a line every 30 seconds."""
 
     def __init__(self, source: Source, journal: Journal) -> None:
         from tqdm import tqdm
@@ -255,7 +255,7 @@ class Progress:
         self.bar.close()
 
     def show(self, chunk: list[Piece]) -> None:
-        """A chunk has been written. The share of the source that has been read tells how much there is."""
+        """Note that a chunk is written; estimate the total from the share of the source read so far."""
         n_bytes = sum(len(piece.text) for piece in chunk if isinstance(piece.text, bytes))
         shard = chunk[-1].end.shard
         share = (self.sizes[shard] + self.source.shards[shard].seen) / max(1.0, self.sizes[-1])
@@ -264,8 +264,21 @@ class Progress:
         self.bar.update(n_bytes)
 
 
+def check(folder: Path) -> None:
+    """Compare the full checksums of a corpus, and renew verified.json. Raises UserError if a file differs."""
+    splits = read_meta(folder / "meta.json")["splits"]
+    sums = {name: splits[split]["sha256"].get(name, "") for split in SPLITS
+            for name in (f"{split}.bin", f"{split}.idx.npy")}
+    integrity.check_sums(folder, sums)
+    try:
+        integrity.record(folder, list(sums))
+    except OSError as error:        # a read-only folder: the result stands all the same
+        print(f"warning: {folder / integrity.FILE}: cannot be written ({error.strerror})", file=sys.stderr)
+    Corpus(folder)                  # sizes, offsets and ids agree with meta.json
+
+
 def describe(meta: dict[str, Any], out: Path) -> Iterator[str]:
-    """What was written, for the screen."""
+    """The lines to print about a new corpus."""
     for split in SPLITS:
         about = meta["splits"][split]
         yield (f"{out}/{split}.bin: {about['documents']:,} documents, {about['bytes']:,} bytes, "
@@ -273,7 +286,7 @@ def describe(meta: dict[str, Any], out: Path) -> Iterator[str]:
 
 
 def default_out(source: str) -> Path:
-    """data/ and the source's name, without its ending; of "." and "..", that of the folder."""
+    """data/ and the source's name without its suffix; for "." and "..", the name of that folder."""
     name = urlsplit(source).path if "://" in source else \
         os.path.abspath(source.removeprefix("hf:").split(":")[0])
     return Path("data") / Path(name.removesuffix(".gz").removesuffix(".zst")).stem
@@ -281,29 +294,37 @@ def default_out(source: str) -> Path:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="see above")
+    parser.add_argument("source", metavar="SOURCE", nargs="?", help="see above")
+    parser.add_argument("--check", type=Path, metavar="DIR",
+                        help="prepare nothing; compare all files of the corpus DIR with their checksums")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
-                        help=f"{', '.join(TOKENIZERS)} or FOLDER, that of a corpus, a run or a model of "
-                             "Hugging Face (default byte)")
+                        help=f"{', '.join(TOKENIZERS)}, or the folder of a corpus, run or Hugging Face "
+                             "model (default byte)")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
     parser.add_argument("--revision", help="hf: a commit, branch or tag (default main); meta.json records "
                                            "the commit")
     parser.add_argument("--text-column", default="text", metavar="NAME",
-                        help="of rows, and of the objects in .jsonl (default text)")
+                        help="the text in tables and in .jsonl objects (default text)")
     parser.add_argument("--articles", action="store_true",
-                        help="hf: rows are lines, and ` = Title = ` opens a document; by itself on "
+                        help="hf: rows are lines, ` = Title = ` opens a document; always on for "
                              f"{LINE_BY_LINE[0]}")
     parser.add_argument("--val-share", type=float, metavar="X",
-                        help=f"share that a hash puts into validation (default {FILE_VAL_SHARE} of .txt "
-                             f"files or of a single one, {ROW_VAL_SHARE} of rows)")
+                        help=f"share of validation if a hash chooses (default {FILE_VAL_SHARE} of .txt files "
+                             f"or of a single one, {ROW_VAL_SHARE} of rows)")
     parser.add_argument("--limit-tokens", type=int, metavar="N",
-                        help="end the train split after N tokens, separators included, its last document cut "
-                             "short. Validation files stay whole; where a hash picks, validation is what it "
-                             "picked until then")
-    parser.add_argument("--workers", type=int, help="threads (default: one a core); the result is the same")
+                        help="end the train split after N tokens, including separators; its last document is "
+                             "truncated. Validation files stay whole; if a hash chooses, validation has what "
+                             "it chose until then")
+    parser.add_argument("--workers", type=int, help="threads (default: one per core); the result is the same")
     args = parser.parse_args()
+    if args.check:
+        check(args.check)
+        print(f"{args.check}: all files are what was written")
+        return
+    if args.source is None:
+        raise UserError("SOURCE is missing; see data/prepare.py --help")
     if args.val_share is not None and not 0 < args.val_share < 1:
-        raise UserError(f"--val-share {args.val_share}: must lie between 0 and 1, such as 0.1")
+        raise UserError(f"--val-share {args.val_share}: must be between 0 and 1, such as 0.1")
     for name, value, least in (("--limit-tokens", args.limit_tokens, 2), ("--workers", args.workers, 1)):
         if value is not None and value < least:
             raise UserError(f"{name} {value}: must be at least {least}")

@@ -1,8 +1,8 @@
-"""Sources from elsewhere: datasets in the layout of the Hugging Face hub, and files at a URL.
+"""Remote sources: datasets of the Hugging Face hub, and files at a URL.
 
 `hf:NAME` streams a dataset of the hub, or a local folder in its layout (README.md with `configs:`, or files
-named after their split), through the `datasets` library. No code of a dataset is ever run. The commit is
-resolved first, so that all files are of one state.
+named after their split), through the `datasets` package. No code of a dataset is ever run. The commit is
+resolved first, so that all files belong to one commit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUT_S = 60
 
 
 class DatasetPart:
-    """The index-th of n_parts of a streamed dataset: a document a row, or an article of several."""
+    """Part `index` of n_parts of a streamed dataset: a document per row, or per article of several rows."""
 
     def __init__(self, name: str, dataset: Any, index: int, n_parts: int, n_rows: float | None,
                  split: str | None, rows: Rows, joins: bool) -> None:
@@ -59,13 +59,13 @@ class DatasetPart:
                     yield f"{name}: row {number}", value
         except UserError:
             raise
-        except Exception as error:  # files of any kind, over any HTTP library: each has its own exceptions
+        except Exception as error:  # each file format and HTTP library has exceptions of its own
             raise UserError(f"{name}: cannot be read after row {number} ({describe_exception(error)}); "
-                            "if the network failed, the same command goes on from there") from error
+                            "if the network failed, the same command resumes from there") from error
 
 
 def articles(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
-    """Join rows that are lines into documents: ` = Title = ` after an empty line opens one (WikiText)."""
+    """Join rows that are lines into documents, which ` = Title = ` after an empty line opens (WikiText)."""
     opened, has_text = "", False
     lines: list[bytes] = []
     for where, value in rows:
@@ -81,18 +81,18 @@ def articles(rows: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, bytes]]:
 
 
 def open_dataset(source: str, rows: Rows, revision: str | None, joins: bool) -> Source:
-    """What `hf:NAME[:CONFIG][:SPLIT]` means; NAME is ORG/NAME on the hub, or a local folder.
+    """Open `hf:NAME[:CONFIG][:SPLIT]`, where NAME is ORG/NAME on the hub or a local folder.
 
-    Without SPLIT, train and validation (else test) are the splits; where there is no such second one, and
-    for a SPLIT that is asked for, a hash of each document picks. Raises UserError.
+    Without SPLIT, the splits are train and validation, else test. If there is only one split, or SPLIT names
+    one, a hash of each document chooses between train and validation. Raises UserError.
     """
     name, *rest = source.removeprefix("hf:").split(":")
     if not name or len(rest) > 2:
-        raise UserError(f"source {source}: must read hf:NAME, hf:NAME:CONFIG, or hf:NAME:CONFIG:SPLIT")
+        raise UserError(f"source {source}: must be hf:NAME, hf:NAME:CONFIG, or hf:NAME:CONFIG:SPLIT")
     config, split = (*(part or None for part in rest), None, None)[:2]
     is_local = Path(name).is_dir()
     if not is_local and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
-        raise UserError(f"source {source}: no such folder, nor the name of a dataset such as hf:ORG/NAME")
+        raise UserError(f"source {source}: neither a folder nor the name of a dataset, as in hf:ORG/NAME")
     if is_local and revision:
         raise UserError(f"--revision {revision}: {name} is a local folder, which has none; leave it out")
     joins = joins or name in LINE_BY_LINE
@@ -108,12 +108,12 @@ def open_dataset(source: str, rows: Rows, revision: str | None, joins: bool) -> 
 
 def _load(source: str, name: str, config: str | None, split: str | None,
           revision: str | None, joins: bool) -> tuple[dict[str, Any], str | None, str | None]:
-    """Split -> dataset to be streamed; the split that is asked for; the commit, None for a folder."""
+    """Split -> streamed dataset; the split that SOURCE names, if any; the commit, None for a folder."""
     try:
         import datasets
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise UserError(f"source {source}: needs the package datasets; pip install datasets") from error
+        raise UserError(f"source {source}: needs the package datasets: pip install datasets") from error
     try:
         if revision:
             revision = HfApi().dataset_info(name, revision=revision).sha
@@ -121,13 +121,13 @@ def _load(source: str, name: str, config: str | None, split: str | None,
         if config not in (None, *configs) and split is None:
             config, split = None, config                                # hf:NAME:SPLIT
         builder = datasets.load_dataset_builder(name, config, revision=revision)
-        # a table of ROWS rows at a time: by default it is a row group, which may be gigabytes
-        kind = type(builder.config).__name__        # the builder's own class is named after the dataset too
+        # read ROWS rows at a time: the default is a row group, which may be gigabytes
+        kind = type(builder.config).__name__        # the builder's class name has the dataset's name in it
         options: dict[str, Any] = {"batch_size": ROWS} if kind == "ParquetConfig" else {}
         if kind == "TextConfig" and not joins and builder.config.sample_by == "line":
-            options = {"sample_by": "document"}     # else a row is a line, and line feeds are lost
+            options = {"sample_by": "document"}     # a row would be a line without its line feed
         found = datasets.load_dataset(name, config, revision=revision, streaming=True, **options)
-    except Exception as error:  # the hub's client has exceptions of three HTTP libraries, and its own
+    except Exception as error:  # the client raises exceptions of three HTTP libraries
         hint = "check the name, the configuration and the network"
         if "scripts are no longer supported" in str(error):
             hint = "give --revision refs/convert/parquet, where the hub may keep a copy as files"
@@ -139,18 +139,18 @@ def _load(source: str, name: str, config: str | None, split: str | None,
 
 
 def choose_splits(source: str, found: dict[str, Any], split: str | None) -> dict[str | None, str]:
-    """Split of ours (None: a hash decides) -> split of the dataset."""
+    """Our split (None: a hash chooses) -> split of the dataset."""
     if split or len(found) == 1:
         return {None: split or next(iter(found))}
     if "train" not in found:
-        raise UserError(f"source {source}: no split train; name one of {', '.join(found)}, as in "
+        raise UserError(f"source {source}: has no split train; name one of {', '.join(found)}, as in "
                         "hf:NAME:CONFIG:SPLIT")
     val = next((key for key in VALIDATION if key in found), None)
     return {"train": "train", "val": val} if val else {None: "train"}
 
 
 def _parts(name: str, dataset: Any, split: str | None, rows: Rows, joins: bool) -> Iterator[DatasetPart]:
-    """One for each file, so that going on after an interruption passes over whole files; one if rows join."""
+    """One part per file, so that resuming skips whole files; a single part if rows are joined."""
     if dataset.column_names and rows.column not in dataset.column_names:
         raise rows.absent(name, dataset.column_names)
     n_parts = 1 if joins else dataset.num_shards
@@ -162,7 +162,7 @@ def _parts(name: str, dataset: Any, split: str | None, rows: Rows, joins: bool) 
 
 
 def _about(dataset: Any, what: str) -> int | None:
-    """A number that the dataset's card tells of a split, if it does."""
+    """A number from the dataset's card about this split; None if it is missing."""
     about = (dataset.info.splits or {}).get(str(dataset.split))
     return getattr(about, what, None) or None
 
@@ -172,25 +172,25 @@ def _about(dataset: Any, what: str) -> int | None:
 
 
 def open_url(url: str, cache: Path, rows: Rows, val_share: float | None) -> Source:
-    """A file at a URL, fetched once into `cache`; a .zip must hold a single file. Raises UserError."""
+    """A file at a URL, downloaded once into `cache`; a .zip must hold a single file. Raises UserError."""
     address = urlsplit(url)
-    shown = f"{address.scheme}://{address.hostname or ''}{address.path}"        # without keys and passwords
-    path = fetch(url, shown, cache)
+    name = f"{address.scheme}://{address.hostname or ''}{address.path}"        # without keys and passwords
+    path = fetch(url, name, cache)
     with path.open("rb") as file:
         revision = f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
     if path.suffix.lower() == ".zip":
-        path = unpacked(path, shown)
+        path = unpacked(path, name)
     if not path.name.lower().endswith(SUFFIXES):
-        raise UserError(f"source {shown}: must end in {', '.join(SUFFIXES)} or .zip; fetch it by other "
+        raise UserError(f"source {name}: must end in {', '.join(SUFFIXES)} or .zip; download it by other "
                         "means, and give the file")
-    return open_local(str(path), rows, val_share)._replace(name=shown, revision=revision, identity=revision)
+    return open_local(str(path), rows, val_share)._replace(name=name, revision=revision, identity=revision)
 
 
-def fetch(url: str, shown: str, cache: Path) -> Path:
-    """The file's place in the cache, after fetching it where it is not there."""
+def fetch(url: str, name: str, cache: Path) -> Path:
+    """The path of a URL's file in the cache, after downloading it if it is not there."""
     path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{Path(urlsplit(url).path).name}"
     if path.exists():
-        print(f"{shown} was fetched before: {path}")
+        print(f"{name} was downloaded before: {path}")
         return path
     cache.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
@@ -199,32 +199,33 @@ def fetch(url: str, shown: str, cache: Path) -> Path:
             shutil.copyfileobj(response, file, BLOCK)
             expected = response.headers.get("Content-Length")
         if expected and temporary.stat().st_size != int(expected):
-            raise ValueError(f"{temporary.stat().st_size:,} of {int(expected):,} bytes came")
+            raise ValueError(f"got {temporary.stat().st_size:,} of {int(expected):,} bytes")
     except (OSError, ValueError, http.client.HTTPException) as error:   # URLError is an OSError
         temporary.unlink(missing_ok=True)
-        raise UserError(f"source {shown}: cannot be fetched ({describe_exception(error)}); "
+        raise UserError(f"source {name}: cannot be downloaded ({describe_exception(error)}); "
                         "check the address and the network") from error
     temporary.rename(path)
     return path
 
 
-def unpacked(path: Path, shown: str) -> Path:
-    """The only file in an archive, unpacked beside it; a name without a known ending is taken for text."""
+def unpacked(path: Path, name: str) -> Path:
+    """The only file of an archive, unpacked beside it; a name without a known ending becomes .txt."""
     temporary = path.with_name(path.name + ".unpacked.part")
     try:
         with zipfile.ZipFile(path) as archive:
             files = [entry for entry in archive.infolist() if not entry.is_dir()]
             if len(files) != 1:
-                raise UserError(f"source {shown}: must hold one file, it has {len(files)}; unpack it and "
+                raise UserError(f"source {name}: must hold one file, but has {len(files)}; unpack it and "
                                 "give the folder")
-            name = Path(files[0].filename).name
-            text = path.with_name(f"{path.stem}-{name}" + ("" if name.lower().endswith(SUFFIXES) else ".txt"))
+            inner = Path(files[0].filename).name
+            suffix = "" if inner.lower().endswith(SUFFIXES) else ".txt"
+            text = path.with_name(f"{path.stem}-{inner}{suffix}")
             if not text.exists():
                 with archive.open(files[0]) as source, temporary.open("wb") as file:
                     shutil.copyfileobj(source, file, BLOCK)
                 temporary.rename(text)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:       # the last: a password
         temporary.unlink(missing_ok=True)
-        raise UserError(f"source {shown}: {path} is damaged or encrypted ({describe_exception(error)}); "
-                        "delete it to fetch it again") from error
+        raise UserError(f"source {name}: {path} is damaged or encrypted ({describe_exception(error)}); "
+                        "delete it to download it again") from error
     return text

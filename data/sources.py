@@ -1,8 +1,8 @@
 """Where documents come from: what a SOURCE of data/prepare.py means, and reading it in little memory.
 
-A source is a list of shards: a file, or a part of a dataset of the Hugging Face hub (data/remote.py). A shard
-is read from its start and yields documents, each of a split. One that belongs to no split by itself leaves
-that to a hash of each document's text.
+A source is a list of shards. A shard is a file, or a part of a dataset of the Hugging Face hub (see
+data/remote.py). It is read from its start and yields documents, each with its split. For a shard without a
+split, a hash of each document's text chooses the split.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK = 2**19                   # bytes read at a time
 ROWS = 16                       # rows of a table read at a time
 MAX_LINE = 2**25                # bytes of a line of .jsonl: it is held in memory
 PASSKEY_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}
-PASSKEY_LENGTHS = (24, 129)     # tokens, [from, to): they fit into the quick configs' windows
+PASSKEY_LENGTHS = (24, 129)     # tokens, [from, to): within the windows of configs/passkey.toml
 STDLIB_LEFT_OUT = {     # paths inside the library -> why
     "test/*": "tests",
     "tests/*": "tests",
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 class Passkey(NamedTuple):
-    """A made-up document: a function of its number. One in four has a key, the others repeat a string."""
+    """A made-up document, determined by its number. One in 4 has a key, the others repeat a string."""
 
     number: int
 
@@ -80,7 +80,7 @@ class Document(NamedTuple):
     text: bytes | Part | Passkey
 
     def blocks(self, start: int) -> Iterator[bytes]:
-        """The bytes from `start` on, some at a time."""
+        """The bytes from `start` on, BLOCK at a time."""
         if isinstance(self.text, bytes):
             yield from (self.text[i:i + BLOCK] for i in range(start, len(self.text), BLOCK))
         elif isinstance(self.text, Part):
@@ -100,11 +100,11 @@ class Shard(Protocol):
 
     @property
     def split(self) -> str | None:
-        """Of all its documents; None: a hash of each decides."""
+        """The split of all its documents; None: a hash of each document chooses."""
         ...
 
     def documents(self) -> Iterator[Document]:
-        """All documents, in an order that is always the same."""
+        """All documents, always in the same order."""
         ...
 
 
@@ -114,8 +114,8 @@ class Source(NamedTuple):
     name: str                   # as meta.json records it
     revision: str | None
     shards: Sequence[Shard]
-    identity: Any               # JSON: changes where the content may have changed
-    n_bytes: int | None         # about how much text there is, if that is known
+    identity: Any               # JSON; changes if the content may have changed
+    n_bytes: int | None         # about how much text there is, if known
 
 
 class Rows(NamedTuple):
@@ -125,13 +125,13 @@ class Rows(NamedTuple):
     val_share: float = ROW_VAL_SHARE
 
     def document(self, split: str | None, where: str, value: Any) -> Document:
-        """Of a row's value: a string, UTF-8 bytes, or null, which is an empty document. Raises UserError."""
+        """The document of a row: a string, UTF-8 bytes, or null for an empty one. Raises UserError."""
         if isinstance(value, str):
             try:
                 value = value.encode()
             except UnicodeEncodeError as error:
                 raise UserError(f"{where}: {self.column!r} has half of a surrogate pair at character "
-                                f"{error.start}; mend or remove it") from error
+                                f"{error.start}; repair or remove it") from error
         if not isinstance(value, bytes | None):
             raise UserError(f"{where}: {self.column!r} must be a string, got {type(value).__name__}; name "
                             "the column of the text with --text-column")
@@ -139,24 +139,24 @@ class Rows(NamedTuple):
         return Document(split or ("val" if rank(text) < self.val_share else "train"), where, text)
 
     def values(self, where: str, column: Any) -> list[bytes | None]:
-        """The texts of an Arrow column. Raises UserError where it is not text."""
+        """The texts of an Arrow column. Raises UserError if it is not text."""
         import pyarrow
         if pyarrow.types.is_null(column.type):
             return [None] * len(column)
         try:
             return column.cast(pyarrow.large_binary()).to_pylist()
         except pyarrow.ArrowNotImplementedError as error:
-            raise UserError(f"{where}: {self.column!r} must be text, it is {column.type}; name the column of "
-                            "the text with --text-column") from error
+            raise UserError(f"{where}: {self.column!r} must be text, but is {column.type}; name the column "
+                            "of the text with --text-column") from error
 
     def absent(self, where: str, names: Iterable[str]) -> UserError:
-        """The mistake of naming a column that is not there."""
-        return UserError(f"{where}: no column {self.column!r}; name that of the text with --text-column: it "
-                         f"has {', '.join(map(str, names)) or 'none'}")
+        """The error for a missing column."""
+        return UserError(f"{where}: no column {self.column!r}; name the column of the text with "
+                         f"--text-column: {', '.join(map(str, names)) or 'none'}")
 
 
 def rank(text: bytes) -> float:
-    """A number in [0, 1) that depends on the text alone: stable across machines and additions."""
+    """A number in [0, 1) that depends only on the text: the same on any machine and in any order."""
     return int(hashlib.sha256(text).hexdigest()[:8], 16) / 2**32
 
 
@@ -165,7 +165,7 @@ def rank(text: bytes) -> float:
 
 
 class TextFile:
-    """A file, or a part of it, that is one document."""
+    """A file, or a part of one, that is one document."""
 
     def __init__(self, part: Part, split: str) -> None:
         self.part, self.split, self.seen = part, split, 0.0
@@ -177,7 +177,7 @@ class TextFile:
 
 
 class JsonLines:
-    """A .jsonl, .jsonl.gz or .jsonl.zst file: an object a line, its text under one key."""
+    """A .jsonl, .jsonl.gz or .jsonl.zst file: an object per line, with the text under one key."""
 
     def __init__(self, path: Path, split: str | None, rows: Rows) -> None:
         self.path, self.split, self.rows = path, split, rows
@@ -198,7 +198,7 @@ class JsonLines:
         if self.path.suffix.lower() == ".zst":
             import io
 
-            import pyarrow  # comes with datasets; Python's own zstd is there from 3.14 on
+            import pyarrow  # comes with datasets; Python has zstd from 3.14 on
             return io.BufferedReader(pyarrow.input_stream(stored, compression="zstd"))  # type: ignore[arg-type]
         return stored
 
@@ -207,7 +207,7 @@ class JsonLines:
             line = lines.readline(MAX_LINE + 1)
         except (EOFError, OSError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno:
-                raise                                                   # the disk's fault, not the content's
+                raise                                                   # a fault of the disk, not of the file
             raise UserError(f"{self.path}:{number + 1}: damaged or cut short ({error}); get the file "
                             "again") from error
         if len(line) > MAX_LINE:
@@ -220,9 +220,9 @@ class JsonLines:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON ({error}); mend or remove the line") from error
+            raise UserError(f"{where}: not JSON ({error}); repair or remove the line") from error
         if not isinstance(row, dict):
-            raise UserError(f"{where}: must be a JSON object, got {type(row).__name__}; mend or remove "
+            raise UserError(f"{where}: must be a JSON object, got {type(row).__name__}; repair or remove "
                             "the line")
         if self.rows.column not in row:
             raise self.rows.absent(where, row)
@@ -230,7 +230,7 @@ class JsonLines:
 
 
 class Parquet:
-    """A .parquet file: a document a row."""
+    """A .parquet file: a document per row."""
 
     def __init__(self, path: Path, split: str | None, rows: Rows) -> None:
         self.path, self.split, self.rows = path, split, rows
@@ -242,7 +242,7 @@ class Parquet:
 
         number = 0
         try:
-            # buffer_size: pages are read as they are needed, not a row group at once
+            # with buffer_size, pages are read when they are needed, not a row group at once
             file = pyarrow.parquet.ParquetFile(self.path, buffer_size=2**20)
             if self.rows.column not in file.schema_arrow.names:
                 raise self.rows.absent(str(self.path), file.schema_arrow.names)
@@ -253,9 +253,9 @@ class Parquet:
                     yield self.rows.document(self.split, f"{self.path}: row {number}", value)
         except (pyarrow.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno:
-                raise                                                   # the disk's fault, not the content's
+                raise                                                   # a fault of the disk, not of the file
             reason = str(error).splitlines()[0]
-            raise UserError(f"{self.path}: not a sound .parquet file, read to row {number} ({reason}); get "
+            raise UserError(f"{self.path}: damaged, read up to row {number} ({reason}); get "
                             "it again") from error
 
 
@@ -277,7 +277,7 @@ class Passkeys:
 
 
 def open_builtin(name: str, val_share: float | None) -> Source:
-    """Stdlib or passkey."""
+    """The source stdlib or passkey."""
     if name == "passkey":
         return Source(name, None, [Passkeys(split) for split in SPLITS], None, None)
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -288,13 +288,13 @@ def open_builtin(name: str, val_share: float | None) -> Source:
 
 
 def why_left_out(path: str) -> str | None:
-    """The reason for which a file of the standard library does not enter the corpus; None if it does."""
+    """Why a file of the standard library is left out of the corpus; None if it is not."""
     return next((why for pattern, why in STDLIB_LEFT_OUT.items()
                  if fnmatch(path, pattern) or fnmatch(path, f"*/{pattern}")), None)
 
 
 def open_local(source: str, rows: Rows, val_share: float | None) -> Source:
-    """A file, or a folder of files. Raises UserError for what is not there or has no text."""
+    """A file, or a folder of files. Raises UserError if it is missing or has no text."""
     root = Path(source)
     kinds = ".txt, .jsonl (or .gz, .zst of it) or .parquet"
     if not root.is_dir():
@@ -318,19 +318,19 @@ def open_local(source: str, rows: Rows, val_share: float | None) -> Source:
 
 
 def is_text(path: Path) -> bool:
-    """Whether it is a file of a kind that can be read."""
+    """Whether this is a file of a supported kind."""
     return path.name.lower().endswith(SUFFIXES) and path.is_file()
 
 
 def texts_in(root: Path) -> list[Path]:
-    """Such files in a folder, however deep; not what is hidden, as .git is."""
+    """The files of supported kinds in a folder and its subfolders, but not hidden ones (.git)."""
     return sorted(path for path in root.rglob("*") if is_text(path) and not any(
         part.startswith(".") for part in path.relative_to(root).parts))
 
 
 def shards_of(root: Path, paths: Sequence[Path], split: str | None, rows: Rows,
               val_share: float | None) -> list[Any]:
-    """Of files inside root, in an order that depends on their names alone: train, rows of either, val."""
+    """Shards of files, in an order that depends on names only: train, rows of either split, val."""
     kinds = {path: path.suffix.lower() for path in paths}
     texts = [path for path in paths if kinds[path] == ".txt"]
     tables = [Parquet(path, split, rows) if kinds[path] == ".parquet" else JsonLines(path, split, rows)
@@ -338,13 +338,13 @@ def shards_of(root: Path, paths: Sequence[Path], split: str | None, rows: Rows,
     if split:
         return [*(TextFile(Part(path), split) for path in texts), *tables]
     if len(texts) == 1 and tables:
-        return [TextFile(Part(texts[0]), "train"), *tables]             # too few to draw from: rows are drawn
+        return [TextFile(Part(texts[0]), "train"), *tables]             # rows are split by hash
     found = split_by_hash(root, texts, val_share)
     return [*(s for s in found if s.split == "train"), *tables, *(s for s in found if s.split == "val")]
 
 
 def split_by_hash(root: Path, paths: Sequence[Path], val_share: float | None) -> list[TextFile]:
-    """The hash of its path inside root puts a file into a split: stable across machines and additions."""
+    """Split files by a hash of the path inside root: the same on any machine, and after adding files."""
     share = FILE_VAL_SHARE if val_share is None else val_share
 
     def place(path: Path) -> float:
@@ -359,7 +359,7 @@ def split_by_hash(root: Path, paths: Sequence[Path], val_share: float | None) ->
 
 
 def split_inside(path: Path, val_share: float) -> list[TextFile]:
-    """The first nine tenths of a file, and the rest; the cut does not fall inside a character of UTF-8."""
+    """The first part of a file for train, the rest for val; the cut is not inside a UTF-8 character."""
     cut = int(path.stat().st_size * (1 - val_share))
     with path.open("rb") as file:
         file.seek(cut)
@@ -371,11 +371,11 @@ def split_inside(path: Path, val_share: float) -> list[TextFile]:
 
 
 def identity_of(paths: Iterable[Path]) -> str:
-    """Changes when a file comes, goes or is written to."""
+    """A checksum that changes if a file is added, removed or written to."""
     about = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 def total(shards: Iterable[Shard]) -> int:
-    """Bytes of all, as they are stored."""
+    """Bytes of all shards, as they are stored."""
     return int(sum(shard.size for shard in shards))

@@ -170,8 +170,8 @@ def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
     size = size_of(name)
     if size is None:
         raise UserError(f"tokenizer {shortened(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size "
-                        "of a vocabulary to learn from the corpus, such as bpe:4096), or give the folder of a "
-                        "corpus, a run or a Hugging Face model")
+                        "of a vocabulary to learn from the corpus, such as bpe:4096), or give the folder of "
+                        "a corpus, a run or a Hugging Face model")
     if folder is None:
         raise UserError(f"tokenizer {name!r}: belongs to a corpus; its folder is needed to read it")
     import tiktoken  # here: a run on bytes does not need the package

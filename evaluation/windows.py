@@ -57,12 +57,12 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
             raise UserError(f"--data {path}: not plain text; prepare it first with data/prepare.py, and give "
                             "the prepared folder")
         return Text(path.stem, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
-    corpus = Corpus(path)
+    corpus = Corpus(path, splits=("val",))
     about = corpus.meta["tokenizer"]
     if about["sha256"] != tokenizer.sha256:
         raise UserError(f"--data {path}: prepared with tokenizer {about['name']}, but the run was trained "
                         f"with {tokenizer.name}; prepare it again, with the run's folder as --tokenizer")
-    return Text(path.name, [corpus.tokens["val"][a:b] for a, b in itertools.pairwise(corpus.offsets["val"])])
+    return Text(path.name, corpus.documents("val"))
 
 
 def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:

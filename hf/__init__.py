@@ -1,8 +1,8 @@
-"""Hugging Face folders, in both directions: no pickle is read, no code is run, nothing is fetched.
+"""Hugging Face folders, read and written: no pickle is read, no code is run, nothing is downloaded.
 
-architectures     which architecture equals which config, and the names of their tensors
-pretrained        a folder as a model of this repository
-export            a run as a folder
-rope_parameters   rotary scalings as config.json writes them
-tokenizer         tokenizer.json
+architectures     what each architecture can express, and the names of its tensors and fields
+pretrained        loading a folder as a model
+export            writing a model as a folder
+rope_parameters   rotary scalings in config.json
+tokenizer         the tokenizer of a folder, read and written
 """

@@ -1,8 +1,8 @@
-"""Architectures of Hugging Face that a config of ours describes: names of tensors and fields, both ways.
+"""Hugging Face architectures that a config can express: names of tensors and of config.json's fields.
 
-An architecture is a table. export.py reads it from our side, pretrained.py from theirs, so that both agree.
-What a table does not mention must have our default value: an option that is new here stands in the way of an
-export until a table knows it. Nothing of transformers is imported; what it makes of these files is in tests.
+Each architecture is a table. hf/export.py reads it in one direction, hf/pretrained.py in the other, so that
+both agree. An option that a table does not mention must have its default value; a new option therefore blocks
+an export until a table mentions it. Nothing of transformers is imported; the tests compare with it.
 
 Legend: C = n_embd, H = n_head, G = n_kv_head, D channels of a head, R of them rotate, L tokens of training.
 """
@@ -23,9 +23,9 @@ from positions import Options
 from positions.rotary import RoPEOptions, RotaryOptions
 from runtime.errors import UserError
 
-Tables = dict[str, Fields]      # of ours: section -> key -> value
+Tables = dict[str, Fields]      # of our config: section -> key -> value
 
-LLAMA = {                       # their module -> ours, stacked row over row where there are several
+LLAMA = {                       # Hugging Face's module -> our modules, whose rows are stacked
     "model.embed_tokens": ["embedding"],
     "model.layers.N.input_layernorm": ["blocks.N.attention_norm"],
     "model.layers.N.self_attn.q_proj": ["blocks.N.attention.q"],
@@ -45,25 +45,25 @@ SHAPE = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_kv_
 
 
 class Architecture:
-    """One of theirs: what it can be, and its names. Subclasses are rows of the table ARCHITECTURES."""
+    """What an architecture can express, and its names. Subclasses are the rows of the table ARCHITECTURES."""
 
     model_type: ClassVar[str]
     class_name: ClassVar[str]
     modules: ClassVar[Mapping[str, list[str]]] = LLAMA
-    transposed: ClassVar[tuple[str, ...]] = ()          # modules whose weights they keep as (in, out)
-    encodings: ClassVar[Mapping[str, set[str]]]         # name -> keys of [position] that are free
-    fields: ClassVar[Mapping[str, str]] = SHAPE         # key of [model] -> theirs; these are free
-    block: ClassVar[Fields] = {}                        # keys of [model] that are not our defaults here
-    constants: ClassVar[Fields] = {}                    # their fields of which we know this value alone
-    defaults: ClassVar[Fields] = {}                     # their fields that may be missing
-    optional: ClassVar[tuple[str, ...]] = ()            # and those that may be null
+    transposed: ClassVar[tuple[str, ...]] = ()          # modules with weights (in, out)
+    encodings: ClassVar[Mapping[str, set[str]]]         # name -> keys of [position] with any value
+    fields: ClassVar[Mapping[str, str]] = SHAPE         # key of [model] -> field; any value
+    block: ClassVar[Fields] = {}                        # keys of [model] with other values than our defaults
+    constants: ClassVar[Fields] = {}                    # fields for which only this value is supported
+    defaults: ClassVar[Fields] = {}                     # fields that may be missing
+    optional: ClassVar[tuple[str, ...]] = ()            # fields that may be null
     length: ClassVar[str] = "max_position_embeddings"
-    prefix: ClassVar[str] = "model."                    # may be missing, where the bare decoder was saved
+    prefix: ClassVar[str] = "model."                    # missing if the decoder was saved without its head
 
-    # From ours to theirs
+    # Writing
 
     def obstacles(self, config: Config) -> list[str]:
-        """What of a config this architecture cannot be, as `section.key = value`."""
+        """The settings that this architecture cannot express, as `section.key = value`."""
         model, position = config.model, config.position
         found: Fields = {"position.encoding": position.encoding}
         if position.encoding in self.encodings:
@@ -80,74 +80,74 @@ class Architecture:
         return [f"{key} = {value!r}" for key, value in found.items()]
 
     def config_json(self, config: Config) -> Fields:
-        """Theirs, but for the tokens' ids."""
+        """config.json without the ids of special tokens."""
         model = config.model
         resolved = {**model.model_dump(), "n_hidden": hidden_width(model), "head_dim": model.head_width,
                     "n_kv_head": model.n_kv_head or model.n_head}
         return {"architectures": [self.class_name], "model_type": self.model_type, **self.constants,
-                **{theirs: resolved[ours] for ours, theirs in self.fields.items()},
+                **{field: resolved[key] for key, field in self.fields.items()},
                 **self.positions_json(config)}
 
     def positions_json(self, config: Config) -> Fields:
-        """The fields that tell how positions are encoded, and how many."""
+        """The fields for the position encoding and the number of positions."""
         return {self.length: config.train.seq_len}
 
-    # From theirs to ours
+    # Reading
 
-    def tables(self, theirs: Fields) -> Tables:
-        """[model], [position] and train.seq_len of a config.json. Raises UserError for what we are not."""
-        theirs = {**self.defaults, **theirs}
+    def tables(self, hf_config: Fields) -> Tables:
+        """[model], [position] and train.seq_len from config.json. Raises UserError if it is not supported."""
+        hf_config = {**self.defaults, **hf_config}
         for key, value in self.constants.items():
-            if theirs.get(key, value) != value:
-                raise UserError(f"config.json: {key} = {theirs[key]!r} is not supported for "
+            if hf_config.get(key, value) != value:
+                raise UserError(f"config.json: {key} = {hf_config[key]!r} is not supported for "
                                 f"{self.class_name}; only {value!r} is")
         wrong = [name for key, name in [*self.fields.items(), ("", self.length)]
-                 if not isinstance(theirs.get(name), int | float)
-                 and not (name in theirs and theirs[name] is None and name in self.optional)]
+                 if not isinstance(hf_config.get(name), int | float)
+                 and not (name in hf_config and hf_config[name] is None and name in self.optional)]
         if wrong:
-            raise UserError(f"config.json: {', '.join(wrong)} must be there, and numbers, for "
+            raise UserError(f"config.json: {', '.join(wrong)} must be present, and numbers, for "
                             f"{self.class_name}")
-        model = {ours: theirs[name] for ours, name in self.fields.items()}
-        if model.get("n_kv_head") == model["n_head"]:           # as our defaults are
+        model = {key: hf_config[field] for key, field in self.fields.items()}
+        if model.get("n_kv_head") == model["n_head"]:           # our default
             del model["n_kv_head"]
         if model.get("head_dim") == model["n_embd"] / model["n_head"]:
             del model["head_dim"]
-        position, L = self.position_table(theirs)
+        position, L = self.position_table(hf_config)
         model = {key: value for key, value in (self.block | model).items() if value is not None}
         return {"model": model, "position": position, "train": {"seq_len": L}}
 
-    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
         """[position] and L."""
-        return {"encoding": next(iter(self.encodings))}, theirs.get(LENGTH) or theirs[self.length]
+        return {"encoding": next(iter(self.encodings))}, hf_config.get(LENGTH) or hf_config[self.length]
 
     # Tensors
 
-    def names(self, ours: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-        """Their name -> ours, stacked row over row, for all that our model has."""
-        n_layer = len({name.split(".")[1] for name in ours if name.startswith("blocks.")})
+    def names(self, weights: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+        """Hugging Face's name -> our names, whose rows are stacked, for all weights of our model."""
+        n_layer = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
         for module, parts in self.modules.items():
             for n in range(n_layer) if ".N." in module else [0]:
                 for kind in ("weight", "bias"):
                     sources = [f"{part.replace('.N.', f'.{n}.')}.{kind}" for part in parts]
-                    if sources[0] in ours:
+                    if sources[0] in weights:
                         yield f"{module.replace('.N.', f'.{n}.')}.{kind}", sources
 
     def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-        """Our weights under their names, in layout half."""
+        """Our weights under Hugging Face's names, in layout half."""
         weights = in_half_layout(weights, config)
         names = list(self.names(weights))
-        assert {part for _, parts in names for part in parts} == set(weights), "a weight has no such name"
+        assert {part for _, parts in names for part in parts} == set(weights), "a weight has no name"
         return {name: self._turned(name, torch.cat([weights[part] for part in parts])).contiguous()
                 for name, parts in names}
 
-    def import_tensors(self, theirs: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
                        ) -> dict[str, Tensor]:
-        """Their tensors under our names, fp32. Raises UserError for one missing, misshapen or unknown."""
-        ours: dict[str, Tensor] = {}
-        left = {self.prefix * self._is_bare(name) + name: tensor for name, tensor in theirs.items()}
+        """The tensors under our names, fp32. Raises UserError for a missing, misshapen or unknown one."""
+        weights: dict[str, Tensor] = {}
+        left = {self.prefix * self._is_bare(name) + name: tensor for name, tensor in tensors.items()}
         for name, parts in self.names(shapes):
             if name not in left:
-                raise UserError(f"tensor {name} is missing; get the folder again, whole")
+                raise UserError(f"tensor {name} is missing; download the whole folder again")
             tensor = left.pop(name)
             sizes = [shapes[part][0] for part in parts]
             wanted = (sum(sizes), *shapes[parts[0]][1:])
@@ -156,14 +156,14 @@ class Architecture:
                 raise UserError(f"tensor {name}: has shape {tuple(tensor.shape)}, but config.json asks for "
                                 f"{tuple(wanted) if turned is tensor else tuple(wanted[::-1])}; take both "
                                 "from the same model")
-            ours.update(zip(parts, turned.float().contiguous().split(sizes), strict=True))
-        # masks and tables that older versions saved, and the copy of a tied embedding, are no weights of ours
+            weights.update(zip(parts, turned.float().contiguous().split(sizes), strict=True))
+        # older versions saved masks, tables and the copy of a tied embedding, which our model does not have
         unknown = [name for name in left if not name.endswith(
             ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight"))]
         if unknown:
             raise UserError(f"tensor {unknown[0]} and {len(unknown) - 1} more are not {self.class_name}'s; "
                             "config.json and weights are of different models")
-        return ours
+        return weights
 
     def _is_bare(self, name: str) -> bool:
         return not name.startswith((self.prefix, "lm_head."))
@@ -174,13 +174,16 @@ class Architecture:
 
 def differing(options: ModelConfig | Options, schema: type[ModelConfig] | type[Options],
               block: Fields) -> list[str]:
-    """Keys whose value is neither the schema's default nor, where it names one, the block's."""
+    """Keys whose value differs from the block's, or from the schema's default if the block has none."""
     return [key for key, field in schema.model_fields.items()
             if getattr(options, key) != block.get(key, field.default)]
 
 
 def in_half_layout(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Queries and keys of layout "interleaved" in the order of "half"; both alike, so logits stay."""
+    """Weights with the channels of queries and keys reordered from layout "interleaved" to "half".
+
+    Both are reordered in the same way, so the logits stay the same.
+    """
     position, model = config.position, config.model
     weights = dict(weights)
     if not isinstance(position, RotaryOptions) or position.layout == "half":
@@ -193,7 +196,7 @@ def in_half_layout(weights: Mapping[str, Tensor], config: Config) -> dict[str, T
 
 
 class Llama(Architecture):
-    """Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and what saves itself as such."""
+    """Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and other models saved as Llama."""
 
     model_type, class_name = "llama", "LlamaForCausalLM"
     encodings = {"rope": {"base", "layout", "scaling"}}
@@ -206,7 +209,7 @@ class Llama(Architecture):
     theta: ClassVar[float] = 10_000.0
 
     def obstacles(self, config: Config) -> list[str]:
-        is_odd = config.model.n_embd % config.model.n_head      # LlamaConfig refuses it, head_dim or not
+        is_odd = config.model.n_embd % config.model.n_head      # LlamaConfig refuses it, even with head_dim
         return super().obstacles(config) + [f"model.n_head = {config.model.n_head}"] * bool(is_odd)
 
     def config_json(self, config: Config) -> Fields:
@@ -220,26 +223,27 @@ class Llama(Architecture):
         parameters, max_length = rope_parameters(position, position.rotary_dim(D), L)
         return {"rope_parameters": parameters, self.length: max_length}
 
-    def tables(self, theirs: Fields) -> Tables:
-        if "bias" in self.fields and theirs.get("mlp_bias", False) != theirs.get("attention_bias", False):
-            raise UserError("config.json: attention_bias and mlp_bias differ; here linear layers have biases "
-                            "all or none (model.bias)")
-        if set(theirs.get("layer_types") or ()) - {"full_attention"}:
-            raise UserError("config.json: layer_types: sliding windows in some layers are not supported; "
-                            "only full_attention is")
-        return super().tables(theirs)
+    def tables(self, hf_config: Fields) -> Tables:
+        in_mlp, in_attention = (hf_config.get(f"{part}_bias", False) for part in ("mlp", "attention"))
+        if "bias" in self.fields and in_mlp != in_attention:
+            raise UserError("config.json: attention_bias and mlp_bias differ; here either all linear "
+                            "layers have biases or none (model.bias)")
+        if set(hf_config.get("layer_types") or ()) - {"full_attention"}:
+            raise UserError("config.json: layer_types: sliding windows in some layers are not supported, "
+                            "only full_attention")
+        return super().tables(hf_config)
 
-    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
-        position, L = read_rope_parameters(theirs, self.theta, theirs[self.length])
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        position, L = read_rope_parameters(hf_config, self.theta, hf_config[self.length])
         encoding, free = next(iter(self.encodings.items()))
         if not position.keys() <= free:
             raise UserError(f"config.json: partial_rotary_factor {position['fraction']} is not "
-                            f"{self.class_name}'s; it rotates all channels")
+                            f"supported for {self.class_name}, which rotates all channels")
         return {"encoding": encoding, **position}, L
 
 
 class Qwen2(Llama):
-    """Llama with biases of q, k and v."""
+    """Llama with biases for q, k and v."""
 
     model_type, class_name = "qwen2", "Qwen2ForCausalLM"
     fields = SHAPE
@@ -249,7 +253,7 @@ class Qwen2(Llama):
 
 
 class Qwen3(Llama):
-    """Llama with an RMSNorm of each head's q and k, and heads of their own width."""
+    """Llama with an RMSNorm on q and k of each head, and heads of any width."""
 
     model_type, class_name = "qwen3", "Qwen3ForCausalLM"
     modules = LLAMA | {"model.layers.N.self_attn.q_norm": ["blocks.N.attention.q_norm"],
@@ -264,7 +268,7 @@ class Qwen3(Llama):
 
 
 class Mistral(Llama):
-    """Llama with a sliding window in all layers, or none, and heads of any width."""
+    """Llama with a sliding window in all layers or in none, and heads of any width."""
 
     model_type, class_name = "mistral", "MistralForCausalLM"
     fields = SHAPE | {"head_dim": "head_dim", "window": "sliding_window"}
@@ -276,7 +280,7 @@ class Mistral(Llama):
 
 
 class SmolLM3(Llama):
-    """Llama with layers that have no positions."""
+    """Llama with some layers that have no position encoding."""
 
     model_type, class_name = "smollm3", "SmolLM3ForCausalLM"
     encodings = {"rope": {"base", "layout", "scaling", "layers", "skip_every"}, "none": set()}
@@ -291,22 +295,22 @@ class SmolLM3(Llama):
         flags = [int(layer in rotates) for layer in range(config.model.n_layer)]
         return {"no_rope_layers": flags, **super().positions_json(config)}
 
-    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
-        n_layer, every = theirs["num_hidden_layers"], theirs.get("no_rope_layer_interval", 4)
-        rotates = theirs.get("no_rope_layers") or [(layer + 1) % every for layer in range(n_layer)]
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        n_layer, every = hf_config["num_hidden_layers"], hf_config.get("no_rope_layer_interval", 4)
+        rotates = hf_config.get("no_rope_layers") or [(layer + 1) % every for layer in range(n_layer)]
         layers = [layer for layer, is_on in enumerate(rotates[:n_layer]) if is_on]
-        position, L = super().position_table(theirs)
+        position, L = super().position_table(hf_config)
         if not layers:
             return {"encoding": list(self.encodings)[1]}, L
         return position | ({} if len(layers) == n_layer else {"layers": layers}), L
 
 
 class Phi3(Llama):
-    """Llama with fused matrices, and partial rotary."""
+    """Llama with fused q, k, v and gate, up matrices, and partial rotation."""
 
     model_type, class_name = "phi3", "Phi3ForCausalLM"
     modules = {
-        **{theirs: ours for theirs, ours in LLAMA.items() if "_proj" not in theirs},
+        **{module: parts for module, parts in LLAMA.items() if "_proj" not in module},
         "model.layers.N.self_attn.qkv_proj": [f"blocks.N.attention.{part}" for part in "qkv"],
         "model.layers.N.self_attn.o_proj": ["blocks.N.attention.o"],
         "model.layers.N.mlp.gate_up_proj": ["blocks.N.mlp.gate", "blocks.N.mlp.up"],
@@ -329,15 +333,15 @@ class Phi3(Llama):
         assert isinstance(position, RoPEOptions)
         fields = super().positions_json(config)
         R, share = position.rotary_dim(D), position.fraction
-        # they round D times the share down
+        # transformers rounds D times the share down
         fields["rope_parameters"]["partial_rotary_factor"] = share if int(D * share) == R else (R + 0.5) / D
         # Phi3Config prefers this field to that of rope_parameters
         fields[LENGTH] = fields["rope_parameters"].get(LENGTH, config.train.seq_len)
         return fields
 
-    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
-        position, L = super().position_table(theirs)
-        D = theirs["hidden_size"] // theirs["num_attention_heads"]
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        position, L = super().position_table(hf_config)
+        D = hf_config["hidden_size"] // hf_config["num_attention_heads"]
         R = int(D * position.pop("fraction", 1.0))
         return position | ({} if R == D else {"fraction": R / D}), L
 
@@ -370,12 +374,12 @@ class GPT2(Architecture):
     length, prefix = "n_positions", "transformer."
 
     def config_json(self, config: Config) -> Fields:
-        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")     # 0.1 for GPT2Config, if nothing is said
+        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")     # GPT2Config's defaults are 0.1
         return super().config_json(config) | dict.fromkeys(names, config.model.dropout)
 
 
 class MPT(Architecture):
-    """MPT: ALiBi, no biases at all, and the exact GELU."""
+    """MPT: ALiBi, no biases in linear layers, and the exact GELU."""
 
     model_type, class_name = "mpt", "MptForCausalLM"
     modules = {
@@ -399,7 +403,7 @@ class MPT(Architecture):
     attention: ClassVar[Fields] = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "clip_qkv": None,
                                    "softmax_scale": None, "prefix_lm": False,
                                    "attn_type": "multihead_attention"}
-    reach: ClassVar[int] = 64       # their bias is a table, of so many times L: the longest eval.py tries
+    reach: ClassVar[int] = 64       # MPT stores its bias as a table; 64 L is the longest that eval.py tries
 
     def obstacles(self, config: Config) -> list[str]:
         width = hidden_width(config.model)
@@ -410,27 +414,27 @@ class MPT(Architecture):
         L = config.train.seq_len
         return {"attn_config": self.attention, self.length: self.reach * L, LENGTH: L}
 
-    def position_table(self, theirs: Fields) -> tuple[Fields, int]:
-        for key, value in (theirs.get("attn_config") or {}).items():
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        for key, value in (hf_config.get("attn_config") or {}).items():
             if key in self.attention and value != self.attention[key]:
                 raise UserError(f"config.json: attn_config.{key} = {value!r} is not supported for "
                                 f"{self.class_name}; only {self.attention[key]!r} is")
-        return super().position_table(theirs)
+        return super().position_table(hf_config)
 
 
-# the first that fits is taken: those that everybody reads come first
+# the first that fits is chosen, so the most widely supported come first
 ARCHITECTURES: dict[str, Architecture] = {
     a.model_type: a for a in (Llama(), Qwen2(), Qwen3(), Mistral(), SmolLM3(), Phi3(), GPT2(), MPT())}
 
 
 def choose(config: Config) -> Architecture:
-    """The first architecture that is this config. Raises UserError with all that stands in the way."""
+    """The first architecture that can express this config. Raises UserError with every setting in the way."""
     def distance(architecture: Architecture) -> tuple[bool, int]:
         return config.position.encoding not in architecture.encodings, len(architecture.obstacles(config))
 
     nearest = min(ARCHITECTURES.values(), key=distance)         # the first of equals
     obstacles = nearest.obstacles(config)
     if obstacles:
-        raise UserError(f"no architecture of Hugging Face is this model; in the way of the nearest, "
-                        f"{nearest.class_name}, stand {', '.join(obstacles)}")
+        raise UserError(f"no supported Hugging Face architecture fits this model; the nearest, "
+                        f"{nearest.class_name}, does not support {', '.join(obstacles)}")
     return nearest

@@ -1,4 +1,4 @@
-"""Rotary scalings as config.json of Hugging Face writes them, rope_parameters, both ways.
+"""Rotary scalings to and from rope_parameters, the form in which config.json writes them.
 
 Legend: R = rotated channels, L tokens of training before any extension.
 """
@@ -16,46 +16,46 @@ Fields = dict[str, Any]         # of a config.json
 LENGTH = "original_max_position_embeddings"
 ROPE_TYPES = {"pi": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn", "llama3": "llama3",
               "longrope": "longrope"}
-KNOW_L = ("yarn", "llama3", "longrope")         # types that name the length before the extension
+KNOW_L = ("yarn", "llama3", "longrope")         # types that store the length before the extension
 
 
 def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, int]:
-    """Theirs for R = dim channels, and max_position_embeddings, of a model trained at L tokens."""
+    """rope_parameters for R = dim channels, and max_position_embeddings, of a model trained at L tokens."""
     scaling = position.scaling
-    if scaling is None or isinstance(scaling, NTK | Base):      # the latter are nothing but another base
+    if scaling is None or isinstance(scaling, NTK | Base):      # the last two only change the base
         theta = position.base
         if scaling is not None:
             theta = scaling.base if isinstance(scaling, Base) else rope.ntk_base(dim, theta, scaling.factor)
         return {"rope_type": "default", "rope_theta": theta}, L
     original = scaling.original_length or L
-    theirs = scaling.model_dump(exclude_none=True, exclude={"method", "original_length"})
-    theirs |= {"rope_type": ROPE_TYPES[scaling.method], "rope_theta": position.base}
-    if theirs["rope_type"] in KNOW_L:
-        return {**theirs, LENGTH: original}, max(L, round(scaling.factor * original))
-    return theirs, original if scaling.is_dynamic else L        # dynamic counts from max_position_embeddings
+    fields = scaling.model_dump(exclude_none=True, exclude={"method", "original_length"})
+    fields |= {"rope_type": ROPE_TYPES[scaling.method], "rope_theta": position.base}
+    if fields["rope_type"] in KNOW_L:
+        return {**fields, LENGTH: original}, max(L, round(scaling.factor * original))
+    return fields, original if scaling.is_dynamic else L        # dynamic scales from max_position_embeddings
 
 
-def read_rope_parameters(theirs: Fields, theta: float, max_length: int) -> tuple[Fields, int]:
-    """Our keys of [position], and L, of rope_parameters, or of rope_theta and rope_scaling before 5.0."""
-    given = {key: value for key, value in (theirs.get("rope_parameters") or theirs.get("rope_scaling")
+def read_rope_parameters(hf_config: Fields, theta: float, max_length: int) -> tuple[Fields, int]:
+    """Keys of [position], and L, from rope_parameters, or rope_theta and rope_scaling (transformers 4)."""
+    given = {key: value for key, value in (hf_config.get("rope_parameters") or hf_config.get("rope_scaling")
                                            or {}).items() if value is not None}
-    base = float(given.pop("rope_theta", theirs.get("rope_theta", theta)))
-    fraction = given.pop("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0))
+    base = float(given.pop("rope_theta", hf_config.get("rope_theta", theta)))
+    fraction = given.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
     kind, older = given.pop("rope_type", "default"), given.pop("type", None)
     kind = {"su": "longrope"}.get(older, older) or kind
     original = given.pop(LENGTH, None)
-    original = theirs.get(LENGTH, original) if kind in KNOW_L else None
+    original = hf_config.get(LENGTH, original) if kind in KNOW_L else None
     position: Fields = {"base": base}
     if fraction != 1.0:
         position["fraction"] = fraction
     if kind == "default":
         return position, max_length
-    method = {theirs: ours for ours, theirs in ROPE_TYPES.items()}.get(kind)
+    method = {kind: method for method, kind in ROPE_TYPES.items()}.get(kind)
     known = SCALINGS[method].model_fields if method else {}
     unknown = [key for key in given if key not in known]
     if not method or unknown:
         what = f"rope_type {kind!r}" if not method else f"{', '.join(unknown)} of {kind}"
-        raise UserError(f"config.json: rope_parameters: {what} is not known here; known are default, "
+        raise UserError(f"config.json: rope_parameters: {what} is not supported; supported are default, "
                         f"{', '.join(ROPE_TYPES.values())}")
     L = int(original or max_length)
     if kind in KNOW_L:

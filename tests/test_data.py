@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from conftest import needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import integrity
 from data import prepare as prepare_module
 from data.loader import Corpus
 from data.prepare import open_source, prepare
@@ -118,7 +120,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_loads(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.idx.npy", "meta.json"])
-@pytest.mark.parametrize("damage", ["missing", "cut", "flipped"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "grown", "flipped"])
 def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_path: Path,
                                                     corpus_dir: Path) -> None:
     folder = tmp_path / "corpus"
@@ -129,12 +131,99 @@ def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_
         path.unlink()
     elif damage == "cut":
         path.write_bytes(content[:len(content) // 2])
+    elif damage == "grown":
+        path.write_bytes(content + bytes(8))
     else:
         content[content.index(b'"format_version": 1') + 18 if name == "meta.json" else len(content) // 2] ^= 1
         path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         Corpus(folder)
     assert str(folder) in str(caught.value) and "prepare" in str(caught.value)
+
+
+@pytest.fixture
+def large_corpus(tmp_path: Path, monkeypatch) -> Path:
+    """A corpus of which a start reads 4 blocks of 64 bytes per file."""
+    monkeypatch.setattr(integrity, "N_BLOCKS", 4)
+    monkeypatch.setattr(integrity, "BLOCK", 64)
+    source = write_texts(tmp_path / "s", {f"{i:02}.txt": words(i, 500) for i in range(40)})
+    prepare(str(source), tmp_path / "corpus", "byte")
+    return tmp_path / "corpus"
+
+
+def change_byte(path: Path, place: int, value: int | None = None) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] = content[place] ^ 1 if value is None else value
+    path.write_bytes(content)
+
+
+def check(monkeypatch, folder: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--check", str(folder)])
+    prepare_module.main()
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.idx.npy"])
+def test_a_start_sees_a_change_at_the_sampled_places(name: str, large_corpus: Path) -> None:
+    """The first and the last byte among them."""
+    size = (large_corpus / name).stat().st_size
+    assert sum(map(len, integrity.sampled_blocks(large_corpus / name))) <= min(4 * 64, size)
+    for place in (0, size - 1):
+        change_byte(large_corpus / name, place)
+        with pytest.raises(UserError, match=f"{name} is not what was written|beyond its vocabulary"):
+            Corpus(large_corpus)
+        change_byte(large_corpus / name, place)
+    assert Corpus(large_corpus)
+
+
+def test_check_sees_any_changed_byte(large_corpus: Path, monkeypatch, capsys) -> None:
+    check(monkeypatch, large_corpus)
+    assert "all files are what was written" in capsys.readouterr().out
+    path = large_corpus / "train.bin"
+    for place in range(80, 2000, 97):
+        change_byte(path, place)
+        with pytest.raises(UserError, match="train.bin is not what was written") as caught:
+            check(monkeypatch, large_corpus)
+        assert len(caught.value.problems) == 1
+        change_byte(path, place)
+
+
+def test_a_copied_file_is_named_until_it_is_checked(large_corpus: Path, monkeypatch, capsys) -> None:
+    Corpus(large_corpus)
+    assert capsys.readouterr().err == ""
+    os.utime(large_corpus / "train.bin", ns=(0, 0))
+    Corpus(large_corpus)
+    assert f"--check {large_corpus}" in capsys.readouterr().err
+    check(monkeypatch, large_corpus)
+    Corpus(large_corpus)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_corpus_without_verified_json_loads(large_corpus: Path, capsys) -> None:
+    """Those prepared by earlier versions."""
+    (large_corpus / "verified.json").unlink()
+    assert Corpus(large_corpus) and capsys.readouterr().err == ""
+    (large_corpus / "verified.json").write_text('{"train.bin": 1}')
+    with pytest.raises(UserError, match="verified.json is damaged"):
+        Corpus(large_corpus)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_when_it_is_read(large_corpus: Path) -> None:
+    for split in ("train", "val"):          # odd bytes are the high ones of uint16; 200 is not sampled
+        change_byte(large_corpus / f"{split}.bin", 201, 255)
+    corpus = Corpus(large_corpus)
+    with pytest.raises(UserError, match="id 65.*beyond its vocabulary of 257"):
+        corpus.batch(32, corpus.n_in_epoch(32), 0, 0)
+    for read in (lambda: corpus.documents("val"), lambda: corpus.val_batches(32, 4, 0)):
+        with pytest.raises(UserError, match="beyond its vocabulary of 257"):
+            read()
+
+
+def test_evaluation_does_not_need_the_train_split(large_corpus: Path) -> None:
+    whole = Corpus(large_corpus)
+    for name in ("train.bin", "train.idx.npy"):
+        (large_corpus / name).unlink()
+    documents = Corpus(large_corpus, splits=("val",)).documents("val")
+    assert np.array_equal(np.concatenate(documents), whole.tokens["val"])
 
 
 @pytest.mark.parametrize(("make", "expected"), [

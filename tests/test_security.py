@@ -1,6 +1,7 @@
 """Nothing that comes from others is executed, followed out of its folder, or believed about its size."""
 
 import ast
+import hashlib
 import json
 import os
 import shutil
@@ -14,12 +15,12 @@ import torch
 from conftest import ROOT, TINY
 from safetensors.torch import load_file, save_file
 
+import eval as eval_module
 import sample
 import train as train_module
 from config import load_config
 from data.loader import Corpus
 from data.tokenizer import load_tokenizer
-from evaluation import protocols as eval_module
 from evaluation.comparison import read_run
 from hf.tokenizer import read_tokenizer
 from runtime import checkpoint
@@ -267,11 +268,16 @@ def rehash_checkpoint(folder: Path) -> None:
     (folder / "state.json").write_text(json.dumps({**state, "check": checkpoint._check(state)}))
 
 
+def file_sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def rehash_corpus(folder: Path) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     for about in meta["splits"].values():
-        about["sha256"] = {name: checkpoint._sha256(folder / name) for name in about["sha256"]}
+        about["sha256"] = {name: file_sha256(folder / name) for name in about["sha256"]}
     (folder / "meta.json").write_text(json.dumps(meta))
+    (folder / "verified.json").unlink(missing_ok=True)
 
 
 def hostile_pickles(sentinel: Path) -> dict[str, bytes]:
@@ -456,6 +462,7 @@ def init(**options):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["offline", "failing"])
 def test_a_wandb_key_is_in_no_file_and_no_line(kind: str, tiny, tmp_path: Path) -> None:
     pytest.importorskip("wandb")

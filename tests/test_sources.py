@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import needs, words
+from test_prepare import contents
 
 from data import remote, sources
 from data.loader import Corpus
@@ -224,16 +225,16 @@ def test_wikitext_has_its_published_number_of_articles(name: str) -> None:
     assert len(found) == 60 and b"".join(found) == b"".join(lines)
 
 
-def test_a_url_is_fetched_once(tmp_path: Path, capsys) -> None:
+def test_a_url_is_downloaded_once(tmp_path: Path, capsys) -> None:
     text, out = tmp_path / "far" / "poem.txt", tmp_path / "near" / "out"
     text.parent.mkdir()
     text.write_bytes(RAW[0] * 9)
     prepare(str(text), tmp_path / "local", "byte")
     meta = prepare(text.as_uri(), out, "byte")
-    assert both(out) == both(tmp_path / "local") and "fetched before" not in capsys.readouterr().out
+    assert both(out) == both(tmp_path / "local") and "downloaded before" not in capsys.readouterr().out
     assert meta["revision"].startswith("sha256 ") and meta["source"] == text.as_uri()
     text.unlink()
-    assert prepare(text.as_uri(), out, "byte") == meta and "fetched before" in capsys.readouterr().out
+    assert prepare(text.as_uri(), out, "byte") == meta and "downloaded before" in capsys.readouterr().out
     with zipfile.ZipFile(tmp_path / "far" / "wiki.zip", "w") as archive:
         archive.writestr("folder/enwik", RAW[0] * 9)
     prepare((tmp_path / "far" / "wiki.zip").as_uri(), out, "byte")
@@ -297,12 +298,12 @@ def test_large_rows_and_files_are_cut_for_encoding_only(tmp_path: Path, monkeypa
         (tmp_path / "s" / split / "c.txt").write_text(text)
     for tokenizer in ("byte", "bpe:300"):
         prepare(str(tmp_path / "s"), tmp_path / "out", tokenizer)
-        before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+        before = contents(tmp_path / "out")
         with monkeypatch.context() as patch:
             patch.setattr("data.pieces.MAX_PIECE", 50)
             patch.setattr(sources, "BLOCK", 23)
             prepare(str(tmp_path / "s"), tmp_path / "out", tokenizer, workers=3)
-        assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+        assert before == contents(tmp_path / "out")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -314,7 +315,7 @@ def test_large_rows_and_files_are_cut_for_encoding_only(tmp_path: Path, monkeypa
     ("a.jsonl.gz", b"\xff\xfe", r"a.jsonl.gz:2: not JSON"),
     ("a.jsonl.zst", b"[" * 100_000, r"a.jsonl.zst:2: not JSON"),
     ("a.jsonl", b"[1, 2]", r"a.jsonl:2: must be a JSON object, got list"),
-    ("a.jsonl", b'{"body": "x", "url": 3}', r"a.jsonl:2: no column 'text'.* it has body, url"),
+    ("a.jsonl", b'{"body": "x", "url": 3}', r"a.jsonl:2: no column 'text'.*: body, url"),
     ("a.jsonl", b'{"text": 3}', r"a.jsonl:2: 'text' must be a string, got int"),
     ("a.jsonl", b'{"text": "\\ud800"}', r"a.jsonl:2: 'text' has half of a surrogate pair"),
 ])
@@ -365,11 +366,11 @@ def test_a_bad_dataset_is_one_line(tmp_path: Path, monkeypatch) -> None:
     for source, options, expected in (
             (hub, {}, "raw.*more"),                                     # which configuration?
             (f"{hub}:rwa", {}, "raw.*more"), (f"{hub}:raw:dev", {}, "no configuration or split 'dev'"),
-            (f"{hub}:raw:a:b", {}, "must read hf:NAME"), ("hf:", {}, "must read hf:NAME"),
-            ("hf:../no/such/place", {}, "no such folder"),
+            (f"{hub}:raw:a:b", {}, "must be hf:NAME"), ("hf:", {}, "must be hf:NAME"),
+            ("hf:../no/such/place", {}, "neither a folder nor"),
             (f"hf:{tmp_path / 'few'}", {}, "no document's hash"),
             (f"{hub}:raw", {"text_column": "body"}, "no column 'body'.* id, text"),
-            (f"{hub}:raw", {"text_column": "id"}, "'id' must be text, it is int64"),
+            (f"{hub}:raw", {"text_column": "id"}, "'id' must be text, but is int64"),
             (f"{hub}:raw", {"revision": "main"}, "local folder"),
             (f"hf:{tmp_path / 'other'}", {}, "name one of a, b"),
             (str(tmp_path / "hub"), {"articles": True}, "are for hf:NAME")):
@@ -417,9 +418,9 @@ def test_a_bad_url_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "locked.zip").write_bytes(content)
     for url, expected in (("flipped.zip", "damaged.*error: Error.*delete it"),
                           ("locked.zip", "encrypted.*delete it"),
-                          ("https://", "cannot be fetched"), ("no.txt", "cannot be fetched"),
+                          ("https://", "cannot be downloaded"), ("no.txt", "cannot be downloaded"),
                           ("a.pdf", "must end in"), ("bad.zip", "damaged"),
-                          ("two.zip", "must hold one file, it has 2")):
+                          ("two.zip", "must hold one file, but has 2")):
         with pytest.raises(UserError, match=expected) as caught:
             prepare(url if ":" in url else (tmp_path / url).as_uri(), tmp_path / "near" / "out", "byte")
         assert len(caught.value.problems) == 1 and "\n" not in str(caught.value)

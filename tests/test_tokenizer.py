@@ -184,7 +184,7 @@ def test_a_wrong_size_is_one_line(name: str, message: str) -> None:
 
 def test_too_little_text_for_a_vocabulary_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"abc abc abd" * 3)
-    with pytest.raises(UserError, match="pairs for 2[0-9]+ ids only"):
+    with pytest.raises(UserError, match="pairs for only 2[0-9]+ ids"):
         prepare(str(tmp_path / "a.txt"), tmp_path / "out", "bpe:4096")
     assert os.listdir(tmp_path) == ["a.txt"]
 

@@ -56,7 +56,7 @@ def training_loop(run: Run, stop: Sequence[int]) -> None:
             run.read_figures()                                  # here, and only here, a GPU is waited for
             metrics = run.state["metrics"]
             if is_eval and "val_loss" not in metrics:           # a resumed run may have it
-                metrics |= validate(run.model, run.corpus, config, process, stop)
+                metrics |= validate(run.model, run.corpus, run.byte_lengths, config, process, stop)
             if is_log or "val_loss" in metrics or run.state["n_bad"]:
                 run.write_line(step)
             if is_save:
@@ -135,19 +135,18 @@ def skipping_positions(t: TrainConfig, step: int) -> Tensor:
 
 
 @torch.no_grad()
-def validate(model: GPT, corpus: Corpus, config: Config, process: Process,
+def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config, process: Process,
              stop: Sequence[int] = ()) -> dict[str, float | None]:
     """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
 
-    Each process takes every world_size-th batch. The sums of the batches are added in the same order whatever
-    the number of processes. Raises Stopped between two batches.
+    n_bytes_of (V,) has the bytes of each token. Each process takes every world_size-th batch. The sums of the
+    batches are added in the same order whatever the number of processes. Raises Stopped between two batches.
     """
     t, device = config.train, process.device
     model.eval()
     # not larger than in training, nor so large that the logits of one process' whole batch fill a GPU
     batch_size = min(t.batch_size // t.accumulate, max(1, VAL_TOKENS // t.seq_len))
     batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
-    n_bytes_of = torch.from_numpy(byte_lengths(tokenizer_of(corpus.meta, corpus.folder))).to(device)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)     # nats, tokens, bytes
     for first in range(0, len(batches), process.world_size):
         signal_number = parallel.any_signal(process, stop)
@@ -191,13 +190,13 @@ def train(config: Config, stop: list[int]) -> int:
     check_positions(model, config)
     parallel_model = parallel.parallelize(model, config.train, process)
     optimizer = make_optimizer(model, config.train)
+    tokenizer = tokenizer_of(corpus.meta, corpus.folder)
     state = checkpoint.load_newest(run_dir, model, optimizer)
     if state:
         print(f"resuming {run_dir} at step {state['step']}")
     else:
         state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0}
         if config.train.init_from:
-            tokenizer = tokenizer_of(corpus.meta, corpus.folder)
             checkpoint.start_from(config.train.init_from, model, config, tokenizer)
     is_compiled = should_compile(model, config.train, process.device)
     parallel.barrier(process)                   # every process has read the folder: now it may change
@@ -206,8 +205,9 @@ def train(config: Config, stop: list[int]) -> int:
         checkpoint.prune(run_dir, state["step"], config.run.keep)
     for line in describe(config, corpus, model, process, is_compiled):
         print(line, flush=True)
-    run = Run(config, corpus, model, torch.compile(parallel_model) if is_compiled else parallel_model,
-              optimizer, process, Log(run_dir, config, state, is_writer), state, saved_at=state["step"])
+    run = Run(config, corpus, torch.from_numpy(byte_lengths(tokenizer)).to(process.device), model,
+              torch.compile(parallel_model) if is_compiled else parallel_model, optimizer, process,
+              Log(run_dir, config, state, is_writer), state, saved_at=state["step"])
     defer_signals(stop)
     try:
         training_loop(run, stop)

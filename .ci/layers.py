@@ -47,7 +47,8 @@ def imports_of(path: Path, modules: set[str]) -> set[str]:
 
 
 def main() -> None:
-    listed = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True)
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
     paths = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): Path(name)
              for name in listed.stdout.split() if not name.startswith(("tests/", ".ci/"))}
     graph = {module: imports_of(path, set(paths)) for module, path in paths.items()}

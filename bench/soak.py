@@ -15,7 +15,6 @@ import json
 import os
 import random
 import re
-import runpy
 import shutil
 import signal
 import socket
@@ -31,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+import train
 from model import GPT
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
@@ -240,7 +240,7 @@ def drive(phase: str, number: int, at: int) -> None:
 
     torch.nn.modules.module.register_module_forward_pre_hook(before_forward)
     os.fsync = slow_fsync   # type: ignore[assignment]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    run_command(train.main)
 
 
 def children() -> list[int]:

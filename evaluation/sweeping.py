@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -144,6 +145,8 @@ def call(command: Sequence[str], log: Path, show: Callable[[str], None]) -> int:
 
 def last_line(log: Path) -> str:
     """The last line of a log."""
+    if not log.is_file():           # a job that could not start
+        return "no log"
     lines = log.read_text(errors="replace")[-2000:].replace("\r", "\n").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
@@ -217,6 +220,8 @@ def run_submitted(jobs: Sequence[Job], progress: Progress, folder: Path, paramet
         import submitit
     except ImportError as error:
         raise UserError("--submitit: submitit is not installed; pip install -e '.[cluster]'") from error
+    # jobs import this module from here, wherever they start
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     executor = submitit.AutoExecutor(folder=folder)
     try:
         executor.update_parameters(**parameters)

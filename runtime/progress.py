@@ -35,6 +35,7 @@ class Run:
 
     config: Config
     corpus: Corpus
+    byte_lengths: Tensor        # (V,) bytes of each token
     model: GPT
     parallel_model: Any         # the model as the loop calls it: perhaps compiled, or inside DDP
     optimizer: torch.optim.Optimizer

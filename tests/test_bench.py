@@ -84,7 +84,8 @@ def test_a_fresh_process_returns_its_result_or_how_it_ended() -> None:
 
 def test_peak_memory_rises_with_an_allocation_and_a_product_has_a_speed() -> None:
     before = peak_bytes()
-    assert torch.ones(2**25).sum() > 0 and peak_bytes() - before > 0.9 * 4 * 2**25
+    n = before // 4                     # as much again as this process ever held
+    assert torch.ones(n).sum() > 0 and peak_bytes() - before > 0.5 * 4 * n
     assert matmul_flops(torch.float32, "cpu", 64) > 0
 
 

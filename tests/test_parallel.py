@@ -138,16 +138,16 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
     """Bit for bit: each of 3 simulated ranks fills in its batches, and their sums are added in one order."""
     config = tiny("rope", "train.val_windows=10")                       # batches of 4, 4 and 2
     model, corpus = lively(config), Corpus(config.data.dir)
-    cpu = torch.device("cpu")
-    alone = validate(model, corpus, config, Process(cpu))
+    cpu, n_bytes = torch.device("cpu"), torch.ones(config.model.vocab_size)
+    alone = validate(model, corpus, n_bytes, config, Process(cpu))
     monkeypatch.setattr(parallel, "any_signal", lambda *_: 0)
     for size in (2, 3, 4):
         shares: list[torch.Tensor] = []
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, to=shares: to.append(sums) or sums + 1)
         for rank in range(size):
-            validate(model, corpus, config, Process(cpu, rank, size))
+            validate(model, corpus, n_bytes, config, Process(cpu, rank, size))
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
-        assert validate(model, corpus, config, Process(cpu, 0, size)) == alone
+        assert validate(model, corpus, n_bytes, config, Process(cpu, 0, size)) == alone
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

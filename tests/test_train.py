@@ -49,8 +49,10 @@ def run_loop(config: Config) -> Run:
     """The training loop alone, from step 0, on a model whose logits are far from zero; no log is written."""
     model, state = lively(config), {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0}
     log = Log(Path(config.run.dir), config, state, is_writer=False)
-    run = Run(config, Corpus(config.data.dir, config.data.cross_documents), model, model,
-              make_optimizer(model, config.train), CPU, log, state, saved_at=0)
+    corpus = Corpus(config.data.dir, config.data.cross_documents)
+    n_bytes = torch.ones(config.model.vocab_size)
+    run = Run(config, corpus, n_bytes, model, model, make_optimizer(model, config.train), CPU, log, state,
+              saved_at=0)
     training_loop(run, [])
     return run
 
@@ -358,7 +360,7 @@ def test_a_damaged_newer_checkpoint_does_not_crowd_out_the_sound_ones(tiny, tmp_
     (tmp_path / "run" / "summary.json").unlink()
     (tmp_path / "run" / "checkpoints" / "00000012" / "model.safetensors").write_bytes(b"")
     config = tiny("rope", "run.keep=1", "run.save_every=3")
-    assert train(config, stop_after(2)) == 130                          # from 8, stopped and saved at 9
+    assert train(config, stop_after(3)) == 130                          # from 8, stopped and saved at 9
     assert checkpoint.load_newest(tmp_path / "run", lively(config))["step"] == 9
 
 

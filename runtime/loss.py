@@ -32,7 +32,7 @@ def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def chunk_rows(N: int, V: int) -> int:
-    """Rows of a chunk: all N if their logits are within MAX_LOGITS, else as many as are."""
+    """Rows of a chunk: all N, or as many as keep the logits within MAX_LOGITS."""
     if N * V <= MAX_LOGITS:
         return N
     n_rows = max(1, MAX_LOGITS // V)

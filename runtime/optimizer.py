@@ -19,8 +19,8 @@ from config import TrainConfig
 from model import GPT
 from runtime import parallel
 
-STACK = 2**24           # elements that are orthogonalised at a time, at most, unless one matrix has more
-# Of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
+STACK = 2**24           # most elements that are orthogonalised at a time, unless one matrix has more
+# coefficients of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
 COEFFICIENTS, N_ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
@@ -79,7 +79,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Together(Optimizer):
-    """Several optimizers of disjoint parameters as one: it has all their groups and one shared state."""
+    """Several optimizers of disjoint parameters as one, with all their groups and one shared state."""
 
     def __init__(self, *parts: Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -110,7 +110,7 @@ def make_optimizer(model: GPT, t: TrainConfig) -> Optimizer:
 
 
 def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer itself can skip a bad step, so that the CPU need not wait to know of it.
+    """Whether the optimizer itself can skip a bad step, so that the CPU need not wait for the result.
 
     Only fused AdamW can; its attribute `found_inf` is the one that GradScaler sets.
     """

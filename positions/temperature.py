@@ -31,8 +31,8 @@ class Temperature(nn.Module):
 class LogN(Temperature):
     """q *= max(1, ln(m + 1) / ln L): keeps attention sharp beyond L. J. Su, github.com/bojone/rerope.
 
-    No parameters, and exactly 1 at m < L: a trained model is unchanged there, so it can be applied after
-    training too.
+    No parameters, and exactly 1 at m < L: it leaves a trained model unchanged there, so it can also be
+    applied after training.
     """
 
     def __init__(self, shape: Shape) -> None:

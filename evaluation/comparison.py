@@ -309,7 +309,7 @@ def check_replicates(group: Sequence[Run]) -> None:
 
 
 def make_tables(curves: Sequence[Curve], baseline: Curve, L: int) -> list[Table]:
-    """A table of each measure, of the gains over truncation and the baseline, and of training, if measured."""
+    """Tables of all measures, gains over truncation and over the baseline, and training, if measured."""
     tables: list[Table] = []
 
     def add(key: str, measure: Measure, rows: dict[str, dict[Column, Cell]], L: int | None = L) -> None:

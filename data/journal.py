@@ -152,7 +152,7 @@ class Journal:
         if kind is None or (self.position == Position() and not (self.corpus / TOKENIZER_FILE).exists()):
             shutil.rmtree(self.folder, ignore_errors=True)              # complete, or nothing to resume from
         else:
-            print(f"{self.folder} keeps the finished part; the same command resumes", file=sys.stderr)
+            print(f"{self.folder} is kept; the same command resumes from there", file=sys.stderr)
         os.close(self._lock)
 
     def open_splits(self, dtype: str, tokenizer_sha256: str) -> None:

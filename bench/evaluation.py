@@ -1,9 +1,9 @@
 """Cost of scoring a long text: eval.py's token_losses and a plain forward, in time and peak memory.
 
 `python -m bench.evaluation [--encoding NAME] [--length T] [--preset small|gpt2-124m] [--device cpu|cuda]`
-gives every token of one random text to each, in turn and in fresh processes, with a vocabulary of 50257. The
-plain forward is `model(tokens)`: all logits at once, and no loss. Memory is the peak of the process, PyTorch
-included (Linux), or that of the GPU.
+runs both on one random text, in turn and in fresh processes, with a vocabulary of 50257. The plain forward
+pass is `model(tokens)`: all logits at once, and no loss. Memory is the peak of the process, PyTorch included
+(Linux), or that of the GPU.
 """
 
 from __future__ import annotations

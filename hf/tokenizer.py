@@ -25,7 +25,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of tokenizer.json for a tokenizer: it gives the same ids, and decodes to the same text.
 
     One thing differs: transformers encodes the separator's name in text as the separator, we as plain text.
-    No file adds special tokens by itself. A post-processor that does so is left out, because the prompts
+    No file adds special tokens automatically. A post-processor that does so is left out, because the prompts
     already open with the separator.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -110,7 +110,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer 
     """
     def read() -> PretrainedTokenizer | ByteTokenizer:
         tokenizer = PretrainedTokenizer(folder / "tokenizer.json", 0)
-        tokenizer.open_with(_separator(folder, config, tokenizer))      # nothing has used the 0 so far
+        tokenizer.open_with(_separator(folder, config, tokenizer))      # replaces the 0, not used so far
         assert tokenizer.sha256                                         # decodes every token
         return ByteTokenizer() if _is_byte_tokenizer(tokenizer) else tokenizer
 
@@ -127,7 +127,7 @@ def _separator(folder: Path, config: dict[str, Any], tokenizer: PretrainedTokeni
         for found in (tokenizer.library.token_to_id(content or ""), config.get(f"{name}_id")):
             if found is not None:
                 return found[0] if isinstance(found, list) else found
-    raise UserError(f"{path}: has neither bos_token nor eos_token, one of which must open each document; "
+    raise UserError(f"{path}: has neither bos_token nor eos_token, and each document must open with one; "
                     "add one")
 
 

@@ -368,7 +368,7 @@ def test_eval_sample_and_export(saved: Saved, tmp_path: Path, monkeypatch, capsy
         return capsys.readouterr().out
 
     how = ("--lengths", "8,64", "--extend", "pi", "--windows", "2")
-    with pytest.raises(UserError, match="--data: missing; a folder of Hugging Face has no corpus"):
+    with pytest.raises(UserError, match="--data: missing; a Hugging Face folder has no corpus"):
         call(eval_command, folder, *how)
     assert "trained at L = 16, on a:" in call(eval_command, folder, *how, "--data", text)
     content = json.loads((folder / "eval" / "a.json").read_text())

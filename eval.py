@@ -95,7 +95,7 @@ def choose_settings(args: argparse.Namespace, L: int, text: Text) -> Settings:
     needed, available = max(*lengths, L), max(map(len, text.documents)) - 1
     longest = needed if args.longest is None else args.longest
     if not needed <= longest <= available:
-        raise UserError(f"--longest {longest}: must lie in {needed} ... {available}, from the longest of "
+        raise UserError(f"--longest {longest}: must be in {needed} ... {available}, from the longest of "
                         f"--lengths and L to the longest document of {text.name}")
     targets = max(1, min(256, L // 4)) if args.targets is None else args.targets
     counts = [n for n in (args.windows, args.tokens, args.stride, args.seed + 1) if n is not None]

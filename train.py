@@ -84,7 +84,7 @@ def training_loop(run: Run, stop: Sequence[int]) -> None:
             losses.append(loss.detach())
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
         gathered = parallel.all_gather(process, torch.stack(losses).sum(), parallel.unshard(grad_norm))
-        is_good = gathered.isfinite().all()                     # if not, the step is skipped:
+        is_good = gathered.isfinite().all()                     # otherwise the step is skipped:
         if runs_ahead:                                          # by the optimizer, as with GradScaler,
             optimizer.found_inf = (~is_good).float()            # type: ignore[attr-defined]
             optimizer.step()

@@ -46,7 +46,7 @@ RACE = 1024                         # T at which the fastest peer is found
 NANOROPE = "nanorope rope (eager)"
 OTHERS = ("nanorope alibi (eager)", "nanorope t5 (eager)")
 PEERS = ("transformers Llama (eager)", "transformers GPT-2 (eager)", "x-transformers rotary (eager)")
-TIME, MEMORY = "microseconds a token", "MB a step"
+TIME, MEMORY = "microseconds per token", "MB per step"
 BY_LENGTH, BY_SIZE = "T", "parameters"
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7")
 

@@ -58,7 +58,7 @@ eval_every = 10
 save_every = 3
 """
 SLOW = ["train.steps=6", "train.batch_size=40", "train.accumulate=40", "train.val_windows=40",
-        "run.eval_every=2"]     # 40 forwards a step and 40 a validation
+        "run.eval_every=2"]     # 40 forward passes per step, 40 per validation
 PHASES = {"step 1": 1, "accumulation": 57, "evaluation": 20, "saving": 2}   # the call that gets the signal
 DRIVER = ("-m", "bench.soak", "driver")
 FUZZ_CASES = 2000

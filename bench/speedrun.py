@@ -72,7 +72,7 @@ def cells(seed: int, baseline: Trained, speedrun: Trained) -> tuple[str, ...]:
 def report(data: str, n_rounds: int) -> str:
     """The table as Markdown; each round is printed on stderr as it ends."""
     head = [f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}; seconds of the process "
-            "(in brackets those of the training loop), nats a character on the whole validation split",
+            "(in brackets those of the training loop), nats per character on the whole validation split",
             "", describe("nanoGPT's", load_config(BASELINE)), describe("speedrun", load_config(SPEEDRUN)), ""]
     rounds, rows = [], []
     for seed in range(n_rounds):

@@ -198,9 +198,9 @@ def report(names: list[str], preset: str, T: int, batch_size: int, rounds: int, 
                       f"{flops / median / ceilings[CONTENDERS[name].dtype]:.0%}",
                       f"{contestant.start_s:.1f}", f"{contestant.compile_s:.0f}",
                       f"{contestant.peak_mb:.0f}"))
-    lines = [f"{machine(device)}, T {T}, batch {batch_size}, {rounds} rounds; {flops / 1e9:.0f} GFLOP a step "
+    lines = [f"{machine(device)}, T {T}, batch {batch_size}, {rounds} rounds; {flops / 1e9:.0f} GFLOP/step "
              f"by nanorope's formula; ceilings, measured in a product of matrices: {rates}", "",
-             *table(("", "parameters", "ms a step, median (least ... most)", "tokens/s",
+             *table(("", "parameters", "ms per step, median (min ... max)", "tokens/s",
                      f"step / {names[0]}'s", "of the ceiling", "start s", "compile s", "peak MB"), cells)]
     peers = [name for name in names if not name.startswith("nanorope")]
     if NANOROPE in names and peers:

@@ -66,7 +66,7 @@ LEARN_PIECE = 2**14             # bytes that are learned from at a time
 
 
 class Options(NamedTuple):
-    """Options besides source, folder and tokenizer."""
+    """Options other than source, folder and tokenizer."""
 
     revision: str | None = None
     text_column: str = "text"

@@ -490,14 +490,14 @@ def interval(d: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         shift = weight @ residual / drawn                               # ratio* - ratio (500, curves)
         square = (weight @ residual**2 - 2 * shift * (weight @ (residual * tokens[:, None]))
                   + shift**2 * (weight @ tokens**2)[:, None])
-        square[square < 1e-12 * (d**2).sum(axis=0)] = 0                 # rounding: all drawn are alike
+        square[square < 1e-12 * (d**2).sum(axis=0)] = 0                 # rounding: all drawn are equal
         shift[np.abs(shift) < 1e-9 * np.abs(ratio)] = 0
         with np.errstate(divide="ignore", invalid="ignore"):
             pivot = shift / (small_sample * np.sqrt(square.clip(min=0)) / drawn)
         pivots.append(np.nan_to_num(pivot, posinf=np.inf, neginf=-np.inf))      # 0 / 0
     with np.errstate(invalid="ignore"):                                 # between infinite pivots
         low, high = np.quantile(np.concatenate(pivots), [0.025, 0.975], axis=0)
-    return np.minimum(ratio, ratio - high * se), np.maximum(ratio, ratio - low * se)    # rounding, all alike
+    return np.minimum(ratio, ratio - high * se), np.maximum(ratio, ratio - low * se)    # rounding, all equal
 
 
 def write_csv(curves: Sequence[Curve], path: Path) -> None:

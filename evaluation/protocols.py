@@ -44,7 +44,7 @@ from runtime.parallel import Process
 PROTOCOLS = ("nonoverlap", "rolling", "sliding", "fixed", "position")
 PROBES = ("repeat", "copy", "passkey")
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
-DECIDING = {        # protocol -> the settings that decide its targets, besides text, seed and length
+DECIDING = {        # protocol -> the settings that decide its targets, in addition to text, seed and length
     "nonoverlap": ("longest", "tokens"), "rolling": ("longest",), "sliding": ("longest", "tokens", "stride"),
     **dict.fromkeys(("fixed", "position", "repeat", "copy"), ("longest", "targets", "windows")),
     "passkey": ("windows",),

@@ -79,7 +79,7 @@ def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:
     except ValueError as error:
         raise UserError(f"--lengths {wanted}: must be integers and commas, such as 256,512") from error
     if min(lengths) < 1 or max(*lengths, L) > longest:
-        raise UserError(f"--lengths {wanted}: the lengths and the training length {L} must lie in 1 ... "
+        raise UserError(f"--lengths {wanted}: the lengths and the training length {L} must be in 1 ... "
                         f"{longest}, the longest document of {text.name}")
     return lengths
 

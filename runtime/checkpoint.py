@@ -180,7 +180,7 @@ def check_links(run_dir: Path) -> None:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run, intact or damaged; None if there is none."""
+    """The newest checkpoint of a run, intact or damaged, or None."""
     return next(reversed(_checkpoints(run_dir)), None)
 
 

@@ -4,7 +4,7 @@ Each config is trained once with every combination of --grid values and every se
 RUNS/CONFIG[-key-value][-seedS], and evaluated; at the end all runs are compared. train.py resumes an
 interrupted run, and an evaluation is repeated only if the checkpoint, the arguments or its files changed, so
 the same command resumes the sweep. A method of --eval="--extend METHOD" that does not fit a config is skipped
-for its runs. A run that fails is named at the end, and the others continue. RUNS/NAME.log has the output.
+for its runs. A run that fails is listed at the end, and the others continue. RUNS/NAME.log has the output.
 
 With --submitit FOLDER each run is a job: on Slurm where it is installed, otherwise a process on this machine
 (all at once, without a GPU). docs/comparing.md shows how to use several GPUs of one machine.

@@ -304,7 +304,7 @@ def make(name: str, arguments: str, spec: str) -> Extension:
 
 
 def rotary(model: GPT) -> RoPE:
-    """The encoding of a model that is known to be rotary."""
+    """The encoding of a model, which must be rotary."""
     assert isinstance(model.encoding, RoPE)
     return model.encoding
 

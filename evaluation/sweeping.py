@@ -180,7 +180,7 @@ class Progress:
         self.n_jobs, self.seconds, self.done, self.failed = n_jobs, list[float](), 0, dict[str, str]()
 
     def finish(self, job: Job, problem: str, seconds: float | None) -> None:
-        """Count a run; its seconds, unless it was already done, serve to estimate the time left."""
+        """Count a run; its seconds, None if it was already done, improve the estimate of the time left."""
         self.done += 1
         self.seconds += [] if seconds is None else [seconds]
         if problem:

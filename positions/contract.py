@@ -42,7 +42,7 @@ class At(NamedTuple):
 
 
 class Options(BaseModel):
-    """The keys of [position] that every encoding has; an encoding declares its own in a subclass."""
+    """The encoding, its layers and the query temperature; each encoding declares more keys in a subclass."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 

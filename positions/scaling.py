@@ -200,7 +200,7 @@ class Base(Scaling):
     """A different base, so different frequencies. Xiong et al. 2023, arXiv:2309.16039, section 2.1 (ABF)."""
 
     method: Literal["base"] = "base"
-    base: float = Field(gt=1, description="replaces the base of the training; ABF replaces 10000 by 500000")
+    base: float = Field(gt=1, description="replaces the base used in training; ABF replaces 10000 by 500000")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         return rope.inv_freq(dim, self.base, device=k_pos.device), 1.0

@@ -78,7 +78,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
-class Together(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Several optimizers of disjoint parameters as one, with all their groups and one shared state."""
 
     def __init__(self, *parts: Optimizer) -> None:
@@ -106,7 +106,7 @@ def make_optimizer(model: GPT, t: TrainConfig) -> Optimizer:
                   fused=True)
     if not hidden:
         return adamw
-    return Together(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
+    return CombinedOptimizer(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
 
 
 def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:

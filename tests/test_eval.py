@@ -487,7 +487,7 @@ def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypa
     (["RUN", "--extend", "yarm"], "unknown method 'yarm'; did you mean yarn?"),
     (["RUN", "--extend", "yarn:beta_fsat=2"], "did you mean beta_fast?"),
     (["RUN", "--extend", "pi:factor=0.5"], "pi.factor"),
-    (["RUN", "--extend", "pi:factor"], "must read key=value"),
+    (["RUN", "--extend", "pi:factor"], "must be key=value"),
     (["RUN", "--extend", "pi+ntk"], "two methods change the same thing"),
     (["RUN", "--extend", "longrope:long_factor=[1.5],short_factor=[1.0]"], "--extend longrope"),
     (["RUN", "--targets", "999"], "--targets"),

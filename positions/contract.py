@@ -42,7 +42,7 @@ class At(NamedTuple):
 
 
 class Options(BaseModel):
-    """The encoding, its layers and the query temperature; each encoding declares more keys in a subclass."""
+    """The encoding, its layers and the query temperature; each encoding adds its own keys."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -1,6 +1,6 @@
-"""Attention itself: three ways to compute it, which all give the same result, and the choice between them.
+"""Attention: three ways to compute it, which all give the same result, and the choice between them.
 
-- `attend_fused`: PyTorch's fused kernel, O(T) memory, for encodings that leave the logits alone or fold.
+- `attend_fused`: PyTorch's fused kernel, O(T) memory, for encodings without `scores` or with `fold`.
 - `attend_in_blocks`: an explicit softmax, block by block of query rows, for all others.
 - runtime/flex.py: FlexAttention on CUDA, where `model.flex` asks for it.
 
@@ -76,7 +76,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     """Explicit softmax in blocks of query rows: T x T logits never exist at once. As in `attend`."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
-    n_each = 2 if encoding.has_scores() else 1          # an encoding with `scores` holds more numbers a logit
+    n_each = 2 if encoding.has_scores() else 1          # `scores` holds more numbers per logit
     limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
     n_blocks = math.ceil(Tq / max(1, limit // (B * H * Tk)))
     n_rows = math.ceil(Tq / n_blocks)                                   # blocks of equal size

@@ -1,9 +1,9 @@
 """Compare runs: `python compare.py RUN [RUN ...] [--label NAME] [--baseline NAME] [--data NAME] [--out DIR]`.
 
 Runs that differ only in train.seed become one curve, with mean and standard deviation over seeds. Each
-method of `eval.py --extend` is a curve of its own. A curve is named after its encoding; where several share
-it, the config keys that differ follow, or the folder. Each protocol has a table and a picture. For
-protocols with sums of each window there is also the paired gain over the baseline: nats per token on
+method of `eval.py --extend` is a separate curve. A curve is named after its encoding; if several curves have
+the same encoding, the config keys that differ follow, or the folder. Each protocol has a table and a picture.
+For protocols with sums of each window there is also the paired gain over the baseline: nats per token on
 identical targets, averaged over seeds first, with a 95 % bootstrap interval over the text (not over seeds).
 Documents are resampled if there are at least 10, because windows of one document are alike; otherwise
 windows are resampled.

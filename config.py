@@ -47,9 +47,9 @@ class DataConfig(Section):
         {}, description='shares of the training windows from other corpora, such as { "data/books" = 0.3 }; '
                         "data.dir provides the remaining share, and all validation windows")
     cross_documents: Literal["attend", "mask", "never"] = Field(
-        "attend", description="windows of several documents. attend: attention crosses them (nanoGPT); mask: "
-                              "it stays within each, and positions continue; never: there are no such "
-                              "windows, so documents shorter than seq_len + 1 are skipped")
+        "attend", description="windows with several documents. attend: attention crosses them (nanoGPT); "
+                              "mask: it stays within each, and positions continue; never: windows are within "
+                              "one document, so documents shorter than seq_len + 1 are skipped")
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -113,11 +113,11 @@ class TrainConfig(Section):
 
     steps: int = Field(1000, ge=1, description="optimiser steps in total")
     batch_size: int = Field(32, ge=1, description="sequences per step")
-    accumulate: int = Field(1, ge=1, description="micro-batches a step, to save memory; divides batch_size")
+    accumulate: int = Field(1, ge=1, description="micro-batches per step, to save memory; divides batch_size")
     seq_len: int = Field(256, ge=2, description="tokens per sequence: the training length L")
     init_from: str = Field(
-        "", description="a run whose weights to start from, such as runs/quick; a longer seq_len fine-tunes "
-                        "it at that length. Or a Hugging Face folder, which also provides [model], "
+        "", description="a run whose weights initialise this one, such as runs/quick; a longer seq_len "
+                        "fine-tunes them. Or a Hugging Face folder, which also provides [model], "
                         "[position] and seq_len where the config does not set them")
     pose_length: int | None = Field(
         None, ge=2, description="PoSE: each sequence skips positions once, at random, so that its seq_len "
@@ -138,8 +138,8 @@ class TrainConfig(Section):
     beta2: float = Field(0.95, ge=0, lt=1, description="of AdamW")
     grad_clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: no limit")
     max_bad_steps: int = Field(
-        5, ge=1, description="consecutive steps with a loss or gradient that is not finite that end the "
-                             "training. Each is skipped: one batch may be odd, five mean a broken model")
+        5, ge=1, description="steps in a row with a NaN or infinite loss or gradient after which training "
+                             "stops. Each is skipped: one batch may be odd, five mean a broken model")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there is a GPU")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of matrix products (weights stay fp32). auto: bfloat16 if the chip supports it")
@@ -182,7 +182,7 @@ class Config(Section):
             hint = did_you_mean(encoding, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
             return refuse(keys, {"encoding": f"unknown encoding {shortened(encoding)}{hint}"})
         position = ENCODINGS[encoding].Options.model_validate(keys)
-        if model is None:       # [model] has problems of its own
+        if model is None:       # [model] is invalid, so there is nothing to check against
             return position
         broken = position.problems(model.n_embd, model.head_width)
         if not ENCODINGS[encoding].acts_in_layers():
@@ -203,8 +203,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
                 pretrained: Pretrained | None = None) -> Config:
     """Read a TOML file, the files that it extends, and overrides. Raises one UserError with all problems.
 
-    Where train.init_from names a Hugging Face folder, the tables that `pretrained` returns for it lie below
-    the config's own keys. The config.toml of a run is complete: it is read without `pretrained`.
+    If train.init_from names a Hugging Face folder, the tables that `pretrained` returns for it are defaults
+    that the config's own keys override. The config.toml of a run is complete: it needs no `pretrained`.
     """
     problems: list[str] = []
     default: toml.Tables = {"run": {"dir": f"runs/{Path(path).stem}"}}
@@ -253,7 +253,7 @@ def _resolve(tables: toml.Tables, origin: toml.Origin, problems: list[str], wher
         config = Config.model_validate({name: {} for name in SECTIONS} | tables)
     except ValidationError as error:
         encoding = ENCODINGS.get(str(tables.get("position", {}).get("encoding")), Encoding)
-        # a key that seems to be missing may stand in a part that could not be read
+        # a key that seems to be missing may be in a part that could not be read
         schemas = SECTIONS | {"position": encoding.Options}
         problems += explain_all(error, schemas, origin, where, ignore_missing=bool(problems))
     if problems:

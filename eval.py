@@ -1,9 +1,9 @@
 """Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--protocol fixed] [--extend yarn]`.
 
-There are several protocols, because the usual one flatters. All of them use the same documents at every
-length, no window crosses a document, and sums and counts are kept, never means of means. nonoverlap,
-rolling, sliding and fixed score each target once, and the targets are the same at every length. As in
-training, a window begins anywhere in a document, and nothing is put in front of it.
+There are several protocols, because the usual one flatters long contexts. All of them use the same documents
+at every length, no window crosses a document, and sums and counts are kept, never means of means.
+nonoverlap, rolling, sliding and fixed score each target once, and the targets are the same at every length.
+As in training, a window begins anywhere in a document, and no token is added before it.
 
   nonoverlap  Cut the text into blocks of the length and score every token (the ALiBi paper's protocol).
               Longer blocks have fewer tokens with little context, so perplexity falls even for a model that
@@ -11,27 +11,27 @@ training, a window begins anywhere in a document, and nothing is put in front of
   rolling     nonoverlap over every token of the documents. The tokens left at the end of a document are
               scored at the end of a full window. This is loglikelihood_rolling of lm-evaluation-harness.
   sliding     Move the window by a stride S and score only the new tokens: each target has at least length - S
-              tokens before it. S = 1 is exact, and costs a forward for each token.
+              tokens before it. S = 1 is exact, and costs a forward pass per token.
   fixed       Windows of every length end at the same place, and only the last k tokens are scored: the same
               targets, with more context to their left. "truncated" is the plain model's result at L, the
               training length: what a longer context must beat. gain = loss(truncated) - loss, in nats per
               token: positive where more context helps, 0 where it is ignored, negative where it breaks the
               model. Kazemnejad et al. 2023, arXiv:2305.19466, appendix F.
-  position    Loss by position in one forward over the longest windows: shows where the model breaks.
+  position    Loss by position in one forward pass over the longest windows: shows where the model breaks.
   repeat, copy, passkey   Probes: does the model use distant context, or only survive it? A passage of the
               text, or of shuffled tokens, occurs twice; or five digits are hidden in filler and asked for.
 
 Each --extend METHOD[:key=value,...] adds a curve of the same model under a method that extends its context;
-METHOD+METHOD applies both. Every forward computes the whole window; no keys are cached.
-`torchrun --nproc_per_node=N eval.py RUN ...` divides the forwards among N processes, with the same sums.
+METHOD+METHOD applies both. Every forward pass computes the whole window; no keys are cached.
+`torchrun --nproc_per_node=N eval.py RUN ...` divides the windows among N processes; the sums stay the same.
 
 Writes RUN/eval/DATA.json (records), .npz (sums of each window) and .png (picture). A second call adds its
 records to that file, or replaces those of the same method, protocol and length. Both must have the same
-targets, that is the same text, checkpoint and --seed and, for each protocol that both measure, the same
---longest, --targets, --windows, --tokens and --stride where it depends on them. Otherwise eval.py refuses
-before it computes anything: give --json FILE for a file of its own, or --replace. The longest length
-decides which documents and targets are used, so to add shorter lengths later, pass the earlier longest one
-with --longest.
+targets: the same text, checkpoint and --seed and, for each protocol that both measure, the same --longest,
+--targets, --windows, --tokens and --stride where the protocol depends on them. Otherwise eval.py refuses
+before it computes anything: give --json FILE to write another file, or --replace. The longest length decides
+which documents and targets are used, so to add shorter lengths later, pass the earlier longest one with
+--longest.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ def parse_arguments() -> argparse.Namespace:
                         help="corpus or text file (default: the run's corpus; a Hugging Face folder has "
                         "none)")
     parser.add_argument("--longest", type=int, metavar="TOKENS",
-                        help="use only documents of more tokens than this, and targets with as much text "
-                        "before them (default: the longest of --lengths and L)")
+                        help="use only documents with more tokens than this, and targets with at least this "
+                        "many tokens before them (default: the longest of --lengths and L)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
     parser.add_argument("--windows", type=int, default=32,
-                        help="fixed, position, repeat, copy: windows; passkey: a quarter of it (default 32)")
+                        help="fixed, position, repeat, copy: number of windows; passkey: a quarter of it "
+                        "(default 32)")
     parser.add_argument("--tokens", type=int, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=int, help="sliding: S in tokens (default a quarter of each length)")
@@ -94,7 +95,7 @@ def choose_settings(args: argparse.Namespace, L: int, text: Text) -> Settings:
     needed, available = max(*lengths, L), max(map(len, text.documents)) - 1
     longest = needed if args.longest is None else args.longest
     if not needed <= longest <= available:
-        raise UserError(f"--longest {longest}: must lie in {needed} ... {available}, from the longest of "
+        raise UserError(f"--longest {longest}: must be in {needed} ... {available}, from the longest of "
                         f"--lengths and L to the longest document of {text.name}")
     targets = max(1, min(256, L // 4)) if args.targets is None else args.targets
     counts = [n for n in (args.windows, args.tokens, args.stride, args.seed + 1) if n is not None]

@@ -1,4 +1,4 @@
-"""The decoder: pre-norm transformer blocks, and hooks for a position encoding. One forks this file.
+"""The decoder: pre-norm transformer blocks with hooks for a position encoding. Fork this file.
 
 The default is Llama's block: RMSNorm, SwiGLU, no biases, untied output. configs/gpt2-block.toml is GPT-2's.
 The model itself has no length limit; an encoding may have one.
@@ -56,7 +56,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class Cache:
-    """Keys (before `rotate`), values and positions of all tokens so far, so that decoding feeds each once.
+    """Keys (before `rotate`), values and positions of all tokens so far, so that each is computed only once.
 
     Keeping unrotated keys costs a rotation at each step. In return every encoding decodes correctly, even
     one whose angles change with the length.
@@ -92,8 +92,8 @@ class Attention(nn.Module):
     With G < H heads of keys and values, H / G neighbouring query heads share one: grouped-query attention,
     Ainslie et al. 2023, arXiv:2305.13245. The cache then holds G heads.
 
-    The mask is causal by index, whatever the positions; `is_causal = False` lifts it. With a window W a query
-    sees W keys at most, its own included (Hugging Face's convention).
+    The mask is causal by index, for any positions; `is_causal = False` removes it. With a window W a query
+    sees at most W keys, its own included (Hugging Face's convention).
     """
 
     def __init__(self, config: ModelConfig, window: int | None) -> None:
@@ -206,7 +206,7 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
                documents: Tensor | None = None) -> Tensor:
-        """Tokens (B, T) -> the normalised residual stream (B, T, C), of which `logits` are a product."""
+        """Tokens (B, T) -> the normalised residual stream (B, T, C), the input of `logits`."""
         assert cache is None or documents is None
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
@@ -259,7 +259,7 @@ class GPT(nn.Module):
     def flops_per_token(self, T: int) -> int:
         """Multiplications and additions of a training step per token at length T, forward and backward.
 
-        6 for each weight of a matrix product, the output's V C included (2 forward, 4 backward; Kaplan et al.
+        6 per weight in a matrix product, the output's V C included (2 forward, 4 backward; Kaplan et al.
         2020, arXiv:2001.08361, section 2.1). Causal attention takes 6 H D (T + 1) a layer: q k^T and weights
         v are 2 H D each for (T + 1) / 2 keys on average, times 3. PaLM and nanoGPT count all keys: double.
         """
@@ -276,7 +276,7 @@ def pick_device(train: TrainConfig) -> torch.device:
 
 
 def pick_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products; "auto" is bfloat16 where the chip has it."""
+    """The dtype of matrix products; "auto" is bfloat16 if the chip supports it."""
     if train.dtype != "auto":
         return getattr(torch, train.dtype)
     has_bf16 = (torch.cuda.is_bf16_supported() if device.type == "cuda" else

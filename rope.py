@@ -4,7 +4,7 @@ RoPE rotates channel pair i of a query at position m by the angle m * f_i, and o
 n * f_i. A rotation R satisfies R(a)^T R(b) = R(b - a), so the logit q_m . k_n depends on m - n alone.
 Su et al. 2021, RoFormer, arXiv:2104.09864, section 3.4.
 
-Which channels form a pair is a convention, and mixing up the two is the cause of most RoPE bugs:
+Which channels form a pair is a convention. There are two, and mixing them up causes most RoPE bugs:
 
   half          pairs (i, i + R/2): GPT-NeoX, Hugging Face's Llama, ChatGLM-6B (within each half of its heads)
   interleaved   pairs (2i, 2i + 1): the paper, GPT-J, Meta's LLaMA, ChatGLM2 and later
@@ -83,7 +83,7 @@ def dynamic_ntk_base(dim: int, base: float, factor: float, L: int, T: int) -> fl
 
 
 def pair_that_turns(times: float, dim: int, base: float, L: int) -> float:
-    """Index, a real number, of the pair that turns so often within L: R ln(L / (2 pi times)) / (2 ln base).
+    """Real-valued index of the pair that makes `times` turns in L: R ln(L / (2 pi times)) / (2 ln base).
 
     YaRN, section 3.2. From L f / (2 pi) = times and f = base^(-2i / R); below 0 if no pair is that fast.
     """
@@ -167,7 +167,7 @@ def rotate(x: Tensor, angle: Tensor, layout: str = "half") -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
-    """`rotate`, given the cosines and sines (..., T, R/2): computed once a forward, used in each layer.
+    """`rotate`, given the cosines and sines (..., T, R/2): computed once per forward pass for all layers.
 
     (a, b) -> (a cos - b sin, b cos + a sin) for each pair.
     """

@@ -23,10 +23,9 @@ from runtime.errors import UserError
 @torch.no_grad()
 def stream(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, top_k: int | None = None,
            seed: int = 0) -> Iterator[Tensor]:
-    """Continue tokens (1, T) by n_tokens: yield each one, (1, 1), which a key-value cache is then fed with.
+    """Continue tokens (1, T) by n_tokens: yield each one, (1, 1), then decode it with a key-value cache.
 
     Draws from softmax(logits / temperature) over the top_k most likely; temperature 0 takes the most likely.
-    A function of its arguments.
     """
     generator = torch.Generator(tokens.device).manual_seed(seed)
     cache = model.new_cache()
@@ -51,7 +50,7 @@ def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0
 def text_of(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
     """The text of ids, in pieces of whole characters. Bytes that are not UTF-8 become U+FFFD.
 
-    Separators have no text, nor have ids beyond the vocabulary, which a model has if it is rounded up.
+    Separators have no text, nor do ids beyond the tokenizer's vocabulary, if the model's is rounded up.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
@@ -68,7 +67,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8,
                         help="0: always the most likely token (default %(default)s)")
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="it decides the text (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
     args = parser.parse_args()
     if args.tokens < 1 or args.temperature < 0 or (args.top_k is not None and args.top_k < 1):
         raise UserError("--tokens and --top-k must be at least 1 and --temperature at least 0, got "

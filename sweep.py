@@ -3,11 +3,11 @@
 Each config is trained once with every combination of --grid values and every seed of --seeds, in the folder
 RUNS/CONFIG[-key-value][-seedS], and evaluated; at the end all runs are compared. train.py resumes an
 interrupted run, and an evaluation is repeated only if the checkpoint, the arguments or its files changed, so
-the same command always does what is left. A method of --eval="--extend METHOD" that does not fit a config is
-skipped there. A run that fails is named at the end, and the others go on. RUNS/NAME.log has the output.
+the same command resumes the sweep. A method of --eval="--extend METHOD" that does not fit a config is skipped
+for its runs. A run that fails is listed at the end, and the others continue. RUNS/NAME.log has the output.
 
-With --submitit FOLDER each run is a job: on Slurm where it is installed, otherwise a process on this machine,
-all at once and without a GPU. docs/scaling.md shows how to use several GPUs of one machine.
+With --submitit FOLDER each run is a job: on Slurm where it is installed, otherwise a process on this machine
+(all at once, without a GPU). docs/comparing.md shows how to use several GPUs of one machine.
 Exit codes: 0 done, 1 a run failed, 2 a mistake in the call, 129, 130 or 143 stopped by a signal after saving.
 """
 

@@ -5,7 +5,7 @@ holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, sum
 `torchrun --nproc_per_node=N train.py CONFIG.toml` trains with N processes, each on its own device.
 Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 128 + n stopped by signal n after saving:
 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1. Slurm can send a signal before its time limit: sbatch --signal=USR1@60;
-TERM@60 under torchrun, which forwards only that one.
+TERM@60 under torchrun, which does not forward USR1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from runtime.progress import Diverged, Run
 from runtime.run import describe, is_finished, make_run, read_summary, with_vocabulary, write_summary
 from runtime.signals import Stopped, defer_signals, interrupt_at_once
 
-VAL_TOKENS = 16_384         # in a batch of the validation, at most
+VAL_TOKENS = 16_384         # most tokens in a validation batch
 
 
 def training_loop(run: Run, stop: Sequence[int]) -> None:
@@ -53,9 +53,9 @@ def training_loop(run: Run, stop: Sequence[int]) -> None:
         signal_number = parallel.any_signal(process, stop)
         is_eval, is_log, is_save = (is_due(step, every, t) for every in intervals)
         if is_eval or is_log or is_save or signal_number or not runs_ahead:
-            run.read_figures()                                  # here, and only here, a GPU is waited for
+            run.read_metrics()                                  # the only wait for a GPU
             metrics = run.state["metrics"]
-            if is_eval and "val_loss" not in metrics:           # a resumed run may have it
+            if is_eval and "val_loss" not in metrics:           # a resumed run may already have it
                 metrics |= validate(run.model, run.corpus, run.byte_lengths, config, process, stop)
             if is_log or "val_loss" in metrics or run.state["n_bad"]:
                 run.write_line(step)
@@ -74,8 +74,8 @@ def training_loop(run: Run, stop: Sequence[int]) -> None:
         optimizer.zero_grad(set_to_none=True)
         losses = []
         for part, (x, y, positions, documents) in enumerate(micro_batches(run.corpus, config, process, step)):
-            if process.world_size == 1 and stop:                # several would have to agree here each time
-                run.read_figures()
+            if process.world_size == 1 and stop:                # several would have to agree on it
+                run.read_metrics()
                 raise Stopped(stop[0])
             parallel.sync_gradients(model, is_on=part == t.accumulate - 1)
             with autocast(t, process.device):
@@ -83,18 +83,18 @@ def training_loop(run: Run, stop: Sequence[int]) -> None:
             loss.backward()
             losses.append(loss.detach())
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
-        figures = parallel.all_gather(process, torch.stack(losses).sum(), parallel.unshard(grad_norm))
-        is_good = figures.isfinite().all()                      # else the step is skipped:
+        gathered = parallel.all_gather(process, torch.stack(losses).sum(), parallel.unshard(grad_norm))
+        is_good = gathered.isfinite().all()                     # otherwise the step is skipped:
         if runs_ahead:                                          # by the optimizer, as with GradScaler,
             optimizer.found_inf = (~is_good).float()            # type: ignore[attr-defined]
             optimizer.step()
         elif is_good:                                           # or here
             optimizer.step()
-        run.unread.append((lr, torch.stack((figures[:, 0].mean(), figures[:, 1].max()))))
+        run.unread.append((lr, torch.stack((gathered[:, 0].mean(), gathered[:, 1].max()))))
 
 
 def is_due(step: int, every: int, t: TrainConfig) -> bool:
-    """Whether something that happens every so many steps, and after the last one, happens after `step`."""
+    """Whether `step` is a multiple of `every`, or the last step."""
     return step > 0 and (step % every == 0 or step == t.steps)
 
 
@@ -116,12 +116,12 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
 
 
 def packed_documents(tokens: Tensor, config: Config, corpus: Corpus) -> Tensor | None:
-    """The document of each token (B, T), to which attention is restricted; None if it is not."""
+    """The document number of each token (B, T) if attention must stay within documents, else None."""
     return number_documents(tokens, corpus.meta["eot"]) if config.data.cross_documents == "mask" else None
 
 
 def skipping_positions(t: TrainConfig, step: int) -> Tensor:
-    """PoSE: positions 0 ... u - 1, then on from u + s, (B, T), so that short sequences see long distances.
+    """PoSE: positions 0 ... u - 1, then from u + s on, (B, T), so that short sequences see long distances.
 
     u in 1 ... (T + 1) / 2 and s in 0 ... pose_length - T, uniform for each sequence. Zhu et al. 2023,
     arXiv:2309.10400, section 3.2, with two chunks.
@@ -140,11 +140,11 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config, pro
     """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
 
     n_bytes_of (V,) has the bytes of each token. Each process takes every world_size-th batch. The sums of the
-    batches are added in the same order whatever the number of processes. Raises Stopped between two batches.
+    batches are added in the same order for any number of processes. Raises Stopped between two batches.
     """
     t, device = config.train, process.device
     model.eval()
-    # not larger than in training, nor so large that the logits of one process' whole batch fill a GPU
+    # at most a training micro-batch, and small enough that its logits do not fill a GPU
     batch_size = min(t.batch_size // t.accumulate, max(1, VAL_TOKENS // t.seq_len))
     batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)     # nats, tokens, bytes
@@ -153,7 +153,7 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config, pro
         if signal_number:
             raise Stopped(signal_number)
         number = first + process.rank
-        # FSDP gathers weights in all processes: one that has no batch left repeats the last, uncounted
+        # FSDP gathers weights in all processes: one without a batch left repeats the last, uncounted
         inputs, targets = (x.to(device) for x in batches[min(number, len(batches) - 1)])
         with autocast(t, device):
             loss = model(inputs, targets, documents=packed_documents(inputs, config, corpus))

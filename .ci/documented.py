@@ -38,7 +38,7 @@ RULES = [                                       # pattern, replacement; all of t
     (r"--tokens 200$", "--tokens 20"),
     (r"-m pytest -k", r"-m pytest -q tests/test_positions.py -k"),
 ]
-SKIPPED = [                                     # pattern, reason
+SKIPPED = [                                     # pattern, reason why it is not run
     (r"^make (test|lint|gallery)|pytest tests/", "CI runs the tests and the lint themselves"),
     (r"^make (compare|bench|soak)|-m bench\.", "takes minutes or hours"),
     (r"https?://|hf:|tinyshakespeare|^pip ", "needs the network"),

@@ -1,11 +1,11 @@
-"""Cost of each encoding: a training step's time and memory relative to RoPE's, in the same run, interleaved.
+"""Cost of each encoding: time and memory of a training step relative to RoPE's, interleaved in one run.
 
 `python -m bench.each_encoding [--encodings rope,alibi,...] [--device cpu|cuda] [--preset quick|gpt2-124m]
 [--compile] [section.key=value ...]` takes one step of each encoding in turn, round after round, so that a
-noisy machine disturbs all alike, and prints medians of the ratios within a round. quick: the quick config at
-three lengths with the same number of tokens; gpt2-124m: its width at T 1024, with 4 layers and a small
-vocabulary, since what all encodings have in common would hide their differences. Peak memory is that of a
-fresh process which takes three steps of one encoding, minus that of one which only makes the model.
+noisy machine disturbs all equally, and prints medians of the ratios within a round. quick: the quick config
+at three lengths with the same number of tokens; gpt2-124m: its width at T 1024, with 4 layers and a small
+vocabulary, since the parts that all encodings share would hide their differences. Peak memory is that of a
+fresh process that takes three steps of one encoding, minus that of one that only makes the model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Cost of scoring a long text: eval.py's token_losses and a plain forward, in time and peak memory.
+"""Cost of scoring a long text: token_losses of eval.py and a plain forward pass, in time and peak memory.
 
 `python -m bench.evaluation [--encoding NAME] [--length T] [--preset small|gpt2-124m] [--device cpu|cuda]`
-gives every token of one random text to each, in turn and in fresh processes, with a vocabulary of 50257. The
-plain forward is `model(tokens)`: all logits at once, and no loss. Memory is the peak of the process, PyTorch
-included (Linux), or that of the GPU.
+runs both on one random text, in turn and in fresh processes, with a vocabulary of 50257. The plain forward
+pass is `model(tokens)`: all logits at once, and no loss. Memory is the peak of the process, PyTorch included
+(Linux), or that of the GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WAYS = ("plain forward", "token_losses")
 
 @torch.no_grad()
 def measure(way: str, encoding: str, length: int, preset: str, device: str) -> tuple[float, int]:
-    """Seconds of one forward, and the peak memory of this process in bytes."""
+    """Seconds of one forward pass, and the peak memory of this process in bytes."""
     config = preset_config(preset, f"position.encoding={encoding}", "model.vocab_size=50257",
                            f"train.device={device}")
     model = GPT(config).to(device).eval()
@@ -59,7 +59,7 @@ def main() -> None:
     add_device(parser, ("small", "gpt2-124m"))
     parser.add_argument("--encoding", default="rope", help="default %(default)s")
     parser.add_argument("--length", type=int, default=16_384, help="tokens (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="forwards each way (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="forward passes each way (default %(default)s)")
     args = parser.parse_args()
     check_device(args.device)
     check_names("--encoding", [args.encoding], ENCODINGS)

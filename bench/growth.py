@@ -1,19 +1,19 @@
 """How a training step's time and memory grow: with the length T, and with the number of parameters.
 
 `python -m bench.growth [--lengths T,T] [--sizes LxC,LxC] [--device cpu|cuda] [--out FILE.md]` takes steps of
-nanorope and of the fastest peer in bfloat16: 6 layers, 384 wide, at T = 256 ... 16384 with 4096 tokens a step
-(65,536 on a GPU), or T where that is more; and at T = 256 with 1 to 100 M parameters. On the axis of lengths
-nanorope also has alibi (folded into the fused kernel) and t5 (in blocks). The fastest peer is found at
-T = 1024. None is compiled, since that would have to be done anew for each shape.
+nanorope and of the fastest peer in bfloat16: 6 layers, 384 wide, at T = 256 ... 16384 with 4096 tokens per
+step (65,536 on a GPU), or T if that is more; and at T = 256 with 1 to 100 M parameters. By length, nanorope
+is also measured with alibi (folded into the fused kernel) and t5 (in blocks). The fastest peer is found at
+T = 1024. None is compiled, since each shape would have to be compiled again.
 
-Every figure comes from fresh processes, one at a time, each contender in turn, round after round: a step of
-64 tokens to warm up, then steps for some seconds; the first of these counts only if it is the only one. If a
-round takes over a minute, it is the only one.
-Time should grow as the FLOPs a token do: 6 for each weight of a matrix and 6 n_layer C (T + 1) for causal
-attention (model.py: flops_per_token). Memory is the peak of a process minus what it had before its model was
-made. It should be 12 bytes for each parameter (weight and two moments), plus an amount for each token that
-grows as n_layer C, whatever T: logits of T x T that are kept would show. A contender that runs out of memory
-or time is not measured at the next point.
+Every measurement comes from fresh processes, one at a time, each contender in turn, round after round: a
+step of 64 tokens to warm up, then steps for some seconds; the first of these counts only if there is no
+other. If a round takes over a minute, there is no second round.
+Time should grow as the FLOPs per token: 6 for each weight of a matrix and 6 n_layer C (T + 1) for causal
+attention (model.py: flops_per_token). Memory is the peak of a process minus its memory before the model was
+made. It should be 12 bytes per parameter (weight and two moments), plus an amount per token that grows as
+n_layer C and does not depend on T: stored logits of T x T would show. A contender that runs out of memory or
+time is not measured at the next point.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from model import GPT
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
-STEP_TOKENS = {"cpu": 4096, "cuda": 65_536}     # tokens a step, or T where that is more
+STEP_TOKENS = {"cpu": 4096, "cuda": 65_536}     # tokens per step, or T if that is more
 SIZE, LENGTH = (6, 384), 256        # n_layer and n_embd on the axis of lengths, T on the other
 HEAD_WIDTH = 64
 WARM_UP = 64                        # tokens
-LONG = 60                           # seconds of a round after which there is no other
+LONG = 60                           # seconds of a round after which no other follows
 RACE = 1024                         # T at which the fastest peer is found
 NANOROPE = "nanorope rope (eager)"
 OTHERS = ("nanorope alibi (eager)", "nanorope t5 (eager)")
 PEERS = ("transformers Llama (eager)", "transformers GPT-2 (eager)", "x-transformers rotary (eager)")
-TIME, MEMORY = "microseconds a token", "MB a step"
+TIME, MEMORY = "microseconds per token", "MB per step"
 BY_LENGTH, BY_SIZE = "T", "parameters"
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7")
 
@@ -88,19 +88,19 @@ class Point(NamedTuple):
         return 12e-6 * parameters + (value - 12e-6 * first_parameters) * growth
 
 
-class Figure(NamedTuple):
-    """What was measured: seconds a step, and bytes of model, optimiser and step."""
+class Measured(NamedTuple):
+    """Seconds per step, and bytes of model, optimiser and step."""
 
     seconds: float
     peak: int
 
     def show(self, quantity: str, point: Point) -> float:
-        """Microseconds a token, or MB."""
+        """Microseconds per token, or MB."""
         return 1e6 * self.seconds / point.tokens if quantity == TIME else self.peak / 1e6
 
 
 class Limits(NamedTuple):
-    """How each figure is measured."""
+    """How each measurement is made."""
 
     device: str
     rounds: int
@@ -108,12 +108,12 @@ class Limits(NamedTuple):
     patience: int       # seconds of all cores that a process may take
 
 
-Row = dict[str, Figure | str]       # contender -> figure, or why there is none
+Row = dict[str, Measured | str]       # contender -> its measurement, or the reason for its absence
 
 
 @cache
 def sizes(point: Point) -> tuple[int, int]:
-    """Parameters of nanorope's model, and FLOPs a token of a training step."""
+    """Parameters of nanorope's model, and FLOPs per token of a training step."""
     with torch.device("meta"):
         model = GPT(point.config(NANOROPE))
     return model.n_parameters(), model.flops_per_token(point.T)
@@ -123,8 +123,8 @@ def sizes(point: Point) -> tuple[int, int]:
 # Measuring
 
 
-def step_alone(name: str, point: Point, limits: Limits) -> Figure | str:
-    """In a process of its own, with limits on memory and CPU time: take steps, return the figure."""
+def step_alone(name: str, point: Point, limits: Limits) -> Measured | str:
+    """Take steps in this process, with limits on memory and CPU time; return the measurement."""
     cpu_s = limits.patience * torch.get_num_threads()
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
     before = 0
@@ -144,7 +144,7 @@ def step_alone(name: str, point: Point, limits: Limits) -> Figure | str:
         if isinstance(error, RuntimeError) and not re.search("memory|could not create", str(error)):
             raise
         return "out of memory"
-    return Figure(statistics.median(times[1:] or times), peak_bytes(limits.device) - before)
+    return Measured(statistics.median(times[1:] or times), peak_bytes(limits.device) - before)
 
 
 def free_bytes() -> int:
@@ -153,8 +153,8 @@ def free_bytes() -> int:
     return int(0.9 * 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
 
 
-def figure_of(name: str, point: Point, limits: Limits) -> Figure | str:
-    """What a fresh process measures, or why it measures nothing."""
+def measured_by(name: str, point: Point, limits: Limits) -> Measured | str:
+    """The measurement of a fresh process, or why it failed."""
     try:    # forked on a CPU: peers are imported once; CUDA does not survive a fork
         return fresh(step_alone, name, point, limits, method="fork" if limits.device == "cpu" else "spawn")
     except Ended as ended:
@@ -166,26 +166,26 @@ def figure_of(name: str, point: Point, limits: Limits) -> Figure | str:
 
 def measure(names: Sequence[str], point: Point, limits: Limits) -> Row:
     """Each contender in turn, in each round: its median time, and its highest peak."""
-    found: dict[str, list[Figure]] = {name: [] for name in names}
+    found: dict[str, list[Measured]] = {name: [] for name in names}
     failed: Row = {}
     began = time.perf_counter()
     for n in range(limits.rounds):
         if n and time.perf_counter() - began > LONG:
             break
         for name in (name for name in names if name not in failed):
-            figure = figure_of(name, point, limits)
+            figure = measured_by(name, point, limits)
             if isinstance(figure, str):
                 failed[name] = figure
             else:
                 found[name].append(figure)
-    return failed | {name: Figure(statistics.median(f.seconds for f in figures), max(f.peak for f in figures))
-                     for name, figures in found.items() if name not in failed}
+    return failed | {name: Measured(statistics.median(m.seconds for m in rounds), max(m.peak for m in rounds))
+                     for name, rounds in found.items() if name not in failed}
 
 
 def fastest_peer(point: Point, limits: Limits) -> str:
     """The fastest of PEERS."""
-    figures = measure(PEERS, point, limits).items()
-    seconds_of = {name: figure.seconds for name, figure in figures if isinstance(figure, Figure)}
+    results = measure(PEERS, point, limits).items()
+    seconds_of = {name: result.seconds for name, result in results if isinstance(result, Measured)}
     return min(seconds_of, key=seconds_of.__getitem__)
 
 
@@ -214,7 +214,7 @@ class Axis:
         shown: dict[str, dict[Point, float]] = {"expected": {}, **{name: {} for name in self.names}}
         for point, row in self.rows.items():
             for name, figure in row.items():
-                if isinstance(figure, Figure):
+                if isinstance(figure, Measured):
                     shown[name][point] = figure.show(quantity, point)
         for first, value in list(shown[NANOROPE].items())[:1]:
             shown["expected"] = {point: point.expected(quantity, first, value) for point in self.rows}

@@ -1,7 +1,7 @@
 """The loss over a large vocabulary, at once and in chunks: CPU time and peak memory, forward and backward.
 
 `python -m bench.loss [--shape N,C,V] [--dtype bfloat16|float32]`: N targets, C = n_embd, V vocabulary. Each
-figure comes from a fresh process: memory above that of the inputs, time of the second of two passes on one
+measurement is of a fresh process: memory above that of the inputs, time of the second of two passes on one
 thread.
 """
 

@@ -120,7 +120,7 @@ class Ended(UserError):
 class Process:
     """A function that runs in a fresh process, with a pipe as its first argument.
 
-    "spawn" starts Python anew, as a user would; "fork" spares the imports.
+    "spawn" starts a new Python, as a user would; "fork" avoids the imports.
     """
 
     def __init__(self, function: Callable[..., None], *arguments: object, method: str = "spawn") -> None:

@@ -1,8 +1,8 @@
 """Break training again and again, and count what is lost: `python -m bench.soak [--only NAME,...]`.
 
-Each case breaks real processes, after which the run must end bit-equal to one that nobody disturbed; or it
-runs the tests of a fault and counts them. It writes the result into docs/reliability.md and exits with 1 if
-anything is lost. Linux only; the cases about disks mount a tmpfs, which needs root.
+Each case breaks real processes, after which the run must end bit-equal to an undisturbed one; or it runs the
+tests of a fault and counts them. The results go into docs/reliability.md, and the exit code is 1 if anything
+is lost. Linux only; the cases about disks mount a tmpfs, which needs root.
 
 Faults come from outside: signals, kills, disks. Three cases need one at an exact moment; for these `driver`
 runs train.py with a hook before each forward pass of GPT and one in os.fsync, and in no other function.
@@ -58,7 +58,7 @@ eval_every = 10
 save_every = 3
 """
 SLOW = ["train.steps=6", "train.batch_size=40", "train.accumulate=40", "train.val_windows=40",
-        "run.eval_every=2"]     # 40 forwards a step and 40 a validation
+        "run.eval_every=2"]     # 40 forward passes per step, 40 per validation
 PHASES = {"step 1": 1, "accumulation": 57, "evaluation": 20, "saving": 2}   # the call that gets the signal
 DRIVER = ("-m", "bench.soak", "driver")
 FUZZ_CASES = 2000
@@ -97,7 +97,7 @@ class Bench:
 
     def call(self, *command: str, expected: Sequence[int] = (0,),
              environment: dict[str, str] | None = None, others_may_fail: bool = False) -> str:
-        """The output of a command that must end as expected, and print no traceback but those of W&B."""
+        """The output of a command that must end as expected, and print no traceback except W&B's own."""
         process = self.start(*command, environment=environment)
         out, err = process.communicate(timeout=1800)
         check(process.returncode in expected and (others_may_fail or "Traceback" not in err),
@@ -106,7 +106,7 @@ class Bench:
         return out + err
 
     def straight(self, name: str, *overrides: str) -> Path:
-        """A run that nobody disturbs."""
+        """An undisturbed run."""
         self.call("train.py", "soak.toml", *overrides, f"run.dir=runs/{name}")
         return self.folder / "runs" / name
 
@@ -324,7 +324,7 @@ def small_disk(folder: Path, n_bytes: int) -> Iterator[Callable[[str], None]]:
 
     folder.mkdir(exist_ok=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={n_bytes}", "soak", str(folder)]).returncode:
-        raise UserError("this case mounts a small tmpfs, which needs root; leave it out with --only")
+        raise UserError("this case mounts a small tmpfs, which needs root; select other cases with --only")
     try:
         yield remount
     finally:
@@ -393,7 +393,7 @@ def wandb(bench: Bench) -> Outcome:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Faults whose tests are the injection
+# Faults that tests inject
 
 
 def tested(selection: str, *files: str) -> Callable[[Bench], Outcome]:

@@ -4,8 +4,8 @@
 tinyshakespeare-speedrun.toml of configs/ in turn, each from scratch in a fresh process; the seed is the
 number of the round. It measures the wall time of the whole process, that of the training loop in it
 (summary.json's wall_s; both include validation), and the loss on the whole validation split, once, at the
-end. The speedrun must end at or below 1.886 nats a character, which nanoGPT reaches after its 2000 steps; a
-round in which it does not is shown as missed.
+end. The speedrun must end at or below 1.886 nats per character, which nanoGPT reaches after its 2000 steps;
+otherwise the round is shown as missed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from runtime.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 
 BASELINE, SPEEDRUN = (ROOT / "configs" / f"tinyshakespeare-{name}.toml" for name in ("nanogpt", "speedrun"))
-TARGET = 1.886          # nats a character
+TARGET = 1.886          # nats per character
 
 
 class Trained(NamedTuple):
-    """One training in a process of its own: seconds of all of it, those of its loop, and its loss."""
+    """A training in a fresh process: seconds of the process and of the training loop, and the loss."""
 
     wall_s: float
     loop_s: float
@@ -72,7 +72,7 @@ def cells(seed: int, baseline: Trained, speedrun: Trained) -> tuple[str, ...]:
 def report(data: str, n_rounds: int) -> str:
     """The table as Markdown; each round is printed on stderr as it ends."""
     head = [f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}; seconds of the process "
-            "(in brackets those of the training loop), nats a character on the whole validation split",
+            "(in brackets those of the training loop), nats per character on the whole validation split",
             "", describe("nanoGPT's", load_config(BASELINE)), describe("speedrun", load_config(SPEEDRUN)), ""]
     rounds, rows = [], []
     for seed in range(n_rounds):

@@ -2,10 +2,10 @@
 
 `python -m bench.training [--preset small|gpt2-124m] [--device cpu|cuda] [--shape T,B] [--rounds N]`. small:
 decoders of 6 layers, 384 wide, 6 heads, a vocabulary of 256; gpt2-124m: the size of GPT-2 at T 1024. Each
-model has a process of its own, as its user would start it, and they take a step (forward, backward, AdamW)
-in turn, round after round, so that a noisy machine disturbs all alike; ratios are medians of the ratios
-within a round. All have bfloat16 autocast, torch.compile or eager, and the fused optimiser. A step's share of
-the ceiling is its model FLOPs utilisation (MFU) relative to a dense product that is measured in the same run.
+model runs in a separate process, and the processes take a step (forward, backward, AdamW) in turn, round
+after round, so that a noisy machine disturbs all equally; ratios are medians of the ratios within a round.
+All have bfloat16 autocast, torch.compile or eager, and the fused optimiser. A step's share of the ceiling is
+its model FLOPs utilisation (MFU) relative to a dense product that is measured in the same run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MATMUL = {"cpu": 2048, "cuda": 8192}
 
 
 def nanorope(config: Config) -> nn.Module:
-    """Our decoder, in a process that keeps freed memory as that of train.py does."""
+    """Our decoder, in a process that keeps freed memory, as train.py does."""
     keep_freed_memory()
     return GPT(config)
 
@@ -75,7 +75,7 @@ def gpt2(config: Config) -> nn.Module:
 
 
 def x_transformers(config: Config, **encoding: bool) -> nn.Module:
-    """x-transformers' decoder with flash attention and as many channels a head as the others have."""
+    """x-transformers' decoder with flash attention and as many channels per head as the others."""
     from x_transformers import Decoder, TransformerWrapper
     m = config.model
     layers = Decoder(dim=m.n_embd, depth=m.n_layer, heads=m.n_head, attn_dim_head=m.head_width,
@@ -199,9 +199,9 @@ def report(names: list[str], preset: str, T: int, batch_size: int, rounds: int, 
                       f"{flops / median / ceilings[CONTENDERS[name].dtype]:.0%}",
                       f"{contestant.start_s:.1f}", f"{contestant.compile_s:.0f}",
                       f"{contestant.peak_mb:.0f}"))
-    lines = [f"{machine(device)}, T {T}, batch {batch_size}, {rounds} rounds; {flops / 1e9:.0f} GFLOP a step "
+    lines = [f"{machine(device)}, T {T}, batch {batch_size}, {rounds} rounds; {flops / 1e9:.0f} GFLOP/step "
              f"by nanorope's formula; ceilings, measured in a product of matrices: {rates}", "",
-             *table(("", "parameters", "ms a step, median (least ... most)", "tokens/s",
+             *table(("", "parameters", "ms per step, median (min ... max)", "tokens/s",
                      f"step / {names[0]}'s", "of the ceiling", "start s", "compile s", "peak MB"), cells)]
     peers = [name for name in names if not name.startswith("nanorope")]
     if NANOROPE in names and peers:

@@ -9,7 +9,7 @@ pieces      cutting long documents for encoding
 bpe         learning a byte pair encoding
 encode      documents to ids, on all cores
 journal     an interrupted preparation resumes
-integrity   whether the files of a corpus are what was written
+integrity   whether the files of a corpus are unchanged
 loader      reading a corpus; batches as a pure function of the step
 passkey     documents that hide a key
 """

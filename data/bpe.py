@@ -1,4 +1,4 @@
-"""Learning a byte-level byte pair encoding with the `tokenizers` package, kept as tokenizer.json.
+"""Learning a byte-level byte pair encoding with the `tokenizers` package, saved as tokenizer.json.
 
 transformers and `tokenizers` read the file. Ids 0 ... 255 are the bytes, then comes one for each merge, then
 the separator. So an id is also the priority of its merge, which is all that tiktoken needs to encode.
@@ -64,7 +64,7 @@ def learn(texts: Iterable[bytes], size: int) -> str:
     tokenizer.add_special_tokens([AddedToken(SEPARATOR, special=True)])
     content = json.loads(tokenizer.to_str())
     vocab, merges = content["model"]["vocab"], content["model"]["merges"]
-    # tiktoken ranks merges by id; both encode alike only if the package does, too
+    # tiktoken ranks merges by id; both encode in the same way only if the package does so too
     assert [vocab[a + b] for a, b in merges] == list(range(256, size - 1))
     return json.dumps(content)
 

@@ -89,7 +89,7 @@ def encode(chunk: list[Piece], tokenizer: CorpusTokenizer, lengths: np.ndarray, 
 
 def in_order(function: Callable[[list[Piece]], list[Encoded]], chunks: Iterator[list[Piece]],
              workers: int) -> Generator[tuple[list[Piece], list[Encoded]], None, None]:
-    """Each chunk and its ids in order; a few chunks are encoded ahead.
+    """Yield each chunk and its ids in order; a few chunks are encoded ahead.
 
     Threads, not processes: tiktoken and numpy release the interpreter's lock, and nothing is copied.
     """

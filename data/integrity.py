@@ -1,9 +1,9 @@
-"""Whether the files of a corpus are what was written: all of it when asked, sampled blocks at every start.
+"""Whether the files of a corpus are unchanged: all bytes on request, sampled blocks at every start.
 
 SHA-256 of 18 GB takes a minute. So data/prepare.py records the full checksums in meta.json, and a start
 compares only N_BLOCKS blocks, evenly spread over each file; files of up to 16 MiB are read whole. Their
 digests, with size and time of modification, are in verified.json, which `data/prepare.py --check` renews.
-Corpora without that file load, too.
+Corpora without that file load too.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def sampled_blocks(path: Path) -> Iterator[bytes]:
             yield file.read(BLOCK)
 
 
-def read_sampled(path: Path, look_at: Callable[[bytes], None] | None = None) -> tuple[str, bool]:
-    """SHA-256 of the sampled blocks, and whether these are the whole file; `look_at` sees each block."""
+def read_sampled(path: Path, inspect: Callable[[bytes], None] | None = None) -> tuple[str, bool]:
+    """SHA-256 of the sampled blocks, and whether these are the whole file; `inspect` gets each block."""
     digest = hashlib.sha256()
     for block in sampled_blocks(path):
         digest.update(block)
-        if look_at:
-            look_at(block)
+        if inspect:
+            inspect(block)
     return digest.hexdigest(), path.stat().st_size <= N_BLOCKS * BLOCK
 
 

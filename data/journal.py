@@ -2,8 +2,8 @@
 
 Everything is in the folder .NAME.partial beside the future corpus: the files in its subfolder corpus/, and
 progress.json, which is replaced every SAVE_EVERY_S seconds, after the data that it describes is on disk. To
-resume, the files are truncated to the recorded sizes and compared with the recorded checksums. The journal of
-another command is ignored.
+resume, the files are truncated to the recorded sizes and compared with the recorded checksums. A journal that
+another command wrote is ignored.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Split:
         return self.starts.size // 8
 
     def write(self, ids: np.ndarray, starts: np.ndarray, n_bytes: int) -> None:
-        """Append ids that stand for n_bytes of text, with documents starting at `starts` among them."""
+        """Append ids that encode n_bytes of text, with documents starting at `starts` among them."""
         self.starts.write((starts + self.n_tokens).astype("<u8").data)
         self.tokens.write(ids.data)
         self.n_tokens += len(ids)
@@ -150,13 +150,13 @@ class Journal:
             split.tokens.file.close()
             split.starts.file.close()
         if kind is None or (self.position == Position() and not (self.corpus / TOKENIZER_FILE).exists()):
-            shutil.rmtree(self.folder, ignore_errors=True)              # done, or nothing to resume from
+            shutil.rmtree(self.folder, ignore_errors=True)              # complete, or nothing to resume from
         else:
-            print(f"{self.folder} keeps what is done; the same command resumes from there", file=sys.stderr)
+            print(f"{self.folder} is kept; the same command resumes from there", file=sys.stderr)
         os.close(self._lock)
 
     def open_splits(self, dtype: str, tokenizer_sha256: str) -> None:
-        """Open the files to resume; start again if they are not what was written."""
+        """Open the files to resume; start again if they were changed."""
         self.dtype, self._tokenizer = dtype, tokenizer_sha256
         saved = self._saved or {}
         try:
@@ -172,7 +172,7 @@ class Journal:
         self.save(self.position, at_once=True)
 
     def save(self, position: Position, at_once: bool = False) -> None:
-        """Note that everything up to a position is written; on disk every SAVE_EVERY_S or `at_once`."""
+        """Record that everything up to a position is written; on disk every SAVE_EVERY_S or `at_once`."""
         self.position = position
         if not at_once and time.monotonic() < self._saved_at + SAVE_EVERY_S:
             return
@@ -195,7 +195,7 @@ class Journal:
         self.corpus.rename(self.out)
 
     def _read(self) -> dict[str, Any] | None:
-        """The content of progress.json; None if there is none with this plan."""
+        """The content of progress.json; None if it is missing or has another plan."""
         try:
             saved = json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
             if saved["plan"] == json.loads(json.dumps(self.plan)):
@@ -218,7 +218,7 @@ class Journal:
 
 
 def check_replaceable(out: Path) -> None:
-    """Raise UserError if `out` is or holds anything but a corpus, which replacing it would delete."""
+    """Raise UserError if `out` is or holds anything except a corpus: replacing it would delete that."""
     if not out.exists():
         return
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()

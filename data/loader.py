@@ -2,8 +2,8 @@
 
 A corpus is a folder with, for each split (train, val), SPLIT.bin (token ids, uint16 or uint32) and
 SPLIT.idx.npy (uint64 offsets, document d is tokens[offsets[d]:offsets[d + 1]]), and meta.json, written last.
-Each document opens with the separator, so that its first token is predicted from something, too, and every
-byte of text is a target.
+Each document opens with the separator, from which its first token is predicted, so every byte of text is a
+target.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Meta(_Known):
 class Corpus:
     """A prepared corpus; opening it checks sizes, offsets, and checksum and ids of sampled blocks.
 
-    The ids of a batch are checked as they are read. Raises UserError with what is wrong and how to mend it.
+    The ids of a batch are checked as they are read. Raises UserError with the problem and its fix.
     `cross_documents` "never" keeps windows inside documents. With a mixture, other corpora have the given
     shares of the training windows, to the nearest of MIX, and this one the rest; validation is on this one.
     Only the files of the given splits are opened.
@@ -98,7 +98,7 @@ class Corpus:
             self.meta |= {"mixture": {name: other.meta for name, other in others.items()}}
 
     def _read_tokens(self, split: str) -> np.ndarray:
-        """Ids, memory-mapped, after a look at their number and at sampled blocks."""
+        """Ids, memory-mapped, after checking their number and sampled blocks."""
         name, n_tokens = f"{split}.bin", self.meta["splits"][split]["tokens"]
         dtype = np.dtype(self.meta["dtype"])
         path = integrity.existing(self.folder, name)
@@ -126,10 +126,10 @@ class Corpus:
         return offsets
 
     def _compare_sampled(self, split: str, name: str,
-                         look_at: Callable[[bytes], None] | None = None) -> None:
-        """Compare the sampled blocks of a file with the recorded checksum; `look_at` sees each of them."""
+                         inspect: Callable[[bytes], None] | None = None) -> None:
+        """Compare the sampled blocks of a file with the recorded checksum; `inspect` gets each of them."""
         path, entry = self.folder / name, self.record.get(name)
-        found, is_whole = integrity.read_sampled(path, look_at)
+        found, is_whole = integrity.read_sampled(path, inspect)
         expected = self.meta["splits"][split]["sha256"].get(name) if is_whole else \
             entry["sampled_sha256"] if entry else found
         if found != expected:
@@ -139,7 +139,7 @@ class Corpus:
                   f"again with `python data/prepare.py --check {self.folder}`", file=sys.stderr)
 
     def check_ids(self, ids: np.ndarray, split: str) -> None:
-        """Raise UserError if one of the ids that were read from a split lies beyond the vocabulary."""
+        """Raise UserError if an id that was read from a split is beyond the vocabulary."""
         if (largest := int(ids.max())) >= self.vocab_size:
             raise integrity.fault(self.folder, f"{split}.bin holds id {largest}, beyond its vocabulary of "
                                                f"{self.vocab_size}")
@@ -156,7 +156,7 @@ class Corpus:
         return [self.tokens[split][start:end] for start, end in itertools.pairwise(self.offsets[split])]
 
     def windows(self, split: str, seq_len: int) -> int:
-        """Number of non-overlapping windows of seq_len inputs and targets. Raises UserError for none."""
+        """Number of non-overlapping windows of seq_len inputs and targets. Raises UserError if zero."""
         n_tokens, inside = len(self.tokens[split]), ""
         n_windows = (n_tokens - 1) // seq_len
         if self.cross_documents == "never":
@@ -199,7 +199,7 @@ class Corpus:
     def n_in_epoch(self, seq_len: int) -> int:
         """Number of windows of an epoch."""
         n_windows = self.windows("train", seq_len)
-        # one less where windows cross documents, which leaves room for the random offset
+        # one less if windows cross documents, to leave room for the random offset
         return n_windows if self.cross_documents == "never" else max(1, n_windows - 1)
 
     def val_batches(self, seq_len: int, batch_size: int, n_windows: int) -> list[tuple[Tensor, Tensor]]:
@@ -215,7 +215,7 @@ class Corpus:
     def _epoch(self, seq_len: int, *seed: int) -> np.ndarray:
         """First tokens of the windows of an epoch, in the order of training.
 
-        Each epoch draws new offsets, one for the corpus or one per document, so that a token has another
+        Each epoch draws new offsets, one for the corpus or one per document, so that a token has a different
         position in each epoch.
         """
         rng = np.random.default_rng(seed)
@@ -257,7 +257,7 @@ def _stack(windows: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
 
 
 def number_documents(tokens: Tensor, eot: int) -> Tensor:
-    """Number the documents of each window, (B, T): how many separators, which open documents, came so far."""
+    """Number the documents of each window, (B, T), by counting the separators, which open documents."""
     return (tokens == eot).cumsum(dim=-1)
 
 

@@ -36,7 +36,7 @@ def passkey_document(tokenizer: Tokenizer, length: int, depth: float,
     digits and a full stop. `depth` is the share of the filler before the key: 0 puts it at the start, 1 right
     before the question. Raises ValueError if the length is too small.
     """
-    # each digit by itself: BPE would merge some keys into fewer tokens than others
+    # each digit separately: BPE would merge some keys into fewer tokens than others
     answer = encode(tokenizer, [*map(str, rng.integers(10, size=N_DIGITS)), "."])
     question = encode(tokenizer, [QUESTION])
     n_filler = length - shortest(tokenizer)

@@ -26,7 +26,7 @@ def pieces(blocks: Iterable[bytes], cut: Callable[[bytes], int], size: int | Non
 
 
 def cut_before_space(window: bytes) -> int:
-    """The last place in a window where a word of GPT2_PATTERN starts, whatever stands around the window.
+    """The last place in a window where a word of GPT2_PATTERN starts in any surrounding text.
 
     That is before a space or line feed that follows a character other than white space: in no word does white
     space follow another character, and the only lookahead asks where white space ends. A window without white

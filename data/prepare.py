@@ -1,8 +1,8 @@
 """Prepare a corpus for train.py: `python data/prepare.py SOURCE [--tokenizer NAME] [--out DIR]`.
 
 SOURCE is one of
-  stdlib      the source text of this Python's standard library: always there, public, no download
-  passkey     made-up documents that hide a key, to train for the passkey probe (data/passkey.py)
+  stdlib      the source text of this Python's standard library: always available, no download
+  passkey     generated documents that hide a key, to train for the passkey probe (data/passkey.py)
   FILE        .txt: one text, its last tenth is for validation. .jsonl, .jsonl.gz, .jsonl.zst: a document per
               line. .parquet: a document per row. A hash of the text puts 1 document in 100 into validation
   FOLDER      a folder of these files. Subfolders train/ and val/ are the splits if both exist. Else each .txt
@@ -61,12 +61,12 @@ from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
 BUILT_IN = ("stdlib", "passkey")
-LEARN_BYTES = 2**27             # of text that bpe:N learns from, at most
+LEARN_BYTES = 2**27             # most text that bpe:N learns from
 LEARN_PIECE = 2**14             # bytes that are learned from at a time
 
 
 class Options(NamedTuple):
-    """Options besides source, folder and tokenizer."""
+    """Options other than source, folder and tokenizer."""
 
     revision: str | None = None
     text_column: str = "text"
@@ -255,7 +255,7 @@ class Progress:
         self.bar.close()
 
     def show(self, chunk: list[Piece]) -> None:
-        """Note that a chunk is written; estimate the total from the share of the source read so far."""
+        """Show that a chunk is written; estimate the total from the share of the source read so far."""
         n_bytes = sum(len(piece.text) for piece in chunk if isinstance(piece.text, bytes))
         shard = chunk[-1].end.shard
         share = (self.sizes[shard] + self.source.shards[shard].seen) / max(1.0, self.sizes[-1])
@@ -272,7 +272,7 @@ def check(folder: Path) -> None:
     integrity.check_sums(folder, sums)
     try:
         integrity.record(folder, list(sums))
-    except OSError as error:        # a read-only folder: the result stands all the same
+    except OSError as error:        # a read-only folder: the result is still valid
         print(f"warning: {folder / integrity.FILE}: cannot be written ({error.strerror})", file=sys.stderr)
     Corpus(folder)                  # sizes, offsets and ids agree with meta.json
 

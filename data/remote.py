@@ -59,7 +59,7 @@ class DatasetPart:
                     yield f"{name}: row {number}", value
         except UserError:
             raise
-        except Exception as error:  # each file format and HTTP library has exceptions of its own
+        except Exception as error:  # each file format and HTTP library has its own exceptions
             raise UserError(f"{name}: cannot be read after row {number} ({describe_exception(error)}); "
                             "if the network failed, the same command resumes from there") from error
 
@@ -94,7 +94,7 @@ def open_dataset(source: str, rows: Rows, revision: str | None, joins: bool) -> 
     if not is_local and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise UserError(f"source {source}: neither a folder nor the name of a dataset, as in hf:ORG/NAME")
     if is_local and revision:
-        raise UserError(f"--revision {revision}: {name} is a local folder, which has none; leave it out")
+        raise UserError(f"--revision {revision}: {name} is a local folder without revisions; leave it out")
     joins = joins or name in LINE_BY_LINE
     found, split, revision = _load(source, name, config, split, None if is_local else (revision or "main"),
                                    joins)
@@ -127,7 +127,7 @@ def _load(source: str, name: str, config: str | None, split: str | None,
         if kind == "TextConfig" and not joins and builder.config.sample_by == "line":
             options = {"sample_by": "document"}     # a row would be a line without its line feed
         found = datasets.load_dataset(name, config, revision=revision, streaming=True, **options)
-    except Exception as error:  # the client raises exceptions of three HTTP libraries
+    except Exception as error:  # the client raises the exceptions of three HTTP libraries
         hint = "check the name, the configuration and the network"
         if "scripts are no longer supported" in str(error):
             hint = "give --revision refs/convert/parquet, where the hub may keep a copy as files"
@@ -139,7 +139,7 @@ def _load(source: str, name: str, config: str | None, split: str | None,
 
 
 def choose_splits(source: str, found: dict[str, Any], split: str | None) -> dict[str | None, str]:
-    """Our split (None: a hash chooses) -> split of the dataset."""
+    """Split of the corpus (None: a hash chooses) -> split of the dataset."""
     if split or len(found) == 1:
         return {None: split or next(iter(found))}
     if "train" not in found:
@@ -181,8 +181,8 @@ def open_url(url: str, cache: Path, rows: Rows, val_share: float | None) -> Sour
     if path.suffix.lower() == ".zip":
         path = unpacked(path, name)
     if not path.name.lower().endswith(SUFFIXES):
-        raise UserError(f"source {name}: must end in {', '.join(SUFFIXES)} or .zip; download it by other "
-                        "means, and give the file")
+        raise UserError(f"source {name}: must end in {', '.join(SUFFIXES)} or .zip; download it yourself, "
+                        "and give the file")
     return open_local(str(path), rows, val_share)._replace(name=name, revision=revision, identity=revision)
 
 

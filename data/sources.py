@@ -1,4 +1,4 @@
-"""Where documents come from: what a SOURCE of data/prepare.py means, and reading it in little memory.
+"""Where documents come from: opening the SOURCE of data/prepare.py, and reading it in little memory.
 
 A source is a list of shards. A shard is a file, or a part of a dataset of the Hugging Face hub (see
 data/remote.py). It is read from its start and yields documents, each with its split. For a shard without a
@@ -25,8 +25,8 @@ from data.passkey import passkey_document, repeating_document
 from data.tokenizer import Tokenizer
 from runtime.errors import UserError
 
-FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single text
-ROW_VAL_SHARE = 0.01            # of rows and lines: there are many
+FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single file
+ROW_VAL_SHARE = 0.01            # of rows and lines, which are many
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 BLOCK = 2**19                   # bytes read at a time
 ROWS = 16                       # rows of a table read at a time
@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 class Passkey(NamedTuple):
-    """A made-up document, determined by its number. One in 4 has a key, the others repeat a string."""
+    """A generated document, determined by its number. One in 4 has a key, the others repeat a string."""
 
     number: int
 
@@ -109,7 +109,7 @@ class Shard(Protocol):
 
 
 class Source(NamedTuple):
-    """What a SOURCE means."""
+    """An opened SOURCE."""
 
     name: str                   # as meta.json records it
     revision: str | None
@@ -212,7 +212,7 @@ class JsonLines:
                             "again") from error
         if len(line) > MAX_LINE:
             raise UserError(f"{self.path}:{number + 1}: a line of more than {MAX_LINE:,} bytes; put its text "
-                            "into a .txt file of its own")
+                            "into a separate .txt file")
         return line
 
     def _value(self, line: bytes, number: int) -> Any:
@@ -260,7 +260,7 @@ class Parquet:
 
 
 class Passkeys:
-    """The made-up documents of a split."""
+    """The generated documents of a split."""
 
     def __init__(self, split: str) -> None:
         self.split, self.seen = split, 0.0
@@ -301,7 +301,7 @@ def open_local(source: str, rows: Rows, val_share: float | None) -> Source:
         if not (root.is_file() and is_text(root)):
             problem = f"is not a {kinds} file" if root.exists() else "no such file or folder"
             raise UserError(f"source {source}: {problem}; give stdlib, passkey, hf:NAME, or a {kinds} file "
-                            "or a folder of such files")
+                            "or a folder of them")
         paths, shards = [root], shards_of(root.parent, [root], None, rows, val_share)
     elif all((root / split).is_dir() for split in SPLITS):
         found = {split: texts_in(root / split) for split in SPLITS}
@@ -371,7 +371,7 @@ def split_inside(path: Path, val_share: float) -> list[TextFile]:
 
 
 def identity_of(paths: Iterable[Path]) -> str:
-    """A checksum that changes if a file is added, removed or written to."""
+    """A checksum that changes if a file is added, removed or changed."""
     about = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 

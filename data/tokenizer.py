@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
 
     @property
     def sha256(self) -> str:
-        """Checksum of the vocabulary: where it is equal, equal ids mean equal bytes."""
+        """Checksum of the vocabulary: if it is equal, equal ids mean equal bytes."""
         ...
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -45,11 +45,11 @@ class Tokenizer(Protocol):
 
 
 class CorpusTokenizer(Tokenizer, Protocol):
-    """What preparing a corpus needs besides: encoding many documents at once, and long ones in pieces."""
+    """What preparing a corpus also needs: encoding many documents at once, and long ones in pieces."""
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the ids stand for exactly the bytes of the text."""
+        """Whether decoding gives back exactly the bytes of the text."""
         ...
 
     def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
@@ -60,7 +60,7 @@ class CorpusTokenizer(Tokenizer, Protocol):
         ...
 
     def cut(self, window: bytes) -> int:
-        """Where to cut a window of a document, > 0, so that both sides give the same ids as together."""
+        """Where to cut a window of a document, > 0, so that the two parts give the ids of the whole."""
         ...
 
 
@@ -95,8 +95,8 @@ class ByteTokenizer:
 class BytePairTokenizer:
     """Byte-level byte pair encoding with GPT-2's pattern for splitting text into words, by tiktoken.
 
-    Text is UTF-8. A byte outside UTF-8 is encoded as the id of that byte, and the text between two of them by
-    itself. The separator's name in a text is encoded as plain text.
+    Text is UTF-8. A byte outside UTF-8 is encoded as the id of that byte, and the text between two of them
+    separately. The separator's name in a text is encoded as plain text.
     """
 
     is_lossless = True
@@ -121,7 +121,7 @@ class BytePairTokenizer:
         if joined.count(mark) == len(texts) - continues:                # no text contains the mark
             try:    # one call for all: tiktoken releases the interpreter's lock meanwhile
                 return self._encode_valid(joined.decode("utf-8"), {SEPARATOR})
-            except UnicodeDecodeError:      # a text is not UTF-8: encode each by itself
+            except UnicodeDecodeError:      # a text is not UTF-8: encode each separately
                 pass
         ids = [part for text in texts for part in (np.array([self.eot], np.uint32), self._encode(text))]
         return np.concatenate(ids[continues:])
@@ -205,9 +205,9 @@ def _gpt2() -> CorpusTokenizer:
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of ids: bytes outside UTF-8 become U+FFFD, separators and ids beyond the vocabulary vanish.
+    """The text of ids: bytes outside UTF-8 become U+FFFD; separators and unknown ids are dropped.
 
-    A model has ids beyond the tokenizer's vocabulary if its own vocabulary size is rounded up.
+    A model has ids that the tokenizer does not know if its vocabulary size is rounded up.
     """
     known = (token for token in tokens if token < tokenizer.vocab_size)
     return b"".join(map(tokenizer.token_bytes, known)).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""A tokenizer.json of the `tokenizers` package as a tokenizer: what a Hugging Face folder holds.
+"""A tokenizer from a tokenizer.json of the `tokenizers` package, as in Hugging Face folders.
 
 A corpus or run that was made with such a tokenizer keeps a copy of the file. Reading the folder's settings
 and writing tokenizer.json are in hf/tokenizer.py.
@@ -38,8 +38,8 @@ class PretrainedTokenizer:
 
     Text is UTF-8; any other byte becomes the id of that byte. Special tokens in the text are encoded as plain
     text. For a byte-level tokenizer `token_bytes` restores the text, and bits per byte are exact. If the
-    tokenizer first changes the text (Qwen's NFC, the space that Llama 2 puts before a document), they are
-    the bytes of the changed text: for Llama 2, one byte too many per document.
+    tokenizer first changes the text (Qwen's NFC, the space that Llama 2 puts before a document), both refer
+    to the changed text: for Llama 2, one byte too many per document.
     """
 
     def __init__(self, path: Path, eot: int) -> None:
@@ -82,7 +82,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def is_lossless(self) -> bool:
-        """Whether the ids stand for exactly the bytes of the text: nothing is changed, added or dropped."""
+        """Whether decoding gives back exactly the bytes of the text: nothing is changed, added or dropped."""
         steps = _steps(self.content["pre_tokenizer"])
         drops_spaces = any(added.get("lstrip") or added.get("rstrip") for added in self._added.values()
                            if not added["special"])
@@ -157,12 +157,12 @@ class PretrainedTokenizer:
             changed = library.normalizer.normalize_str(text) if library.normalizer else text
             if lost := changed.encode().translate(None, self.known_bytes):
                 raise UserError(f"text has the byte 0x{lost[0]:02X}, for which this tokenizer has no id; "
-                                "remove the byte, or take a tokenizer that has all 256")
+                                "remove the byte, or use a tokenizer that has all 256")
         encoded = library.encode(text, add_special_tokens=False)
         if self._unknown in encoded.ids:
             start, end = encoded.offsets[encoded.ids.index(self._unknown)]
             raise UserError(f"text has {text[start:end][:20]!r}, for which this tokenizer has no id; remove "
-                            "it, or take a tokenizer with ids for bytes")
+                            "it, or use a tokenizer with ids for bytes")
         return encoded.ids
 
     def _single_bytes(self, escaped: str) -> list[int]:

@@ -233,7 +233,7 @@ def read_costs(path: Path) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def read_perplexities(path: Path) -> list[str]:
-    """The JSON of eval.py -> perplexity on fixed targets at the MULTIPLES of L, "-" if there is none."""
+    """The JSON of eval.py -> perplexity on fixed targets at the MULTIPLES of L, "-" if not measured."""
     if not path.exists():
         return ["-"] * len(MULTIPLES)
     run = json.loads(path.read_text())

@@ -96,12 +96,12 @@ def biases(encoding: Encoding, last: int) -> Tensor:
 
 
 class Properties(NamedTuple):
-    """What one wants to know of an encoding."""
+    """The measured properties of an encoding."""
 
     gap: float  # smallest difference of two positions' codes, relative to the largest; 0: two are equal
     residual: float | None  # of PE(p + k) = W_k PE(p), relative; None: the encoding gives positions no vector
     is_defined: bool  # finite at 8 L
-    is_fixed: bool  # nothing is learned, every seed gives the same codes
+    is_fixed: bool  # nothing is learned: every seed gives the same codes
     is_axial: bool  # rope.axial_angles makes it n-dimensional
     change: float  # of the logits when all positions shift
     n_parameters: int  # at the quick config

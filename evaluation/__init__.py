@@ -1,7 +1,7 @@
 """Measuring trained models: protocols, probes, context extension, comparing, sweeping.
 
 windows      the text to evaluate on, and which of its tokens each protocol scores
-protocols    the protocols of eval.py: forwards over these windows, and the records that they make
+protocols    the protocols of eval.py: forward passes over these windows, and the records they yield
 probes       repeat, copy, passkey: does the model use distant context?
 extension    methods that extend the context of a trained model (--extend)
 results      the files that eval.py writes, and merging a second evaluation into them

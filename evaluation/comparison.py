@@ -69,7 +69,7 @@ class Curve(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """A figure by length, position or distance, computed from the sums of one place."""
+    """A number by length, position or distance, computed from the sums of one place."""
 
     protocol: str
     title: str
@@ -264,7 +264,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def differences_in_words(flats: Sequence[dict[str, Any]]) -> list[str]:
-    """For each config the keys that are not the same in all, such as "lr=0.001"; [] if they are too many."""
+    """For each config the keys that differ among the configs, as "lr=0.001"; [] if there are too many."""
     def word(value: Any) -> str:
         if isinstance(value, float):
             return f"{value:g}"
@@ -280,7 +280,7 @@ def differences_in_words(flats: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def folder_names(paths: Sequence[Path]) -> list[str]:
-    """The folders' names, with as much of their paths as makes them differ."""
+    """The folders' names, with as much of their paths as is needed to distinguish them."""
     for n_parts in range(1, 1 + max(len(path.resolve().parts) for path in paths)):
         names = ["/".join(path.resolve().parts[-n_parts:]) for path in paths]
         if len(set(names)) == len(paths):
@@ -289,7 +289,7 @@ def folder_names(paths: Sequence[Path]) -> list[str]:
 
 
 def check_replicates(group: Sequence[Run]) -> None:
-    """Raise UserError unless runs of one config differ in their seed and were evaluated alike."""
+    """Raise UserError unless runs of one config differ in their seed and have the same evaluations."""
     def measured_places(run: Run) -> set[Any]:
         return {(r["extend"], r["protocol"], r["length"], column_of(r), r.get("depth")) for r in run.records}
 
@@ -298,7 +298,7 @@ def check_replicates(group: Sequence[Run]) -> None:
         other = seeds.setdefault(run.config.train.seed, run)
         if other is not run:
             raise UserError(f"runs {other.path} and {run.path}: same config, same train.seed = "
-                            f"{run.config.train.seed}; leave one out, it is no second sample")
+                            f"{run.config.train.seed}; leave one out, it is not a second sample")
         if measured_places(run) != measured_places(group[0]):
             raise UserError(f"runs {group[0].path} and {run.path}: seeds of one config, evaluated "
                             "differently; give eval.py the same --extend, --protocol and --lengths")
@@ -309,7 +309,7 @@ def check_replicates(group: Sequence[Run]) -> None:
 
 
 def make_tables(curves: Sequence[Curve], baseline: Curve, L: int) -> list[Table]:
-    """Every measure, gains over truncation and over the baseline, and training, as far as runs have them."""
+    """Tables of all measures, gains over truncation and over the baseline, and training, if measured."""
     tables: list[Table] = []
 
     def add(key: str, measure: Measure, rows: dict[str, dict[Column, Cell]], L: int | None = L) -> None:
@@ -338,7 +338,7 @@ def make_tables(curves: Sequence[Curve], baseline: Curve, L: int) -> list[Table]
         title = f"Gain over {baseline.label}, {protocol}"
         add(f"{protocol}-gain", GAIN._replace(title=title, note=note), rows)
     for key, title in TRAINING.items():
-        note = "As train.py logged it, in nats per token, averaged over the steps since the point before."
+        note = "As train.py logged it, in nats per token, averaged over the steps since the previous point."
         measure = Measure("", title, note, "step", "loss (nats/token)", "linear", ".3f", loss)
         add(f"train-{key}", measure, training_curves(key, curves), L=None)
     return tables
@@ -392,7 +392,7 @@ def probe_map(measure: Measure, curves: Sequence[Curve]) -> Map:
 
 
 def training_curves(key: str, curves: Sequence[Curve]) -> dict[str, dict[Column, Cell]]:
-    """Label -> step -> mean over the lines of metrics.jsonl since the point before, then over seeds.
+    """Label -> step -> mean over the lines of metrics.jsonl since the previous point, then over seeds.
 
     The longest run is divided into TRAINING_POINTS parts. A part is placed at its last logged step.
     """
@@ -490,14 +490,14 @@ def interval(d: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         shift = weight @ residual / drawn                               # ratio* - ratio (500, curves)
         square = (weight @ residual**2 - 2 * shift * (weight @ (residual * tokens[:, None]))
                   + shift**2 * (weight @ tokens**2)[:, None])
-        square[square < 1e-12 * (d**2).sum(axis=0)] = 0                 # rounding: all drawn are alike
+        square[square < 1e-12 * (d**2).sum(axis=0)] = 0                 # rounding: all drawn are equal
         shift[np.abs(shift) < 1e-9 * np.abs(ratio)] = 0
         with np.errstate(divide="ignore", invalid="ignore"):
             pivot = shift / (small_sample * np.sqrt(square.clip(min=0)) / drawn)
         pivots.append(np.nan_to_num(pivot, posinf=np.inf, neginf=-np.inf))      # 0 / 0
     with np.errstate(invalid="ignore"):                                 # between infinite pivots
         low, high = np.quantile(np.concatenate(pivots), [0.025, 0.975], axis=0)
-    return np.minimum(ratio, ratio - high * se), np.maximum(ratio, ratio - low * se)    # rounding, all alike
+    return np.minimum(ratio, ratio - high * se), np.maximum(ratio, ratio - low * se)    # rounding, all equal
 
 
 def write_csv(curves: Sequence[Curve], path: Path) -> None:

@@ -34,7 +34,7 @@ class Extension(BaseModel):
     """A method and its options; `extended` applies it."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-    changes: ClassVar[str] = "distances"        # methods in one --extend must change different things
+    changes: ClassVar[str] = "distances"        # two methods in one --extend must differ in this
     needs_rotary: ClassVar[bool] = False
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
@@ -85,7 +85,7 @@ class Regrouping(Extension):
         raise NotImplementedError
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
-        """Positions of queries m (1 or B, Tq), keys n (1 or B, Tk) -> those of far pairs: `near` apart."""
+        """Positions of queries m (1 or B, Tq), keys n (1 or B, Tk) -> those for far pairs: `near` apart."""
         return torch.full_like(m, self.near(L)), torch.zeros_like(n)
 
     def is_seen(self, n: Tensor) -> Tensor | None:
@@ -136,7 +136,7 @@ class Regrouped(Encoding):
 class ReRoPE(Regrouping):
     """All distances from `window` on become `window`. Su 2023, github.com/bojone/rerope.
 
-    It acts at every length above the window, even at the training length, as the author's code does.
+    As in the author's code, this applies at every length above the window, even at the training length.
     """
 
     needs_rotary = True
@@ -147,7 +147,7 @@ class ReRoPE(Regrouping):
         return self.window or max(1, L // 4)
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        largest = config.train.seq_len - 2      # above it no far distance below L is left for the default
+        largest = config.train.seq_len - 2      # above it, the default step has no far distance below L
         if self.step and getattr(self, self.step) is None and (self.window or 0) > largest:
             return f"window must be at most L - 2 = {largest}, got {self.window}"
         return super().problem(model, config, T)
@@ -197,8 +197,8 @@ class Sinks(Regrouping):
 
     StreamingLLM, Xiao et al. 2023, arXiv:2309.17453, section 3.2. A far pair is a query at the end of the
     cache, min(m, sinks + window - 1), and a sink at its beginning, n. For encodings that do not depend on
-    distances alone, only the mask applies. A full forward sees the same tokens as a rolling cache, but its
-    keys were computed with a longer past.
+    distances alone, only the mask applies. A full forward pass sees the same tokens as a rolling cache, but
+    its keys were computed from a longer context.
     """
 
     hides = True
@@ -304,7 +304,7 @@ def make(name: str, arguments: str, spec: str) -> Extension:
 
 
 def rotary(model: GPT) -> RoPE:
-    """The encoding of a model that is known to be rotary."""
+    """The encoding of a model, which must be rotary."""
     assert isinstance(model.encoding, RoPE)
     return model.encoding
 

@@ -1,7 +1,7 @@
 """The pictures of eval.py and compare.py: curves against context, position or step, and maps of the probes.
 
-They are legible in black and white and to the colour-blind: each curve has a colour, a marker and a line
-style of its own from report.py. L = train.seq_len.
+They are legible in black and white and to the colour-blind: each curve has a different colour, marker and
+line style, from report.py. L = train.seq_len.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from evaluation.report import ASINH_WIDTH, DASHES, STYLES, Cell, Map, Picture, Table, ends
 
-ABREAST = 8             # curves in one picture: more cannot be told apart
+MOST_CURVES = 8         # in one picture: more cannot be distinguished
 MARKED = 12             # columns that all get a tick on the x axis; more would overlap
 
 
@@ -73,7 +73,7 @@ def draw_evaluation(records: Sequence[dict[str, Any]], title: str, L: int, path:
 
 
 def draw(tables: Sequence[Table], maps: Sequence[Map], labels: Sequence[str], out: Path) -> list[Picture]:
-    """A picture of each table and probe; several where there are more curves than can be told apart."""
+    """A picture of each table and probe; several if there are more than MOST_CURVES curves."""
     pictures = []
     everything: list[Table | Map] = [*tables, *maps]
     for shown in everything:
@@ -92,7 +92,7 @@ def draw(tables: Sequence[Table], maps: Sequence[Map], labels: Sequence[str], ou
 def together(labels: Sequence[str]) -> list[list[str]]:
     """The curves of each picture: the baseline, which comes first, is in all of them."""
     first, *others = labels
-    n_pictures = math.ceil(len(others) / (ABREAST - 1)) or 1
+    n_pictures = math.ceil(len(others) / (MOST_CURVES - 1)) or 1
     size = math.ceil(len(others) / n_pictures) or 1
     return [[first, *others[i:i + size]] for i in range(0, len(others), size)] or [[first]]
 
@@ -166,7 +166,7 @@ def draw_grids(grids: dict[str, list[list[float]]], shown: Map, x: tuple[list[st
 
 
 def pyplot() -> Any:
-    """Matplotlib without a screen. Imported late: it takes a second that other commands need not spend."""
+    """Matplotlib without a display. Imported late: it takes a second, which other commands need not spend."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -207,7 +207,7 @@ def set_x_scale(axis: Any, L: int | None, names: dict[float, str] | None) -> Non
 
 
 def set_y_scale(axis: Any, scale: str) -> None:
-    """Several ticks however narrow the range is, as plain numbers."""
+    """Several ticks, as plain numbers, even if the range is narrow."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     evenly = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10])

@@ -1,4 +1,4 @@
-"""Probes: does the model use distant context? A flat perplexity may mean that it ignores it.
+"""Probes: does the model use distant context? A flat perplexity may mean that the model ignores it.
 
 `python eval.py RUN --protocol repeat,copy,passkey`
 
@@ -30,7 +30,7 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)    # share of the filler before the key
 @torch.no_grad()
 def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
               at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Loss in nats of the tokens (B, T) at places `at` (n,), and whether each ranks first, (B, n)."""
+    """Loss in nats of the tokens (B, T) at indices `at` (n,), and whether each ranks first, (B, n)."""
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     with autocast(train, device):
@@ -47,11 +47,11 @@ def distance(length: int, L: int) -> int | None:
 
 def repeated(stretches: Sequence[np.ndarray], length: int,
              L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Windows (n, length) whose last L / 4 tokens repeat an earlier passage, and the places to score in both.
+    """Windows (n, length) whose last L / 4 tokens repeat an earlier passage; the indices to score in both.
 
-    L / 4 tokens of context, the passage, what follows it in the stretch (at least `length` tokens), the
-    passage again. Passages and contexts are the same at every length. The first half of a passage is not
-    scored: it shows the model what is being repeated.
+    A window is L / 4 tokens of context, the passage, the tokens that follow it in the stretch (which has at
+    least `length`), and the passage again. Contexts and passages are the same at every length. The first half
+    of a passage is not scored: it shows the model what is being repeated.
     """
     p = L // 4
     tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])
@@ -61,7 +61,7 @@ def repeated(stretches: Sequence[np.ndarray], length: int,
 
 def passkeys(tokenizer: Tokenizer, length: int, depth: float, trials: int,
              seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents (trials, length), the same keys at every length and depth, and the answer's places."""
+    """Documents (trials, length), the same keys at every length and depth, and the answer's indices."""
     made = [passkey_document(tokenizer, length, depth, np.random.default_rng([seed, trial]))
             for trial in range(trials)]
     n_answer = made[0][1]

@@ -1,6 +1,6 @@
-"""The protocols: forwards over chosen windows, and the records that eval.py writes of them.
+"""The protocols: forward passes over chosen windows, and the records that eval.py writes.
 
-`Evaluation` is read downwards: `run`, then one method for each protocol, then the forwards that they share.
+Read `Evaluation` downwards: `run`, then one method per protocol, then the forward passes that they share.
 eval.py describes what each protocol measures. windows.py chooses the windows.
 
 Legend: B batch, T time, C = n_embd, V vocabulary, L = train.seq_len. Loss in nats per token.
@@ -44,15 +44,15 @@ from runtime.parallel import Process
 PROTOCOLS = ("nonoverlap", "rolling", "sliding", "fixed", "position")
 PROBES = ("repeat", "copy", "passkey")
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
-DECIDING = {        # protocol -> the settings that decide its targets, besides text, seed and length
+DECIDING = {        # protocol -> the settings that decide its targets, in addition to text, seed and length
     "nonoverlap": ("longest", "tokens"), "rolling": ("longest",), "sliding": ("longest", "tokens", "stride"),
     **dict.fromkeys(("fixed", "position", "repeat", "copy"), ("longest", "targets", "windows")),
     "passkey": ("windows",),
 }
 PLAIN = Extend("plain", [])
 CHUNK = 128                                     # tokens whose logits exist at a time
-TOKENS_PER_FORWARD = 16_384                     # short windows share a forward
-SECONDS_PER_LINE = 30                           # of progress, where the output is not a terminal
+TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
+SECONDS_PER_LINE = 30                           # of progress, if the output is not a terminal
 ALONE = Process(torch.device("cpu"))
 Record = dict[str, Any]
 
@@ -105,14 +105,14 @@ class Evaluation:
         return records
 
     def deciding(self) -> dict[str, dict[str, int | None]]:
-        """Protocol -> the settings that decided its targets. Records with equal settings can be merged."""
+        """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
         deciding = {protocol: self.settings.deciding(protocol) for protocol in self.settings.protocols}
         if "position" in deciding:                      # measured at one length, and buckets depend on it
             deciding["position"]["length"] = max(self.possible, default=None)
         return deciding
 
     # -------------------------------------------------------------------------------------------------------
-    # Protocols: each yields its records
+    # Protocols; each yields its records
 
     def nonoverlap(self) -> Iterator[Record]:
         """One record for each length."""
@@ -198,7 +198,7 @@ class Evaluation:
                          correct=int(is_top.all(axis=1).sum()), trials=trials)
 
     # -------------------------------------------------------------------------------------------------------
-    # Forwards, and the records of their losses
+    # Forward passes, and the records of their losses
 
     def _score(self, protocol: str, length: int, windows: Sequence[Window]) -> tuple[list[np.ndarray], float]:
         """Losses of each window's targets under the current extension, and the seconds that they took."""
@@ -211,8 +211,8 @@ class Evaluation:
     def _score_ended(self, extend: Extend, length: int) -> tuple[list[np.ndarray], float]:
         """Losses of at least the last `targets` tokens of the windows that end at self.ends, and the seconds.
 
-        The longest windows score all of their tokens if `position` is wanted too, which shares these
-        forwards.
+        If `position` is measured too, the longest windows score all of their tokens, because it shares these
+        forward passes.
         """
         if (extend.spec, length) not in self._ended:
             is_shared = "position" in self.settings.protocols and length == max(self.possible)
@@ -264,9 +264,9 @@ def record(extend: Extend, protocol: str, length: int, nll: np.ndarray, n_tokens
 
 def score(model: GPT, text: Text, windows: Sequence[Window], train: TrainConfig,
           process: Process = ALONE) -> Iterator[np.ndarray]:
-    """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward.
+    """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward pass.
 
-    With several processes each does its share of the forwards, which do not depend on how many there are.
+    Several processes divide the forward passes, which are the same for any number of processes.
     """
     device = next(model.parameters()).device
 
@@ -325,14 +325,14 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
                     skip_unfit: bool = False) -> list[Extend]:
     """The extensions of the --extend flags; prints warnings.
 
-    Raises UserError for a method that does not fit the model, or with skip_unfit leaves it out in one line.
+    Raises UserError for a method that does not fit the model; with skip_unfit skips it and prints one line.
     """
     extends = [parse(spec) for spec in dict.fromkeys(specs)]
     names = [extend.spec for extend in extends]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"--extend {name}: given twice, with different lists; evaluate them one by one, "
-                            "each with a --json of its own")
+                            "each with another --json")
     fitting = []
     for extend in extends:
         problems = [method.problem(model, config, length) for length in lengths for method in extend.methods]

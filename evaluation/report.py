@@ -1,7 +1,7 @@
 """The report of compare.py: its tables, as Markdown and as one HTML page that opens offline.
 
 pictures.py draws the same tables. The palette below serves all pictures and the page: the colours of Okabe
-and Ito, which the colour-blind can tell apart, each with a marker; the baseline, which comes first, is
+and Ito, which the colour-blind can distinguish, each with a marker; the baseline, which comes first, is
 black.
 """
 
@@ -35,7 +35,7 @@ MOST_COLUMNS = 30       # of a table in Markdown: curves with more points have a
 
 
 class Cell(NamedTuple):
-    """Mean over seeds, its standard deviation and a 95 % interval; None where there is none."""
+    """Mean over seeds, its standard deviation and a 95 % interval; None if not available."""
 
     value: float
     spread: float | None = None
@@ -114,12 +114,12 @@ def ends(cell: Cell) -> tuple[float, float]:
 
 
 def signs(baseline: str) -> str:
-    """What the signs in the tables mean."""
+    """The legend of the tables."""
     return ("± is the standard deviation over training seeds. [a, b] is a 95 % bootstrap interval over the "
-            f"text. A figure is bold where it beats {baseline} on the same targets and the interval of the "
+            f"text. A number is bold where it beats {baseline} on the same targets and the interval of the "
             "difference excludes 0; under 'Gain over truncation', where it beats its own truncated context. "
-            "Only figures with such an interval can be bold. '-' means that there is no figure: the encoding "
-            "is not defined there, or it was not measured.")
+            "Only numbers with an interval can be bold. '-' means that there is no result: the encoding is "
+            "not defined there, or it was not measured.")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def rows_of(head: Sequence[str], rows: dict[str, list[str]]) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """Text that Markdown shows unchanged: labels come from folders and configs, which may hold anything."""
+    """Escape text for Markdown: labels come from folders and configs, which may contain any character."""
     return "".join(f"&#{ord(c)};" if c in "<>&|[]*`\\\n" else c for c in text)
 
 

@@ -1,4 +1,4 @@
-"""What eval.py writes of a run on a text: FILE.json with records, and FILE.npz with the sums of each window.
+"""The results that eval.py writes: FILE.json with records, and FILE.npz with the sums of each window.
 
 A second evaluation is merged into the file if both have the same targets: the same text, checkpoint, seed
 and, for each protocol that both measured, the same settings.
@@ -28,7 +28,7 @@ SAME = {                                                    # keys of the JSON t
     "weights_sha256": "another checkpoint", "data_sha256": "another text",
     "tokenizer": "another tokenizer", "encoding": "another encoding", "seq_len": "another training length",
     "seed": "another --seed"}
-# what numpy and zipfile also raise for a file with a senseless header or member
+# what numpy and zipfile also raise for a file with an invalid header or member
 FROM_NUMPY = (MemoryError, OverflowError, RecursionError, SyntaxError, NotImplementedError, AttributeError,
               TokenError, zlib.error, struct.error)
 Record = dict[str, Any]
@@ -70,9 +70,9 @@ def check_shape(settings: Any, records: Any) -> None:
 
 
 def read_mergeable(path: Path, head: dict[str, Any]) -> Results | None:
-    """The evaluation in FILE that one with this head can be added to; None where there is no file.
+    """The evaluation in FILE, if one with this head can be merged into it; None if there is no file.
 
-    Raises UserError where the targets or the model differ.
+    Raises UserError if the targets or the model differ.
     """
     remedy = "give --json FILE to keep both, or --replace to discard the old one"
     try:
@@ -98,14 +98,14 @@ def read_mergeable(path: Path, head: dict[str, Any]) -> Results | None:
 
 
 def flag(name: str, value: Any) -> str:
-    """What to type for a setting of the JSON."""
+    """The flag to type for a setting of the JSON."""
     if name == "length":                # of position: the longest of --lengths
         return f"--lengths up to {value}"
     return f"the default --{name}" if value is None else f"--{name} {value}"
 
 
 def merge(earlier: Results, new: Results) -> Results:
-    """Both evaluations in one. What both measured is taken from the new one."""
+    """Both evaluations in one; the new one replaces records that both have."""
     def place(r: Record) -> tuple[Any, ...]:
         inside = [r.get(key) for key in ("bucket", "depth", "distance")]
         return r["extend"], r["protocol"], r["length"], str(inside)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def table(records: Sequence[dict[str, Any]], lengths: Sequence[int], L: int) -> Iterator[str]:
-    """Lines with the figures of each length; "-" where the encoding is not defined."""
+    """Lines with the results at each length; "-" where the encoding is not defined."""
     measured = {r["protocol"] for r in records}
     protocols = [p for p in ("nonoverlap", "rolling", "sliding", "fixed") if p in measured]
     for extend in dict.fromkeys(r["extend"] for r in records):

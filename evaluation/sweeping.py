@@ -97,7 +97,7 @@ def in_name(override: str, point: Sequence[str]) -> str:
 def work(job: Job, show: Callable[[str], None] = lambda line: None) -> str:
     """Train, then evaluate unless that is done; return "" or what failed.
 
-    An exception, such as a signal's, stops the command that runs, and that command saves.
+    An exception, such as a signal's, stops the running command, which saves first.
     """
     job.log.parent.mkdir(parents=True, exist_ok=True)
     code = call(["train.py", job.config, *job.overrides], job.log, show)
@@ -105,7 +105,7 @@ def work(job: Job, show: Callable[[str], None] = lambda line: None) -> str:
         return f"train.py ended with {code}"
     if not is_evaluated(job):
         before = evaluations(job)
-        # a method may fit only some of the configs; an evaluation of older arguments is outdated
+        # a method may fit only some of the configs; an evaluation with other arguments is outdated
         command = ["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments]
         code = call(command, job.log, show)
         written = {name: digest for name, digest in evaluations(job).items() if before.get(name) != digest}
@@ -128,7 +128,7 @@ def call(command: Sequence[str], log: Path, show: Callable[[str], None]) -> int:
     with log.open("a") as file:
         file.write(f"\n$ python {shlex.join(command)}\n")
         file.flush()
-        # a session of its own: Ctrl-C reaches only this process, which then stops the child once
+        # in a new session: Ctrl-C reaches only this process, which then stops the child once
         child = subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]], stdout=file,
                                  stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -137,7 +137,7 @@ def call(command: Sequence[str], log: Path, show: Callable[[str], None]) -> int:
                     return child.wait(timeout=1)
                 except subprocess.TimeoutExpired:
                     show(last_line(log))
-        except BaseException:   # whatever it is, the child must not go on without this process
+        except BaseException:   # the child must never continue without this process
             child.terminate()
             child.wait()
             raise
@@ -183,7 +183,7 @@ class Progress:
         self.n_jobs, self.seconds, self.done, self.failed = n_jobs, list[float](), 0, dict[str, str]()
 
     def finish(self, job: Job, problem: str, seconds: float | None) -> None:
-        """Count a run; its seconds, unless it was already done, serve to estimate the time left."""
+        """Count a run; its seconds, None if it was already done, improve the estimate of the time left."""
         self.done += 1
         self.seconds += [] if seconds is None else [seconds]
         if problem:
@@ -193,7 +193,7 @@ class Progress:
             print(f"{job.name}: {line}", flush=True)
 
     def show(self, name: str, what: str, stays: bool = False) -> None:
-        """Rewrite the line on a terminal; elsewhere print only lines that stay."""
+        """Rewrite the line on a terminal; otherwise print only lines that stay."""
         eta = ""
         if self.seconds and self.done < self.n_jobs:
             left = (self.n_jobs - self.done) * sum(self.seconds) / len(self.seconds)
@@ -215,7 +215,7 @@ def run_here(jobs: Sequence[Job], progress: Progress) -> None:
 
 
 def run_submitted(jobs: Sequence[Job], progress: Progress, folder: Path, parameters: dict[str, Any]) -> None:
-    """Every run is a job, all at once. Stopping this process cancels them, and they save."""
+    """Submit every run as a job at once. Stopping this process cancels the jobs; they save first."""
     try:
         import submitit
     except ImportError as error:

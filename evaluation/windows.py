@@ -38,7 +38,7 @@ class Text(NamedTuple):
     documents: list[np.ndarray]
 
     def sha256(self) -> str:
-        """Checksum of the ids and the bounds of documents: it tells two texts of the same name apart."""
+        """Checksum of the ids and the bounds of documents: distinguishes two texts of the same name."""
         ids = hashlib.sha256()
         for document in self.documents:
             ids.update(len(document).to_bytes(8, "little"))
@@ -49,8 +49,8 @@ class Text(NamedTuple):
 def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
     """The validation documents of a prepared corpus (default: the run's), or a text file as one document."""
     if not source and not data_dir:
-        raise UserError("--data: missing; a Hugging Face folder has no corpus of its own, give a text file "
-                        "or a prepared corpus")
+        raise UserError("--data: missing; a Hugging Face folder has no corpus, so give a text file or a "
+                        "prepared corpus")
     path = Path(source or data_dir)
     if path.is_file():
         if path.name.lower().endswith((*(end for end in SUFFIXES if end != ".txt"), ".gz", ".zst")):
@@ -79,7 +79,7 @@ def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:
     except ValueError as error:
         raise UserError(f"--lengths {wanted}: must be integers and commas, such as 256,512") from error
     if min(lengths) < 1 or max(*lengths, L) > longest:
-        raise UserError(f"--lengths {wanted}: the lengths and the training length {L} must lie in 1 ... "
+        raise UserError(f"--lengths {wanted}: the lengths and the training length {L} must be in 1 ... "
                         f"{longest}, the longest document of {text.name}")
     return lengths
 
@@ -134,7 +134,7 @@ def sliding_windows(text: Text, longest: int, lengths: Sequence[int], stride: in
 
 
 def fixed_ends(text: Text, longest: int, n_scored: int, n_windows: int, seed: int) -> list[tuple[int, int]]:
-    """(document, end) of windows of up to `longest` inputs; no token is a scored target twice.
+    """(document, end) of windows of up to `longest` inputs; no token is scored twice.
 
     Documents take turns, so that a few long ones do not dominate the result. Inside a document, places are
     drawn at random.

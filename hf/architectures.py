@@ -25,7 +25,7 @@ from runtime.errors import UserError
 
 Tables = dict[str, Fields]      # of our config: section -> key -> value
 
-LLAMA = {                       # Hugging Face's module -> our modules, whose rows are stacked
+LLAMA = {                       # Hugging Face's module -> our modules; several are stacked along the rows
     "model.embed_tokens": ["embedding"],
     "model.layers.N.input_layernorm": ["blocks.N.attention_norm"],
     "model.layers.N.self_attn.q_proj": ["blocks.N.attention.q"],
@@ -123,7 +123,7 @@ class Architecture:
     # Tensors
 
     def names(self, weights: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-        """Hugging Face's name -> our names, whose rows are stacked, for all weights of our model."""
+        """For all weights of our model: Hugging Face's name -> our names; several are stacked by rows."""
         n_layer = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
         for module, parts in self.modules.items():
             for n in range(n_layer) if ".N." in module else [0]:
@@ -161,8 +161,8 @@ class Architecture:
         unknown = [name for name in left if not name.endswith(
             ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight"))]
         if unknown:
-            raise UserError(f"tensor {unknown[0]} and {len(unknown) - 1} more are not {self.class_name}'s; "
-                            "config.json and weights are of different models")
+            raise UserError(f"tensor {unknown[0]} and {len(unknown) - 1} more do not fit {self.class_name}; "
+                            "config.json and weights are from different models")
         return weights
 
     def _is_bare(self, name: str) -> bool:
@@ -174,7 +174,7 @@ class Architecture:
 
 def differing(options: ModelConfig | Options, schema: type[ModelConfig] | type[Options],
               block: Fields) -> list[str]:
-    """Keys whose value differs from the block's, or from the schema's default if the block has none."""
+    """Keys whose value differs from the block's, or from the schema's default if the block lacks the key."""
     return [key for key, field in schema.model_fields.items()
             if getattr(options, key) != block.get(key, field.default)]
 

@@ -21,7 +21,7 @@ from runtime.files import read_json
 def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenizer) -> str:
     """Write the folder `out`, complete or not at all; return the architecture's name. Raises UserError.
 
-    Model, config and tokenizer are those of `run`; the model card takes name and figures from there.
+    Model, config and tokenizer are those of `run`, from which the model card takes name and results.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"OUT_DIR {out}: exists and is not empty; give another folder")
@@ -89,7 +89,7 @@ Trained by nanorope with this config:
 
 
 def results_of(run: Path) -> str:
-    """One sentence from the run's summary.json; empty if there is none, or if it lacks finite figures."""
+    """One sentence from the run's summary.json; empty if it is missing, or if a number is not finite."""
     try:
         summary = read_json(run / "summary.json")
         return (f" {summary['tokens']:,} tokens of training, validation loss {summary['val_loss']:.4f} nats "

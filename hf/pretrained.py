@@ -1,4 +1,4 @@
-"""Loading a Hugging Face folder: eval.py, sample.py and train.init_from take one in place of a run.
+"""Loading a Hugging Face folder: eval.py, sample.py and train.init_from accept one instead of a run.
 
 The folder holds config.json, weights as safetensors in one or several files, and tokenizer.json. No pickle is
 read, no code of the folder is run, and nothing is downloaded. hf/architectures.py lists what is supported.
@@ -85,7 +85,7 @@ def read_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
         raise UserError(f"{folder}: architecture {named} is not supported; supported are "
                         f"{', '.join(a.class_name for a in ARCHITECTURES.values())}")
     if hf_config.get("quantization_config"):
-        raise UserError(f"{folder}: its weights are quantised; take the model without quantisation")
+        raise UserError(f"{folder}: its weights are quantised; use the model without quantisation")
     return ARCHITECTURES[kind], hf_config
 
 

@@ -16,7 +16,7 @@ Fields = dict[str, Any]         # of a config.json
 LENGTH = "original_max_position_embeddings"
 ROPE_TYPES = {"pi": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn", "llama3": "llama3",
               "longrope": "longrope"}
-KNOW_L = ("yarn", "llama3", "longrope")         # types that store the length before the extension
+STORE_L = ("yarn", "llama3", "longrope")        # types that store the length before the extension
 
 
 def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, int]:
@@ -30,7 +30,7 @@ def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, 
     original = scaling.original_length or L
     fields = scaling.model_dump(exclude_none=True, exclude={"method", "original_length"})
     fields |= {"rope_type": ROPE_TYPES[scaling.method], "rope_theta": position.base}
-    if fields["rope_type"] in KNOW_L:
+    if fields["rope_type"] in STORE_L:
         return {**fields, LENGTH: original}, max(L, round(scaling.factor * original))
     return fields, original if scaling.is_dynamic else L        # dynamic scales from max_position_embeddings
 
@@ -44,7 +44,7 @@ def read_rope_parameters(hf_config: Fields, theta: float, max_length: int) -> tu
     kind, older = given.pop("rope_type", "default"), given.pop("type", None)
     kind = {"su": "longrope"}.get(older, older) or kind
     original = given.pop(LENGTH, None)
-    original = hf_config.get(LENGTH, original) if kind in KNOW_L else None
+    original = hf_config.get(LENGTH, original) if kind in STORE_L else None
     position: Fields = {"base": base}
     if fraction != 1.0:
         position["fraction"] = fraction
@@ -58,7 +58,7 @@ def read_rope_parameters(hf_config: Fields, theta: float, max_length: int) -> tu
         raise UserError(f"config.json: rope_parameters: {what} is not supported; supported are default, "
                         f"{', '.join(ROPE_TYPES.values())}")
     L = int(original or max_length)
-    if kind in KNOW_L:
+    if kind in STORE_L:
         given.setdefault("factor", max_length / L)
     numbers = {key: float(value) if isinstance(value, int) and not isinstance(value, bool) else value
                for key, value in given.items()}

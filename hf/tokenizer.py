@@ -24,8 +24,8 @@ TEMPLATES = {"TemplateProcessing", "BertProcessing", "RobertaProcessing"}      #
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """The content of tokenizer.json for a tokenizer: it gives the same ids, and decodes to the same text.
 
-    One thing differs: transformers encodes the separator's name in text as the separator, we as plain text.
-    No file adds special tokens by itself. A post-processor that does so is left out, because the prompts
+    One difference: transformers encodes the separator's name in text as the separator, we as plain text.
+    No file adds special tokens automatically. A post-processor that does so is left out, because the prompts
     already open with the separator.
     """
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -56,7 +56,7 @@ def byte_level_json(ranks: dict[bytes, int], pattern: str | None, eot: int) -> d
         "decoder": byte_level,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                  "ignore_merges": True,        # as in tiktoken: a word that is a token becomes it
+                  "ignore_merges": True,        # as in tiktoken: a word in the vocabulary is one token
                   "vocab": {**{spelled(token): i for token, i in ranks.items()}, SEPARATOR: eot},
                   "merges": [[spelled(a), spelled(b)] for a, b in merges(ranks)]},
     }
@@ -81,7 +81,7 @@ def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
             if rank == len(ranks):
                 break
             parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        if len(parts) == 2:     # else it only ever appears as a whole word, which ignore_merges covers
+        if len(parts) == 2:     # else it occurs only as a whole word, which ignore_merges handles
             yield parts[0], parts[1]
 
 
@@ -103,14 +103,13 @@ def separator_name(tokenizer: Tokenizer) -> str:
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer | ByteTokenizer:
-    """The tokenizer of a Hugging Face folder, given its config.json; ByteTokenizer if it is equal to that.
+    """The tokenizer of a Hugging Face folder, given its config.json; a ByteTokenizer if it has the same ids.
 
-    The beginning-of-sequence token opens documents, or the end-of-sequence token if there is no other. Raises
-    UserError.
+    The beginning-of-sequence token opens documents, or else the end-of-sequence token. Raises UserError.
     """
     def read() -> PretrainedTokenizer | ByteTokenizer:
         tokenizer = PretrainedTokenizer(folder / "tokenizer.json", 0)
-        tokenizer.open_with(_separator(folder, config, tokenizer))      # nothing has used the 0 so far
+        tokenizer.open_with(_separator(folder, config, tokenizer))      # replaces the 0, not used so far
         assert tokenizer.sha256                                         # decodes every token
         return ByteTokenizer() if _is_byte_tokenizer(tokenizer) else tokenizer
 
@@ -127,7 +126,7 @@ def _separator(folder: Path, config: dict[str, Any], tokenizer: PretrainedTokeni
         for found in (tokenizer.library.token_to_id(content or ""), config.get(f"{name}_id")):
             if found is not None:
                 return found[0] if isinstance(found, list) else found
-    raise UserError(f"{path}: has neither bos_token nor eos_token, one of which must open each document; "
+    raise UserError(f"{path}: has neither bos_token nor eos_token, and each document must open with one; "
                     "add one")
 
 

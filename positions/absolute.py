@@ -1,4 +1,4 @@
-"""Absolute encodings: something added to the token embeddings at each position.
+"""Absolute encodings: a vector added to the token embedding at each position.
 
 Integer, IntegerNormalised and Binary are first attempts that lead to the sinusoids: see C. Fleetwood 2024
 (huggingface.co/blog/designing-positional-encoding) and A. Kazemnejad 2019
@@ -32,7 +32,7 @@ class Learned(Encoding):
         super().__init__(shape, options)
         self.max_length = shape.seq_len
         self.table = nn.Embedding(self.max_length, shape.n_embd)
-        nn.init.normal_(self.table.weight, std=0.02)    # as the tokens; PyTorch's 1 would drown them
+        nn.init.normal_(self.table.weight, std=0.02)    # as for tokens; the default, 1, would drown them
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return x + self.table(positions)
@@ -92,8 +92,8 @@ class Integer(Encoding):
 class IntegerNormalised(Encoding):
     """The position over L = train.seq_len, added to every channel: x_t + t / L. Kazemnejad 2019.
 
-    Values lie in [0, 1) in training and above it beyond L. L is the training length, not the length of the
-    text: else each new token would change the encoding of those before it, and cached keys would be wrong.
+    Values are in [0, 1) in training, and larger beyond L. L is the training length, not the length of the
+    text: with that, each new token would change the encoding of earlier ones, and cached keys would be wrong.
     """
 
     is_relative = False
@@ -109,8 +109,8 @@ class IntegerNormalised(Encoding):
 class Binary(Encoding):
     """The position's bits, added to the first channels: x_t[c] + bit c of t, lowest first. Fleetwood 2024.
 
-    Sinusoids are its smooth form. It has 2^C positions if C < 63, else all of int64. Beyond L, bits become 1
-    that were always 0 in training.
+    Sinusoids are its smooth form. It has 2^C positions if C < 63, else those of int64. Beyond L, bits that
+    were always 0 in training become 1.
     """
 
     is_relative = False

@@ -19,10 +19,10 @@ KEYS_AT_A_TIME = 256    # keys whose products with a table are held in memory at
 
 
 def cut(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of a table (P, D) that these row numbers use, and the numbers within that part.
+    """The slice of a table (P, D) that these row numbers use, and the row numbers within that slice.
 
-    On a GPU it is the whole table, since reading the range would wait for the device; under torch.compile
-    too, since the size of the part would not be known.
+    On a GPU it is the whole table, since computing the range would wait for the device; under torch.compile
+    too, since the size of the slice would not be known.
     """
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return table, rows
@@ -156,8 +156,8 @@ class Forgetting(Encoding):
 
     The Forgetting Transformer (FoX), section 3: ALiBi with a slope that depends on the tokens in between, per
     head and layer. x is the layer's normalised input. Positions are not used. As in the authors' code, w
-    starts with std 0.02 and b at 0 (its initial decay times are for gates that do not depend on the data), so
-    f starts near 1/2: a steep penalty of 0.7 per token. x-transformers starts with b = 5.
+    starts with std 0.02 and b at 0 (the code's initial decay times are only for gates that ignore the data),
+    so f starts near 1/2: a steep penalty of 0.7 per token. x-transformers starts with b = 5.
     """
 
     def __init__(self, shape: Shape, options: Options) -> None:
@@ -173,8 +173,8 @@ class Forgetting(Encoding):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         assert at.features is not None
-        # Summed in fp64, relative to the block's first query: so neither the tokens before both query and
-        # key nor those after them add rounding errors.
+        # In fp64 and relative to the block's first query, so that tokens before or after both query and key
+        # add no rounding errors.
         c = at.features[..., 0].cumsum(dim=-1, dtype=torch.float64)     # (B, H, Tk)
         c = (c - c[..., -q.shape[2], None]).to(logits.dtype)
         bias = c[..., -q.shape[2]:, None] - c[..., None, :]             # (B, H, Tq, Tk): queries come last

@@ -1,4 +1,4 @@
-"""What a position encoding is: hooks at which it may act, and the options that it declares.
+"""What a position encoding is: the hooks that it may override, and the options that it declares.
 
 Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, G = n_kv_head, D channels of a head.
 Angles in radians.
@@ -42,14 +42,14 @@ class At(NamedTuple):
 
 
 class Options(BaseModel):
-    """The keys of [position] that every encoding has; an encoding declares its own in a subclass."""
+    """The encoding, its layers and the query temperature; each encoding adds its own keys."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     encoding: str = Field(description="which encoding; see the list below")
     layers: Literal["all", "first"] | list[int] = Field(
         "all", description="the layers in which it acts: all, the first only, or a list of layer numbers "
-                           "from 0. The other layers get no position information of their own")
+                           "from 0. The other layers have no encoding")
     skip_every: int = Field(
         0, ge=0, description="k: every k-th layer has no encoding, from the k-th on (SmolLM3: 4); 0: none")
     temperature: Literal["none", "log_n", "ssmax"] = Field(
@@ -66,14 +66,14 @@ AnyOptions = Options    # inside Encoding the name Options means the attribute
 
 
 class Encoding(nn.Module):
-    """Tells a decoder where its tokens are. Override `embed`, `rotate` or `scores`; each does nothing here.
+    """Tells a decoder where its tokens are. Override `embed`, `rotate` or `scores`; the defaults do nothing.
 
     Positions are integers passed to every call, never implied by a tensor's length, so offsets, gaps and
     cached decoding need no extra code. Keep derived tensors (frequencies, slopes, angles) out of the state
     dict: compute them in `tables`, in fp32, so that a checkpoint can be loaded under other options. One
-    instance serves all layers; stack the parameters of each layer on axis 0 and index them by at.layer.
-    Make one for each query head (H), not for each key head: there may be fewer of those (G). A subclass of
-    RoPE in positions/rotary.py gets every scaling method and every method of --extend.
+    instance serves all layers: parameters that differ among layers have an axis 0 of n_layer, indexed by
+    at.layer. Parameters are per query head (H), not per key head (G, which may be fewer). A subclass of RoPE
+    in positions/rotary.py gets every scaling method and every method of --extend.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -84,7 +84,7 @@ class Encoding(nn.Module):
     by_distance: ClassVar[bool] = False  # does `scores` add a function of head, layer, distance? (tested)
 
     def __init__(self, shape: Shape, options: AnyOptions) -> None:
-        """Make the parameters. `options` are the class's own Options, from [position] in the config."""
+        """Make the parameters. `options`, an instance of the class's Options, is the config's [position]."""
         super().__init__()
 
     def warning(self) -> str | None:
@@ -96,7 +96,7 @@ class Encoding(nn.Module):
         return x
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
-        """What depends on positions alone. Computed once a forward, passed to each layer as at.tables."""
+        """What depends on positions alone. Computed once per forward pass; layers get it as at.tables."""
         return None
 
     def features(self, x: Tensor, layer: int) -> Tensor | None:
@@ -107,21 +107,20 @@ class Encoding(nn.Module):
         return None
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """Queries (B, H, Tq, D) and keys (B, G, Tk, D) -> what is multiplied, both (..., D) or both wider.
+        """Queries (B, H, Tq, D) and keys (B, G, Tk, D) -> the factors of q k^T, both (..., D) or both wider.
 
-        The cache holds keys as they are before `rotate`. The product is divided by sqrt(D) of the input,
-        however wide the result is. k has G heads, so that each is rotated once, but under some methods of
-        --extend it has H: read k.shape[1], and put what differs among heads into q. at.features already
-        holds the features of all keys.
+        The cache holds unrotated keys. The product is divided by sqrt(D) of the input, even if the result is
+        wider. k has G heads, so that each is rotated once, but under some methods of --extend it has H: read
+        k.shape[1], and apply what differs among heads to q. at.features holds the features of all keys.
         """
         return q, k
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        """Logits (B, H, Tq, Tk), in fp32 and over sqrt(D), of a block of queries and all keys they may see.
+        """Change logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries and the keys they see.
 
-        Masked logits are -inf and must stay so. q (B, H, Tq, D) and k (B, H, Tk, D) are those before
-        `rotate`; heads that share a key each have a copy. An encoding that overrides this computes an
-        explicit softmax in blocks of queries, not the fused kernel.
+        Masked logits are -inf and must stay so. q (B, H, Tq, D) and k (B, H, Tk, D) are unrotated; heads that
+        share a key each have a copy. With an encoding that overrides this, attention is an explicit softmax
+        in blocks of queries, not the fused kernel.
         """
         return logits
 

@@ -19,7 +19,7 @@ from positions.contract import At, Encoding, Options, Shape
 
 class ALiBiOptions(Options):
     learned: bool = Field(
-        False, description="train the slopes, one a head, shared by all layers, starting from the fixed ones")
+        False, description="train the slopes, one per head, shared by all layers, starting at the fixed ones")
 
 
 class ALiBi(Encoding):
@@ -44,10 +44,10 @@ class ALiBi(Encoding):
 
     @staticmethod
     def slopes(n_head: int) -> list[float]:
-        """2^(-8 (h + 1) / H) if H is a power of two, else those for P < H, then every second one for 2 P.
+        """2^(-8 (h + 1) / H) if H is a power of two, else the slopes for P heads and every second for 2 P.
 
-        P is the largest power of two below H. That rule is the authors' code (also BLOOM's and MPT's); it
-        differs from the plain formula with H = 12, for example.
+        P is the largest power of two below H. This is the rule of the authors' code (also BLOOM's and MPT's);
+        it differs from the plain formula for H = 12, for example.
         """
         P = 2 ** (n_head.bit_length() - 1)                              # largest power of two <= H
         slopes = [2 ** (-8 * (h + 1) / P) for h in range(P)]
@@ -79,7 +79,7 @@ class ALiBi(Encoding):
 
 class T5Options(Options):
     num_buckets: int = Field(
-        32, ge=2, description="number of biases a head. Distances below half of it have one each; the others "
+        32, ge=2, description="biases per head. Distances below half of it have one each; the others "
                               "share")
     max_distance: int = Field(
         128, ge=2, description="tokens; all distances from here on share the last bucket. Must exceed "
@@ -88,7 +88,7 @@ class T5Options(Options):
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         n_exact = self.num_buckets // 2
         if self.max_distance <= n_exact:
-            return {"max_distance": f"must exceed the {n_exact} distances with buckets of their own "
+            return {"max_distance": f"must exceed the {n_exact} distances that have one bucket each "
                                     f"(num_buckets / 2), got {self.max_distance}"}
         return {}
 
@@ -113,14 +113,14 @@ class T5(Encoding):
 
     @staticmethod
     def bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-        """Distances, integers >= 0 -> buckets 0 ... num_buckets - 1. In fp32, as T5 rounds at the edges."""
+        """Distances, integers >= 0 -> buckets 0 ... num_buckets - 1. In fp32, to round as T5 does."""
         n_exact = num_buckets // 2
         far = torch.log(distance.clamp(min=n_exact).float() / n_exact)
         wide = n_exact + (far / math.log(max_distance / n_exact) * (num_buckets - n_exact)).long()
         return torch.where(distance < n_exact, distance, wide.clamp(max=num_buckets - 1))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        distance = torch.arange(self.max_distance + 1, device=q_pos.device)     # the last: and beyond
+        distance = torch.arange(self.max_distance + 1, device=q_pos.device)     # the last: and all beyond
         return self.table(self.bucket(distance, self.num_buckets, self.max_distance)).T     # (H, max + 1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
@@ -207,8 +207,8 @@ class FIRE(Encoding):
 
 class SandwichOptions(Options):
     dim: int = Field(
-        128, ge=2, multiple_of=2, description="channels of the sinusoids, two a frequency: the paper's only "
-                                              "hyperparameter. The bias at distance 0 grows with it")
+        128, ge=2, multiple_of=2, description="channels of the sinusoids, two per frequency; the paper's "
+                                              "only hyperparameter. The bias at distance 0 grows with it")
 
 
 class Sandwich(Encoding):

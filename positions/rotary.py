@@ -28,7 +28,7 @@ class RotaryOptions(Options):
                                                   "their keys see below")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """R, the number of channels of each head that rotate: here all."""
+        """R, the number of channels of each head that rotate: by default all."""
         return head_dim
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
@@ -38,7 +38,7 @@ class RotaryOptions(Options):
         return self.scaling_problems(head_dim)
 
     def scaling_problems(self, dim: int) -> dict[str, str]:
-        """`problems` of scaling the frequencies of `dim` channels."""
+        """The `problems` of position.scaling for `dim` rotated channels."""
         problem = self.scaling.problem(dim) if self.scaling else None
         return {"scaling": problem} if problem else {}
 
@@ -62,7 +62,7 @@ class RoPEOptions(RotaryOptions):
 class RoPE(Encoding):
     """Rotate q and k by position times f_i = base^(-2i / R): logits depend on distance. RoFormer, section 3.
 
-    ChatGLM is often said to rotate in its first layer only. In fact ChatGLM-6B and its successors rotate in
+    Some texts claim that ChatGLM rotates in its first layer only. ChatGLM-6B and its successors rotate in
     every layer, with angles that are computed once. `layers = "first"` is still an interesting ablation.
     """
 
@@ -93,7 +93,7 @@ class RoPE(Encoding):
         f, factor = self.frequencies(k_pos)
         q_angle, k_angle = (self.angles(p, f)[:, None] for p in (q_pos, k_pos))     # (1 or B, 1, T, R/2)
         tables = q_angle.cos(), q_angle.sin(), k_angle.cos(), k_angle.sin()
-        # as_strided makes torch.compile store the cosines; else it would recompute them in every layer
+        # as_strided makes torch.compile store the cosines; otherwise it recomputes them in every layer
         return tuple((x * factor).as_strided(x.shape, x.stride()) for x in tables)
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class RoPE2DOptions(RotaryOptions):
 
 
 class RoPE2D(RoPE):
-    """Two positions a token; each rotates half of the pairs, f_i = base^(-4i / D). Heo, arXiv:2403.13298.
+    """Two positions per token; each rotates half of the pairs, f_i = base^(-4i / D). Heo, arXiv:2403.13298.
 
     Heo et al. 2024 ("axial") use an image's rows and columns; ChatGLM-6B uses the position in the text and
     the position in the answer. Logits depend on the difference along each axis alone. Pass `positions=` of
@@ -141,8 +141,8 @@ class PRoPEOptions(RotaryOptions):
 class PRoPE(RoPE):
     """RoPE whose slowest pairs do not rotate: f_i = 0 for i >= p D/2. Barbero et al. 2024, arXiv:2410.06205.
 
-    The slow pairs carry content, which in a long context even slow rotation distorts, so they stay as in
-    NoPE. This differs from rope's `fraction`, which spreads all frequencies, slow ones too, over fewer
+    The slow pairs carry content, which in a long context even slow rotation distorts, so here they do not
+    rotate. This differs from rope's `fraction`, which spreads all frequencies, slow ones too, over fewer
     channels. p D/2 is rounded down, as in transformers ("proportional").
     """
 
@@ -180,7 +180,7 @@ class XPos(RoPE):
         q_cos, q_sin, k_cos, k_sin = super().tables(q_pos, k_pos)
         R = self.rotary_dim
         zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4                   # (R/2,)
-        # only distances matter; with the origin amid the queries no power overflows, far keys underflow to 0
+        # only distances matter: with the origin amid the queries no power overflows; far keys underflow to 0
         origin = (q_pos.amin(-1, keepdim=True) + q_pos.amax(-1, keepdim=True)) // 2             # (1 or B, 1)
         q_power, k_power = ((p - origin)[:, None, :, None] / self.scale_base for p in (q_pos, k_pos))
         q_scale, k_scale = zeta ** q_power, zeta ** -k_power            # (1 or B, 1, T, R/2)

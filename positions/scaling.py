@@ -34,7 +34,7 @@ class Scaling(BaseModel):
     def for_context(cls, L: int, T: int, given: dict[str, Any]) -> Scaling:
         """The method for T tokens after training at L. Defaults: original_length L, and factor T / L.
 
-        The latter if the method requires a factor. Raises pydantic's ValidationError.
+        The factor is set only if the method requires one. Raises pydantic's ValidationError.
         """
         known: dict[str, Any] = {"original_length": L}
         if "factor" in cls.model_fields and cls.model_fields["factor"].is_required():
@@ -74,7 +74,7 @@ class PI(Scaling):
 
 
 class NTKAware(Scaling):
-    """The base of the two NTK methods, which enlarge RoPE's base."""
+    """What the two NTK methods share: both enlarge RoPE's base."""
 
     def problem(self, dim: int) -> str | None:
         return f"{self.method} needs 4 rotary channels or more, got {dim}" if dim < 4 else None
@@ -93,8 +93,8 @@ class NTK(NTKAware):
 class DynamicNTK(NTKAware):
     """NTK-aware for T > L tokens: s = a T / L - (a - 1). emozilla 2023; arXiv:2309.00071, section 3.3.
 
-    Up to L it is RoPE itself. Decoding rotates all cached keys anew at each step, but in deeper layers the
-    keys were computed with earlier frequencies: for comparisons use full forwards.
+    Up to L it is RoPE itself. Decoding rotates all cached keys again at each step, but in deeper layers the
+    keys were computed with earlier frequencies: for comparisons use full forward passes.
     """
 
     is_dynamic = True
@@ -118,9 +118,9 @@ class YaRN(Scaling):
     method: Literal["yarn"] = "yarn"
     factor: Factor
     beta_fast: float = Field(
-        32.0, gt=0, description="pairs with at least so many turns within L keep their frequency")
+        32.0, gt=0, description="pairs with at least this many turns within L keep their frequency")
     beta_slow: float = Field(
-        1.0, gt=0, description="pairs with at most so many turns within L are interpolated; between the "
+        1.0, gt=0, description="pairs with at most this many turns within L are interpolated; between the "
                                "two, a mix that is linear in the pair's index")
     truncate: bool = Field(True, description="widen that mix to whole pairs, as the authors' code does")
     attention_factor: float | None = Field(
@@ -154,10 +154,10 @@ class Llama3(Scaling):
     method: Literal["llama3"] = "llama3"
     factor: Factor
     low_freq_factor: float = Field(
-        1.0, gt=0, description="pairs with at most so many turns within L are interpolated")
+        1.0, gt=0, description="pairs with at most this many turns within L are interpolated")
     high_freq_factor: float = Field(
-        4.0, gt=0, description="pairs with at least so many turns within L keep their frequency; between the "
-                               "two, a mix that is linear in the number of turns")
+        4.0, gt=0, description="pairs with at least this many turns within L keep their frequency; between "
+                               "the two, a mix that is linear in the number of turns")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         f = rope.llama3(rope.inv_freq(dim, base, device=k_pos.device), self.factor, self.original_length or L,
@@ -172,7 +172,7 @@ class LongRoPE(Scaling):
     """f_i / lambda_i, given for T <= L and T > L; cos, sin times sqrt(1 + ln s / ln L). arXiv:2402.13753.
 
     Ding et al. 2024. The length alone, not s, decides between the two lists of lambdas: up to L it is
-    short_factor, whatever s is. The paper searches for the lambdas; here the config gives them.
+    short_factor for any s. The paper searches for the lambdas; here the config gives them.
     """
 
     is_dynamic = True
@@ -200,7 +200,7 @@ class Base(Scaling):
     """A different base, so different frequencies. Xiong et al. 2023, arXiv:2309.16039, section 2.1 (ABF)."""
 
     method: Literal["base"] = "base"
-    base: float = Field(gt=1, description="replaces the base of the training; ABF replaces 10000 by 500000")
+    base: float = Field(gt=1, description="replaces the base used in training; ABF replaces 10000 by 500000")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         return rope.inv_freq(dim, self.base, device=k_pos.device), 1.0

@@ -1,7 +1,8 @@
 """Query temperature: a factor on the query that grows with the number of keys it sees, under any encoding.
 
 Softmax over more keys is flatter. A factor on the query at position m multiplies all its logits before any
-bias. It depends on m alone, so cached decoding equals the full forward; a shift of all positions does not.
+bias. It depends on m alone, so cached decoding equals a full forward pass, but logits change if all positions
+shift.
 
 Legend: B batch, T time, H = n_head, L = train.seq_len.
 """
@@ -31,8 +32,8 @@ class Temperature(nn.Module):
 class LogN(Temperature):
     """q *= max(1, ln(m + 1) / ln L): keeps attention sharp beyond L. J. Su, github.com/bojone/rerope.
 
-    No parameters, and exactly 1 at m < L: a trained model is unchanged there, so it can be applied after
-    training too.
+    No parameters, and exactly 1 at m < L: it leaves a trained model unchanged there, so it can also be
+    applied after training.
     """
 
     def __init__(self, shape: Shape) -> None:

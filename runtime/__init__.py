@@ -1,11 +1,11 @@
-"""What a run stands on. Nothing here knows an encoding or a protocol.
+"""What every run needs. Nothing here depends on an encoding or a protocol.
 
 errors       UserError: a mistake that ends a command with one line and exit code 2
 command      what every command shares: exit codes, signals, the argument parser
 files        small files, read with a limit and written whole or not at all
 schema       pydantic schemas in words: what a field accepts, what is wrong with a value
 run          the folder of a run: config.toml, corpus.json, summary.json
-progress     a training run in memory: the figures of its steps, its log lines and checkpoints
+progress     a training run in memory: the metrics of its steps, its log lines and checkpoints
 checkpoint   checkpoints: saved atomically, verified when read
 log          progress on the screen, in metrics.jsonl and on W&B
 signals      the first Ctrl-C or SIGTERM waits until the training can be saved

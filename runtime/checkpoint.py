@@ -54,7 +54,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
          keep: int, is_writer: bool = True) -> None:
     """Write checkpoints/STEP, then delete all but the newest `keep`. Raises OSError, older ones untouched.
 
-    Every process must call it, to gather what is sharded; one of them is the writer.
+    Every process must call it, to gather sharded tensors; one of them is the writer.
     """
     tensors = dict(zip(FILES, (_gathered(model.state_dict(), is_writer),
                                _gathered(_optimizer_tensors(model, optimizer), is_writer)), strict=True))
@@ -82,14 +82,14 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
 
 
 def prune(run_dir: Path, step: int, keep: int) -> None:
-    """Delete what a kill left half written or half deleted, and all but the newest `keep` up to this step.
+    """Delete incomplete checkpoints that a kill left, and all but the newest `keep` up to this step.
 
     Later checkpoints must be corrupt (else the run would have resumed from them), so they are ignored.
     """
     for stale in (run_dir / "checkpoints").glob(".tmp-*"):
         shutil.rmtree(stale)
     for old in [path for path in _checkpoints(run_dir) if int(path.name) <= step][:-keep]:
-        shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))    # a half deleted one is not read then
+        shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))    # so a half-deleted one is never read
 
 
 def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
@@ -180,7 +180,7 @@ def check_links(run_dir: Path) -> None:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run, intact or damaged; None if there is none."""
+    """The newest checkpoint of a run, intact or damaged, or None."""
     return next(reversed(_checkpoints(run_dir)), None)
 
 
@@ -209,7 +209,7 @@ def _verified_state(folder: Path) -> dict[str, Any]:
 def _problem(path: Path, expected: Mapping[str, Tensor], is_whole: bool = True) -> str | None:
     """How a file's header differs from the expected tensors; None if it does not. No tensor is read.
 
-    Unless the file has to be whole, all moments of a parameter may be missing: it never had a gradient.
+    Unless `is_whole`, a parameter may lack all of its moments: it never had a gradient.
     """
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
@@ -254,7 +254,7 @@ def _optimizer_tensors(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _moments(model: GPT, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Tensors of the names and shapes that an optimizer's file may hold: moments and step counts."""
+    """The tensors that an optimizer's file may hold, by name and shape: moments and step counts."""
     keys = {p: state_keys(group) for group in optimizer.param_groups for p in group["params"]}
     return {f"{name}/{key}": torch.zeros(()) if key == "step" else p
             for name, p in model.named_parameters() for key in keys[p]}
@@ -269,7 +269,7 @@ def _restore_optimizer(model: GPT, optimizer: Optimizer, tensors: dict[str, Tens
 
 
 def _gathered(tensors: dict[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, gathered one at a time; a process that keeps none only takes part."""
+    """Whole tensors on the CPU, gathered one at a time; without `is_kept` a process only takes part."""
     gathered = {}
     for name, tensor in tensors.items():
         complete = parallel.unshard(tensor.detach())

@@ -13,7 +13,7 @@ import torch
 
 from runtime.errors import UserError, one_line
 
-# what to do about a file that cannot be read or written, if the system's message does not say it
+# the fix for a file that cannot be read or written, where the system's message does not name it
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space and run the same command again; what was "
                                                   "saved before is intact"),

@@ -1,4 +1,4 @@
-"""What the machine allows: compiling, copies to a GPU that nothing waits for, and how memory is kept."""
+"""Settings that depend on the machine: torch.compile, asynchronous copies to a GPU, glibc's freed memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPILE_WORTH_FLOPS = 1e14
 
 
 def should_compile(model: GPT, t: TrainConfig, device: torch.device) -> bool:
-    """Whether to use torch.compile: a function of config and machine, so that a resumed run decides alike."""
+    """Whether to use torch.compile: depends on config and machine alone, so a resumed run does the same."""
     if t.compile != "auto" or device.type == "cuda":
         return t.compile != "off"
     total_flops = model.flops_per_token(t.seq_len) * t.seq_len * t.batch_size * t.steps
@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep freed blocks of up to 1 GB instead of returning each to the system.
 
     Every step allocates and frees the same blocks. Mapping them anew, page by page, costs a tenth of a step
-    on a CPU. Other C libraries have no such switch.
+    on a CPU. Other C libraries have no equivalent.
     """
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -11,7 +11,7 @@ LONGEST = 2000          # characters of a message
 
 
 class UserError(ValueError):
-    """A mistake that a user can fix, one line a problem. The commands print `error: ...` and exit with 2."""
+    """A mistake that a user can fix, a line per problem. The commands print `error: ...` and exit with 2."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = tuple(map(one_line, problems))
@@ -21,7 +21,7 @@ class UserError(ValueError):
 def one_line(text: str, longest: int = LONGEST) -> str:
     """The text with its control characters escaped and truncated to `longest` characters.
 
-    So text from a file can neither add lines to a message, nor control the terminal, nor fill the screen.
+    So text from a file cannot add lines to a message, control the terminal or fill the screen.
     """
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
                       for c in text)
@@ -43,7 +43,7 @@ def shortened(value: Any) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message that suggests the known word nearest to this one; empty where none is near."""
+    """The end of a message that suggests the known word nearest to this one; empty if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 

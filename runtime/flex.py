@@ -23,7 +23,7 @@ MIN_WIDTH = 16          # smallest number of channels of a head that the kernel 
 
 def block_masks(windows: Iterable[int | None], T: int, documents: Tensor | None,
                 device: torch.device) -> dict[int | None, Any]:
-    """Window -> which blocks of keys each block of queries sees. Made once a forward, not once a layer."""
+    """Window -> which blocks of keys each block of queries sees. Made once per forward pass, not layer."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     B = None if documents is None else len(documents)
@@ -34,7 +34,7 @@ def block_masks(windows: Iterable[int | None], T: int, documents: Tensor | None,
 
 
 def seen(width: int, documents: Tensor | None) -> Callable[..., Tensor]:
-    """A function: does query i of row b see key j? At most width - 1 tokens back, in the same document."""
+    """The mask function: query i of row b sees key j at most width - 1 tokens back, in the same document."""
     def within_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (i - j < width)
 
@@ -46,7 +46,7 @@ def seen(width: int, documents: Tensor | None) -> Callable[..., Tensor]:
 
 
 def serves(q: Tensor, encoding: Encoding, is_masked: bool) -> bool:
-    """Whether the kernel fits and gains: there is a bias by distance, or a mask that is not only causal."""
+    """Whether the kernel applies and is worth it: a bias by distance, or a mask that is not only causal."""
     return q.shape[-1] >= MIN_WIDTH and (encoding.by_distance if encoding.has_scores() else is_masked)
 
 
@@ -66,7 +66,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, blo
 
 
 def bias_by_distance(encoding: Encoding, at: At, q: Tensor) -> Tensor:
-    """What `scores` adds at distances 0 ... T - 1, (H, T), read off the last query and all its keys."""
+    """What `scores` adds at distances 0 ... T - 1, (H, T), read from the last query and all its keys."""
     _, H, T, D = q.shape
     zero = q.new_zeros(())
     position = torch.arange(T, device=q.device)[None]                   # (1, T)
@@ -77,7 +77,7 @@ def bias_by_distance(encoding: Encoding, at: At, q: Tensor) -> Tensor:
 
 
 def kernel(device: torch.device) -> Any:
-    """FlexAttention; on a GPU compiled, which fuses it: by torch.compile of the model, or else once here."""
+    """FlexAttention; on a GPU compiled, which fuses it: with the whole model, or else once here."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention if device.type == "cpu" or torch.compiler.is_compiling() else compiled()

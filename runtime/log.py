@@ -25,7 +25,7 @@ class Log:
         self.first_step = self.last_step = state["step"]
         self.first_time = self.last_time = time.perf_counter()
         self.wall_before = state["wall_s"]
-        # tokens per second since the last line, and since this start; until a step is done, of earlier starts
+        # tokens per second since the last line, and since this start (at first: as in the checkpoint)
         self.speed = self.mean_speed = state["step"] * self.tokens_per_step / max(state["wall_s"], 1e-9)
         self.has_first_line = is_writer and self._drop_lines_after(self.first_step)
         self.wandb = start_wandb(run_dir, config) if config.run.wandb and is_writer else None
@@ -37,7 +37,7 @@ class Log:
     def write(self, step: int, metrics: dict[str, Any], done: int) -> None:
         """Write the line of a step everywhere, unless a resume finds it written. `done` steps are complete.
 
-        A GPU may have completed several when the figures of a step are read.
+        A GPU may have completed several steps by the time the metrics of one are read.
         """
         if not self.is_writer or (step == self.first_step and self.has_first_line):
             return
@@ -53,13 +53,13 @@ class Log:
         self.to_wandb(lambda run: run.log(line, step=step))
         steps = self.config.train.steps
         eta = (steps - step) * self.tokens_per_step / self.mean_speed
-        text = (f"step {step}/{steps}  loss {figure(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
-                f"{figure(metrics['grad_norm'], '.2f')}  {self.speed:,.0f} tokens/s  ETA {eta // 60:.0f}m"
+        text = (f"step {step}/{steps}  loss {shown(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
+                f"{shown(metrics['grad_norm'], '.2f')}  {self.speed:,.0f} tokens/s  ETA {eta // 60:.0f}m"
                 f"{eta % 60:02.0f}s")
         if "n_bad" in metrics:
             text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
         if "val_loss" in metrics:
-            text += f"  val {figure(metrics['val_loss'])} nats/token  {figure(metrics['val_bpb'])} bits/byte"
+            text += f"  val {shown(metrics['val_loss'])} nats/token  {shown(metrics['val_bpb'])} bits/byte"
         stays = {"val_loss", "n_bad"} & set(metrics) or not sys.stdout.isatty()
         print(f"\r{text:<110}" if sys.stdout.isatty() else text, end="\n" if stays else "", flush=True)
 
@@ -68,7 +68,7 @@ class Log:
         try:
             if self.wandb:
                 send(self.wandb)
-        except Exception as error:  # whatever fails in a logger must not end a training run
+        except Exception as error:  # a failing logger must not end a training run
             print(f"warning: W&B failed and is off from here: {without_key(error)}")
             self.wandb = None
 
@@ -115,6 +115,6 @@ def start_wandb(run_dir: Path, config: Config) -> Any:
         return None
 
 
-def figure(number: float | None, form: str = ".4f") -> str:
+def shown(number: float | None, form: str = ".4f") -> str:
     """A measured number for the screen; "nan" for one that was not finite."""
     return "nan" if number is None else format(number, form)

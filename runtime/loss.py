@@ -23,23 +23,23 @@ def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """
     n_rows = chunk_rows(len(x), len(head))
     if n_rows >= len(x):
-        return F.cross_entropy(precise(F.linear(x, head)), targets, ignore_index=IGNORED)
+        return F.cross_entropy(in_fp32(F.linear(x, head)), targets, ignore_index=IGNORED)
     if torch.is_grad_enabled():
         return ChunkedLoss.apply(x, head, targets, n_rows)
-    losses = [F.cross_entropy(precise(F.linear(rows, head)), wanted, ignore_index=IGNORED, reduction="sum")
+    losses = [F.cross_entropy(in_fp32(F.linear(rows, head)), wanted, ignore_index=IGNORED, reduction="sum")
               for rows, wanted in zip(x.split(n_rows), targets.split(n_rows), strict=True)]
     return torch.stack(losses).sum() / (targets != IGNORED).sum()
 
 
 def chunk_rows(N: int, V: int) -> int:
-    """Rows of a chunk: all N if their logits are within MAX_LOGITS, else as many as are."""
+    """Rows of a chunk: all N, or as many as keep the logits within MAX_LOGITS."""
     if N * V <= MAX_LOGITS:
         return N
     n_rows = max(1, MAX_LOGITS // V)
     return n_rows // 256 * 256 or n_rows                                # whole tiles of a matrix product
 
 
-def precise(x: Tensor) -> Tensor:
+def in_fp32(x: Tensor) -> Tensor:
     """Convert to fp32; fp64 stays."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -57,14 +57,14 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, head: Tensor, targets: Tensor, n_rows: int) -> Tensor:
         is_scored = targets != IGNORED
-        shares = precise(is_scored.to(x.dtype)) / is_scored.sum()       # (N,)
+        shares = in_fp32(is_scored.to(x.dtype)) / is_scored.sum()       # (N,)
         token = torch.arange(len(head), device=x.device, dtype=torch.int32)
         losses, x_grads, head_grad = [], [], torch.zeros_like(head)
         chunks = zip(x.split(n_rows), targets.split(n_rows), shares.split(n_rows), strict=True)
         for rows, wanted, share in chunks:
             wanted, share = wanted.clamp(min=0)[:, None], share[:, None]        # (rows, 1)
             logits = F.linear(rows, head)                               # (rows, V)
-            log_p = precise(logits).log_softmax(dim=-1)
+            log_p = in_fp32(logits).log_softmax(dim=-1)
             losses.append(-(log_p.gather(-1, wanted) * share).sum())
             # a comparison instead of a scatter: torch.compile fuses it with the rest into one kernel
             slope = log_p.exp_().add_(token == wanted.int(), alpha=-1).to(logits.dtype)

@@ -19,8 +19,8 @@ from config import TrainConfig
 from model import GPT
 from runtime import parallel
 
-STACK = 2**24           # elements that are orthogonalised at a time, at most, unless one matrix has more
-# Of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
+STACK = 2**24           # most elements that are orthogonalised at a time, unless one matrix has more
+# coefficients of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
 COEFFICIENTS, N_ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 
 
@@ -78,8 +78,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
-class Together(Optimizer):
-    """Several optimizers of disjoint parameters as one: it has all their groups and one shared state."""
+class CombinedOptimizer(Optimizer):
+    """Several optimizers of disjoint parameters as one, with all their groups and one shared state."""
 
     def __init__(self, *parts: Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -106,11 +106,11 @@ def make_optimizer(model: GPT, t: TrainConfig) -> Optimizer:
                   fused=True)
     if not hidden:
         return adamw
-    return Together(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
+    return CombinedOptimizer(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
 
 
 def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer itself can skip a bad step, so that the CPU need not wait to know of it.
+    """Whether the optimizer itself can skip a bad step, so that the CPU need not wait for the result.
 
     Only fused AdamW can; its attribute `found_inf` is the one that GradScaler sets.
     """

@@ -24,7 +24,7 @@ from config import TrainConfig
 from model import GPT, pick_device
 from runtime.errors import UserError
 
-EVALUATION_TIMEOUT = timedelta(days=1)  # a forward pass may take long; a process that died is noticed at once
+EVALUATION_TIMEOUT = timedelta(days=1)  # a forward pass may take long; a dead process is noticed at once
 
 
 class Process(NamedTuple):
@@ -61,7 +61,7 @@ def start(t: TrainConfig) -> Process:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # gloo too on a GPU: processes agree on a signal between CPUs, so that none waits for its GPU
+        # with GPUs, gloo too: the CPUs exchange signals, so that none waits for its GPU
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     silence_unless_first(rank)
     return Process(device, rank, world_size)
@@ -89,7 +89,7 @@ def silence_unless_first(rank: int) -> None:
 
 
 def parallelize(model: GPT, t: TrainConfig, process: Process) -> nn.Module:
-    """The model to train, on its device: itself; or DDP around it; or itself, sharded in place by FSDP2."""
+    """The model to train, on its device: unchanged, wrapped in DDP, or sharded in place by FSDP2."""
     if process.world_size == 1:
         return model.to(process.device)
     # imported here because they take half a second, which a single process need not spend
@@ -111,7 +111,7 @@ def parallelize(model: GPT, t: TrainConfig, process: Process) -> nn.Module:
 
 
 def sync_gradients(model: Any, is_on: bool) -> None:
-    """Set whether the next backward pass averages gradients over processes: only a batch's last one must."""
+    """Whether the next backward pass averages gradients over processes: only the last of a batch must."""
     model = getattr(model, "_orig_mod", model)                          # torch.compile's wrapper
     if hasattr(model, "require_backward_grad_sync"):                    # DDP; its no_sync() sets this
         model.require_backward_grad_sync = is_on
@@ -119,16 +119,16 @@ def sync_gradients(model: Any, is_on: bool) -> None:
         model.set_requires_gradient_sync(is_on)
 
 
-def all_gather(process: Process, *figures: Tensor) -> Tensor:
-    """The figures of all processes, (world_size, figures), in fp64 on the device. Does not wait for a GPU."""
-    gathered = torch.zeros(process.world_size, len(figures), dtype=torch.float64, device=process.device)
-    for i, figure in enumerate(figures):
-        gathered[process.rank, i] = figure
+def all_gather(process: Process, *values: Tensor) -> Tensor:
+    """The n scalars of all processes, (world_size, n), in fp64 on the device. Does not wait for a GPU."""
+    gathered = torch.zeros(process.world_size, len(values), dtype=torch.float64, device=process.device)
+    for i, value in enumerate(values):
+        gathered[process.rank, i] = value
     return all_reduce(process, gathered)
 
 
 def all_reduce(process: Process, values: Tensor) -> Tensor:
-    """Element-wise sum over processes, in place; exact where all processes except one hold 0."""
+    """Element-wise sum over processes, in place; exact if all processes except one hold 0."""
     if process.world_size > 1:
         dist.all_reduce(values)
     return values
@@ -148,7 +148,7 @@ def any_signal(process: Process, stop: Sequence[int]) -> int:
 
 
 def round_robin(process: Process, work: Sequence[Any], do: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield do(piece) for each piece of work, in order, on every process; each computes its share of them.
+    """Yield do(piece) for each piece of work, in order, on every process; each computes a share of it.
 
     Raises UserError if another process has ended.
     """
@@ -188,7 +188,7 @@ def unshard(tensor: Any) -> Tensor:
 
 
 def shard_like(tensor: Tensor, parameter: Any) -> Tensor:
-    """A whole tensor, which every process holds, sharded as the parameter is; itself if that is not."""
+    """Shard a tensor that every process holds whole as the parameter is sharded; unchanged if it is not."""
     if not hasattr(parameter, "full_tensor") or tensor.shape != parameter.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor

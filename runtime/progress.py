@@ -1,7 +1,7 @@
-"""A training run in memory: the figures of its steps, the lines of its log, and its checkpoints.
+"""A training run in memory: the metrics of its steps, the lines of its log, and its checkpoints.
 
-The figures of a step (loss and gradient norm) stay on the device until they are needed, so that a GPU is
-given the next steps without waiting for them.
+The metrics of a step (loss and gradient norm) stay on the device until they are needed, so that the next
+steps are launched on a GPU without waiting for them.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class Run:
     corpus: Corpus
     byte_lengths: Tensor        # (V,) bytes of each token
     model: GPT
-    parallel_model: Any         # the model as the loop calls it: perhaps compiled, or inside DDP
+    parallel_model: Any         # the model that the loop calls: perhaps compiled, or inside DDP
     optimizer: torch.optim.Optimizer
     process: Process
     log: Log
-    state: dict[str, Any]       # step (updates made), metrics, n_bad, as of the last figures read
+    state: dict[str, Any]       # step (updates made), metrics, n_bad, as of the last metrics read
     saved_at: int               # the step of the newest checkpoint
-    unread: list[tuple[float, Tensor]] = field(default_factory=list)    # lr, figures (2,) of each step since
+    unread: list[tuple[float, Tensor]] = field(default_factory=list)    # of each step since: lr, (loss, norm)
 
-    def read_figures(self) -> None:
-        """Wait for the steps since the last call: read their figures, and log those that were skipped.
+    def read_metrics(self) -> None:
+        """Wait for the steps since the last call: read their metrics, and log those that were skipped.
 
         Raises Diverged after train.max_bad_steps skipped steps in a row.
         """
         unread, self.unread = self.unread, []
         done = self.state["step"] + len(unread)
-        for lr, figures in unread:
-            loss, grad_norm = figures.tolist()
+        for lr, values in unread:
+            loss, grad_norm = values.tolist()
             step = self.state["step"] + 1
             n_bad = 0 if math.isfinite(loss) and math.isfinite(grad_norm) else self.state["n_bad"] + 1
             if n_bad >= self.config.train.max_bad_steps:
@@ -79,7 +79,7 @@ class Run:
                             is_writer=self.process.rank == 0)
 
     def _windows(self, step: int) -> list[str]:
-        """CORPUS:FIRST_TOKEN of each window of a step's batch, from 1: what to look at if its loss is NaN."""
+        """CORPUS:FIRST_TOKEN of each window of step `step` (from 1): to inspect if its loss is NaN."""
         t = self.config.train
         return [f"{source.folder}:{start}"
                 for source, start in self.corpus.places(t.seq_len, t.batch_size, t.seed, step - 1)]

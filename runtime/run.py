@@ -24,7 +24,7 @@ from model import GPT, pick_dtype
 from runtime import checkpoint
 from runtime.errors import UserError
 from runtime.files import read_json, temporary_path, write_whole
-from runtime.log import Log, figure
+from runtime.log import Log, shown
 from runtime.parallel import Process
 
 
@@ -75,7 +75,7 @@ def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
     m, t = config.model, config.train
     n_tokens, n_corpus = t.steps * t.batch_size * t.seq_len, len(corpus.tokens["train"])
     yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
-           f"parameters, {model.flops_per_token(t.seq_len):,} FLOPs a token")
+           f"parameters, {model.flops_per_token(t.seq_len):,} FLOPs per token")
     options = type(config.position).model_fields
     changed = [f"{key} {value}" for key, value in config.position.model_dump(exclude={"encoding"}).items()
                if value != options[key].default]
@@ -117,7 +117,7 @@ def write_summary(run_dir: Path, config: Config, model: GPT, metrics: dict[str, 
 
 
 def read_summary(run_dir: Path) -> str:
-    """The main figures of a finished run, as text. Raises UserError if summary.json is damaged."""
+    """The main results of a finished run, as text. Raises UserError if summary.json is damaged."""
     try:
         return describe_summary(read_json(run_dir / "summary.json"))
     except (ValueError, KeyError, TypeError) as error:
@@ -126,8 +126,8 @@ def read_summary(run_dir: Path) -> str:
 
 
 def describe_summary(summary: dict[str, Any]) -> str:
-    """The main figures of summary.json, as text."""
-    return (f"validation loss {figure(summary['val_loss'])} nats/token, {figure(summary['val_bpb'])} "
+    """The main results in summary.json, as text."""
+    return (f"validation loss {shown(summary['val_loss'])} nats/token, {shown(summary['val_bpb'])} "
             f"bits/byte; {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, "
             f"{summary['tokens_per_s']:,}/s")
 

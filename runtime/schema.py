@@ -28,15 +28,15 @@ def explain_all(error: ValidationError, schemas: Mapping[str, Schema], origin: M
                 default_place: str, ignore_missing: bool) -> Iterator[str]:
     """One line for each key that is wrong in a config of sections.
 
-    `schemas` are the models of the sections. `origin` says where each section and section.key was set, and
-    `default_place` stands for those that nothing set.
+    `schemas` are the models of the sections. `origin` says where each section and section.key was set;
+    `default_place` is used for those that were not set.
     """
     by_key: dict[tuple[str, ...], list[Any]] = {}
     for one in error.errors():
         if one["type"] == "missing" and ignore_missing:
             continue
         section, *rest = map(str, one["loc"])
-        # below its key pydantic adds which member of a union, and for a table the key within
+        # after the key, pydantic's location names the member of a union and, for a table, the key in it
         field = schemas[section].model_fields.get(rest[0]) if section in schemas and rest else None
         is_in_table = len(rest) > 2 and rest[1] in tables_of(field)
         by_key.setdefault((section, *rest[:3 if is_in_table else 1]), []).append(one)
@@ -147,7 +147,7 @@ def type_name(annotation: Any) -> str:
 
 
 def limits(field: Any) -> str:
-    """The bounds that a field sets, such as " > 0 and < 1"; empty where there are none."""
+    """The bounds of a field, such as " > 0 and < 1"; empty if it has none."""
     bounds = [f"{sign} {getattr(rule, name):g}" for rule in field.metadata for name, sign in SIGNS.items()
               if hasattr(rule, name)]
     return " " + " and ".join(bounds) if bounds else ""

@@ -11,11 +11,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stopped(Exception):
-    """A signal arrived (its number is the argument), and the state of training is whole: it can be saved."""
+    """A signal (its number is the argument) arrived, and the training state is complete: it can be saved."""
 
 
 def interrupt_at_once() -> None:
-    """Let each of SIGNALS end the command at once, for as long as there is nothing to save."""
+    """Let each of SIGNALS end the command at once, while there is nothing to save."""
     for number in SIGNALS:
         signal.signal(number, interrupt)
 

@@ -33,11 +33,11 @@ class Layer(NamedTuple):
 
 
 def read_layers(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> list[Layer]:
-    """A file and the files that it extends, the outermost parent first; `seen` extend this one."""
+    """A file and the files that it extends, the outermost parent first; `seen` are files that extend it."""
     try:
         if path.resolve() in seen or len(seen) > DEEPEST:
             problems.append(f"extends in {seen[-1]}: {path} extends itself in a circle, or more than "
-                            f"{DEEPEST} others; remove one of the links")
+                            f"{DEEPEST} others; remove one `extends`")
             return []
         content = tomllib.loads(read_text(path, LIMIT))
     except FileNotFoundError:

@@ -76,7 +76,7 @@ def test_dry_run_prints_config_and_size_as_toml_and_writes_nothing(name: str, ti
     assert out == dry_run(monkeypatch, capsys, "--dry-run", str(path), "train.lr=0.25")
     config = tomllib.loads(out)
     assert (config["train"]["lr"], config["train"]["weight_decay"]) == (0.25, 0.1)
-    assert f"{model.n_parameters():,} parameters, {model.flops_per_token(32):,} FLOPs a token" in out
+    assert f"{model.n_parameters():,} parameters, {model.flops_per_token(32):,} FLOPs per token" in out
     assert list(tmp_path.rglob("*")) == before
 
 

@@ -251,7 +251,7 @@ def test_only_what_beats_the_baseline_with_its_interval_is_bold(tmp_path: Path, 
             rows.pop("context (tokens)")
             assert {label for label, cells in rows.items() if cells[0].startswith("**")} == better, title
         text = (tmp_path / "out" / "report.md").read_text()
-        assert f"A figure is bold where it beats {baseline}" in text
+        assert f"A number is bold where it beats {baseline}" in text
         assert "**" not in text.split("## Loss by position\n")[1].split("alibi |")[1].split("\n## ")[0]
     few = [fabricate(tmp_path / f"few-{name}", name, better=better, documents=3)
            for name, better in (("rope", 0.0), ("alibi", 0.5))]
@@ -322,7 +322,7 @@ def test_the_y_axis_has_ticks_however_narrow_its_range(scale: str, low: float, h
 def test_a_picture_never_has_more_curves_than_can_be_told_apart() -> None:
     labels = [f"c{i}" for i in range(23)]
     groups = pictures.together(labels)
-    assert all(len(group) <= pictures.ABREAST and group[0] == "c0" for group in groups)
+    assert all(len(group) <= pictures.MOST_CURVES and group[0] == "c0" for group in groups)
     assert [label for group in groups for label in group[1:]] == labels[1:]
     assert max(map(len, groups)) - min(map(len, groups)) <= 2
     assert pictures.together(["c0"]) == [["c0"]]

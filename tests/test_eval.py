@@ -481,7 +481,7 @@ def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypa
     (["RUN", "--lengths", "16,99999"], "--lengths 16,99999"),
     (["RUN", "--protocol", "sliding,x"], "--protocol"),
     (["RUN", "--stride", "0"], "--stride"),
-    (["RUN", "--lengths", "64", "--longest", "63"], "--longest 63: must lie in 64 ... "),
+    (["RUN", "--lengths", "64", "--longest", "63"], "--longest 63: must be in 64 ... "),
     (["RUN", "--seed", "-1"], "--seed -1"),
     (["RUN", "--targets", "0"], "--targets 0"),
     (["RUN", "--extend", "yarm"], "unknown method 'yarm'; did you mean yarn?"),

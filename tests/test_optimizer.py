@@ -12,7 +12,7 @@ from test_train import metrics, run_loop, weights
 
 from config import Config, to_toml
 from model import GPT
-from runtime.optimizer import Muon, Together, make_optimizer, orthogonal
+from runtime.optimizer import CombinedOptimizer, Muon, make_optimizer, orthogonal
 from train import learning_rate, train
 
 
@@ -85,13 +85,13 @@ def test_orthogonal_takes_each_matrix_for_itself() -> None:
 
 def test_all_parameters_move_and_all_learning_rates_follow_the_schedule(tiny, monkeypatch) -> None:
     config, rates = tiny("rope", "train.optimizer=muon", "train.steps=10"), []
-    step_of_all = Together.step
+    step_of_all = CombinedOptimizer.step
 
-    def step(optimizer: Together) -> None:
+    def step(optimizer: CombinedOptimizer) -> None:
         rates.append({group["lr"] for part in (optimizer, *optimizer.parts) for group in part.param_groups})
         step_of_all(optimizer)
 
-    monkeypatch.setattr(Together, "step", step)
+    monkeypatch.setattr(CombinedOptimizer, "step", step)
     before, model = lively(config).parameters(), run_loop(config).model
     assert rates == [{learning_rate(step, config.train)} for step in range(10)]
     assert not any(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))

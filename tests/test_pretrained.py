@@ -231,7 +231,7 @@ def problem_of(folder: Path) -> str:
     ({"num_key_value_heads": 3}, "n_kv_head"),
     ({"hidden_size": 96}, "has shape"),
     ({"num_hidden_layers": 4}, "tensor model.layers.3.input_layernorm.weight is missing"),
-    ({"num_hidden_layers": 2}, "more are not LlamaForCausalLM's"),
+    ({"num_hidden_layers": 2}, "more do not fit LlamaForCausalLM"),
     ({"quantization_config": {"bits": 4}}, "quantised"),
     ({"vocab_size": 299}, "has shape"),
     ({"num_attention_heads": 0}, "division by zero"),

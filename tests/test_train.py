@@ -167,9 +167,9 @@ def test_a_run_that_reads_its_figures_late_is_the_same_run(overrides: tuple[str,
     overrides = (*overrides, "train.steps=24", "run.save_every=9")
     assert train(tiny("rope", *overrides, f"run.dir={tmp_path / 'straight'}"), []) == 0
     monkeypatch.setattr(train_module, "skips_on_device", lambda *_: True)
-    n_unread, read_figures = [], Run.read_figures
-    monkeypatch.setattr(Run, "read_figures",
-                        lambda run: n_unread.append(len(run.unread)) or read_figures(run))
+    n_unread, read_metrics = [], Run.read_metrics
+    monkeypatch.setattr(Run, "read_metrics",
+                        lambda run: n_unread.append(len(run.unread)) or read_metrics(run))
     assert train(tiny("rope", *overrides, f"run.dir={tmp_path / 'ahead'}"), []) == 0
     assert_equal_runs(tmp_path / "straight", tmp_path / "ahead", 24)
     assert (max(n_unread) > 1) == ("run.log_every=1" not in overrides)

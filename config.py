@@ -252,10 +252,9 @@ def _resolve(tables: toml.Tables, origin: toml.Origin, problems: list[str], wher
     try:
         config = Config.model_validate({name: {} for name in SECTIONS} | tables)
     except ValidationError as error:
-        encoding = ENCODINGS.get(str(tables.get("position", {}).get("encoding")), Encoding)
-        # a key that seems to be missing may be in a part that could not be read
-        schemas = SECTIONS | {"position": encoding.Options}
-        problems += explain_all(error, schemas, origin, where, ignore_missing=bool(problems))
+        options = ENCODINGS.get(str(tables.get("position", {}).get("encoding")), Encoding).Options
+        # a key that seems to be missing may stand in a part that could not be read
+        problems += explain_all(error, SECTIONS | {"position": options}, origin, where, bool(problems))
     if problems:
         raise UserError(*problems)
     return config
@@ -270,12 +269,13 @@ def to_toml(config: Config) -> str:
 
 
 def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
-    """`section.key: old -> new` for each key whose value differs; sections in `ignore` are not compared."""
+    """`section.key: old -> new` for each key that differs; of [position] only another encoding."""
     lines = []
     for section, before in old.model_dump(exclude=set(ignore)).items():
         after = new.model_dump()[section]
+        keys = [key for key in before | after if before.get(key) != after.get(key)]
         lines += [f"{section}.{key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}"
-                  for key in before | after if before.get(key) != after.get(key)]
+                  for key in (["encoding"] if "encoding" in keys else keys)]
     return lines
 
 

@@ -236,6 +236,8 @@ class GPT(nn.Module):
             first = cache.next_position() if cache is not None else 0
             last = first + tokens.shape[1] - 1
             positions = torch.arange(first, last + 1, device=tokens.device)
+        elif positions.is_floating_point():
+            raise ValueError(f"{name} takes integer positions, got {positions.dtype}")
         elif limit:     # reading the maximum waits for the device
             last = int(positions.max())
         if limit and last >= limit:
@@ -245,6 +247,8 @@ class GPT(nn.Module):
         if len(shape) != 2 and (len(shape) != 3 or n_axes == 1 or shape[2] != n_axes):
             axes = f" or (B, T, {n_axes})" if n_axes > 1 else ""
             raise ValueError(f"{name} takes positions (T,) or (B, T){axes}, got {shape}")
+        if shape[0] not in (1, len(tokens)) or shape[1] != tokens.shape[1]:
+            raise ValueError(f"give a position for each of the tokens {tuple(tokens.shape)}, got {shape}")
         if len(shape) == 3 and type(self.temperature) is not Temperature:
             raise ValueError(f"positions must have one axis under position.temperature, got {shape}")
         if cache is not None and cache.positions is not None and cache.positions.dim() != len(shape):

@@ -52,10 +52,12 @@ def training_loop(run: Run, stop: Sequence[int]) -> None:
     for step in range(run.state["step"], t.steps + 1):          # the number of updates made so far
         signal_number = parallel.any_signal(process, stop)
         is_eval, is_log, is_save = (is_due(step, every, t) for every in intervals)
-        if is_eval or is_log or is_save or signal_number or not runs_ahead:
-            run.read_metrics()                                  # the only wait for a GPU
+        # state["step"] lags behind `step` while a GPU runs ahead; a resume may owe the line of a skipped step
+        is_owed = run.state["n_bad"] > 0
+        if is_eval or is_log or is_save or is_owed or signal_number or not runs_ahead:
+            run.read_metrics()                  # waits for a GPU, as nothing else does until a signal
             metrics = run.state["metrics"]
-            if is_eval and "val_loss" not in metrics:           # a resumed run may already have it
+            if is_eval and "val_loss" not in metrics and not run.log.has_line(step):
                 metrics |= validate(run.model, run.corpus, run.byte_lengths, config, process, stop)
             if is_log or "val_loss" in metrics or run.state["n_bad"]:
                 run.write_line(step)
@@ -235,8 +237,12 @@ def check_positions(model: GPT, config: Config) -> None:
 
 
 def dry_run(config: Config) -> None:
-    """Check the corpus and print what would be trained: the config as TOML, the rest as TOML comments."""
-    corpus = Corpus(config.data.dir, config.data.cross_documents, config.data.mixture)
+    """Check the corpus and the run's folder; print the config as TOML, and the model's size as comments."""
+    try:
+        corpus = Corpus(config.data.dir, config.data.cross_documents, config.data.mixture)
+    except UserError:
+        print(to_toml(config), end="", flush=True)      # this much is known without a corpus
+        raise
     config = with_vocabulary(config, corpus)
     corpus.require_windows(config.train.seq_len)
     tokenizer_of(corpus.meta, corpus.folder)
@@ -244,6 +250,9 @@ def dry_run(config: Config) -> None:
     with torch.device("meta"):                  # shapes without memory
         model = GPT(config)
     check_positions(model, config)
+    is_finished(Path(config.run.dir), config, corpus)
+    if config.train.init_from:
+        checkpoint.load_run(config.train.init_from)
     is_compiled = should_compile(model, config.train, process.device)
     for line in describe(config, corpus, model, process, is_compiled):
         print(f"# {line}")

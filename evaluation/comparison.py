@@ -44,6 +44,7 @@ class Run(NamedTuple):
     head: dict[str, Any]                # HEAD of the eval JSON, and data_sha256: None in older ones
     records: list[Record]
     windows: dict[str, np.ndarray]      # "EXTEND/PROTOCOL/LENGTH/COLUMN" -> one number a window
+    settings: dict[str, Any]            # protocol -> the settings that decided its targets; {} in older ones
 
 
 class Curve(NamedTuple):
@@ -159,7 +160,7 @@ def read_run(folder: Path, data: str | None) -> Run:
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise UserError(f"{path} or its .npz: damaged, or of another version of eval.py ({error}); "
                         f"run `python eval.py {folder} --replace`") from error
-    return Run(folder, config, head, found.records, found.windows)
+    return Run(folder, config, head, found.records, found.windows, found.head.get("settings", {}))
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
@@ -186,14 +187,22 @@ def check_comparable(runs: Sequence[Run]) -> None:
             counted = [r.get(key) for key in ("tokens", "bytes", "documents", "trials")]
             other, known_counts = counts.setdefault(place, (run, counted))
             if counted != known_counts:
-                raise UserError(f"runs {other.path} and {run.path}: {r['protocol']} at {r['length']}: "
-                                "different targets; evaluate both with the same --lengths and --windows")
+                raise other_targets(other, run, r["protocol"], r["length"])
         for key, array in run.windows.items():
             _, protocol, length, column = key.rsplit("/", 3)
             other, known = targets.setdefault(f"{protocol}/{length}/{column}", (run, array))
             if column in TARGETS and not np.array_equal(array, known):
-                raise UserError(f"runs {other.path} and {run.path}: {protocol} at {length}: different "
-                                "targets; evaluate both with the same --lengths, --windows and so on")
+                raise other_targets(other, run, protocol, length)
+
+
+def other_targets(a: Run, b: Run, protocol: str, length: int | str) -> UserError:
+    """The error of two runs that were measured on different targets, with the flags that differ if known."""
+    before, after = (run.settings.get(protocol, {}) for run in (a, b))
+    flags = [f"--{name} {before[name]} and {after.get(name)}" for name in before
+             if before[name] != after.get(name)]
+    differ = f" ({', '.join(flags)})" if flags else ""
+    return UserError(f"runs {a.path} and {b.path}: {protocol} at {length}: different targets{differ}; "
+                     "evaluate one of them again, with the flags of the other one and --replace")
 
 
 def trained_on(run: Run) -> list[Any]:

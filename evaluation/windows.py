@@ -17,7 +17,7 @@ import numpy as np
 from data.loader import Corpus
 from data.sources import SUFFIXES
 from data.tokenizer import Tokenizer
-from runtime.errors import UserError
+from runtime.errors import UserError, shortened
 
 MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32, 64)      # of L, the training length: the default lengths
 
@@ -57,6 +57,9 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
             raise UserError(f"--data {path}: not plain text; prepare it first with data/prepare.py, and give "
                             "the prepared folder")
         return Text(path.stem, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
+    if source and not (path / "meta.json").exists():
+        raise UserError(f"--data {path}: neither a prepared corpus (no meta.json) nor a text file; give one "
+                        "of these")
     corpus = Corpus(path, splits=("val",))
     about = corpus.meta["tokenizer"]
     if about["sha256"] != tokenizer.sha256:
@@ -77,7 +80,8 @@ def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:
     try:
         lengths = [int(part) for part in wanted.split(",")]
     except ValueError as error:
-        raise UserError(f"--lengths {wanted}: must be integers and commas, such as 256,512") from error
+        raise UserError(f"--lengths {shortened(wanted)}: must be integers and commas, such as "
+                        "256,512") from error
     if min(lengths) < 1 or max(*lengths, L) > longest:
         raise UserError(f"--lengths {wanted}: the lengths and the training length {L} must be in 1 ... "
                         f"{longest}, the longest document of {text.name}")

@@ -27,19 +27,26 @@ class Log:
         self.wall_before = state["wall_s"]
         # tokens per second since the last line, and since this start (at first: as in the checkpoint)
         self.speed = self.mean_speed = state["step"] * self.tokens_per_step / max(state["wall_s"], 1e-9)
-        self.has_first_line = is_writer and self._drop_lines_after(self.first_step)
+        lines = self._lines_up_to(self.first_step)      # read by every process: all must agree on the next
+        self.has_first_line = bool(lines) and step_of(lines[-1]) == self.first_step
+        if is_writer and self.path.exists():
+            write_whole(self.path, "".join(f"{line}\n" for line in lines))
         self.wandb = start_wandb(run_dir, config) if config.run.wandb and is_writer else None
 
     def wall_s(self) -> float:
         """Seconds spent in the loop, including those before a resume."""
         return self.wall_before + time.perf_counter() - self.first_time
 
+    def has_line(self, step: int) -> bool:
+        """Whether an earlier start has written the line of this step."""
+        return step == self.first_step and self.has_first_line
+
     def write(self, step: int, metrics: dict[str, Any], done: int) -> None:
         """Write the line of a step everywhere, unless a resume finds it written. `done` steps are complete.
 
         A GPU may have completed several steps by the time the metrics of one are read.
         """
-        if not self.is_writer or (step == self.first_step and self.has_first_line):
+        if not self.is_writer or self.has_line(step):
             return
         if done > self.last_step:
             now = time.perf_counter()
@@ -72,14 +79,12 @@ class Log:
             print(f"warning: W&B failed and is off from here: {without_key(error)}")
             self.wandb = None
 
-    def _drop_lines_after(self, step: int) -> bool:
-        """Delete torn lines and lines after `step`; return whether `step` itself has a line."""
+    def _lines_up_to(self, step: int) -> list[str]:
+        """The lines of steps that a resume does not repeat; lines that a crash tore are left out."""
         if not self.path.exists():
-            return False
+            return []
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        kept = [line for line in lines if 0 < step_of(line) <= step]
-        write_whole(self.path, "".join(f"{line}\n" for line in kept))
-        return bool(kept) and step_of(kept[-1]) == step
+        return [line for line in lines if 0 < step_of(line) <= step]
 
 
 def step_of(line: str) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -143,8 +144,19 @@ def any_signal(process: Process, stop: Sequence[int]) -> int:
     if process.world_size == 1:
         return number
     largest = torch.tensor(number)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    with errors_of_others():
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
+
+
+@contextmanager
+def errors_of_others() -> Iterator[None]:
+    """Raise UserError if another process has ended."""
+    try:
+        yield
+    except RuntimeError as error:       # what gloo raises for a closed connection
+        raise UserError("another process of torchrun has ended; fix what its error line says, then start all "
+                        "of them again") from error
 
 
 def round_robin(process: Process, work: Sequence[Any], do: Callable[[Any], Any]) -> Iterator[Any]:
@@ -163,11 +175,8 @@ def all_gather_objects(process: Process, own: Any) -> list[Any]:
     if process.world_size == 1:
         return [own]
     gathered: list[Any] = [None] * process.world_size
-    try:
+    with errors_of_others():
         dist.all_gather_object(gathered, own)
-    except RuntimeError as error:       # what gloo raises for a closed connection
-        raise UserError("another process of torchrun has ended; fix what its error line says, then start all "
-                        "of them again") from error
     return gathered
 
 

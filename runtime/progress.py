@@ -60,7 +60,7 @@ class Run:
                 raise Diverged(self._describe_divergence(step, n_bad, loss, grad_norm, lr))
             self.state |= {"step": step, "n_bad": n_bad, "metrics": {
                 "loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}}
-            if n_bad and step < done:           # the loop itself logs the last one
+            if n_bad and step < done:           # the loop logs the last one, perhaps after a resume
                 self.write_line(done)
 
     def write_line(self, done: int) -> None:

@@ -492,7 +492,7 @@ def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypa
     (["RUN", "--extend", "longrope:long_factor=[1.5],short_factor=[1.0]"], "--extend longrope"),
     (["RUN", "--targets", "999"], "--targets"),
     (["nowhere"], "run nowhere: no run there"),
-    (["RUN", "--data", "nowhere"], "data.dir nowhere"),
+    (["RUN", "--data", "nowhere"], "--data nowhere: neither"),
     (["RUN", "--lenghts", "16"], "unrecognized arguments"),
     (["RUN", "--windows", "x"], "invalid int value"),
     (["EMPTY"], "no checkpoint yet"),

@@ -158,3 +158,10 @@ def test_parameters_and_flops_with_grouped_heads_and_head_dim(tiny) -> None:
     block = 2 * C * 60 + 2 * C * 20 + 2 * C * 4 * C
     assert model.n_parameters() == 2 * (block + 2 * C) + C + 2 * V * C
     assert model.flops_per_token(T) == 6 * (2 * block + V * C) + 6 * 2 * 60 * (T + 1)
+
+
+@pytest.mark.parametrize("positions", [
+    torch.tensor([3]), torch.arange(20), torch.arange(10)[None].expand(3, -1), torch.arange(10).float()])
+def test_positions_that_do_not_fit_the_tokens_are_refused(positions: torch.Tensor, tiny) -> None:
+    with pytest.raises(ValueError, match="position"):
+        lively(tiny())(tokens((2, 10)), positions=positions)

@@ -179,6 +179,31 @@ def test_a_run_that_reads_its_figures_late_is_the_same_run(overrides: tuple[str,
     assert_equal_runs(tmp_path / "straight", tmp_path / "run", 24)
 
 
+@pytest.mark.parametrize("look", range(6, 17))
+def test_the_line_of_a_skipped_step_survives_a_stop(look: int, tiny, tmp_path: Path, monkeypatch) -> None:
+    """Steps 3 and 4 are skipped while the figures are read late: both have a line, wherever the run stops."""
+    steps, forward, rate = [0], GPT.forward, train_module.learning_rate
+    monkeypatch.setattr(train_module, "skips_on_device", lambda *_: True)
+    monkeypatch.setattr(train_module, "learning_rate", lambda n, t: steps.append(n + 1) or rate(n, t))
+    monkeypatch.setattr(GPT, "forward", lambda self, x, *rest, **more: forward(self, x, *rest, **more) * (
+        math.nan if self.training and steps[-1] in (3, 4) else 1))
+    config = tiny("rope", *RARELY, "train.steps=8", "train.accumulate=2")
+    assert train(config, stop_after(look)) == 130 and train(config, []) == 0
+    assert [line["step"] for line in metrics(tmp_path / "run") if "n_bad" in line] == [3, 4]
+
+
+def test_a_step_that_has_its_line_is_not_validated_again(tiny, tmp_path: Path, monkeypatch) -> None:
+    """`run.eval_every` may change on a resume: then step 4, where the run stopped, would be due."""
+    assert train(tiny("rope", "run.eval_every=100"), stop_after(9)) == 130
+    step = metrics(tmp_path / "run")[-1]["step"]
+    validated, validate = [], train_module.validate
+    monkeypatch.setattr(train_module, "validate", lambda *a: validated.append(1) or validate(*a))
+    assert train(tiny("rope", f"run.eval_every={step}"), []) == 0
+    lines = [line["step"] for line in metrics(tmp_path / "run") if "val_loss" in line]
+    assert lines == [n for n in range(2 * step, 13) if n % step == 0 or n == 12]
+    assert len(validated) == len(lines)
+
+
 def test_a_signal_stops_a_run_that_is_ahead_soon(tiny, tmp_path: Path, monkeypatch) -> None:
     """At the next step, not only at the next line, which may be far."""
     monkeypatch.setattr(train_module, "skips_on_device", lambda *_: True)

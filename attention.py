@@ -23,7 +23,7 @@ from runtime import flex
 
 MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
 MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
-FUSE_FROM = 1024        # queries; with fewer, blocks are faster on a CPU than the fused kernel
+FUSE_FROM = 1024        # queries: with fewer, folded biases and bfloat16 training use blocks on a CPU
 MIN_ROWS = 256          # smallest number of queries that share the keys of a window
 
 
@@ -33,7 +33,7 @@ class Mask(NamedTuple):
     is_causal: bool = True
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
     documents: Tensor | None = None  # the document of each packed token, (B, T)
-    in_order: bool = False  # is it certain that no key before a query has a larger position?
+    in_order: bool = False  # positions are known to grow with the index, which `fold` needs
     flex: dict[int | None, Any] = {}  # window -> the same mask for FlexAttention, where it may be used
 
 
@@ -46,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Ma
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
     if encoding.has_scores():
         is_fused = encoding.can_fold and mask.is_causal and mask.in_order and not is_short
-    else:   # in bfloat16 the kernel's backward pass is slow; but blocks round logits, so not in evaluation
+    else:   # except in short bfloat16 training on a CPU, where blocks are faster although they round logits
         is_fused = not (is_short and q.dtype == torch.bfloat16 and torch.is_grad_enabled())
     path = attend_fused if is_fused else attend_in_blocks
     return path(q, k, v, encoding, at, mask, dropout)

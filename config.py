@@ -19,7 +19,7 @@ from positions import ENCODINGS, Encoding, Options
 from positions.scaling import SCALINGS
 from runtime import toml
 from runtime.errors import UserError, did_you_mean, shortened
-from runtime.schema import Section, describe_choice, explain_all, refuse
+from runtime.schema import Section, checked, describe_choice, explain_all
 
 RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 Pretrained = Callable[[str], toml.Tables | None]    # a Hugging Face folder -> its tables; another -> None
@@ -59,7 +59,7 @@ class DataConfig(Section):
                                  f"got {sum(self.mixture.values()):g}")
         elif Path(self.dir).resolve() in {Path(name).resolve() for name in self.mixture}:
             broken["mixture"] = f"{self.dir} is data.dir, which provides the rest; name other corpora"
-        return refuse(self, broken)
+        return checked(self, broken)
 
 
 class ModelConfig(Section):
@@ -105,7 +105,7 @@ class ModelConfig(Section):
             broken["n_head"] = f"must divide model.n_embd = {self.n_embd}, got {self.n_head}; or set head_dim"
         if self.full_every and self.window is None:
             broken["full_every"] = "chooses the layers without a window; set model.window too"
-        return refuse(self, broken)
+        return checked(self, broken)
 
 
 class TrainConfig(Section):
@@ -160,7 +160,7 @@ class TrainConfig(Section):
             broken["pose_length"] = f"must be at least train.seq_len = {self.seq_len}, got {self.pose_length}"
         if self.min_lr > self.lr:
             broken["min_lr"] = f"must be at most train.lr = {self.lr}, got {self.min_lr}"
-        return refuse(self, broken)
+        return checked(self, broken)
 
 
 class Config(Section):
@@ -180,7 +180,7 @@ class Config(Section):
             return Options.model_validate(keys)
         if encoding not in ENCODINGS:
             hint = did_you_mean(encoding, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
-            return refuse(keys, {"encoding": f"unknown encoding {shortened(encoding)}{hint}"})
+            return checked(keys, {"encoding": f"unknown encoding {shortened(encoding)}{hint}"})
         position = ENCODINGS[encoding].Options.model_validate(keys)
         if model is None:       # [model] is invalid, so there is nothing to check against
             return position
@@ -192,7 +192,7 @@ class Config(Section):
         elif isinstance(position.layers, list) and not set(position.layers) <= set(range(model.n_layer)):
             broken["layers"] = (f"layers are 0 ... {model.n_layer - 1} (model.n_layer = {model.n_layer}), "
                                 f"got {position.layers}")
-        return refuse(position, broken)
+        return checked(position, broken)
 
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}

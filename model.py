@@ -169,7 +169,9 @@ class GPT(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         c, shape = config.model, shape_of(config)
-        assert c.vocab_size, "set model.vocab_size first, from the corpus"
+        if not c.vocab_size:
+            raise ValueError("model.vocab_size: unset; set it, or take it from a corpus by "
+                             "runtime.run.with_vocabulary(config, corpus)")
         self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
         self.dropout, self.flex = nn.Dropout(c.dropout), c.flex
         self.blocks = nn.ModuleList(Block(c, None if is_every(c.full_every, layer) else c.window)
@@ -188,7 +190,7 @@ class GPT(nn.Module):
         residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                is_last = name.endswith(("attention.o", "mlp.down"))
+                is_last = name.endswith(("attention.o", "mlp.down"))    # by name: a fork may have others
                 nn.init.normal_(module.weight, std=residual_std if is_last else 0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)

@@ -12,7 +12,8 @@ Which channels form a pair is a convention. There are two, and mixing them up ca
 R <= D is the number of channels that rotate. Both layouts are the same function up to a permutation of the
 channels, so `to_half` and `to_interleaved` convert trained weights without loss.
 
-Legend: B batch, T time, H = n_head, D = C // H, R = rotated channels, A position axes. Angles in radians.
+Legend: B batch, T time, H = n_head, D channels of a head, R = rotated channels, A position axes. Angles in
+radians.
 """
 
 import math

@@ -6,7 +6,7 @@ pictures. In docs/encodings.md it replaces the text between `begin NAME` and `en
 sections, and leaves the rest, which is written by hand. Costs come from results/bench-encodings.md and
 perplexities from results/every-encoding/NAME.json, if these exist.
 
-Legend: n positions, C = n_embd, H = n_head, D = C // H, L = train.seq_len.
+Legend: n positions, C = n_embd, H = n_head, D channels of a head, L = train.seq_len.
 """
 
 from __future__ import annotations

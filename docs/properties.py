@@ -1,6 +1,6 @@
 """Properties of the position encodings, measured by running them: nothing is read from a declaration.
 
-Legend: n positions, C = n_embd, H = n_head, D = C // H, R rotated channels, L = train.seq_len.
+Legend: n positions, C = n_embd, H = n_head, D channels of a head, R rotated channels, L = train.seq_len.
 """
 
 from __future__ import annotations

@@ -464,7 +464,8 @@ def paired(protocol: str, curves: Sequence[Curve], column: str,
 def contrast(d: np.ndarray, tokens: np.ndarray, document: np.ndarray) -> tuple[list[Cell], str]:
     """Differences d (windows, curves) in nats per token, with intervals; and what was resampled, in words."""
     names, index = np.unique(document, return_inverse=True)
-    unit = f"bootstrap over {len(d)} windows of {len(names)} documents, too few to resample: optimistic"
+    unit = (f"bootstrap over {len(d)} windows, since there are only {len(names)} documents: these intervals "
+                "are too narrow")
     if len(names) >= ENOUGH_DOCUMENTS:
         by_document = np.zeros((len(names), d.shape[1]))
         np.add.at(by_document, index, d)

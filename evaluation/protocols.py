@@ -26,6 +26,7 @@ from data.passkey import shortest
 from data.tokenizer import Tokenizer, byte_lengths
 from evaluation import probes
 from evaluation.extension import Extend, extended, parse
+from evaluation.results import Record
 from evaluation.windows import (
     Text,
     Window,
@@ -54,7 +55,6 @@ CHUNK = 128                                     # tokens whose logits exist at a
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
 SECONDS_PER_LINE = 30                           # of progress, if the output is not a terminal
 ALONE = Process(torch.device("cpu"))
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ content.py      biases by content: relative_key, transformer_xl, cope, forgettin
 temperature.py  factors on the queries, under any encoding: log_n, ssmax
 
 To add one: a class in a file here, a line in ENCODINGS, a config (see the README). Everything else, even
---help and the tests, reads this registry.
+--help and the tests, reads this registry, in its order.
 """
 
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal

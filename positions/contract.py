@@ -34,7 +34,7 @@ class At(NamedTuple):
     features: Tensor | None = None  # what `features` returned for all the keys, (B, H, Tk, F)
 
     def distance(self) -> Tensor:
-        """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
+        """Query position - key position, integers (1 or B, 1, Tq, Tk), ready to broadcast over heads.
 
         Keys ahead of the query are masked; their distance is 0 here, so that log(distance) makes no NaN.
         """
@@ -46,7 +46,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
-    encoding: str = Field(description="which encoding; see the list below")
+    encoding: str = Field(description="which encoding; train.py --help lists them")
     layers: Literal["all", "first"] | list[int] = Field(
         "all", description="the layers in which it acts: all, the first only, or a list of layer numbers "
                            "from 0. The other layers have no encoding")
@@ -81,7 +81,7 @@ class Encoding(nn.Module):
     n_axes: ClassVar[int] = 1  # above 1, positions may be (1 or B, T, n_axes) too, one number for each axis
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     can_fold: bool = False  # does `fold` give the same result as `scores`?
-    by_distance: ClassVar[bool] = False  # does `scores` add a function of head, layer, distance? (tested)
+    by_distance: ClassVar[bool] = False  # FlexAttention may serve it: `scores` adds f(head, layer, distance)
 
     def __init__(self, shape: Shape, options: AnyOptions) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position]."""
@@ -96,7 +96,11 @@ class Encoding(nn.Module):
         return x
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
-        """What depends on positions alone. Computed once per forward pass; layers get it as at.tables."""
+        """What all layers share, from positions and parameters. Computed once; layers get it as at.tables.
+
+        It is not cut to the block of queries that `scores` gets. So make no (Tq, Tk) table here: take the
+        distances of the block from at.distance().
+        """
         return None
 
     def features(self, x: Tensor, layer: int) -> Tensor | None:

@@ -1,8 +1,9 @@
-"""What every run needs. Nothing here depends on an encoding or a protocol.
+"""What every run needs.
 
 errors       UserError: a mistake that ends a command with one line and exit code 2
 command      what every command shares: exit codes, signals, the argument parser
 files        small files, read with a limit and written whole or not at all
+toml         TOML files that extend one another, and overrides
 schema       pydantic schemas in words: what a field accepts, what is wrong with a value
 run          the folder of a run: config.toml, corpus.json, summary.json
 progress     a training run in memory: the metrics of its steps, its log lines and checkpoints

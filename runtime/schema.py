@@ -99,7 +99,7 @@ def tables_of(field: Any) -> dict[str, Schema]:
             if isinstance(part, type) and issubclass(part, BaseModel)}
 
 
-def refuse(value: Any, problems: Mapping[str, str]) -> Any:
+def checked(value: Any, problems: Mapping[str, str]) -> Any:
     """The validated table; raises pydantic's error if any of its keys has a problem."""
     if problems:
         raise ValidationError.from_exception_data("rules", [

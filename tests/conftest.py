@@ -19,7 +19,8 @@ DATA = Path(os.environ.get("NANOROPE_TEST_DATA", ROOT.parent / "shared" / "data"
 
 TINY = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "train.seq_len=32", "train.batch_size=4",
         "train.steps=12", "train.warmup=2", "train.val_windows=8", "train.dtype=float32", "train.compile=off",
-        "train.device=cpu", "run.log_every=1", "run.save_every=4", "run.eval_every=6"]
+        "train.device=cpu", "run.log_every=1", "run.save_every=4", "run.eval_every=6",
+        *os.environ.get("NANOROPE_TEST_OVERRIDES", "").split()]
 
 
 def needs(*parts: str) -> Path:

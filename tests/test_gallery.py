@@ -201,6 +201,7 @@ def test_a_lost_marker_is_a_mistake_and_not_a_second_section(line: str, blocks) 
 def test_the_committed_guide_describes_every_encoding(name: str) -> None:
     text = gallery.GUIDE.read_text()
     section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    assert section, f"docs/encodings.md has no section {name}: run `make gallery`"
     assert "**When to use it.**" in section and "**Beyond L.**" in section
 
 

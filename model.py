@@ -238,8 +238,6 @@ class GPT(nn.Module):
             first = cache.next_position() if cache is not None else 0
             last = first + tokens.shape[1] - 1
             positions = torch.arange(first, last + 1, device=tokens.device)
-        elif positions.is_floating_point():
-            raise ValueError(f"{name} takes integer positions, got {positions.dtype}")
         elif limit:     # reading the maximum waits for the device
             last = int(positions.max())
         if limit and last >= limit:
@@ -251,6 +249,8 @@ class GPT(nn.Module):
             raise ValueError(f"{name} takes positions (T,) or (B, T){axes}, got {shape}")
         if shape[0] not in (1, len(tokens)) or shape[1] != tokens.shape[1]:
             raise ValueError(f"give a position for each of the tokens {tuple(tokens.shape)}, got {shape}")
+        if positions.is_floating_point():
+            raise ValueError(f"{name} takes integer positions, got {positions.dtype}")
         if len(shape) == 3 and type(self.temperature) is not Temperature:
             raise ValueError(f"positions must have one axis under position.temperature, got {shape}")
         if cache is not None and cache.positions is not None and cache.positions.dim() != len(shape):

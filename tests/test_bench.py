@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import needs, python, words
 
-from bench.measuring import Ended, check_names, fresh, matmul_flops, peak_bytes, preset_config, table
+from bench.measuring import Ended, check_names, fresh, matmul_flops, preset_config, table
 from bench.training import COMPILED, CONTENDERS, DEFAULT, GPT2_BLOCK, contender_config
 from model import GPT
 from runtime.errors import UserError
@@ -82,10 +82,14 @@ def test_a_fresh_process_returns_its_result_or_how_it_ended() -> None:
     assert ended.value.exit_code == -signal.SIGKILL
 
 
-def test_peak_memory_rises_with_an_allocation_and_a_product_has_a_speed() -> None:
-    before = peak_bytes()
-    n = before // 4                     # as much again as this process ever held
-    assert torch.ones(n).sum() > 0 and peak_bytes() - before > 0.5 * 4 * n
+def test_peak_memory_rises_with_an_allocation() -> None:
+    """In a fresh process: this one may have held more before."""
+    code = ("import torch; from bench.measuring import peak_bytes; before = peak_bytes(); "
+            "torch.ones(2**26); print(peak_bytes() - before)")
+    assert int(python("-c", code).stdout) > 0.9 * 4 * 2**26
+
+
+def test_a_product_has_a_speed() -> None:
     assert matmul_flops(torch.float32, "cpu", 64) > 0
 
 

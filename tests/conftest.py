@@ -3,8 +3,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,14 @@ def tokens(shape: tuple[int, int], seed: int = 0, vocab_size: int = 257) -> torc
 
 
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)
+
+
+def slow_except(cases: Sequence[Any], *fast: Any) -> list[Any]:
+    """Cases to parametrise with, of which `make test` runs the fast ones alone, and `make test-all` all."""
+    assert set(fast) <= set(cases)
+    return [case if case in fast else pytest.param(*(case if isinstance(case, tuple) and case else [case]),
+                                                   marks=pytest.mark.slow) for case in cases]
+
+
+# for laws that take a second an encoding
+every_encoding_slowly = pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope", "t5", "learned"))

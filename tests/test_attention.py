@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import ROOT, lively, tokens
+from conftest import ROOT, every_encoding_slowly, lively, tokens
 from polar import Polar
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,10 +67,11 @@ def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int |
     torch.testing.assert_close(found, explicit(q, k, v, pos, window), atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pos", [
     pytest.param(torch.arange(1500)[None], id="near"),
-    pytest.param(43 * torch.arange(1500)[None], id="gaps", marks=pytest.mark.slow),
-    pytest.param(torch.arange(1500)[None] + 64_000, id="far", marks=pytest.mark.slow)])
+    pytest.param(43 * torch.arange(1500)[None], id="gaps"),
+    pytest.param(torch.arange(1500)[None] + 64_000, id="far")])
 def test_folding_is_as_exact_in_bf16_as_blocks(pos: Tensor, tiny) -> None:
     encoding = make_alibi(tiny)
     q, k, v = (x.bfloat16() for x in inputs(1500))
@@ -253,7 +254,7 @@ def test_blocks_hold_every_visible_pair_once(Tq: int, Tk: int, window: int | Non
     assert torch.equal(count, visible)
 
 
-@pytest.mark.parametrize("name", ENCODINGS)
+@every_encoding_slowly
 @pytest.mark.parametrize("positions", ["plain", "skipping"])
 def test_a_training_pass_never_waits_for_the_device(name: str, positions: str, tiny, monkeypatch) -> None:
     """Reading a value waits for a GPU. On the meta device, which holds no values, it is an error."""
@@ -267,8 +268,8 @@ def test_a_training_pass_never_waits_for_the_device(name: str, positions: str, t
     assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("rope", "t5") else pytest.mark.slow)
-                                  for name in ENCODINGS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENCODINGS)
 def test_a_training_pass_is_one_graph_that_is_not_recompiled(name: str, tiny) -> None:
     """Different tokens and seeds reuse the compiled graph."""
     torch._dynamo.reset()

@@ -82,6 +82,7 @@ def test_a_fresh_process_returns_its_result_or_how_it_ended() -> None:
     assert ended.value.exit_code == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_peak_memory_rises_with_an_allocation() -> None:
     """In a fresh process: this one may have held more before."""
     code = ("import torch; from bench.measuring import peak_bytes; before = peak_bytes(); "

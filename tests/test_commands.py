@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding, lively, tokens
+from conftest import ROOT, every_encoding_slowly, lively, tokens
 
 import train as train_command
 from config import help_text, to_toml
@@ -37,8 +37,8 @@ def test_no_file_hides_a_module_of_the_standard_library() -> None:
     assert not {path.stem for path in SOURCES} & sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("script", ["train.py", *(pytest.param(script, marks=pytest.mark.slow) for script in (
-    "eval.py", "sample.py", "export.py", "data/prepare.py"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "sample.py", "export.py", "data/prepare.py"])
 def test_help_is_complete_and_a_wrong_call_is_one_line(script: str) -> None:
     done = run(script, "--help")
     assert done.returncode == 0 and done.stdout.count("\n") > 10 and f"`python {script}" in done.stdout
@@ -63,7 +63,7 @@ def dry_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arg
     return capsys.readouterr().out
 
 
-@every_encoding
+@every_encoding_slowly
 def test_dry_run_prints_config_and_size_as_toml_and_writes_nothing(name: str, tiny, tmp_path: Path,
                                                                    monkeypatch, capsys) -> None:
     """In any order of the arguments; the size is that of the model which a run would train."""
@@ -89,6 +89,7 @@ def test_dry_run_checks_the_corpus(tiny, tmp_path: Path, monkeypatch, capsys) ->
             dry_run(monkeypatch, capsys, str(path), override, "--dry-run")
 
 
+@pytest.mark.slow
 def test_train_names_every_problem_and_the_missing_corpus(tmp_path: Path) -> None:
     done = run(str(ROOT / "train.py"), str(ROOT / "configs" / "quick.toml"), "train.lr.x=1", "model.n_had=2",
                cwd=tmp_path)
@@ -119,7 +120,7 @@ def test_prepare_train_sample_as_typed(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--top-k" in done.stderr and done.stderr.count("\n") == 1
 
 
-@every_encoding
+@every_encoding_slowly
 def test_sampling_with_a_cache_is_the_greedy_argmax_of_full_forwards(name: str, tiny) -> None:
     model, x = lively(tiny(name)), tokens((1, 5))
     sampled = generate(model, x, 20, temperature=0)
@@ -137,6 +138,7 @@ def test_top_k_and_temperature(tiny) -> None:
     assert draws == set(likely)
 
 
+@pytest.mark.slow
 def test_sample_refuses_to_outgrow_a_learned_table(tiny, tmp_path: Path) -> None:
     train(tiny("learned", "train.steps=1"), [])
     done = run("sample.py", str(tmp_path / "run"), "--prompt", "dog", "--tokens", "29")
@@ -145,6 +147,7 @@ def test_sample_refuses_to_outgrow_a_learned_table(tiny, tmp_path: Path) -> None
     assert done.returncode == 2 and "ask for at most 29" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"text" * 10)
     (tmp_path / "file").write_text("")

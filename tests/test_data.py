@@ -256,6 +256,7 @@ def test_a_batch_is_a_function_of_seed_and_step(corpus_dir: Path) -> None:
     assert not torch.equal(x, a.batch(32, 4, 8, 0)[0]) and not torch.equal(x, a.batch(32, 4, 7, 1)[0])
 
 
+@pytest.mark.slow
 def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
     corpus = Corpus(corpus_dir)
     n = corpus.windows("train", 32) - 1

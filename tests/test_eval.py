@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, every_encoding, lively, needs
+from conftest import ROOT, TINY, every_encoding_slowly, lively, needs
 
 from config import load_config
 from data.loader import Corpus
@@ -111,6 +111,7 @@ def test_rolling_scores_every_token_once_in_whole_windows(length: int, corpus_di
         assert w.end - w.start == min(length, len(text.documents[w.document]) - 1) and w.start >= 0
 
 
+@pytest.mark.slow
 def test_windows_depend_on_the_seed_and_the_text_alone(tiny, corpus_dir: Path) -> None:
     text = text_of(corpus_dir)
     assert fixed_ends(text, 64, 8, 9, 1) == fixed_ends(text, 64, 8, 9, 1) != fixed_ends(text, 64, 8, 9, 2)
@@ -161,7 +162,7 @@ def test_fixed_targets_visit_every_document(corpus_dir: Path) -> None:
     assert {d for d, _ in ends} == set(range(len(text.documents)))
 
 
-@every_encoding
+@every_encoding_slowly
 def test_fixed_is_slice_and_forward(name: str, tiny, corpus_dir: Path) -> None:
     model, text = lively(tiny(name)), text_of(corpus_dir)
     lengths = [16, 32] if model.encoding.max_length else LENGTHS

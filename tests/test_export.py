@@ -71,7 +71,7 @@ CASES = {       # name -> architecture, encoding, what else
     "alibi untied": ("mpt", "alibi", "model.norm=layernorm", "model.mlp=gelu_exact", "model.n_head=3",
                      "model.n_embd=48"),
 }
-FAST = {"llama", "grouped", "yarn", "partial", "learned untied", "alibi untied"}
+FAST = {"llama", "yarn", "learned untied", "alibi untied"}
 every_case = pytest.mark.parametrize("case", [
     case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 LENGTH_CHANGES_ALL = {"dynamic", "longrope", "partial longrope"}        # but not keys that they cached

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import lively, tokens
+from conftest import lively, slow_except, tokens
 from torch import Tensor
 
 from config import Config
@@ -47,7 +47,7 @@ def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ["rope", *FLEXIBLE])
+@pytest.mark.parametrize("name", slow_except(["rope", *FLEXIBLE], "rope", "t5"))
 def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tiny, monkeypatch) -> None:
     model = lively(tiny(name, "model.flex=true", *OPTIONS[options])).double()
     documents = (tokens((2, 33), 2) < 30).cumsum(-1) if packed else None

@@ -134,6 +134,7 @@ def test_every_picture_is_drawn_and_committed(pictures) -> None:
     assert all(caption.endswith(".") for caption in captions.values())
 
 
+@pytest.mark.slow
 def test_hooks_choose_the_rows_of_a_picture(monkeypatch, tmp_path) -> None:
     class Everywhere(ENCODINGS["rope"]):
         def embed(self, x, positions):
@@ -235,6 +236,7 @@ def test_perplexities_are_the_plain_fixed_ones(tmp_path) -> None:
         gallery.read_perplexities(tmp_path / "alibi.json")
 
 
+@pytest.mark.slow
 def test_help_and_a_wrong_call(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["gallery.py", "--help"])
     with pytest.raises(SystemExit, match="0"):

@@ -127,6 +127,7 @@ def test_small_vocabularies_and_batches_are_done_at_once() -> None:
     assert chunk_rows(16 * 1024, 50_257) == 2560                        # 7 chunks, whole tiles
 
 
+@pytest.mark.slow
 def test_compiled_chunks_keep_no_logits_for_the_backward_pass(monkeypatch) -> None:
     """One graph each way; what passes between them is of the size of x and head; the same values."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition

@@ -124,6 +124,7 @@ def test_targets_of_minus_100_are_not_scored(tiny) -> None:
     torch.testing.assert_close(model(x, masked), expected)
 
 
+@pytest.mark.slow
 def test_compiled_training_gives_the_same_loss(tiny) -> None:
     for name in ("rope", "alibi"):
         model = lively(tiny(name, "model.n_layer=1"))

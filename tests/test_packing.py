@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import every_encoding, lively, tokens, words
+from conftest import every_encoding_slowly, lively, tokens, words
 from test_train import metrics, run_loop
 
 from data.loader import MIX, Corpus, number_documents
@@ -32,7 +32,7 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@every_encoding
+@every_encoding_slowly
 @pytest.mark.parametrize("options", [(), ("model.window=5",), ("position.temperature=ssmax",)])
 def test_a_packed_document_is_as_if_alone_at_its_positions(name: str, options: tuple[str, ...], tiny) -> None:
     if name == "rope_2d" and "ssmax" in "".join(options):

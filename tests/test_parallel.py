@@ -111,6 +111,7 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
     assert_equal_runs(tmp_path / "straight", tmp_path / "stopped", STEPS)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_goes_on_in_one_process(tiny, tmp_path: Path) -> None:
     """FSDP2: stopped, and gone on with alone, it is the run of one process; an encoding with weights too.
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, lively, tokens
+from conftest import ROOT, lively, slow_except, tokens
 from conftest import every_encoding as every_registered
 from polar import Polar
 
@@ -17,6 +17,8 @@ from positions import ENCODINGS, At
 from positions.distance import ALiBi
 
 every_encoding = pytest.mark.parametrize("name", [*ENCODINGS, "polar"])
+every_encoding_slowly = pytest.mark.parametrize(
+    "name", slow_except([*ENCODINGS, "polar"], "rope", "t5", "polar"))
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +112,7 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
-@every_encoding
+@every_encoding_slowly
 def test_windows_limit_how_far_a_token_acts_and_decode_from_the_cache(name: str, tiny) -> None:
     """With two layers of window 5 a token changes its own logits and those of the next 8, no others."""
     model = lively(tiny(name, "model.window=5"))
@@ -275,7 +277,7 @@ def test_alibi_slopes_are_bloom_and_mpt_slopes(n_head: int) -> None:
 GROUPED = ("model.n_head=4", "model.head_dim=12")       # 4 x 12 is not n_embd = 32
 
 
-@every_encoding
+@every_encoding_slowly
 @pytest.mark.parametrize("n_kv_head", [1, 2])
 def test_grouped_queries_are_heads_with_repeated_keys_and_values(name: str, n_kv_head: int, tiny,
                                                                  monkeypatch) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import words
+from conftest import slow_except, words
 
 from data import journal as journal_module
 from data import prepare as prepare_module
@@ -113,7 +113,8 @@ def test_going_on_reads_and_encodes_only_what_is_missing(tmp_path: Path, monkeyp
     assert 0 < sum(seen) == total - sum(about["bytes"] for about in done["splits"].values()) < total / 2
 
 
-@pytest.mark.parametrize("change", ["source", "tokenizer", "options", "file", "flipped", "cut", "journal"])
+@pytest.mark.parametrize("change", slow_except(
+    ["source", "tokenizer", "options", "file", "flipped", "cut", "journal"], "source", "flipped"))
 def test_what_another_command_or_source_left_is_not_used(change: str, tmp_path: Path, monkeypatch, capsys,
                                                         often) -> None:
     source, out, options = write_source(tmp_path / "source"), tmp_path / "out", Options(val_share=0.3)
@@ -242,6 +243,7 @@ def test_killed_at_any_moment_the_same_command_goes_on(tmp_path: Path, monkeypat
     assert contents(out) == contents(tmp_path / "straight") and not progress.parent.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_in_a_line(number: int, tmp_path: Path, monkeypatch, capsys, often) -> None:
     source, out = write_source(tmp_path / "source"), tmp_path / "out"

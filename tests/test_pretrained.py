@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tokens
+from conftest import slow_except, tokens
 from safetensors.torch import load_file, save_file
 
 import eval as eval_command
@@ -72,7 +72,7 @@ CASES = {       # name -> class, config, L
     "mpt": ("Mpt", {"vocab_size": 300, "max_seq_len": 640, "d_model": 48, "n_layers": 3, "n_heads": 6,
                     "initializer_range": 0.1, "bos_token_id": 256, "eos_token_id": 256}, 640),
 }
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = pytest.mark.parametrize("case", slow_except([*CASES], "llama, grouped, yarn", "gpt2", "mpt"))
 Saved = Callable[[str], tuple[Path, torch.nn.Module]]
 
 

@@ -289,6 +289,7 @@ def test_a_limit_of_tokens_is_exact(limit: int | str, tmp_path: Path) -> None:
     assert meta["splits"]["train"]["bytes"] == sum(map(len, documents_of(tmp_path / "out", "train")))
 
 
+@pytest.mark.slow
 def test_large_rows_and_files_are_cut_for_encoding_only(tmp_path: Path, monkeypatch) -> None:
     """Pieces of 50 bytes, chunks of few of them: the same corpus."""
     write_table(tmp_path / "s" / "train" / "a.parquet", TEXTS)

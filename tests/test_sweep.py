@@ -38,6 +38,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command(*arguments), capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_evaluates_reports_and_does_nothing_twice(configs) -> None:
     done = run(configs["rope"], "--seeds", "0,1")
     assert done.returncode == 0, done.stderr + done.stdout
@@ -58,6 +59,7 @@ def job(*arguments: str, config: str = "rope.toml") -> sweep.Job:
     return sweep.make_jobs([config], TINY, [], Path("runs"), arguments)[0]
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_repeated_when_anything_it_depends_on_changed(configs) -> None:
     short = ("--lengths", "16,32", "--windows", "2", "--protocol", "fixed")
     assert not sweep.is_evaluated(job(*short))

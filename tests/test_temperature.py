@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import every_encoding, lively, tokens
+from conftest import every_encoding, every_encoding_slowly, lively, tokens
 
 from attention import Mask
 from model import GPT, autocast
@@ -115,7 +115,7 @@ def test_q_is_scaled_after_its_norm_and_for_scores_too(temperature: str, tiny) -
     torch.testing.assert_close(logits.tril(), (after @ k.mT / 4).tril(), atol=1e-5, rtol=1e-5)
 
 
-@every_encoding
+@every_encoding_slowly
 @real
 def test_cached_decoding_equals_the_full_forward_beyond_l(name: str, temperature: str, tiny) -> None:
     model = lively(tiny(name, f"position.temperature={temperature}", "train.seq_len=16"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding, lively, words
+from conftest import ROOT, every_encoding_slowly, lively, slow_except, words
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,7 +63,7 @@ def assert_equal_runs(a: Path, b: Path, step: int) -> None:
     assert left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-@every_encoding
+@every_encoding_slowly
 def test_a_run_learns_and_leaves_what_is_documented(name: str, tiny, tmp_path: Path) -> None:
     assert train(tiny(name, "train.steps=60", "train.lr=1e-2", "run.save_every=30"), []) == 0
     lines, run_dir = metrics(tmp_path / "run"), tmp_path / "run"
@@ -115,9 +115,10 @@ def stop_after(n: int) -> list[int]:
 
 @pytest.mark.parametrize("overrides", [
     (), ("train.pose_length=64", "train.accumulate=2", "position.encoding=rope"),
-    ("model.dropout=0.3", "train.accumulate=2"), ("train.dtype=bfloat16", "train.schedule=wsd"),
-    ("train.optimizer=muon", "train.lr=1e-2"),
-    ("train.batch_size=64", "train.seq_len=128", "train.steps=9")])     # the last one crosses epochs
+    pytest.param(("model.dropout=0.3", "train.accumulate=2"), marks=pytest.mark.slow),
+    pytest.param(("train.dtype=bfloat16", "train.schedule=wsd"), marks=pytest.mark.slow),
+    ("train.optimizer=muon", "train.lr=1e-2"),      # the next one crosses epochs
+    pytest.param(("train.batch_size=64", "train.seq_len=128", "train.steps=9"), marks=pytest.mark.slow)])
 def test_resume_is_bit_equal_to_an_uninterrupted_run(overrides: tuple[str, ...], tiny,
                                                      tmp_path: Path) -> None:
     straight = tiny("learned", *overrides, f"run.dir={tmp_path / 'straight'}")
@@ -143,7 +144,8 @@ class ScalarReads(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize("name", ["rope", "sandwich"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", slow_except(["rope", "sandwich"], "rope"))
 def test_a_gpu_is_waited_for_at_log_lines_alone(name: str, tiny, monkeypatch) -> None:
     """Also with parts, packed documents, skipped positions, clipping and dropout."""
     for is_ahead, waits_per_step in ((True, 0), (False, 1)):
@@ -159,8 +161,10 @@ def test_a_gpu_is_waited_for_at_log_lines_alone(name: str, tiny, monkeypatch) ->
         assert waits[1] - waits[0] == 5 * waits_per_step
 
 
-@pytest.mark.parametrize("overrides", [("run.log_every=5",), ("run.log_every=1",),
-                                       ("run.log_every=7", "model.dropout=0.3", "train.accumulate=2")])
+@pytest.mark.parametrize("overrides", [
+    pytest.param(("run.log_every=5",), marks=pytest.mark.slow),
+    pytest.param(("run.log_every=1",), marks=pytest.mark.slow),
+    ("run.log_every=7", "model.dropout=0.3", "train.accumulate=2")])
 def test_a_run_that_reads_its_figures_late_is_the_same_run(overrides: tuple[str, ...], tiny, tmp_path: Path,
                                                            monkeypatch) -> None:
     """As on a GPU: the same lines, weights and moments, also when it is stopped and resumed."""
@@ -179,7 +183,7 @@ def test_a_run_that_reads_its_figures_late_is_the_same_run(overrides: tuple[str,
     assert_equal_runs(tmp_path / "straight", tmp_path / "run", 24)
 
 
-@pytest.mark.parametrize("look", range(6, 17))
+@pytest.mark.parametrize("look", slow_except(range(6, 17), 12, 14))
 def test_the_line_of_a_skipped_step_survives_a_stop(look: int, tiny, tmp_path: Path, monkeypatch) -> None:
     """Steps 3 and 4 are skipped while the figures are read late: both have a line, wherever the run stops."""
     steps, forward, rate = [0], GPT.forward, train_module.learning_rate
@@ -211,6 +215,7 @@ def test_a_signal_stops_a_run_that_is_ahead_soon(tiny, tmp_path: Path, monkeypat
     assert checkpoint.newest(tmp_path / "run").name == "00000002"      # two looks a step
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_at_a_longer_length_under_an_extension(tiny, tmp_path: Path) -> None:
     """Before its first update it is the trained model under that extension, and then it learns."""
     train(tiny("rope", "train.steps=60", "train.lr=1e-2", f"run.dir={tmp_path / 'short'}"), [])

@@ -1,7 +1,6 @@
 """The commands as typed: --help, --dry-run, exit codes, samples, and what the source may not contain."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding_slowly, lively, tokens
+from conftest import ROOT, every_encoding_slowly, lively, python, tokens
 
 import train as train_command
 from config import help_text, to_toml
@@ -25,11 +24,6 @@ from train import train
 SOURCES = [p for p in ROOT.rglob("*.py") if not {".venv", "runs"} & set(p.relative_to(ROOT).parts)]
 
 
-def run(*command: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=cwd,
-                          env={**os.environ, "COLUMNS": "120"})
-
-
 def test_no_file_hides_a_module_of_the_standard_library() -> None:
     """A script's folder is on the path of the Pythons that torch.compile starts to see what the chip can do:
     one that cannot import its own modules (bench/encodings.py, once) costs all vector instructions.
@@ -40,9 +34,9 @@ def test_no_file_hides_a_module_of_the_standard_library() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["train.py", "eval.py", "sample.py", "export.py", "data/prepare.py"])
 def test_help_is_complete_and_a_wrong_call_is_one_line(script: str) -> None:
-    done = run(script, "--help")
+    done = python(script, "--help")
     assert done.returncode == 0 and done.stdout.count("\n") > 10 and f"`python {script}" in done.stdout
-    done = run(script, "--no-such-option")
+    done = python(script, "--no-such-option")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
@@ -91,11 +85,11 @@ def test_dry_run_checks_the_corpus(tiny, tmp_path: Path, monkeypatch, capsys) ->
 
 @pytest.mark.slow
 def test_train_names_every_problem_and_the_missing_corpus(tmp_path: Path) -> None:
-    done = run(str(ROOT / "train.py"), str(ROOT / "configs" / "quick.toml"), "train.lr.x=1", "model.n_had=2",
-               cwd=tmp_path)
+    done = python(ROOT / "train.py", ROOT / "configs" / "quick.toml", "train.lr.x=1", "model.n_had=2",
+                  cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["error", "error"]
-    done = run(str(ROOT / "train.py"), str(ROOT / "configs" / "quick.toml"), cwd=tmp_path)
+    done = python(str(ROOT / "train.py"), str(ROOT / "configs" / "quick.toml"), cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "data/prepare.py SOURCE --out data/stdlib" in done.stderr
 
@@ -104,19 +98,19 @@ def test_train_names_every_problem_and_the_missing_corpus(tmp_path: Path) -> Non
 def test_prepare_train_sample_as_typed(tmp_path: Path) -> None:
     text = tmp_path / "poem.txt"
     text.write_bytes(b"the dog chased another dog\n" * 200)
-    done = run(str(ROOT / "data" / "prepare.py"), str(text), cwd=tmp_path)
+    done = python(str(ROOT / "data" / "prepare.py"), str(text), cwd=tmp_path)
     assert done.returncode == 0 and "data/poem/train.bin: 1 documents" in done.stdout, done.stderr
-    done = run(str(ROOT / "train.py"), str(ROOT / "configs" / "quick.toml"), "data.dir=data/poem",
+    done = python(str(ROOT / "train.py"), str(ROOT / "configs" / "quick.toml"), "data.dir=data/poem",
                "train.steps=40", "train.warmup=5", "train.seq_len=32", "train.lr=5e-3", "model.n_embd=48",
                "run.dir=out", cwd=tmp_path)
     assert done.returncode == 0 and "finished out: validation loss" in done.stdout, done.stderr
     command = [str(ROOT / "sample.py"), "out", "--prompt", "the dog", "--tokens", "60",
                "--temperature", "0.5"]
-    first, again, other = (run(*command, *more, cwd=tmp_path) for more in ((), (), ("--seed", "1")))
+    first, again, other = (python(*command, *more, cwd=tmp_path) for more in ((), (), ("--seed", "1")))
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("the dog") and len(first.stdout) > 50, first.stderr
     assert first.stdout == again.stdout != other.stdout
-    done = run(*command, "--top-k", "0", cwd=tmp_path)
+    done = python(*command, "--top-k", "0", cwd=tmp_path)
     assert done.returncode == 2 and "--top-k" in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -141,9 +135,9 @@ def test_top_k_and_temperature(tiny) -> None:
 @pytest.mark.slow
 def test_sample_refuses_to_outgrow_a_learned_table(tiny, tmp_path: Path) -> None:
     train(tiny("learned", "train.steps=1"), [])
-    done = run("sample.py", str(tmp_path / "run"), "--prompt", "dog", "--tokens", "29")
+    done = python("sample.py", str(tmp_path / "run"), "--prompt", "dog", "--tokens", "29")
     assert done.returncode == 0, done.stderr
-    done = run("sample.py", str(tmp_path / "run"), "--prompt", "dog", "--tokens", "30")
+    done = python("sample.py", str(tmp_path / "run"), "--prompt", "dog", "--tokens", "30")
     assert done.returncode == 2 and "ask for at most 29" in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -151,7 +145,7 @@ def test_sample_refuses_to_outgrow_a_learned_table(tiny, tmp_path: Path) -> None
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"text" * 10)
     (tmp_path / "file").write_text("")
-    done = run("data/prepare.py", str(tmp_path / "a.txt"), "--out", str(tmp_path / "file" / "out"))
+    done = python("data/prepare.py", str(tmp_path / "a.txt"), "--out", str(tmp_path / "file" / "out"))
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, every_encoding_slowly, lively, needs
+from conftest import ROOT, TINY, every_encoding_slowly, lively, needs, python
 
 from config import load_config
 from data.loader import Corpus
@@ -311,7 +311,7 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 
 
 def run_eval(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(ROOT / "eval.py"), *arguments], capture_output=True, text=True)
+    return python(ROOT / "eval.py", *arguments)
 
 
 def test_the_command_writes_table_json_npz_and_picture(tiny, tmp_path: Path, corpus_dir: Path) -> None:

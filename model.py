@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Mask, attend
-from config import Config, ModelConfig, TrainConfig
+from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.temperature import TEMPERATURES, Temperature
 from runtime import flex
@@ -272,25 +272,3 @@ class GPT(nn.Module):
         width = sum(m.o.in_features for m in self.modules() if isinstance(m, Attention))        # n_layer H D
         weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
         return 6 * (weights + self.embedding.weight.numel()) + 6 * width * (T + 1)
-
-
-def pick_device(train: TrainConfig) -> torch.device:
-    """The configured device; "auto" is CUDA where there is one."""
-    if train.device != "auto":
-        return torch.device(train.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def pick_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products; "auto" is bfloat16 if the chip supports it."""
-    if train.dtype != "auto":
-        return getattr(torch, train.dtype)
-    has_bf16 = (torch.cuda.is_bf16_supported() if device.type == "cuda" else
-                torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return torch.bfloat16 if has_bf16 else torch.float32
-
-
-def autocast(train: TrainConfig, device: torch.device) -> torch.autocast:
-    """The context in which matrix products run in that dtype; weights and the residual stream stay fp32."""
-    dtype = pick_dtype(train, device)
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)

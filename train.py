@@ -27,10 +27,10 @@ from config import Config, TrainConfig, help_text, load_config, to_toml
 from data.loader import Corpus, number_documents
 from data.tokenizer import byte_lengths, tokenizer_of
 from hf.pretrained import pretrained_tables
-from model import GPT, autocast, pick_device
+from model import GPT
 from runtime import checkpoint, parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import keep_freed_memory, should_compile, to_device
+from runtime.device import autocast, keep_freed_memory, pick_device, should_compile, to_device
 from runtime.errors import UserError
 from runtime.files import finite
 from runtime.log import Log

@@ -27,9 +27,10 @@ from bench.measuring import (
     table,
     write,
 )
-from model import GPT, pick_dtype
+from model import GPT
 from positions import ENCODINGS
 from runtime.command import argument_parser, run_command
+from runtime.device import pick_dtype
 
 # (seq_len, batch_size); those of one preset have as many tokens each
 SHAPES: dict[str, tuple[tuple[int, int], ...]] = {

@@ -25,9 +25,10 @@ from bench.measuring import (
     write,
 )
 from evaluation.protocols import token_losses
-from model import GPT, autocast
+from model import GPT
 from positions import ENCODINGS
 from runtime.command import argument_parser, run_command
+from runtime.device import autocast
 
 WAYS = ("plain forward", "token_losses")
 

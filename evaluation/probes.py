@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from config import TrainConfig
 from data.passkey import passkey_document
 from data.tokenizer import Tokenizer
-from model import GPT, autocast
+from model import GPT
+from runtime.device import autocast
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)    # share of the filler before the key
 

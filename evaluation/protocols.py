@@ -37,8 +37,9 @@ from evaluation.windows import (
     rolling_windows,
     sliding_windows,
 )
-from model import GPT, autocast
+from model import GPT
 from runtime import parallel
+from runtime.device import autocast
 from runtime.errors import UserError
 from runtime.parallel import Process
 

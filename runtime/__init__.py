@@ -10,7 +10,7 @@ progress     a training run in memory: the metrics of its steps, its log lines a
 checkpoint   checkpoints: saved atomically, verified when read
 log          progress on the screen, in metrics.jsonl and on W&B
 signals      the first Ctrl-C or SIGTERM waits until the training can be saved
-device       whether to compile, copies to a GPU, memory that is kept
+device       what the machine allows: device, dtype, compiling, asynchronous copies, freed memory
 parallel     several processes in one run: DDP, FSDP2
 optimizer    AdamW and Muon
 loss         cross-entropy over a large vocabulary, in chunks

@@ -28,8 +28,9 @@ from config import Config, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
 from hf.pretrained import is_pretrained, load_pretrained
-from model import GPT, pick_device
+from model import GPT
 from runtime import parallel
+from runtime.device import pick_device
 from runtime.errors import UserError
 from runtime.files import name_in_errors, read_json
 from runtime.optimizer import state_keys

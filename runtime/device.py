@@ -1,4 +1,4 @@
-"""Settings that depend on the machine: torch.compile, asynchronous copies to a GPU, glibc's freed memory."""
+"""Settings that depend on the machine: device, dtype, compiling, asynchronous copies, freed memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ from model import GPT
 
 # On two CPU cores compiling takes 20 to 60 s, then saves a fifth of each step: it pays after about 5 minutes.
 COMPILE_WORTH_FLOPS = 1e14
+
+
+def pick_device(train: TrainConfig) -> torch.device:
+    """The configured device; "auto" is CUDA where there is one."""
+    if train.device != "auto":
+        return torch.device(train.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pick_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products; "auto" is bfloat16 if the chip supports it."""
+    if train.dtype != "auto":
+        return getattr(torch, train.dtype)
+    has_bf16 = (torch.cuda.is_bf16_supported() if device.type == "cuda" else
+                torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def autocast(train: TrainConfig, device: torch.device) -> torch.autocast:
+    """The context in which matrix products run in that dtype; weights and the residual stream stay fp32."""
+    dtype = pick_dtype(train, device)
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def should_compile(model: GPT, t: TrainConfig, device: torch.device) -> bool:

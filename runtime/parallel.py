@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainConfig
-from model import GPT, pick_device
+from model import GPT
+from runtime.device import pick_device
 from runtime.errors import UserError
 
 EVALUATION_TIMEOUT = timedelta(days=1)  # a forward pass may take long; a dead process is noticed at once

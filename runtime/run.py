@@ -20,8 +20,9 @@ import torch
 from config import Config, differences, load_config, to_toml
 from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import Corpus, read_meta
-from model import GPT, pick_dtype
+from model import GPT
 from runtime import checkpoint
+from runtime.device import pick_dtype
 from runtime.errors import UserError
 from runtime.files import read_json, temporary_path, write_whole
 from runtime.log import Log, shown

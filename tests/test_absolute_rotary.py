@@ -8,8 +8,9 @@ from conftest import lively, tokens
 
 import rope
 from attention import Mask, attend_fused
-from model import GPT, autocast
+from model import GPT
 from positions import At
+from runtime.device import autocast
 
 D = 16
 layouts = pytest.mark.parametrize("layout", rope.LAYOUTS)

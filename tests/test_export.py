@@ -17,9 +17,9 @@ from data.prepare import prepare
 from hf.architectures import ARCHITECTURES, choose
 from hf.export import export
 from hf.pretrained import load_pretrained
-from model import autocast
 from positions import ENCODINGS
 from runtime.checkpoint import load_run
+from runtime.device import autocast
 from runtime.errors import UserError
 from sample import generate
 from train import train

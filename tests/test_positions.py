@@ -12,9 +12,10 @@ import attention
 import rope
 from attention import Mask, attend_fused, attend_in_blocks
 from config import load_config
-from model import GPT, autocast
+from model import GPT
 from positions import ENCODINGS, At
 from positions.distance import ALiBi
+from runtime.device import autocast
 
 every_encoding = pytest.mark.parametrize("name", [*ENCODINGS, "polar"])
 every_encoding_slowly = pytest.mark.parametrize(

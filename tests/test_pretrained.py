@@ -25,8 +25,8 @@ from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables, read_tables
 from hf.tokenizer import tokenizer_json
-from model import autocast
 from runtime.checkpoint import load_run
+from runtime.device import autocast
 from runtime.errors import UserError
 from sample import generate
 from train import train

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope
-from model import GPT, autocast
+from model import GPT
+from runtime.device import autocast
 from runtime.optimizer import make_optimizer
 
 D = 16

@@ -8,9 +8,10 @@ import torch
 from conftest import every_encoding, every_encoding_slowly, lively, tokens
 
 from attention import Mask
-from model import GPT, autocast
+from model import GPT
 from positions import At, Options
 from positions.temperature import TEMPERATURES
+from runtime.device import autocast
 
 every_temperature = pytest.mark.parametrize("temperature", TEMPERATURES)
 real = pytest.mark.parametrize("temperature", [name for name in TEMPERATURES if name != "none"])

@@ -198,8 +198,8 @@ def check_comparable(runs: Sequence[Run]) -> None:
 def other_targets(a: Run, b: Run, protocol: str, length: int | str) -> UserError:
     """The error of two runs that were measured on different targets, with the flags that differ if known."""
     before, after = (run.settings.get(protocol, {}) for run in (a, b))
-    flags = [f"--{name} {before[name]} and {after.get(name)}" for name in before
-             if before[name] != after.get(name)]
+    flags = [f"{results.flag(name, before[name])} and {results.flag(name, after[name])}"
+             for name in before if name in after and before[name] != after[name]]
     differ = f" ({', '.join(flags)})" if flags else ""
     return UserError(f"runs {a.path} and {b.path}: {protocol} at {length}: different targets{differ}; "
                      "evaluate one of them again, with the flags of the other one and --replace")

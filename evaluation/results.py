@@ -90,10 +90,10 @@ def read_mergeable(path: Path, head: dict[str, Any]) -> Results | None:
     for protocol, settings in head["settings"].items():
         before = earlier.head["settings"].get(protocol, settings)
         if before != settings:
-            flags = " ".join(flag(name, value) for name, value in before.items()
-                             if settings.get(name, value) != value)
             if before.get("longest", 0) < settings.get("longest", 0):   # --longest cannot be below a length
                 raise UserError(f"{path}: holds {protocol} on the targets of a shorter --longest; {remedy}")
+            flags = " ".join(flag(name, value) for name, value in before.items()
+                             if settings.get(name, value) != value)
             raise UserError(f"{path}: holds {protocol} on other targets; give {flags} to measure on the same "
                             f"ones, or {remedy.removeprefix('give ')}")
     return earlier

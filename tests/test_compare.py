@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -531,3 +532,10 @@ def test_wandb_gets_tables_and_pictures_and_may_fail(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", None)
     call(monkeypatch, run, "--out", out, "--wandb", draws=True)
     assert capsys.readouterr().out.count("warning: W&B") == 1
+
+
+def test_different_targets_are_named_by_the_flags_that_eval_takes() -> None:
+    a, b = (SimpleNamespace(path=Path(name), settings={"position": {"longest": n, "length": n}})
+            for name, n in (("a", 256), ("b", 128)))
+    assert ("--longest 256 and --longest 128, --lengths up to 256 and --lengths up to 128"
+            in str(compare.other_targets(a, b, "position", 256)))

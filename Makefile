@@ -12,6 +12,7 @@
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 # make soak      break training again and again, up to an hour -> docs/reliability.md; needs root to mount
 #                small disks
+# make lock      pin what pip finds now for the ranges of pyproject.toml -> constraints.txt; needs the network
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all lint compare bench bench-gpu gallery soak
+.PHONY: train test test-all lint compare bench bench-gpu gallery soak lock
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -60,6 +61,14 @@ soak: .venv/.installed-test
 
 gallery: .venv/.installed
 	$(PY) -m docs.gallery
+
+lock:
+	rm -rf .lock
+	$(PYTHON) -m venv .lock
+	.lock/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	{ grep '^#' constraints.txt; .lock/bin/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > .lock/new
+	mv .lock/new constraints.txt
+	rm -rf .lock
 
 data/stdlib/meta.json: | .venv/.installed
 	$(PY) data/prepare.py stdlib

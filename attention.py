@@ -44,8 +44,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Ma
         if flex.serves(q, encoding, is_masked):
             return flex.attend_flex(q, k, v, encoding, at, mask.flex[mask.window])
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
-    if encoding.has_scores():
-        is_fused = encoding.can_fold and mask.is_causal and mask.in_order and not is_short
+    if encoding.changes_logits():
+        can_fold = encoding.can_fold and not encoding.tau
+        is_fused = can_fold and mask.is_causal and mask.in_order and not is_short
     else:   # except in short bfloat16 training on a CPU, where blocks are faster although they round logits
         is_fused = not (is_short and q.dtype == torch.bfloat16 and torch.is_grad_enabled())
     path = attend_fused if is_fused else attend_in_blocks
@@ -76,7 +77,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     """Explicit softmax in blocks of query rows: T x T logits never exist at once. As in `attend`."""
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
-    n_each = 2 if encoding.has_scores() else 1          # `scores` holds more numbers per logit
+    n_each = 2 if encoding.changes_logits() else 1      # it holds more numbers per logit
     limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
     n_blocks = math.ceil(Tq / max(1, limit // (B * H * Tk)))
     n_rows = math.ceil(Tq / n_blocks)                                   # blocks of equal size
@@ -87,9 +88,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
         logits = q_rotated[:, :, rows] @ k_rotated[:, :, keys].mT       # (B, H, rows, keys)
         unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
         logits = torch.add(unseen, logits, alpha=D**-0.5)               # masked, scaled and fp32, in one pass
-        features = at.features[:, :, keys] if at.features is not None else None
-        block_at = at._replace(q_pos=at.q_pos[:, rows], k_pos=at.k_pos[:, keys], features=features)
-        logits = encoding.scores(logits, q[:, :, rows], k[:, :, keys], block_at)
+        block_at = at.block(rows, keys)
+        logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, keys], block_at)
         weights = logits.softmax(dim=-1).to(v.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)

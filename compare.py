@@ -3,12 +3,13 @@
 Runs that differ only in train.seed become one curve, with mean and standard deviation over seeds. Each
 method of `eval.py --extend` is a separate curve. A curve is named after its encoding; if several curves have
 the same encoding, the config keys that differ follow, or the folder. Each protocol has a table and a picture.
-For protocols with sums of each window there is also the paired gain over the baseline: nats per token on
-identical targets, averaged over seeds first, with a 95 % bootstrap interval over the text (not over seeds).
-Documents are resampled if there are at least 10, because windows of one document are alike; otherwise
-windows are resampled.
+There is also the gain over the baseline on identical targets (nats per token; for probes the difference of
+their numbers), with a 95 % interval that covers how seeds and text vary. Runs of the same seed are paired.
+With one seed the interval covers the text alone. Documents are the units of text if there are at least 5,
+because windows of one document are alike; otherwise windows are. docs/comparing.md explains the intervals.
 
-Writes DIR/report.md, report.html (one file, opens offline), report.csv (every record) and the pictures.
+Writes DIR/report.md, report.html (one file, opens offline), report.csv (every record) and the pictures. A
+report.md that was edited, or that something else wrote, is not overwritten.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from evaluation.comparison import (
     make_tables,
     probe_map,
     read_run,
+    remarks,
+    with_seeds,
     write_csv,
 )
 from evaluation.pictures import draw
-from evaluation.report import html, markdown, to_wandb
+from evaluation.report import check_replaceable, html, markdown, to_wandb
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
@@ -51,25 +54,29 @@ def main() -> None:
     by_label = {curve.label: curve for curve in curves}
     if args.baseline not in (None, *by_label):
         raise UserError(f"--baseline {args.baseline}: no such curve; choose from {', '.join(by_label)}")
-    baseline = by_label[args.baseline] if args.baseline else curves[0]
+    place = list(by_label).index(args.baseline) if args.baseline else 0
+    curves = with_seeds(curves)
+    baseline = curves[place]
     curves.sort(key=lambda curve: (curve is not baseline, curve.extend is not None))    # a stable sort
     L = runs[0].head["seq_len"]
     tables = make_tables(curves, baseline, L)
     maps = [probe_map(measure, curves) for measure in MEASURES if measure.place]
+    notes = remarks(curves, baseline, L)
 
+    check_replaceable(args.out, [*(table.key for table in tables), *(m.key for m in maps)])
     args.out.mkdir(parents=True, exist_ok=True)
     n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     title = f"{n_runs}, trained at L = {L}, evaluated on {runs[0].head['data']}"
     about = {curve.label: [curve.runs[0].config.position.encoding, curve.extend or "",
                            ", ".join(str(run.config.train.seed) for run in curve.runs),
-                           ", ".join(str(run.path) for run in curve.runs)] for curve in curves}
+                           ", ".join(run.name for run in curve.runs)] for curve in curves}
     pictures = draw(tables, [m for m in maps if m.cells], list(about), args.out)
     write_csv(curves, args.out / "report.csv")
-    (args.out / "report.md").write_text(markdown(title, about, tables, pictures), encoding="utf-8")
-    (args.out / "report.html").write_text(html(title, about, tables, pictures), encoding="utf-8")
+    (args.out / "report.md").write_text(markdown(title, notes, about, tables, pictures), encoding="utf-8")
+    (args.out / "report.html").write_text(html(title, notes, about, tables, pictures), encoding="utf-8")
     if args.wandb:
         to_wandb(args.out, baseline.runs[0].config, tables, pictures)
-    print(f"{title}: {len(curves)} curves, compared with {baseline.label}")
+    print(f"{title}: {len(curves)} curves, compared with {baseline.label}", *notes, sep="\n")
     print(f"wrote {args.out}/report.md, report.html, report.csv and {len(pictures)} pictures")
 
 

@@ -8,7 +8,6 @@ are reported all at once. runtime/toml.py reads TOML; runtime/schema.py puts pyd
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -16,21 +15,21 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
 from positions import ENCODINGS, Encoding, Options
-from positions.scaling import SCALINGS
 from runtime import toml
 from runtime.errors import UserError, did_you_mean, shortened
-from runtime.schema import Section, checked, describe_choice, explain_all
+from runtime.schema import Section, checked, explain_all
 
-RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-Pretrained = Callable[[str], toml.Tables | None]    # a Hugging Face folder -> its tables; another -> None
+RUN_DIR = re.compile(r"([^\0]*/)?[A-Za-z0-9._-]{1,100}/*")
+MOST_LAYERS, MOST_CHANNELS, MOST_TOKENS = 10_000, 1_000_000, 100_000_000    # more are a typo
+Pretrained = Callable[[str], toml.Tables | None]    # a run or Hugging Face folder -> its tables; else None
 
 
 class RunConfig(Section):
     """The run's folder, and how often it logs, validates and saves."""
 
     dir: str = Field("", description="folder of the run, FOLDER/NAME (default: runs/<name of the config "
-                                     "file>). NAME has 1 to 100 of A-Z a-z 0-9 . _ -; FOLDER has no '..'. "
-                                     "Links that lead out of FOLDER are refused")
+                                     "file>). NAME has 1 to 100 of A-Z a-z 0-9 . _ -; FOLDER has no '..' or "
+                                     "'~'. Links that lead out of FOLDER are refused")
     log_every: int = Field(10, ge=1, description="steps between lines on the screen and in metrics.jsonl")
     eval_every: int = Field(250, ge=1, description="steps between validations")
     save_every: int = Field(250, ge=1, description="steps between checkpoints; the last step is saved too")
@@ -46,10 +45,13 @@ class DataConfig(Section):
     mixture: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(
         {}, description='shares of the training windows from other corpora, such as { "data/books" = 0.3 }; '
                         "data.dir provides the remaining share, and all validation windows")
+    mixture_only: int = Field(
+        0, ge=0, description="first steps, in which all windows come from the mixture's corpora alone")
     cross_documents: Literal["attend", "mask", "never"] = Field(
         "attend", description="windows with several documents. attend: attention crosses them (nanoGPT); "
-                              "mask: it stays within each, and positions continue; never: windows are within "
-                              "one document, so documents shorter than seq_len + 1 are skipped")
+                              "mask: it stays within each, positions continue; never: windows are within "
+                              "one document, and documents shorter than seq_len + 1 are skipped")
+    bos: bool = Field(False, description="the separator replaces the first input token of each window")
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -59,22 +61,28 @@ class DataConfig(Section):
                                  f"got {sum(self.mixture.values()):g}")
         elif Path(self.dir).resolve() in {Path(name).resolve() for name in self.mixture}:
             broken["mixture"] = f"{self.dir} is data.dir, which provides the rest; name other corpora"
+        if self.mixture_only and not self.mixture:
+            broken["mixture_only"] = "needs other corpora; name them in data.mixture"
         return checked(self, broken)
 
 
 class ModelConfig(Section):
     """The transformer: its size, its block and its attention."""
 
-    n_layer: int = Field(4, ge=1, description="layers")
-    n_head: int = Field(4, ge=1, description="attention heads; must divide n_embd unless head_dim is set")
+    n_layer: int = Field(4, ge=1, le=MOST_LAYERS, description="layers")
+    n_head: int = Field(
+        4, ge=1, le=MOST_CHANNELS, description="attention heads; must divide n_embd unless head_dim is set")
     n_kv_head: int | None = Field(
         None, ge=1, description="heads of keys and values, each shared by n_head / n_kv_head query heads "
                                 "(grouped-query attention; 1: multi-query). Default: n_head")
-    head_dim: int | None = Field(None, ge=1, description="channels of a head (default: n_embd / n_head)")
-    n_embd: int = Field(256, ge=1, description="width of the residual stream")
+    head_dim: int | None = Field(
+        None, ge=1, le=MOST_CHANNELS, description="channels of a head (default: n_embd / n_head)")
+    n_embd: int = Field(256, ge=1, le=MOST_CHANNELS, description="width of the residual stream")
     n_hidden: int | None = Field(
-        None, ge=1, description="MLP width (default: 4 n_embd; for swiglu 8/3 n_embd, to a multiple of 64)")
-    vocab_size: int | None = Field(None, ge=2, description="size of the vocabulary (default: the corpus's)")
+        None, ge=1, le=MOST_TOKENS, description="MLP width (default: 4 n_embd; for swiglu 8/3 n_embd, to a "
+                                                "multiple of 64)")
+    vocab_size: int | None = Field(
+        None, ge=2, le=MOST_TOKENS, description="size of the vocabulary (default: the corpus's)")
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before each sublayer")
     norm_eps: float = Field(1e-5, gt=0, lt=1, description="added to the variance under the root")
     mlp: Literal["swiglu", "gelu", "gelu_exact", "relu2"] = Field(
@@ -86,8 +94,8 @@ class ModelConfig(Section):
     full_every: int = Field(
         0, ge=0, description="k: layers k, 2k, 3k ... (counted from 1) have no window (Cohere2: 4). 0: none")
     flex: bool = Field(
-        False, description="on CUDA, use FlexAttention for windows, packed documents and biases by distance; "
-                           "not with dropout or train.pose_length")
+        False, description="on CUDA, use FlexAttention for windows, packed documents, biases by distance and "
+                           "position.scale_invariant; not with dropout or train.pose_length")
     qk_norm: bool = Field(False, description="RMSNorm of each head's q and k before their product")
     dropout: float = Field(0.0, ge=0, lt=1, description="of embeddings, attention and sublayer outputs")
 
@@ -114,32 +122,30 @@ class TrainConfig(Section):
     steps: int = Field(1000, ge=1, description="optimiser steps in total")
     batch_size: int = Field(32, ge=1, description="sequences per step")
     accumulate: int = Field(1, ge=1, description="micro-batches per step, to save memory; divides batch_size")
-    seq_len: int = Field(256, ge=2, description="tokens per sequence: the training length L")
+    seq_len: int = Field(256, ge=2, le=MOST_TOKENS, description="tokens per sequence: the training length L")
     init_from: str = Field(
-        "", description="a run whose weights initialise this one, such as runs/quick; a longer seq_len "
-                        "fine-tunes them. Or a Hugging Face folder, which also provides [model], "
-                        "[position] and seq_len where the config does not set them")
+        "", description="a run or a Hugging Face folder whose weights initialise this run, such as "
+                        "runs/quick. It also provides [model], [position] and seq_len where the config "
+                        "does not set them; a longer seq_len fine-tunes the weights")
     pose_length: int | None = Field(
         None, ge=2, description="PoSE: each sequence skips positions once, at random, so that its seq_len "
                                 "tokens spread over this many (default: no skip). At least seq_len")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the initialisation, data order and dropout")
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: Muon for the matrices of the layers, AdamW for the rest; it needs fewer "
-                             "but slightly slower steps. Its updates are scaled to the size of AdamW's, so "
-                             "lr and weight_decay suit both")
+        "adamw", description="muon: Muon for the matrices of the layers, AdamW for the rest; fewer, slower "
+                             "steps. Its updates have the size of AdamW's: lr and weight_decay suit both")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end; at most lr")
     warmup: int = Field(100, ge=0, description="steps of linear warm-up")
     schedule: Literal["cosine", "wsd"] = Field(
         "cosine", description="after the warm-up: cosine to min_lr, or wsd: constant, then linear to min_lr")
     decay: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which lr decays")
-    weight_decay: float = Field(0.1, ge=0, description="of matrices only")
+    weight_decay: float = Field(0.1, ge=0, description="of matrices only, not of the encoding's")
     beta1: float = Field(0.9, ge=0, lt=1, description="of AdamW; Muon's momentum, in long runs often 0.95")
     beta2: float = Field(0.95, ge=0, lt=1, description="of AdamW")
     grad_clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: no limit")
     max_bad_steps: int = Field(
-        5, ge=1, description="steps in a row with a NaN or infinite loss or gradient after which training "
-                             "stops. Each is skipped: one batch may be odd, five mean a broken model")
+        5, ge=1, description="steps in a row with a NaN or infinite loss or gradient that end training")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there is a GPU")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of matrix products (weights stay fp32). auto: bfloat16 if the chip supports it")
@@ -147,7 +153,7 @@ class TrainConfig(Section):
         "auto", description="torch.compile. auto: on CUDA, and on a CPU if the run is long enough")
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp", description="among the processes of torchrun. ddp: each holds the whole model. fsdp: each "
-                           "holds a shard of it (FSDP2), for models that do not fit into one GPU")
+                           "holds a shard of it (FSDP2)")
     val_windows: int = Field(
         64, ge=0, description="validation windows of seq_len, evenly spaced and always the same; 0: all")
 
@@ -181,11 +187,12 @@ class Config(Section):
         if encoding not in ENCODINGS:
             hint = did_you_mean(encoding, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
             return checked(keys, {"encoding": f"unknown encoding {shortened(encoding)}{hint}"})
-        position = ENCODINGS[encoding].Options.model_validate(keys)
+        kind = ENCODINGS[encoding]
+        position = kind.Options.model_validate({"lr_scale": kind.lr_scale} | keys)
         if model is None:       # [model] is invalid, so there is nothing to check against
             return position
         broken = position.problems(model.n_embd, model.head_width)
-        if not ENCODINGS[encoding].acts_in_layers():
+        if not kind.acts_in_layers():
             broken |= {key: f"{encoding} does not act in layers; remove this key"
                        for key in ("layers", "skip_every")
                        if getattr(position, key) != Options.model_fields[key].default}
@@ -196,18 +203,19 @@ class Config(Section):
 
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
-KINDS = {"position": ("encoding", Options.model_fields)}    # a change of encoding drops the old one's options
+# a change of encoding drops the old one's options, and lr_scale, which has a default for each encoding
+KINDS = {"position": ("encoding", set(Options.model_fields) - {"lr_scale"})}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (),
                 pretrained: Pretrained | None = None) -> Config:
     """Read a TOML file, the files that it extends, and overrides. Raises one UserError with all problems.
 
-    If train.init_from names a Hugging Face folder, the tables that `pretrained` returns for it are defaults
-    that the config's own keys override. The config.toml of a run is complete: it needs no `pretrained`.
+    If train.init_from names a run or a Hugging Face folder, the tables that `pretrained` returns for it are
+    defaults that the config's own keys override. The config.toml of a run is complete and needs none.
     """
     problems: list[str] = []
-    default: toml.Tables = {"run": {"dir": f"runs/{Path(path).stem}"}}
+    default: toml.Tables = {"run": {"dir": f"runs/{Path(path).name.removesuffix('.toml')}"}}
     layers = [toml.Layer("(default, after the config's file name)", default),
               *toml.read_layers(Path(path), problems), toml.read_overrides(overrides, problems)]
     if pretrained:
@@ -215,9 +223,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     tables, origin = toml.merge(layers, KINDS)
     run_dir = tables["run"]["dir"]
     if isinstance(run_dir, str) and not is_run_dir(run_dir):
-        problems.append(f"run.dir {origin['run.dir']}: must be FOLDER/NAME without '..', where NAME has 1 to "
-                        f"100 of A-Z a-z 0-9 . _ -, got {shortened(run_dir)}; try run.dir=runs/first")
+        problems.append(f"run.dir {origin['run.dir']}: must be FOLDER/NAME without '..' or '~'; NAME has "
+                        f"1 to 100 of A-Z a-z 0-9 . _ -, got {shortened(run_dir)}; try run.dir=runs/first")
     return _resolve(tables, origin, problems, f"in {path}")
+
+
+def config_and_overrides(first: str | None, others: Sequence[str]) -> tuple[str, list[str]]:
+    """The config file, which may stand anywhere, and the overrides of a command line. Raises UserError."""
+    words = [first, *others] if first is not None else []
+    path = next((word for word in words if not toml.OVERRIDE.match(word)), None)
+    if path is None:
+        raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
+    words.remove(path)
+    return path, words
 
 
 def config_from(tables: toml.Tables, where: str) -> Config:
@@ -226,12 +244,12 @@ def config_from(tables: toml.Tables, where: str) -> Config:
 
 
 def is_run_dir(path: str) -> bool:
-    """Whether the path is FOLDER/NAME with a plain name, and cannot lead out of FOLDER."""
-    return bool(RUN_NAME.fullmatch(Path(path).name)) and ".." not in Path(path).parts and "\0" not in path
+    """Whether the path is FOLDER/NAME with a plain name, cannot lead out of FOLDER, and needs no shell."""
+    return bool(RUN_DIR.fullmatch(path) and Path(path).name) and not {"..", "~"} & {*Path(path).parts}
 
 
 def _pretrained_layer(layers: list[toml.Layer], pretrained: Pretrained, problems: list[str]) -> toml.Layer:
-    """The tables of the Hugging Face folder that train.init_from names; empty if it names none."""
+    """The tables of the folder that train.init_from names; empty if it names none."""
     tables, origin = toml.merge(layers, KINDS)
     folder = tables.get("train", {}).get("init_from")
     if not isinstance(folder, str) or not folder:
@@ -240,7 +258,7 @@ def _pretrained_layer(layers: list[toml.Layer], pretrained: Pretrained, problems
         problems.append(f"train.init_from {origin['train.init_from']}: no folder {shortened(folder)}; give a "
                         "run or a Hugging Face folder")
     try:
-        return toml.Layer(f"in {folder}/config.json", pretrained(folder) or {})
+        return toml.Layer(f"in {folder}", pretrained(folder) or {})
     except UserError as error:
         problems += error.problems
         return toml.Layer("", {})
@@ -277,24 +295,3 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
         lines += [f"{section}.{key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}"
                   for key in (["encoding"] if "encoding" in keys else keys)]
     return lines
-
-
-def help_text(topic: str | None = None) -> str:
-    """What `train.py --help [TOPIC]` prints; a topic is a section, encoding, scaling method or "all"."""
-    topics = {name: describe_choice(f"[{name}]", schema, schema) for name, schema in SECTIONS.items()}
-    for name, encoding in ENCODINGS.items():
-        topics[name] = describe_choice(name, encoding, encoding.Options, Options.model_fields)
-        topics[name] += ["the keys that all encodings share: --help position"]
-    topics |= {name: describe_choice(name, scaling, scaling) for name, scaling in SCALINGS.items()}
-    topics["all"] = [line for lines in topics.values() for line in [*lines, ""]]
-    if topic in topics:
-        return "\n".join(topics[topic])
-    if topic is not None:
-        hint = did_you_mean(topic, topics) or "; --help lists the topics"
-        raise UserError(f"--help {shortened(topic)}: unknown topic{hint}")
-    return "\n".join([
-        "sections of a config (set a key in CONFIG.toml, or by section.key=value on the command line):",
-        *(f"  {topics[section][0]}" for section in SECTIONS),
-        "", "encodings (position.encoding):", textwrap.indent(textwrap.fill(", ".join(ENCODINGS)), "  "),
-        "", "scaling methods of rotary encodings (position.scaling):", f"  {', '.join(SCALINGS)}",
-        "", "keys with type, default and meaning: --help SECTION|ENCODING|METHOD|all, such as --help train"])

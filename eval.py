@@ -18,50 +18,64 @@ As in training, a window begins anywhere in a document, and no token is added be
               token: positive where more context helps, 0 where it is ignored, negative where it breaks the
               model. Kazemnejad et al. 2023, arXiv:2305.19466, appendix F.
   position    Loss by position in one forward pass over the longest windows: shows where the model breaks.
-  repeat, copy, passkey   Probes: does the model use distant context, or only survive it? A passage of the
-              text, or of shuffled tokens, occurs twice; or five digits are hidden in filler and asked for.
+  repeat, copy   Probes: does the model use distant context, or only survive it? A passage of the text, or of
+              shuffled tokens, occurs twice.
+  passkey, needle, multi_key, multi_query, multi_value, variables   Probes of a model that was trained to
+              answer: facts are hidden in filler text, and asked for. "needles" stands for the middle four.
+  copying, reversal, sorting, addition, parity, flip_flop   Probes of a model that was trained on up to L/4
+              symbols, with a quarter of each length. An answer is correct if each of its tokens ranks first,
+              given the right tokens before it. docs/probes.md describes all of these.
 
 Each --extend METHOD[:key=value,...] adds a curve of the same model under a method that extends its context;
 METHOD+METHOD applies both. Every forward pass computes the whole window; no keys are cached.
 `torchrun --nproc_per_node=N eval.py RUN ...` divides the windows among N processes; the sums stay the same.
 
-Writes RUN/eval/DATA.json (records), .npz (sums of each window) and .png (picture). A second call adds its
-records to that file, or replaces those of the same method, protocol and length. Both must have the same
-targets: the same text, checkpoint and --seed and, for each protocol that both measure, the same --longest,
---targets, --windows, --tokens and --stride where the protocol depends on them. Otherwise eval.py refuses
-before it computes anything: give --json FILE to write another file, or --replace. The longest length decides
-which documents and targets are used, so to add shorter lengths later, pass the earlier longest one with
---longest.
+Writes RUN/eval/DATA.json (records, and of which checkpoint), .npz (sums of each window) and .png (picture). A
+second call adds its records to that file, or replaces those of the same method, protocol and length. Both
+must have the same targets: the same text, checkpoint, dtype and --seed and, for each protocol that both
+measure, the same --longest, --targets, --windows, --tokens and --stride where the protocol depends on them.
+Otherwise eval.py refuses before it computes anything: give --json FILE to write another file, or --replace.
+The longest length decides which documents and targets are used, so to add shorter lengths later, pass the
+earlier longest one with --longest.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
+from data.loader import read_meta
+from data.tasks import ALGORITHMS, RETRIEVAL, TASKS
 from evaluation import results
 from evaluation.extension import describe_extensions
 from evaluation.pictures import draw_evaluation
 from evaluation.protocols import DEFAULT_PROTOCOLS, PROBES, PROTOCOLS, Evaluation, Settings, open_extensions
 from evaluation.show import table
-from evaluation.windows import Text, choose_lengths, open_text
+from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from runtime import parallel
-from runtime.checkpoint import load_run
+from runtime.checkpoint import open_run, weights_sha256
 from runtime.command import argument_parser, run_command
+from runtime.device import dtype_name
 from runtime.errors import UserError
+from runtime.parallel import Process
+
+TESTED_BY = {name: task.protocols for name, task in TASKS.items() if task.protocols}
+MOST_SYMBOLS = 8        # algorithms: the default lengths have up to as many times the symbols of training
 
 
 def parse_arguments() -> argparse.Namespace:
-    known = ",".join((*PROTOCOLS, *PROBES))
+    known = ",".join((*PROTOCOLS, *PROBES, "needles"))
     parser = argument_parser(__doc__ or "", describe_extensions())
     parser.add_argument("run", metavar="RUN", help="a folder made by train.py, or a Hugging Face folder")
     parser.add_argument("--lengths", help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L)")
-    parser.add_argument("--protocol", default=",".join(DEFAULT_PROTOCOLS),
-                        help=f"from {known} (default %(default)s)")
+    parser.add_argument("--protocol", help=f"from {known} (default {','.join(DEFAULT_PROTOCOLS)}; for a run "
+                        "that was trained on a task, the protocols of that task)")
     parser.add_argument("--extend", action="append", default=[], metavar="METHOD",
                         help="also measure under a method that extends the context; may be repeated")
     parser.add_argument("--skip-unfit", action="store_true",
@@ -74,8 +88,8 @@ def parse_arguments() -> argparse.Namespace:
                         "many tokens before them (default: the longest of --lengths and L)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
     parser.add_argument("--windows", type=int, default=32,
-                        help="fixed, position, repeat, copy: number of windows; passkey: a quarter of it "
-                        "(default 32)")
+                        help="fixed, position, repeat, copy: number of windows; algorithms: trials; passkey, "
+                        "needles, variables: trials at each depth are a quarter of it (default 32)")
     parser.add_argument("--tokens", type=int, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=int, help="sliding: S in tokens (default a quarter of each length)")
@@ -83,18 +97,31 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
     args = parser.parse_args()
-    for protocol in args.protocol.split(","):
-        if protocol not in (*PROTOCOLS, *PROBES):
+    for protocol in args.protocol.split(",") if args.protocol is not None else ():
+        if protocol not in (*PROTOCOLS, *PROBES, *TESTED_BY):
             raise UserError(f"--protocol {protocol}: unknown; choose from {known}")
+    if args.json and args.json.suffix != ".json":       # .npz and .png are written beside it
+        raise UserError(f"--json {args.json}: must end in .json, such as {args.json}.json")
     return args
 
 
-def choose_settings(args: argparse.Namespace, L: int, text: Text) -> Settings:
+def choose_protocols(wanted: str | None, run: str) -> list[str]:
+    """The protocols of --protocol, where a task stands for its own; or the default for this run."""
+    meta = Path(run) / "corpus.json"
+    task = (read_meta(meta).get("task") or {}).get("name") if wanted is None and meta.exists() else None
+    names = wanted.split(",") if wanted else [task] if task in TESTED_BY else DEFAULT_PROTOCOLS
+    return list(dict.fromkeys(protocol for name in names for protocol in TESTED_BY.get(name, [name])))
+
+
+def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text: Text) -> Settings:
     """The arguments with their defaults for this training length and text. Raises UserError."""
-    lengths = choose_lengths(args.lengths, L, text)
-    needed, available = max(*lengths, L), max(map(len, text.documents)) - 1
+    generated = 0                               # if no protocol needs the text: the largest multiple of L
+    if set(protocols) <= {*RETRIEVAL, *ALGORITHMS}:
+        generated = MOST_SYMBOLS if set(protocols) & set(ALGORITHMS) else MULTIPLES[-1]
+    lengths = choose_lengths(args.lengths, L, text, generated)
+    needed, available = max(*lengths, L), max(map(len, text.documents), default=0) - 1
     longest = needed if args.longest is None else args.longest
-    if not needed <= longest <= available:
+    if not generated and not needed <= longest <= available:
         raise UserError(f"--longest {longest}: must be in {needed} ... {available}, from the longest of "
                         f"--lengths and L to the longest document of {text.name}")
     targets = max(1, min(256, L // 4)) if args.targets is None else args.targets
@@ -103,35 +130,60 @@ def choose_settings(args: argparse.Namespace, L: int, text: Text) -> Settings:
         raise UserError(f"--targets {targets} --windows {args.windows} --tokens {args.tokens} --stride "
                         f"{args.stride} --seed {args.seed}: must be positive, the seed at least 0, and "
                         f"--targets at most the shortest length, {min(lengths)}")
-    return Settings(args.protocol.split(","), lengths, longest, targets, args.windows, args.tokens,
+    return Settings(protocols, lengths, longest, targets, args.windows, args.tokens,
                     args.stride, args.seed)
 
 
 def main() -> None:
     args = parse_arguments()
     process = parallel.start_evaluation()
-    model, config, tokenizer = load_run(args.run)
+    run = open_run(args.run)
+    model, config, tokenizer = run[:3]
     encoding, L = config.position.encoding, config.train.seq_len
-    text = open_text(args.data, config.data.dir, tokenizer)
-    settings = choose_settings(args, L, text)
+    protocols = choose_protocols(args.protocol, args.run)
+    needs_text = not set(protocols) <= {*RETRIEVAL, *ALGORITHMS}
+    text = Text("tasks", []) if not (needs_text or args.data or config.data.dir) else \
+        open_text(args.data, config.data.dir, tokenizer, run.corpus)
+    settings = choose_settings(args, protocols, L, text)
     extends = open_extensions(args.extend, model, config, settings.lengths, args.skip_unfit)
     evaluation = Evaluation(model, config, tokenizer, text, settings, extends, process)
     if not evaluation.possible:
-        raise UserError(f"--lengths {args.lengths}: {encoding} ends at {model.encoding.max_length} "
+        raise UserError(f"--lengths {args.lengths}: {encoding} ends at {model.active().max_length} "
                         "positions; give a shorter one")
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
-            "data": text.name, "data_sha256": text.sha256(), "weights_sha256": results.weights_sha256(model),
+            "data": text.name, "data_sha256": text.sha256(), "weights_sha256": weights_sha256(model),
+            **run.origin(), "dtype": dtype_name(config.train, next(model.parameters()).device),
             "seed": settings.seed, "settings": evaluation.deciding()}
+    # such as another checkpoint, while the run is being trained
+    parallel.require_agreement(process, {**head, "lengths": settings.lengths, "extend": args.extend})
+    measured = "generated documents"
+    if needs_text:
+        n_documents = len(evaluation.text.documents)
+        measured = f"{text.name}: {n_documents} documents of more than {settings.longest} tokens"
+    with nullcontext() if process.rank else results.claimed(path):
+        measure(args, path, head, evaluation, process, text, measured)
+
+
+def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluation: Evaluation,
+            process: Process, text: Text, measured: str) -> None:
+    """Evaluate what `measured` says; print the table and write the files, merged with what they hold."""
+    encoding, L, name = head["encoding"], head["seq_len"], head["data"]
     earlier = None if args.replace else results.read_mergeable(path, head)
-    print(f"{args.run}: {encoding}, trained at L = {L}, on {text.name}: {len(evaluation.text.documents)} "
-          f"documents of more than {settings.longest} tokens", flush=True)
+    trained = f"{encoding}, {'dropped, ' if evaluation.model.is_dropped else ''}trained at L = {L}"
+    print(f"{args.run}: {trained}, on {measured}", flush=True)
     records = evaluation.run()
+    if not records:
+        raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: too short for "
+                        f"{', '.join(evaluation.settings.protocols)}; nothing was measured, give longer ones")
+    if text.sha256() != head["data_sha256"]:
+        raise UserError(f"data {text.name}: was overwritten during the evaluation; nothing was written, "
+                        "evaluate again")
     parallel.shut_down()
     if process.rank:
         return
     print("\n".join(table(records, evaluation.lengths, L)))
-    limit = model.encoding.max_length
+    limit = evaluation.model.active().max_length
     if limit and limit < max(evaluation.lengths):
         print(f"{encoding} is not defined beyond position {limit - 1}: empty cells")
     found = results.Results(head, records, evaluation.per_window)
@@ -139,8 +191,7 @@ def main() -> None:
         print(f"added to the {len(earlier.records)} records of {path}")
         found = results.merge(earlier, found)
     results.write(path, found)
-    title = f"{encoding}, trained at L = {L}, evaluated on {text.name}"
-    draw_evaluation(found.records, title, L, path.with_suffix(".png"))
+    draw_evaluation(found.records, f"{trained}, evaluated on {name}", L, path.with_suffix(".png"))
     print(f"wrote {path}, .npz and .png")
 
 

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # no traceback if Ctrl-C comes during the slow imports
 
 from hf.export import export
-from runtime.checkpoint import load_run
+from runtime.checkpoint import open_run
 from runtime.command import argument_parser, run_command
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train.py made")
     parser.add_argument("out", metavar="OUT_DIR", type=Path, help="the folder to write; must be new or empty")
     args = parser.parse_args()
-    architecture = export(args.run, args.out, *load_run(args.run))
+    architecture = export(args.run, args.out, *open_run(args.run)[:4])
     print(f"wrote {args.out}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")
 
 

@@ -48,6 +48,15 @@ def encoded_layers(config: Config) -> set[int]:
             if not is_every(config.position.skip_every, layer)}
 
 
+def is_dropped(config: Config, step: int) -> bool:
+    """Whether position.drop_at has removed the encoding after `step` steps. DroPE, arXiv:2512.12167.
+
+    If it is below 1, at least the last step is trained without the encoding.
+    """
+    share, steps = config.position.drop_at, config.train.steps
+    return share < 1 and step >= min(round(share * steps), steps - 1)
+
+
 def make_norm(config: ModelConfig) -> nn.Module:
     """RMSNorm or LayerNorm over C."""
     if config.norm == "rmsnorm":
@@ -113,13 +122,14 @@ class Attention(nn.Module):
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
                    for p in (self.q, self.k, self.v))                   # (B, H, T, D), (B, G, T, D) twice
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        if temperature is not None:
-            q = (q * temperature).to(q.dtype)
+        if temperature is not None and not encoding.applies_temperature:
+            q, temperature = (q * temperature).to(q.dtype), None
         features = encoding.features(x, at.layer)                       # (B, H, T, F) or None
         if cache is not None:
             k, v, *rest = cache.append(at.layer, [k, v] if features is None else [k, v, features])
             features = rest[0] if rest else None                        # (B, G or H, Tk, ...) each
-        at, mask = at._replace(features=features), mask._replace(is_causal=self.is_causal, window=self.window)
+        at = at._replace(features=features, temperature=temperature)
+        mask = mask._replace(is_causal=self.is_causal, window=self.window)
         y = attend(q, k, v, encoding, at, mask, self.dropout if self.training else 0.0)     # (B, H, T, D)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -183,6 +193,7 @@ class GPT(nn.Module):
         self.encoding = ENCODINGS[config.position.encoding](shape, config.position)
         self.encoded_layers = encoded_layers(config)
         self.no_encoding: Encoding = NoPE(shape, config.position)
+        self.is_dropped = is_dropped(config, 0)         # set it after training, or when a run is loaded
         self.temperature = TEMPERATURES[config.position.temperature](shape)
 
     def _init_weights(self) -> None:
@@ -194,6 +205,10 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=residual_std if is_last else 0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
+
+    def active(self) -> Encoding:
+        """The encoding, unless it was dropped."""
+        return self.no_encoding if self.is_dropped else self.encoding
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""
@@ -212,14 +227,15 @@ class GPT(nn.Module):
         assert cache is None or documents is None
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
-        tables, temperatures = self.encoding.tables(q_pos, k_pos), self.temperature(q_pos)
+        active, temperatures = self.active(), self.temperature(q_pos)
+        tables = active.tables(q_pos, k_pos)
         mask = Mask(documents=documents, in_order=positions is None)
         if self.flex and positions is None and cache is None and tokens.device.type in flex.DEVICES:
             windows = {m.window for m in self.modules() if isinstance(m, Attention)}
             mask = mask._replace(flex=flex.block_masks(windows, tokens.shape[1], documents, tokens.device))
-        x = self.dropout(self.encoding.embed(self.embedding(tokens), q_pos))        # (B, T, C)
+        x = self.dropout(active.embed(self.embedding(tokens), q_pos))   # (B, T, C)
         for layer, block in enumerate(self.blocks):
-            encoding = self.encoding if layer in self.encoded_layers else self.no_encoding
+            encoding = active if layer in self.encoded_layers else self.no_encoding
             x = block(x, encoding, At(q_pos, k_pos, layer, tables), mask, temperatures[layer], cache)
         return self.norm(x)
 
@@ -233,7 +249,7 @@ class GPT(nn.Module):
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
         """The given positions, or those that follow the cache's, (1 or B, T) or (1 or B, T, A); checked."""
-        limit, name = self.encoding.max_length, type(self.encoding).__name__
+        limit, name = self.active().max_length, type(self.active()).__name__
         if positions is None:
             first = cache.next_position() if cache is not None else 0
             last = first + tokens.shape[1] - 1
@@ -251,8 +267,9 @@ class GPT(nn.Module):
             raise ValueError(f"give a position for each of the tokens {tuple(tokens.shape)}, got {shape}")
         if positions.is_floating_point():
             raise ValueError(f"{name} takes integer positions, got {positions.dtype}")
-        if len(shape) == 3 and type(self.temperature) is not Temperature:
-            raise ValueError(f"positions must have one axis under position.temperature, got {shape}")
+        if len(shape) == 3 and (type(self.temperature) is not Temperature or self.encoding.tau):
+            raise ValueError("positions must have one axis under position.temperature and "
+                             f"position.scale_invariant, got {shape}")
         if cache is not None and cache.positions is not None and cache.positions.dim() != len(shape):
             raise ValueError(f"the cache's positions are {tuple(cache.positions.shape)}: give positions= "
                              f"with as many axes at each step, got {shape}")

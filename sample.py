@@ -26,11 +26,15 @@ def stream(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, 
     """Continue tokens (1, T) by n_tokens: yield each one, (1, 1), then decode it with a key-value cache.
 
     Draws from softmax(logits / temperature) over the top_k most likely; temperature 0 takes the most likely.
+    Raises UserError if logits are not finite.
     """
     generator = torch.Generator(tokens.device).manual_seed(seed)
     cache = model.new_cache()
     for _ in range(n_tokens):
         logits = model.logits(model.hidden(tokens, cache=cache)[:, -1]).float()         # (1, V)
+        if not logits.isfinite().all():
+            raise UserError("the model's logits are NaN or infinite, so it has no probabilities; give a run "
+                            "that did not diverge")
         if temperature == 0:
             tokens = logits.argmax(dim=-1, keepdim=True)
         else:
@@ -69,12 +73,15 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
     args = parser.parse_args()
-    if args.tokens < 1 or args.temperature < 0 or (args.top_k is not None and args.top_k < 1):
-        raise UserError("--tokens and --top-k must be at least 1 and --temperature at least 0, got "
-                        f"{args.tokens}, {args.top_k} and {args.temperature}")
+    if args.tokens < 1 or (args.top_k is not None and args.top_k < 1):
+        raise UserError(f"--tokens and --top-k must be at least 1, got {args.tokens} and {args.top_k}")
+    if args.temperature and not 1e-4 <= args.temperature <= 1e4:        # NaN fails too
+        raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: must be 0 ... 2^63 - 1")
     model, config, tokenizer = load_run(args.run)
     prompt = [tokenizer.eot, *tokenizer.encode(args.prompt.encode()).tolist()]
-    limit = model.encoding.max_length
+    limit = model.active().max_length
     if limit and len(prompt) + args.tokens > limit + 1:     # the last token is drawn, but not fed
         raise UserError(f"--tokens {args.tokens}: {config.position.encoding} ends at {limit} positions and "
                         f"the prompt takes {len(prompt)}; ask for at most {max(0, limit + 1 - len(prompt))}")
@@ -86,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, needs_output=True)

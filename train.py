@@ -4,8 +4,9 @@ The same command resumes an unfinished run exactly; for a finished run it prints
 holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
 `torchrun --nproc_per_node=N train.py CONFIG.toml` trains with N processes, each on its own device.
 Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 128 + n stopped by signal n after saving:
-130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1. Slurm can send a signal before its time limit: sbatch --signal=USR1@60;
-TERM@60 under torchrun, which does not forward USR1.
+129 SIGHUP (a lost terminal), 130 Ctrl-C, 131 SIGQUIT, 138 SIGUSR1, 140 SIGUSR2, 143 SIGTERM, 152 SIGXCPU.
+Slurm can send a signal before its time limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not
+forward USR1.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from config import Config, TrainConfig, help_text, load_config, to_toml
+from config import Config, TrainConfig, config_and_overrides, to_toml
 from data.loader import Corpus, number_documents
 from data.tokenizer import byte_lengths, tokenizer_of
-from hf.pretrained import pretrained_tables
-from model import GPT
+from hf.pretrained import resolve_config
+from model import GPT, is_dropped
 from runtime import checkpoint, parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast, keep_freed_memory, pick_device, should_compile, to_device
+from runtime.device import autocast, keep_freed_memory, make_model, pick_device, should_compile, to_device
 from runtime.errors import UserError
 from runtime.files import finite
+from runtime.folder import RunFolder, claimed
+from runtime.help import help_text
 from runtime.log import Log
-from runtime.optimizer import make_optimizer, skips_on_device
+from runtime.loss import IGNORED
+from runtime.optimizer import make_optimizer, set_learning_rate, skips_on_device
 from runtime.parallel import Process
 from runtime.progress import Diverged, Run
-from runtime.run import describe, is_finished, make_run, read_summary, with_vocabulary, write_summary
-from runtime.signals import Stopped, defer_signals, interrupt_at_once
+from runtime.run import describe, is_finished, make_run, open_corpus, read_summary, resume, write_summary
+from runtime.signals import Stopped, deferred_signals
 
 VAL_TOKENS = 16_384         # most tokens in a validation batch
 
@@ -50,6 +54,7 @@ def training_loop(run: Run, stop: Sequence[int]) -> None:
     intervals = config.run.eval_every, config.run.log_every, config.run.save_every
     runs_ahead = skips_on_device(optimizer, process.device)
     for step in range(run.state["step"], t.steps + 1):          # the number of updates made so far
+        run.model.is_dropped = is_dropped(config, step)
         signal_number = parallel.any_signal(process, stop)
         is_eval, is_log, is_save = (is_due(step, every, t) for every in intervals)
         # state["step"] lags behind `step` while a GPU runs ahead; a resume may owe the line of a skipped step
@@ -69,19 +74,19 @@ def training_loop(run: Run, stop: Sequence[int]) -> None:
             raise Stopped(signal_number)
 
         lr = learning_rate(step, t)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(optimizer, lr)
         torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)    # for dropout
         model.train()
         optimizer.zero_grad(set_to_none=True)
         losses = []
-        for part, (x, y, positions, documents) in enumerate(micro_batches(run.corpus, config, process, step)):
+        batch = enumerate(micro_batches(run.corpus, config, process, step))
+        for part, (x, y, positions, documents, n_parts) in batch:
             if process.world_size == 1 and stop:                # several would have to agree on it
                 run.read_metrics()
                 raise Stopped(stop[0])
             parallel.sync_gradients(model, is_on=part == t.accumulate - 1)
             with autocast(t, process.device):
-                loss = model(x, y, positions, documents=documents) / t.accumulate
+                loss = model(x, y, positions, documents=documents) / n_parts
             loss.backward()
             losses.append(loss.detach())
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
@@ -101,20 +106,24 @@ def is_due(step: int, every: int, t: TrainConfig) -> bool:
 
 
 def micro_batches(corpus: Corpus, config: Config, process: Process,
-                  step: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """The batch of a step in train.accumulate parts: inputs and targets (b, T), positions, documents.
+                  step: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]]:
+    """The batch of a step in train.accumulate parts: inputs, targets (b, T), positions, documents, n_parts.
 
     Positions are None unless PoSE skips some; documents are None unless attention has to stay within them.
-    With several processes these are the sequences of this one.
+    With several processes these are the sequences of this one. Mean losses of parts, each over its n_parts
+    (train.accumulate, unless a mask leaves out targets), add up to that of the batch.
     """
     t, positions = config.train, None
     batch = corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size)
+    n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
+    n_own = [int((y != IGNORED).sum()) for y in batch[1].chunk(t.accumulate)]
     inputs, targets = (to_device(x, process.device).chunk(t.accumulate) for x in batch)
     if t.pose_length:
         skipping = process.shard(skipping_positions(t, step))
         positions = to_device(skipping, process.device).chunk(t.accumulate)
-    for part, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-        yield x, y, positions[part] if positions else None, packed_documents(x, config, corpus)
+    for part, (x, y, n) in enumerate(zip(inputs, targets, n_own, strict=True)):
+        y, n_parts = (y, n_scored / n) if n else (x, math.inf)  # not the mean over no target, which is NaN
+        yield x, y, positions[part] if positions else None, packed_documents(x, config, corpus), n_parts
 
 
 def packed_documents(tokens: Tensor, config: Config, corpus: Corpus) -> Tensor | None:
@@ -159,11 +168,12 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config, pro
         inputs, targets = (x.to(device) for x in batches[min(number, len(batches) - 1)])
         with autocast(t, device):
             loss = model(inputs, targets, documents=packed_documents(inputs, config, corpus))
-        if number < len(batches):
-            sums[number, 0] = loss.double() * targets.numel()
-            sums[number, 1], sums[number, 2] = targets.numel(), n_bytes_of[targets].sum()
-    nll, n_tokens, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
-    return {"val_loss": finite(nll / n_tokens), "val_bpb": finite(nll / math.log(2) / n_bytes)}
+        scored = targets[targets != IGNORED]
+        if number < len(batches) and scored.numel():
+            sums[number, 0] = loss.double() * scored.numel()
+            sums[number, 1], sums[number, 2] = scored.numel(), n_bytes_of[scored].sum()
+    nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
+    return {"val_loss": finite(nll / max(1, n)), "val_bpb": finite(nll / math.log(2) / max(1, n_bytes))}
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:
@@ -180,26 +190,29 @@ def learning_rate(step: int, t: TrainConfig) -> float:
 def train(config: Config, stop: list[int]) -> int:
     """Train to the end, or until a signal number appears in `stop`; return the exit code."""
     process = parallel.start(config.train)
-    corpus = Corpus(config.data.dir, config.data.cross_documents, config.data.mixture)
-    config = with_vocabulary(config, corpus)
+    config, corpus = open_corpus(config)
     run_dir, is_writer = Path(config.run.dir), process.rank == 0
-    if is_finished(run_dir, config, corpus):
-        print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
-        return 0
-    corpus.require_windows(config.train.seq_len)
+    parallel.require_agreement(process, {"config": to_toml(config), "corpus": corpus.meta["splits"]})
+    if not is_finished(run_dir, config, corpus):
+        corpus.require_windows(config.train.seq_len)
+        with claimed(run_dir, is_writer) as folder:
+            if not is_finished(run_dir, config, corpus):        # by a process that had the folder until now
+                return train_in(folder, config, corpus, process, stop)
+    print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
+    return 0
+
+
+def train_in(folder: RunFolder, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
+    """Start or resume the run in its folder; return the exit code."""
+    run_dir, is_writer = folder.path, process.rank == 0
+    parallel.barrier(process)                   # rank 0 has the lock, or all of them end here
     torch.manual_seed(config.train.seed)
-    model = GPT(config)
+    model = make_model(config)
     check_positions(model, config)
-    parallel_model = parallel.parallelize(model, config.train, process)
-    optimizer = make_optimizer(model, config.train)
+    parallel_model = parallel.parallelize(model, config, process)
+    optimizer = make_optimizer(model, config)
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
-    state = checkpoint.load_newest(run_dir, model, optimizer)
-    if state:
-        print(f"resuming {run_dir} at step {state['step']}")
-    else:
-        state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0}
-        if config.train.init_from:
-            checkpoint.start_from(config.train.init_from, model, config, tokenizer)
+    state = resume(run_dir, config, corpus, model, optimizer, tokenizer, process)
     is_compiled = should_compile(model, config.train, process.device)
     parallel.barrier(process)                   # every process has read the folder: now it may change
     if is_writer:
@@ -208,23 +221,21 @@ def train(config: Config, stop: list[int]) -> int:
     for line in describe(config, corpus, model, process, is_compiled):
         print(line, flush=True)
     run = Run(config, corpus, torch.from_numpy(byte_lengths(tokenizer)).to(process.device), model,
-              torch.compile(parallel_model) if is_compiled else parallel_model, optimizer, process,
+              torch.compile(parallel_model) if is_compiled else parallel_model, optimizer, process, folder,
               Log(run_dir, config, state, is_writer), state, saved_at=state["step"])
-    defer_signals(stop)
-    try:
-        training_loop(run, stop)
-    except Stopped as stopped:
-        run.save()
-        name, step = signal.Signals(stopped.args[0]).name, run.saved_at
-        where = f"saved at step {step} of {config.train.steps}" if step else "before the first step was done"
-        print(f"\nstopped by {name}, {where}; the same command resumes the run")
-        return 128 + stopped.args[0]
-    except Diverged as error:
-        if is_writer:
-            print(f"error: {error}", file=sys.stderr)
-        return 3
+    with deferred_signals(stop):
+        try:
+            training_loop(run, stop)
+        except Stopped as stopped:
+            run.save()
+            print(run.describe_stop(stopped.args[0]))
+            return 128 + stopped.args[0]
+        except Diverged as error:
+            if is_writer:
+                print(f"error: {error}", file=sys.stderr)
+            return 3
     if is_writer:
-        write_summary(run_dir, config, model, run.state["metrics"], run.log)
+        write_summary(folder.path, config, model, run.state, run.log)
     return 0
 
 
@@ -239,11 +250,10 @@ def check_positions(model: GPT, config: Config) -> None:
 def dry_run(config: Config) -> None:
     """Check the corpus and the run's folder; print the config as TOML, and the model's size as comments."""
     try:
-        corpus = Corpus(config.data.dir, config.data.cross_documents, config.data.mixture)
+        config, corpus = open_corpus(config)
     except UserError:
         print(to_toml(config), end="", flush=True)      # this much is known without a corpus
         raise
-    config = with_vocabulary(config, corpus)
     corpus.require_windows(config.train.seq_len)
     tokenizer_of(corpus.meta, corpus.folder)
     process = Process(pick_device(config.train))
@@ -264,20 +274,18 @@ def main() -> int:
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC",
                         help="print this page; or the keys of a section, encoding or scaling method; or all")
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as train.lr=1e-3")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value",
+                        help="such as train.lr=1e-3; in any order")
     parser.add_argument("--dry-run", action="store_true",
                         help="check config and corpus, print them and the model's size, and exit")
     args = parser.parse_intermixed_args()
     if args.help is not None:
         print(help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}")
         return 0
-    if args.config is None:
-        raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
-    config = load_config(args.config, args.overrides, pretrained_tables)
+    config = resolve_config(*config_and_overrides(args.config, args.overrides))
     if args.dry_run:
         dry_run(config)
         return 0
-    interrupt_at_once()                         # until there is something to save
     keep_freed_memory()
     code = train(config, [])
     parallel.shut_down()

@@ -21,7 +21,8 @@ LAYERS = [      # from the top; a module belongs to the longest name that fits
     ["attention", "runtime.loss", "runtime.flex"],
     ["positions"],
     ["rope"],
-    ["runtime.errors", "runtime.files", "runtime.command", "runtime.schema", "runtime.toml"],
+    ["runtime.errors", "runtime.files", "runtime.command", "runtime.lock",
+     "runtime.screen", "runtime.schema", "runtime.toml"],
 ]
 
 

@@ -40,7 +40,7 @@ class Step:
     def __init__(self, model: nn.Module, config: Config, device: str, dtype: torch.dtype,
                  is_compiled: bool) -> None:
         self.model, self.device, self.dtype = model.to(device), torch.device(device), dtype
-        self.optimizer = (make_optimizer(model, config.train) if isinstance(model, GPT) else
+        self.optimizer = (make_optimizer(model, config) if isinstance(model, GPT) else
                           torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True))
         self.call: Any = torch.compile(self.model) if is_compiled else self.model
         assert config.model.vocab_size

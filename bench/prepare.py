@@ -27,7 +27,7 @@ import numpy as np
 
 from bench.measuring import fresh, peak_bytes, table
 from data.prepare import n_cores, open_source, prepare
-from data.sources import Passkey
+from data.sources import Generated
 from runtime.command import argument_parser, run_command
 
 ROW_GROUP = 100     # documents
@@ -41,7 +41,7 @@ def texts(source: str, n_bytes: int) -> Iterator[bytes]:
     while n_bytes > 0:
         for shard in open_source(source, Path("bench")).shards:
             for document in shard.documents() if shard.split != "val" else ():
-                text = b"" if isinstance(document.text, Passkey) else b"".join(document.blocks(0))
+                text = b"" if isinstance(document.text, Generated) else b"".join(document.blocks(0))
                 if n_bytes > 0 and document.split == "train" and text:
                     n_bytes -= len(text)
                     yield text

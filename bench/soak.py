@@ -34,6 +34,7 @@ import train
 from model import GPT
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
+from runtime.run import git_revision
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -407,8 +408,9 @@ def fuzzing(bench: Bench) -> Outcome:
     return Outcome(f"{n_tests} x {FUZZ_CASES:,}")
 
 
-RELIABILITY, SECURITY, TRAIN, DATA, CONFIGS = (
-    f"tests/test_{name}.py" for name in ("reliability", "security", "train", "data", "config"))
+RELIABILITY, SECURITY, TRAIN, DATA, CONFIGS, LOST, SILENT, PARALLEL = (
+    f"tests/test_{name}.py" for name in ("reliability", "security", "train", "data", "config", "lost",
+                                         "silent_errors", "parallel"))
 CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this name in docs/reliability.md
     "sigkill": sigkill,
     "signals": signals,
@@ -426,14 +428,36 @@ CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this nam
     "wandb": wandb,
     "hostile": tested("not wandb", SECURITY),
     "fuzzing": fuzzing,
+    "evaluations": tested("evaluation and not overwritten and not prepared", SILENT),
+    "own_config": tested("hugging_face", SILENT),
+    "same_text": tested("prepared_again", SILENT),
+    "belongs": tested("checkpoint and not evaluation or config_edited or corpus_json or summary or move or "
+                      "json_that or names_with", SILENT),
+    "same_start": tested("would_not_train or agree", PARALLEL),
+    "overwritten": tested("overwritten and not peoples or files_of or sampled or change_even or copied_file",
+                          SILENT, DATA),
+    "stop_signals": tested("signal or dropped or terminal", LOST),
+    "lost_output": tested("output", LOST),
+    "power_cut": tested("power or missing", LOST),
+    "two_processes": tested("second_process or refused_start or a_lock or its_lock or without_locks or "
+                            "finds_out", LOST),
+    "moved": tested("renamed or deleted_run or deleted_costs or linked or took_the_place", LOST),
+    "readers": tested("while_it_is_read or vanish or fifo", LOST),
+    "downloads": tested("download or another_process or archive", LOST),
+    "unwritable": tested("finds_out or exponentiate or tilde or latin or encoding or size_of_files or "
+                         "earlier_one", LOST),
+    "one_line": tested("typo or memory or config_json or panic or sample or torchrun or replaced or utf_8 "
+                       "or order or threads", LOST),
 }
 
 
 def update_document(name: str, outcome: Outcome) -> None:
-    """Write what was found into the last three cells of a case's row."""
+    """Write what was found into the last three cells of a case's row, with the date and the commit."""
     def new_row(row: re.Match[str]) -> str:
-        return f"{row[1]} {outcome.tried} | {outcome.lost} | {date.today()} |"
+        return f"{row[1]} {outcome.tried} | {outcome.lost} | {date.today()}, {commit} |"
 
+    revision = git_revision() or ""
+    commit = revision[:7] + "-dirty" * revision.endswith("-dirty")
     text, n_found = re.subn(rf"^(\| `{name}` \|[^|]*\|[^|]*\|)[^|]*\|[^|]*\|[^|]*\|$", new_row,
                             DOCUMENT.read_text(), flags=re.MULTILINE)
     assert n_found == 1, f"{DOCUMENT} has no row {name}"

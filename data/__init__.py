@@ -11,5 +11,5 @@ encode      documents to ids, on all cores
 journal     an interrupted preparation resumes
 integrity   whether the files of a corpus are unchanged
 loader      reading a corpus; batches as a pure function of the step
-passkey     documents that hide a key
+tasks       generated documents with questions: retrieval, algorithms
 """

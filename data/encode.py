@@ -14,7 +14,7 @@ from data import pieces as cutting
 from data.journal import Position
 from data.loader import SPLITS
 from data.pieces import pieces
-from data.sources import Part, Passkey, Shard
+from data.sources import Generated, Part, Shard
 from data.tokenizer import CorpusTokenizer
 
 
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
     split: str
     where: str
-    text: bytes | Passkey
+    text: bytes | Generated
     opens: bool                 # the first piece of its document
     end: Position
 
@@ -34,6 +34,7 @@ class Encoded(NamedTuple):
     split: str
     ids: np.ndarray             # (n,) of the corpus' dtype
     starts: np.ndarray          # where documents begin among them
+    mask: np.ndarray            # (n,) bool, which of them are answers; empty for text
 
 
 def read_pieces(shards: Sequence[Shard], tokenizer: CorpusTokenizer, after: Position) -> Iterator[Piece]:
@@ -42,7 +43,7 @@ def read_pieces(shards: Sequence[Shard], tokenizer: CorpusTokenizer, after: Posi
         first = after.document if s == after.shard else 0
         for d, document in enumerate(islice(shards[s].documents(), first, None), first):
             done = after.n_bytes if (s, d) == after[:2] else 0
-            if isinstance(document.text, Passkey):
+            if isinstance(document.text, Generated):
                 if not done:
                     yield Piece(document.split, document.where, document.text, True, Position(s, d, 1))
                 continue
@@ -62,7 +63,7 @@ def chunked(found: Iterator[Piece]) -> Iterator[list[Piece]]:
             yield chunk
             chunk, n_bytes = [], 0
         chunk.append(piece)
-        n_bytes += 100 if isinstance(piece.text, Passkey) else len(piece.text)
+        n_bytes += 100 if isinstance(piece.text, Generated) else len(piece.text)
     if chunk:
         yield chunk
 
@@ -75,15 +76,18 @@ def encode(chunk: list[Piece], tokenizer: CorpusTokenizer, lengths: np.ndarray, 
         if not found:
             continue
         texts = [piece.text for piece in found if isinstance(piece.text, bytes)]
+        made = [piece.text.make(tokenizer) for piece in found if isinstance(piece.text, Generated)]
+        mask = np.zeros(0, dtype=bool)
         if texts:
             ids = tokenizer.encode_documents(texts, continues=not found[0].opens)
+            starts = np.flatnonzero(ids == tokenizer.eot)
             if tokenizer.is_lossless:
                 assert lengths[ids].sum() == sum(map(len, texts)), f"{found[0].where}: bytes were lost"
         else:
-            ids = np.concatenate([piece.text.ids(tokenizer) for piece in found
-                                  if isinstance(piece.text, Passkey)])
+            ids, mask = (np.concatenate(parts) for parts in zip(*made, strict=True))
+            starts = np.cumsum([0, *(len(document.ids) for document in made[:-1])])
         assert int(ids.max()) < tokenizer.vocab_size
-        encoded.append(Encoded(split, ids.astype(dtype), np.flatnonzero(ids == tokenizer.eot)))
+        encoded.append(Encoded(split, ids.astype(dtype), starts, mask))
     return encoded
 
 

@@ -1,16 +1,19 @@
-"""Whether the files of a corpus are unchanged: all bytes on request, sampled blocks at every start.
+"""Whether the files of a corpus are unchanged: sampled blocks at every start, all bytes where that is needed.
 
 SHA-256 of 18 GB takes a minute. So data/prepare.py records the full checksums in meta.json, and a start
 compares only N_BLOCKS blocks, evenly spread over each file; files of up to 16 MiB are read whole. Their
-digests, with size and time of modification, are in verified.json, which `data/prepare.py --check` renews.
-Corpora without that file load too.
+digests, with size and times of the file, are in verified.json. A start compares all bytes of a file for which
+these differ, or are missing, and renews verified.json; so does `data/prepare.py --check`. The system sets the
+time of change (ctime) at each write: unlike the time of modification, no program can set it back.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +44,15 @@ def read_sampled(path: Path, inspect: Callable[[bytes], None] | None = None) -> 
     return digest.hexdigest(), path.stat().st_size <= N_BLOCKS * BLOCK
 
 
-def record(folder: Path, names: list[str]) -> None:
-    """Write verified.json: size, modification time and sampled checksum of files that are verified now."""
-    entries = {name: {**_state(folder / name), "sampled_sha256": read_sampled(folder / name)[0]}
-               for name in names}
+def record(folder: Path, names: Iterable[str]) -> None:
+    """Write size, times and sampled checksum of files that are verified now to verified.json."""
+    try:
+        before = read_record(folder)
+    except UserError:                   # damaged: it held nothing but this
+        before = {}
+    entries = before | {
+        name: {**times((folder / name).stat()), "sampled_sha256": read_sampled(folder / name)[0]}
+        for name in names}
     write_whole(folder / FILE, json.dumps(entries, indent=1))
 
 
@@ -62,8 +70,18 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def is_unchanged(path: Path, entry: dict[str, Any]) -> bool:
-    """Whether size and modification time are those of the last full check."""
-    return all(entry.get(key) == value for key, value in _state(path).items())
+    """Whether size and times are those of the last full check; older entries have no time of change."""
+    now = times(path.stat())
+    return now == {"ctime_ns": now["ctime_ns"], **{key: entry.get(key) for key in now if key in entry}}
+
+
+def compare_whole(folder: Path, sums: dict[str, str]) -> None:
+    """Compare the full SHA-256 of the files, and renew verified.json if possible. Raises UserError."""
+    check_sums(folder, sums)
+    try:
+        record(folder, sums)
+    except OSError as error:        # a read-only folder: the result is still valid
+        print(f"warning: {folder / FILE}: cannot be written ({error.strerror})", file=sys.stderr)
 
 
 def check_sums(folder: Path, sums: dict[str, str]) -> None:
@@ -86,5 +104,6 @@ def fault(folder: Path, problem: str) -> UserError:
     return UserError(f"corpus {folder}: {problem}; prepare it again with data/prepare.py")
 
 
-def _state(path: Path) -> dict[str, int]:
-    return {"size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
+def times(about: os.stat_result) -> dict[str, int]:
+    """What changes when a file is written to: its size, and when its content and its entry changed."""
+    return {"size": about.st_size, "mtime_ns": about.st_mtime_ns, "ctime_ns": about.st_ctime_ns}

@@ -8,13 +8,13 @@ another command wrote is ignored.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -26,12 +26,13 @@ from data.bpe import FILE as TOKENIZER_FILE
 from data.integrity import FILE as VERIFIED_FILE
 from data.loader import SPLITS
 from runtime.errors import UserError
+from runtime.files import is_fixed
+from runtime.lock import Locked, lock
 
 SAVE_EVERY_S = 10.0
 BLOCK = 2**20               # bytes
-FILES = ("tokens", "starts")
 CORPUS_FILES = {"meta.json", TOKENIZER_FILE, VERIFIED_FILE,
-                *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy"))}
+                *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy", "mask.bin"))}
 
 
 class Position(NamedTuple):
@@ -69,32 +70,40 @@ class GrowingFile:
 
 
 class Split:
-    """Tokens and document starts of a split: counts, files, checksums."""
+    """Tokens, document starts and perhaps a mask of targets of a split: counts, files, checksums."""
 
-    def __init__(self, folder: Path, split: str, dtype: str, saved: dict[str, Any] | None) -> None:
-        saved = saved or {"tokens": 0, "bytes": 0, "documents": 0, "sha256": dict.fromkeys(FILES)}
+    def __init__(self, folder: Path, split: str, dtype: str, has_mask: bool,
+                 saved: dict[str, Any] | None) -> None:
+        saved = saved or {"tokens": 0, "bytes": 0, "documents": 0, "sha256": {}}
         self.n_tokens, self.n_bytes, self.dtype = saved["tokens"], saved["bytes"], np.dtype(dtype)
-        sha256 = saved["sha256"]
-        size = self.n_tokens * self.dtype.itemsize
-        self.tokens = GrowingFile(folder / f"{split}.bin", size, sha256["tokens"])
-        self.starts = GrowingFile(folder.parent / f"{split}.starts", saved["documents"] * 8, sha256["starts"])
+        places = {"tokens": (folder / f"{split}.bin", self.n_tokens * self.dtype.itemsize),
+                  "starts": (folder.parent / f"{split}.starts", saved["documents"] * 8)}
+        if has_mask:
+            places["mask"] = folder / f"{split}.mask.bin", self.n_tokens
+        self.files = {name: GrowingFile(path, size, saved["sha256"].get(name))
+                      for name, (path, size) in places.items()}
+        self.tokens, self.starts = self.files["tokens"], self.files["starts"]
 
     @property
     def n_documents(self) -> int:
         return self.starts.size // 8
 
-    def write(self, ids: np.ndarray, starts: np.ndarray, n_bytes: int) -> None:
-        """Append ids that encode n_bytes of text, with documents starting at `starts` among them."""
+    def write(self, ids: np.ndarray, starts: np.ndarray, mask: np.ndarray, n_bytes: int) -> None:
+        """Append ids that encode n_bytes of text, with documents starting at `starts` among them.
+
+        `mask` says which are targets; it is used if the corpus has a mask.
+        """
         self.starts.write((starts + self.n_tokens).astype("<u8").data)
         self.tokens.write(ids.data)
+        if "mask" in self.files:
+            self.files["mask"].write(mask.astype("u1").data)
         self.n_tokens += len(ids)
         self.n_bytes += n_bytes
 
     def state(self) -> dict[str, Any]:
         """The entry in progress.json, after flushing the data that it describes."""
         sha256 = {}
-        for name in FILES:
-            file: GrowingFile = getattr(self, name)
+        for name, file in self.files.items():
             file.flush()
             sha256[name] = file.sha256.hexdigest()
         return {"tokens": self.n_tokens, "bytes": self.n_bytes, "documents": self.n_documents,
@@ -128,16 +137,15 @@ class Journal:
         self.position, self.dtype = Position(), ""
         self.splits: dict[str, Split] = {}
         self._tokenizer, self._saved_at = "", time.monotonic()
+        self._lock = ExitStack()
 
     def __enter__(self) -> Journal:
         self.folder.mkdir(exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise UserError(f"--out {self.out}: another process is preparing it; wait for it, or give "
-                            "another folder") from error
+            self._lock.enter_context(lock(self.out.with_name(f".{self.out.name}.lock")))
+        except Locked as holder:
+            raise UserError(f"--out {self.out}: another process is preparing it, {holder}; wait for it, or "
+                            "give another folder") from None
         self._saved = self._read()
         if self._saved is None:
             self._clear()
@@ -147,28 +155,28 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         for split in self.splits.values():
-            split.tokens.file.close()
-            split.starts.file.close()
+            for file in split.files.values():
+                file.file.close()
         if kind is None or (self.position == Position() and not (self.corpus / TOKENIZER_FILE).exists()):
             shutil.rmtree(self.folder, ignore_errors=True)              # complete, or nothing to resume from
         else:
             print(f"{self.folder} is kept; the same command resumes from there", file=sys.stderr)
-        os.close(self._lock)
+        self._lock.close()
 
-    def open_splits(self, dtype: str, tokenizer_sha256: str) -> None:
+    def open_splits(self, dtype: str, tokenizer_sha256: str, has_mask: bool) -> None:
         """Open the files to resume; start again if they were changed."""
         self.dtype, self._tokenizer = dtype, tokenizer_sha256
         saved = self._saved or {}
         try:
             if saved.get("tokenizer") == tokenizer_sha256:
-                self.splits = {split: Split(self.corpus, split, dtype, saved["splits"][split])
+                self.splits = {split: Split(self.corpus, split, dtype, has_mask, saved["splits"][split])
                                for split in SPLITS}
                 self.position = Position(*saved["position"])
         except (OSError, ValueError) as error:
             print(f"warning: {self.folder} is damaged ({error}); starting again", flush=True)
             self.splits, self.position = {}, Position()
         if not self.splits:
-            self.splits = {split: Split(self.corpus, split, dtype, None) for split in SPLITS}
+            self.splits = {split: Split(self.corpus, split, dtype, has_mask, None) for split in SPLITS}
         self.save(self.position, at_once=True)
 
     def save(self, position: Position, at_once: bool = False) -> None:
@@ -219,6 +227,9 @@ class Journal:
 
 def check_replaceable(out: Path) -> None:
     """Raise UserError if `out` is or holds anything except a corpus: replacing it would delete that."""
+    if is_fixed(out):
+        raise UserError(f"--out {out}: is the current folder, one above it or a mount point, which cannot be "
+                        "replaced; give another folder")
     if not out.exists():
         return
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()

@@ -2,7 +2,8 @@
 
 SOURCE is one of
   stdlib      the source text of this Python's standard library: always available, no download
-  passkey     generated documents that hide a key, to train for the passkey probe (data/passkey.py)
+  TASK        generated documents, described in data/tasks.py: repeats, passkey, needles, variables, copying,
+              reversal, sorting, addition, parity or flip_flop
   FILE        .txt: one text, its last tenth is for validation. .jsonl, .jsonl.gz, .jsonl.zst: a document per
               line. .parquet: a document per row. A hash of the text puts 1 document in 100 into validation
   FOLDER      a folder of these files. Subfolders train/ and val/ are the splits if both exist. Else each .txt
@@ -48,19 +49,22 @@ from data.sources import (
     FILE_VAL_SHARE,
     ROW_VAL_SHARE,
     STDLIB_LEFT_OUT,
-    Passkey,
+    SUFFIXES,
+    Generated,
     Rows,
     Source,
-    open_builtin,
+    identity_of,
     open_local,
+    open_stdlib,
+    open_task,
 )
+from data.tasks import TASKS
 from data.tokenizer import TOKENIZERS, CorpusTokenizer, byte_lengths, load_tokenizer, tokenizer_of
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
-BUILT_IN = ("stdlib", "passkey")
 LEARN_BYTES = 2**27             # most text that bpe:N learns from
 LEARN_PIECE = 2**14             # bytes that are learned from at a time
 
@@ -73,6 +77,7 @@ class Options(NamedTuple):
     articles: bool = False
     val_share: float | None = None
     limit_tokens: int | None = None
+    length: int | None = None
 
 
 DEFAULTS = Options()
@@ -84,8 +89,12 @@ def open_source(source: str, out: Path, options: Options = DEFAULTS) -> Source:
     rows = Rows(options.text_column, ROW_VAL_SHARE if val_share is None else val_share)
     if (options.revision or options.articles) and not source.startswith("hf:"):
         raise UserError(f"--revision and --articles: are for hf:NAME, not for {source}; omit them")
-    if source in BUILT_IN:
-        return open_builtin(source, val_share)
+    if options.length and source not in TASKS:
+        raise UserError(f"--length: is for tasks ({', '.join(TASKS)}), not for {source}; omit it")
+    if source in TASKS:
+        return open_task(source, options.length)
+    if source == "stdlib":
+        return open_stdlib(val_share)
     if source.startswith("hf:"):
         return open_dataset(source, rows, options.revision, options.articles)
     if source.startswith(("http://", "https://", "file://")):
@@ -101,7 +110,7 @@ def learn_from(source: Source) -> Iterator[bytes]:
         if shard.split == "val":
             continue
         for document in shard.documents():
-            if document.split != "train" or isinstance(document.text, Passkey):
+            if document.split != "train" or isinstance(document.text, Generated):
                 continue
             for text in pieces(document.blocks(0), cut_before_space, LEARN_PIECE):
                 seen += len(text)
@@ -131,8 +140,13 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
         tokenizer = given or learn_tokenizer(tokenizer_name, found, journal.corpus)
         if given and (Path(tokenizer_name) / bpe.FILE).exists():
             shutil.copyfile(Path(tokenizer_name) / bpe.FILE, journal.corpus / bpe.FILE)
-        journal.open_splits("uint16" if tokenizer.vocab_size <= 2**16 else "uint32", tokenizer.sha256)
+        dtype, task = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32", TASKS.get(source)
+        has_mask = task is not None and task.has_mask
+        journal.open_splits(dtype, tokenizer.sha256, has_mask)
         encode_all(found, tokenizer, journal, options.limit_tokens or sys.maxsize, workers or n_cores())
+        if found.files and identity_of(found.files) != found.identity:
+            raise UserError(f"source {found.name}: was changed while it was read; the same command starts "
+                            "again")
         meta = {
             "format_version": FORMAT_VERSION,
             "source": found.name,
@@ -140,6 +154,8 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
             "dtype": journal.dtype, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
             **({"options": changed} if changed else {}),
+            **({"task": {"name": source, "length": options.length or task.length}}
+               if task and task.has_windows else {}),
             "splits": {split: about_split(journal, found, split) for split in SPLITS},
         }
         journal.publish(meta)
@@ -207,7 +223,7 @@ def write(journal: Journal, part: Encoded, room: int, lengths: np.ndarray) -> No
     if len(ids) < len(part.ids) and room in part.starts + 1:
         ids = ids[:-1]                                                  # no separator without a document
     starts = part.starts[part.starts < len(ids)]
-    journal.splits[part.split].write(ids, starts, int(lengths[ids].sum()))
+    journal.splits[part.split].write(ids, starts, part.mask[:len(ids)], int(lengths[ids].sum()))
 
 
 def check_utf8(chunk: list[Piece]) -> bool:
@@ -231,9 +247,12 @@ def about_split(journal: Journal, source: Source, split: str) -> dict[str, Any]:
         reason = "no document's hash chose this split; change --val-share or add text" if drawn else \
             "all its documents are empty; add text"
         raise UserError(f"source {source.name}: no text for {split}: {reason}")
-    index = files.write_index(journal.corpus / f"{split}.idx.npy")
+    sha256 = {f"{split}.bin": files.tokens.sha256.hexdigest(),
+              f"{split}.idx.npy": files.write_index(journal.corpus / f"{split}.idx.npy")}
+    if "mask" in files.files:
+        sha256[f"{split}.mask.bin"] = files.files["mask"].sha256.hexdigest()
     return {"tokens": files.n_tokens, "bytes": files.n_bytes, "documents": files.n_documents,
-            "sha256": {f"{split}.bin": files.tokens.sha256.hexdigest(), f"{split}.idx.npy": index}}
+            "sha256": sha256}
 
 
 class Progress:
@@ -268,12 +287,9 @@ def check(folder: Path) -> None:
     """Compare the full checksums of a corpus, and renew verified.json. Raises UserError if a file differs."""
     splits = read_meta(folder / "meta.json")["splits"]
     sums = {name: splits[split]["sha256"].get(name, "") for split in SPLITS
-            for name in (f"{split}.bin", f"{split}.idx.npy")}
-    integrity.check_sums(folder, sums)
-    try:
-        integrity.record(folder, list(sums))
-    except OSError as error:        # a read-only folder: the result is still valid
-        print(f"warning: {folder / integrity.FILE}: cannot be written ({error.strerror})", file=sys.stderr)
+            for name in (f"{split}.bin", f"{split}.idx.npy", f"{split}.mask.bin")
+            if name in splits[split]["sha256"] or not name.endswith(".mask.bin")}
+    integrity.compare_whole(folder, sums)
     Corpus(folder)                  # sizes, offsets and ids agree with meta.json
 
 
@@ -286,10 +302,11 @@ def describe(meta: dict[str, Any], out: Path) -> Iterator[str]:
 
 
 def default_out(source: str) -> Path:
-    """data/ and the source's name without its suffix; for "." and "..", the name of that folder."""
-    name = urlsplit(source).path if "://" in source else \
-        os.path.abspath(source.removeprefix("hf:").split(":")[0])
-    return Path("data") / Path(name.removesuffix(".gz").removesuffix(".zst")).stem
+    """data/ and the source's name without .txt, .zip ...; for "." and "..", the name of that folder."""
+    name = Path(urlsplit(source).path if "://" in source else
+                os.path.abspath(source.removeprefix("hf:").split(":")[0])).name
+    suffix = next((end for end in (*SUFFIXES, ".zip") if name.lower().endswith(end)), "")
+    return Path("data") / name[:len(name) - len(suffix)]    # not the stem: books-0.5 and books-0.75 differ
 
 
 def main() -> None:
@@ -315,6 +332,10 @@ def main() -> None:
                         help="end the train split after N tokens, including separators; its last document is "
                              "truncated. Validation files stay whole; if a hash chooses, validation has what "
                              "it chose until then")
+    parser.add_argument("--length", type=int, metavar="L",
+                        help="tasks: inputs of a training window, train.seq_len (default "
+                             f"{TASKS['needles'].length}; algorithms {TASKS['parity'].length}, with up to a "
+                             "quarter of it in symbols)")
     parser.add_argument("--workers", type=int, help="threads (default: one per core); the result is the same")
     args = parser.parse_args()
     if args.check:
@@ -325,14 +346,16 @@ def main() -> None:
         raise UserError("SOURCE is missing; see data/prepare.py --help")
     if args.val_share is not None and not 0 < args.val_share < 1:
         raise UserError(f"--val-share {args.val_share}: must be between 0 and 1, such as 0.1")
-    for name, value, least in (("--limit-tokens", args.limit_tokens, 2), ("--workers", args.workers, 1)):
+    for name, value, least in (("--limit-tokens", args.limit_tokens, 2), ("--workers", args.workers, 1),
+                               ("--length", args.length, 16)):
         if value is not None and value < least:
             raise UserError(f"{name} {value}: must be at least {least}")
     out = args.out or default_out(args.source)
     if args.source == "stdlib":
         print("left out of stdlib: "
               + ", ".join(f"{pattern} ({why})" for pattern, why in STDLIB_LEFT_OUT.items()))
-    options = Options(args.revision, args.text_column, args.articles, args.val_share, args.limit_tokens)
+    options = Options(args.revision, args.text_column, args.articles, args.val_share, args.limit_tokens,
+                      args.length)
     meta = prepare(args.source, out, args.tokenizer, options, args.workers)
     for line in describe(meta, out):
         print(line)

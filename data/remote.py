@@ -7,25 +7,33 @@ resolved first, so that all files belong to one commit.
 
 from __future__ import annotations
 
+import errno
+import glob
 import hashlib
 import http.client
+import os
 import re
 import shutil
+import socket
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from data.sources import BLOCK, ROWS, SUFFIXES, Document, Rows, Source, identity_of, open_local
 from runtime.errors import UserError, describe_exception
+from runtime.files import name_in_errors
+from runtime.lock import lock
 
 LINE_BY_LINE = ("Salesforce/wikitext", "wikitext")      # datasets whose rows are lines
 VALIDATION = ("validation", "valid", "val", "test")     # splits to validate on, the first that is there
 HEADING = re.compile(rb"= (?!= ).*(?<! =) =")
 TIMEOUT_S = 60
+MAX_EXPANSION = 100             # of a .zip: text is about 3 times as large as its archive ...
+EXPANDS_FREELY = 2**30          # ... but up to these bytes any is fine
 
 
 class DatasetPart:
@@ -175,57 +183,97 @@ def open_url(url: str, cache: Path, rows: Rows, val_share: float | None) -> Sour
     """A file at a URL, downloaded once into `cache`; a .zip must hold a single file. Raises UserError."""
     address = urlsplit(url)
     name = f"{address.scheme}://{address.hostname or ''}{address.path}"        # without keys and passwords
-    path = fetch(url, name, cache)
-    with path.open("rb") as file:
-        revision = f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()}"
-    if path.suffix.lower() == ".zip":
-        path = unpacked(path, name)
+    cache.mkdir(parents=True, exist_ok=True)
+    with lock(cache / f".{cached_name(url)}.lock", waits=True):         # two commands may want the same file
+        path = fetch(url, name, cache)
+        revision = f"sha256 {sha256_of(path)}"
+        if path.suffix.lower() == ".zip":
+            path = unpacked(path, name)
     if not path.name.lower().endswith(SUFFIXES):
         raise UserError(f"source {name}: must end in {', '.join(SUFFIXES)} or .zip; download it yourself, "
                         "and give the file")
-    return open_local(str(path), rows, val_share)._replace(name=name, revision=revision, identity=revision)
+    return open_local(str(path), rows, val_share)._replace(name=name, revision=revision, identity=revision,
+                                                            files=())
+
+
+def cached_name(url: str) -> str:
+    """The name of a URL's file in the cache."""
+    return f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{Path(urlsplit(url).path).name}"
 
 
 def fetch(url: str, name: str, cache: Path) -> Path:
     """The path of a URL's file in the cache, after downloading it if it is not there."""
-    path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{Path(urlsplit(url).path).name}"
+    path = cache / cached_name(url)
     if path.exists():
         print(f"{name} was downloaded before: {path}")
         return path
-    cache.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".part")
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response, temporary.open("wb") as file:  # noqa: S310
-            shutil.copyfileobj(response, file, BLOCK)
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:  # noqa: S310
             expected = response.headers.get("Content-Length")
-        if expected and temporary.stat().st_size != int(expected):
-            raise ValueError(f"got {temporary.stat().st_size:,} of {int(expected):,} bytes")
+            store(response, path, int(expected) if expected else None)
     except (OSError, ValueError, http.client.HTTPException) as error:   # URLError is an OSError
-        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise UserError(f"source {name}: cannot be downloaded ({describe_exception(error)}); "
                         "check the address and the network") from error
-    temporary.rename(path)
     return path
 
 
 def unpacked(path: Path, name: str) -> Path:
     """The only file of an archive, unpacked beside it; a name without a known ending becomes .txt."""
-    temporary = path.with_name(path.name + ".unpacked.part")
     try:
         with zipfile.ZipFile(path) as archive:
             files = [entry for entry in archive.infolist() if not entry.is_dir()]
             if len(files) != 1:
                 raise UserError(f"source {name}: must hold one file, but has {len(files)}; unpack it and "
                                 "give the folder")
+            size, free = files[0].file_size, shutil.disk_usage(path.parent).free     # no more is ever read
+            if size > free or size > max(MAX_EXPANSION * files[0].compress_size, EXPANDS_FREELY):
+                raise UserError(f"source {name}: {path} has {path.stat().st_size:,} bytes and claims to "
+                                f"unpack to {size:,}; {free:,} are free. Unpack it yourself if you trust it, "
+                                "and give the file")
             inner = Path(files[0].filename).name
             suffix = "" if inner.lower().endswith(SUFFIXES) else ".txt"
             text = path.with_name(f"{path.stem}-{inner}{suffix}")
             if not text.exists():
-                with archive.open(files[0]) as source, temporary.open("wb") as file:
-                    shutil.copyfileobj(source, file, BLOCK)
-                temporary.rename(text)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:       # the last: a password
-        temporary.unlink(missing_ok=True)
+                with archive.open(files[0]) as source:
+                    store(source, text, size)
+    except UserError:
+        raise
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError) as error:   # or a password
         raise UserError(f"source {name}: {path} is damaged or encrypted ({describe_exception(error)}); "
                         "delete it to download it again") from error
     return text
+
+
+def store(source: IO[bytes], path: Path, expected: int | None) -> None:
+    """Write what is read to a file, which appears at once when it is whole.
+
+    Raises ValueError if it does not have the expected number of bytes, or is not what was read: on a file
+    system without locks another process may write it too, although each under a name of its own.
+    """
+    for stale in path.parent.glob(f"{glob.escape(path.name)}.*.part"):  # of a killed process
+        stale.unlink(missing_ok=True)
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.part")
+    digest, size = hashlib.sha256(), 0
+    try:
+        with name_in_errors(temporary), temporary.open("wb") as file:
+            while block := source.read(BLOCK):
+                file.write(block)
+                digest.update(block)
+                size += len(block)
+            file.flush()
+            os.fsync(file.fileno())
+        if expected not in (None, size):
+            raise ValueError(f"got {size:,} of {expected:,} bytes")
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if path.stat().st_size != size or sha256_of(path) != digest.hexdigest():
+        raise ValueError(f"{path} is not what was received; delete it")
+
+
+def sha256_of(path: Path) -> str:
+    """The checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import sys
 import sysconfig
 import zlib
@@ -18,21 +19,20 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
-import numpy as np
-
+from data.integrity import times
 from data.loader import SPLITS
-from data.passkey import passkey_document, repeating_document
+from data.tasks import TASKS, Made
 from data.tokenizer import Tokenizer
-from runtime.errors import UserError
+from runtime.errors import UserError, one_line
 
 FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single file
 ROW_VAL_SHARE = 0.01            # of rows and lines, which are many
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 BLOCK = 2**19                   # bytes read at a time
 ROWS = 16                       # rows of a table read at a time
+SHOWN = 3                       # names of files that are left out
 MAX_LINE = 2**25                # bytes of a line of .jsonl: it is held in memory
-PASSKEY_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}
-PASSKEY_LENGTHS = (24, 129)     # tokens, [from, to): within the windows of configs/passkey.toml
+TASK_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}       # their numbers
 STDLIB_LEFT_OUT = {     # paths inside the library -> why
     "test/*": "tests",
     "tests/*": "tests",
@@ -59,17 +59,19 @@ class Part(NamedTuple):
     end: int | None = None
 
 
-class Passkey(NamedTuple):
-    """A generated document, determined by its number. One in 4 has a key, the others repeat a string."""
+class Generated(NamedTuple):
+    """A generated document of a task, determined by its number."""
 
+    task: str
+    length: int
     number: int
 
-    def ids(self, tokenizer: Tokenizer) -> np.ndarray:
-        """Its tokens, the separator first."""
-        rng = np.random.default_rng([self.number, 1])
-        if self.number % 4:
-            return repeating_document(tokenizer, rng)
-        return passkey_document(tokenizer, int(rng.integers(*PASSKEY_LENGTHS)), rng.random(), rng)[0]
+    def make(self, tokenizer: Tokenizer) -> Made:
+        """Its ids, the separator first, and which of them are answers. Raises UserError."""
+        try:
+            return TASKS[self.task].make(tokenizer, self.length, self.number)
+        except ValueError as error:
+            raise UserError(f"source {self.task}: {error}; give a longer --length") from error
 
 
 class Document(NamedTuple):
@@ -77,7 +79,7 @@ class Document(NamedTuple):
 
     split: str
     where: str
-    text: bytes | Part | Passkey
+    text: bytes | Part | Generated
 
     def blocks(self, start: int) -> Iterator[bytes]:
         """The bytes from `start` on, BLOCK at a time."""
@@ -116,6 +118,7 @@ class Source(NamedTuple):
     shards: Sequence[Shard]
     identity: Any               # JSON; changes if the content may have changed
     n_bytes: int | None         # about how much text there is, if known
+    files: Sequence[Path] = ()  # on this machine, of which `identity` is the checksum
 
 
 class Rows(NamedTuple):
@@ -259,32 +262,37 @@ class Parquet:
                             "it again") from error
 
 
-class Passkeys:
-    """The generated documents of a split."""
+class GeneratedDocuments:
+    """The documents of a task in a split."""
 
-    def __init__(self, split: str) -> None:
-        self.split, self.seen = split, 0.0
-        self.size = float(len(PASSKEY_DOCUMENTS[split]))
+    def __init__(self, task: str, length: int, split: str) -> None:
+        self.task, self.length, self.split, self.seen = task, length, split, 0.0
+        self.size = float(len(TASK_DOCUMENTS[split]))
 
     def documents(self) -> Iterator[Document]:
-        for done, number in enumerate(PASSKEY_DOCUMENTS[self.split], 1):
+        for done, number in enumerate(TASK_DOCUMENTS[self.split], 1):
             self.seen = done
-            yield Document(self.split, f"passkey {number}", Passkey(number))
+            made = Generated(self.task, self.length, number)
+            yield Document(self.split, f"{self.task} {number}", made)
 
 
 # -----------------------------------------------------------------------------------------------------------
 # Sources on this machine
 
 
-def open_builtin(name: str, val_share: float | None) -> Source:
-    """The source stdlib or passkey."""
-    if name == "passkey":
-        return Source(name, None, [Passkeys(split) for split in SPLITS], None, None)
+def open_task(name: str, length: int | None) -> Source:
+    """The documents of a task."""
+    length = TASKS[name].length if length is None else length
+    return Source(name, None, [GeneratedDocuments(name, length, split) for split in SPLITS], None, None)
+
+
+def open_stdlib(val_share: float | None) -> Source:
+    """The standard library of this Python."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in root.rglob("*.py") if not why_left_out(p.relative_to(root).as_posix())]
     shards = split_by_hash(root, paths, val_share)
     revision = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
-    return Source(name, revision, shards, identity_of(paths), total(shards))
+    return Source("stdlib", revision, shards, identity_of(paths), total(shards), paths)
 
 
 def why_left_out(path: str) -> str | None:
@@ -300,8 +308,8 @@ def open_local(source: str, rows: Rows, val_share: float | None) -> Source:
     if not root.is_dir():
         if not (root.is_file() and is_text(root)):
             problem = f"is not a {kinds} file" if root.exists() else "no such file or folder"
-            raise UserError(f"source {source}: {problem}; give stdlib, passkey, hf:NAME, or a {kinds} file "
-                            "or a folder of them")
+            raise UserError(f"source {source}: {problem}; give stdlib, a task ({', '.join(TASKS)}), "
+                            f"hf:NAME, or a {kinds} file or a folder of them")
         paths, shards = [root], shards_of(root.parent, [root], None, rows, val_share)
     elif all((root / split).is_dir() for split in SPLITS):
         found = {split: texts_in(root / split) for split in SPLITS}
@@ -314,7 +322,13 @@ def open_local(source: str, rows: Rows, val_share: float | None) -> Source:
     for split in SPLITS:
         if not any(shard.split in (split, None) for shard in shards):
             raise UserError(f"source {source}: no {kinds} files for {split}; put text there")
-    return Source(root.name, None, shards, identity_of(paths), total(shards))
+    others = [str(path.relative_to(root)) for path in sorted(set(visible_files(root)) - set(paths))]
+    if others:
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        where = " in train/ and val/" if all((root / split).is_dir() for split in SPLITS) else ""
+        print(f"left out of {source}: {len(others)} files, since only {kinds} files{where} are read: "
+              f"{', '.join(map(one_line, others[:SHOWN]))}{more}", flush=True)
+    return Source(root.name, None, shards, identity_of(paths), total(shards), paths)
 
 
 def is_text(path: Path) -> bool:
@@ -324,7 +338,12 @@ def is_text(path: Path) -> bool:
 
 def texts_in(root: Path) -> list[Path]:
     """The files of supported kinds in a folder and its subfolders, but not hidden ones (.git)."""
-    return sorted(path for path in root.rglob("*") if is_text(path) and not any(
+    return sorted(path for path in visible_files(root) if is_text(path))
+
+
+def visible_files(root: Path) -> Iterator[Path]:
+    """All files in a folder and its subfolders, but not hidden ones (.git); none if it is no folder."""
+    return (path for path in root.rglob("*") if path.is_file() and not any(
         part.startswith(".") for part in path.relative_to(root).parts))
 
 
@@ -348,7 +367,7 @@ def split_by_hash(root: Path, paths: Sequence[Path], val_share: float | None) ->
     share = FILE_VAL_SHARE if val_share is None else val_share
 
     def place(path: Path) -> float:
-        return rank(path.relative_to(root).as_posix().encode())
+        return rank(os.fsencode(path.relative_to(root).as_posix()))
 
     paths = sorted(p for p in paths if p.is_file())
     if len(paths) == 1:
@@ -371,8 +390,8 @@ def split_inside(path: Path, val_share: float) -> list[TextFile]:
 
 
 def identity_of(paths: Iterable[Path]) -> str:
-    """A checksum that changes if a file is added, removed or changed."""
-    about = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    """A checksum that changes if a file is added, removed or changed, even if its time is set back."""
+    about = [(str(path.resolve()), times(path.stat())) for path in paths]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,11 +48,14 @@ class PretrainedTokenizer:
 
         try:
             text = read_text(path, MAX_FILE)
-            self.library = Library.from_str(text)
+            with no_panic(path):
+                self.library = Library.from_str(text)
             self.content: dict[str, Any] = json.loads(text)
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; convert other kinds of tokenizers with transformers "
                             "(AutoTokenizer, save_pretrained)") from error
+        except UserError:
+            raise
         except Exception as error:      # the tokenizers package raises plain Exception
             raise UserError(f"{path}: not a file of the tokenizers package ({error}); get it "
                             "again") from error
@@ -119,7 +123,8 @@ class PretrainedTokenizer:
         content = json.loads(self.library.to_str())
         for name in ("normalizer", "pre_tokenizer"):
             content[name] = _without_prefix(content[name])
-        library = type(self.library).from_str(json.dumps(content))
+        with no_panic(self.path):
+            library = type(self.library).from_str(json.dumps(content))
         library.encode_special_tokens = True
         return library
 
@@ -158,7 +163,8 @@ class PretrainedTokenizer:
             if lost := changed.encode().translate(None, self.known_bytes):
                 raise UserError(f"text has the byte 0x{lost[0]:02X}, for which this tokenizer has no id; "
                                 "remove the byte, or use a tokenizer that has all 256")
-        encoded = library.encode(text, add_special_tokens=False)
+        with no_panic(self.path):
+            encoded = library.encode(text, add_special_tokens=False)
         if self._unknown in encoded.ids:
             start, end = encoded.offsets[encoded.ids.index(self._unknown)]
             raise UserError(f"text has {text[start:end][:20]!r}, for which this tokenizer has no id; remove "
@@ -183,6 +189,21 @@ class PretrainedTokenizer:
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("▁", " ").encode()
+
+
+@contextmanager
+def no_panic(path: Path) -> Iterator[None]:
+    """Raise UserError where the tokenizers package, which is written in Rust, panics.
+
+    What it raises then is no Exception, and its class cannot be imported. Some regular expressions do it.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{path}: the tokenizers package fails on it ({error}); get it again, or use another "
+                        "tokenizer") from error
 
 
 def _steps(part: Part | None) -> list[Part]:

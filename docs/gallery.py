@@ -30,6 +30,7 @@ import rope
 from docs.properties import HOOKS, SHAPE, Properties, added, biases, logits, make, overridden, properties
 from evaluation.report import DASHES, STYLES
 from positions import ENCODINGS, Encoding
+from positions.invariance import factor_and_bias
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
@@ -183,6 +184,28 @@ def save(figure: Figure, path: Path) -> None:
         256, Image.Quantize.MAXCOVERAGE).save(path)
 
 
+def draw_scale_invariant(folder: Path, tau: float = 10.0) -> None:
+    """The factor and the bias of position.scale_invariant, and the attention that each range then gets."""
+    distance = torch.arange(2**16).double()
+    factor, bias = factor_and_bias(distance, tau)
+    expected = torch.stack((torch.full_like(bias, 0.5), bias + factor**2 / 2)).exp()    # E exp(a z + m)
+    figure = Figure(figsize=(10, 4.4))
+    near, far = figure.subplots(1, 2, gridspec_kw=MARGINS | {"wspace": 0.25, "bottom": 0.13})
+    for values, style, label in ((factor, LINES[0], "factor a"), (bias, LINES[1], "bias m")):
+        near.plot(distance[1:], values[1:], **style, label=label)
+    ranges = 2 ** torch.arange(16)                                      # from d to 2 d - 1
+    for weights, style, label in zip(expected, LINES, ("plain softmax", f"tau = {tau:g}"), strict=False):
+        sums = torch.stack([weights[d:2 * d].sum() for d in ranges])
+        far.plot(ranges, sums / weights.sum(), **style, marker=".", label=label)
+    near.set(xscale="log", xlabel="distance (tokens)", ylabel="factor on the logit, bias")
+    far.set(xscale="log", xlabel="distances d to 2 d - 1, by d (tokens)", ylabel="share of the attention")
+    for axis in (near, far):
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle("scale-invariant attention", fontweight="bold")
+    save(figure, folder / "scale-invariant.png")
+
+
 # -----------------------------------------------------------------------------------------------------------
 # The guide
 
@@ -293,9 +316,10 @@ def main() -> None:
     captions = {name: draw(name, PICTURES) for name in ENCODINGS}
     draw_bits(PICTURES)
     draw_decay(PICTURES)
+    draw_scale_invariant(PICTURES)
     found = {name: properties(name) for name in ENCODINGS}
     GUIDE.write_text(update(GUIDE.read_text(), guide_blocks(captions, found, BENCH, RUNS)))
-    print(f"wrote docs/encodings.md and {len(ENCODINGS) + 2} pictures in results/gallery")
+    print(f"wrote docs/encodings.md and {len(ENCODINGS) + 3} pictures in results/gallery")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Compare runs on identical targets: read them, group seeds into curves, and compute tables with intervals.
 
-compare.py describes what is averaged and what is resampled. L = train.seq_len. Loss in nats per token.
+compare.py describes what the intervals cover, intervals.py how they are computed.
+L = train.seq_len. Loss in nats per token.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,21 +20,26 @@ import numpy as np
 from config import Config, load_config
 from data.loader import read_meta
 from evaluation import results
+from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, units_of
+from evaluation.measures import FOUND, GAIN, LOSS, MEASURES, Measure, Score
 from evaluation.report import Cell, Map, Table
 from evaluation.results import TARGETS, Record
-from runtime.checkpoint import check_links
-from runtime.errors import UserError
+from runtime import checkpoint
+from runtime.errors import UserError, shortened
 from runtime.files import read_text
 
-RESAMPLES = 10_000
-ENOUGH_DOCUMENTS = 10       # to resample documents; with fewer, windows are resampled
-ENOUGH_WINDOWS = 8          # for any interval: fewer cannot show how much they vary
 MOST_KEYS = 3               # config keys in a label
 TRAINING_POINTS = 60        # of a training curve
 LOG_LIMIT = 2**28           # bytes of metrics.jsonl
 HEAD = ("seq_len", "tokenizer", "data", "seed")     # of an eval JSON: what runs must have in common
-SUMS = ("nll_sum", "tokens", "truncated_nll_sum", "first_nll_sum", "correct", "trials")
-PAIRED = ("nonoverlap", "sliding", "fixed")     # protocols whose sums of each window are compared
+KNOWN_LATER = ("data_sha256", "step", "checkpoint_sha256", "init_sha256", "dtype")     # what older ones lack
+# column of the .npz -> its sum in a record
+SUMS = {"nll": "nll_sum", "truncated_nll": "truncated_nll_sum", "first_nll": "first_nll_sum",
+        "tokens": "tokens", "correct": "correct", "trials": "trials"}
+NUMBERS = {"bucket", "depth", "distance", *SUMS.values()}     # keys of a record that hold numbers
+MOST = 2**53    # the bound of an integer that a float holds exactly
+ENTRY = 0.3     # nats per token that a passage repeated inside L must gain in a study of far context
+FORMULA = ("=", "+", "-", "@", "\t", "\r")      # with which a cell begins that a spreadsheet computes
 Column = tuple[float, str]  # place on the x axis, heading
 
 
@@ -41,10 +48,17 @@ class Run(NamedTuple):
 
     path: Path
     config: Config
-    head: dict[str, Any]                # HEAD of the eval JSON, and data_sha256: None in older ones
+    head: dict[str, Any]                # HEAD of the eval JSON, and KNOWN_LATER: None in older ones
     records: list[Record]
     windows: dict[str, np.ndarray]      # "EXTEND/PROTOCOL/LENGTH/COLUMN" -> one number a window
     settings: dict[str, Any]            # protocol -> the settings that decided its targets; {} in older ones
+
+    @property
+    def name(self) -> str:
+        """Its folder, and the step at which it was evaluated if that is not its last one."""
+        step, steps = self.head["step"], self.config.train.steps
+        at = "" if step in (None, steps) else f" (unfinished: step {shortened(step)} of {steps})"
+        return f"{self.path}{at}"
 
 
 class Curve(NamedTuple):
@@ -59,72 +73,14 @@ class Curve(NamedTuple):
         return [[r for r in run.records if (r["extend"], r["protocol"]) == (self.extend, protocol)]
                 for run in self.runs]
 
-    def windows(self, protocol: str, length: int, column: str) -> np.ndarray:
-        """Mean over seeds of a column of the sums of each window (windows,)."""
-        return np.mean([run.windows[f"{self.extend or 'plain'}/{protocol}/{length}/{column}"]
-                        for run in self.runs], axis=0)
-
-    def lengths(self, protocol: str) -> list[int]:
-        """The lengths at which it was measured."""
-        return [r["length"] for r in self.records(protocol)[0]]
+    def windows(self, run: Run, score: Score, protocol: str, length: int) -> dict[str, np.ndarray] | None:
+        """The columns of a score for each window or trial of a run; None in older evaluations of probes."""
+        keys = {name: f"{self.extend or 'plain'}/{protocol}/{length}/{name}"
+                for name in (score.plus, score.minus, score.per, "document") if name}
+        found = {name: run.windows[key].astype(float) for name, key in keys.items() if key in run.windows}
+        return found if len(found) == len(keys) else None
 
 
-class Measure(NamedTuple):
-    """A number by length, position or distance, computed from the sums of one place."""
-
-    protocol: str
-    title: str
-    note: str
-    x_label: str
-    y_label: str
-    scale: str
-    form: str
-    figure: Callable[[dict[str, float]], float]
-    place: str = ""     # of a probe: the second axis of its map, beside the length
-
-
-def loss(sums: dict[str, float]) -> float:
-    """Nats per token."""
-    return sums["nll_sum"] / sums["tokens"]
-
-
-def perplexity(sums: dict[str, float]) -> float:
-    """exp(loss); infinite where that overflows."""
-    return math.exp(loss(sums)) if loss(sums) < 700 else math.inf
-
-
-def repetition_gain(sums: dict[str, float]) -> float:
-    """Loss on the first copy minus loss on the second, nats per token."""
-    return (sums["first_nll_sum"] - sums["nll_sum"]) / sums["tokens"]
-
-
-CONTEXT = "context (tokens)"
-PERPLEXITY = (CONTEXT, "perplexity per token", "log", "#.4g", perplexity)
-REPETITION = ("distance (tokens)", "gain on the second copy (nats/token)", "linear", ".3f", repetition_gain,
-              "distance")
-GAIN = Measure(
-    "fixed", "Gain over truncation, fixed targets",
-    "Loss with the context truncated to L minus loss with all of it, on the same targets: positive where "
-    "longer context helps, 0 where it is ignored, negative where it breaks the model.",
-    CONTEXT, "gain (nats/token)", "asinh", "+.4f",
-    lambda sums: (sums["truncated_nll_sum"] - sums["nll_sum"]) / sums["tokens"])
-MEASURES = (
-    Measure("nonoverlap", "Perplexity, nonoverlap", "Blocks of this length; every token is scored. Falls "
-            "with length even for a model that ignores distant context.", *PERPLEXITY),
-    Measure("sliding", "Perplexity, sliding", "A window of this length moves by a stride and only the new "
-            "tokens are scored, so that every target has nearly all of the context.", *PERPLEXITY),
-    Measure("fixed", "Perplexity, fixed targets", "The same tokens at every length, with more context to "
-            "their left.", *PERPLEXITY),
-    Measure("position", "Loss by position", "One forward over the longest windows.",
-            "position (tokens of context)", "loss (nats/token)", "linear", ".3f", loss),
-    Measure("repeat", "Repeated text", "How much lower the loss of a passage of the text is at its second "
-            "occurrence, by the distance between the two.", *REPETITION),
-    Measure("copy", "Repeated random tokens", "The same on shuffled text, where only the first copy can "
-            "help.", *REPETITION),
-    Measure("passkey", "Passkey", "Share of the keys that are found in a text of this length, over all "
-            "depths; the picture shows them by depth.", CONTEXT, "share found", "linear", ".0%",
-            lambda sums: sums["correct"] / sums["trials"], "depth"),
-)
 TRAINING = {"loss": "Training loss", "val_loss": "Validation loss during training"}
 
 
@@ -134,7 +90,7 @@ TRAINING = {"loss": "Training loss", "val_loss": "Validation loss during trainin
 
 def find_eval(folder: Path, data: str | None) -> Path:
     """RUN/eval/DATA.json; without data the only one there is. Raises UserError."""
-    check_links(folder)
+    checkpoint.check_links(folder)
     if not (folder / "config.toml").is_file():
         raise UserError(f"run {folder}: no run there (no config.toml); give folders made by train.py")
     found = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
@@ -156,11 +112,63 @@ def read_run(folder: Path, data: str | None) -> Run:
     config = load_config(folder / "config.toml")
     try:
         found = results.read(path)
-        head = {key: found.head[key] for key in HEAD} | {"data_sha256": found.head.get("data_sha256")}
+        check_head(found.head)
+        check_records(found.records)
+        head = {key: found.head[key] for key in HEAD} | {key: found.head.get(key) for key in KNOWN_LATER}
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise UserError(f"{path} or its .npz: damaged, or of another version of eval.py ({error}); "
                         f"run `python eval.py {folder} --replace`") from error
-    return Run(folder, config, head, found.records, found.windows, found.head.get("settings", {}))
+    run = Run(folder, config, head, found.records, found.windows, found.head.get("settings", {}))
+    check_checkpoint(run, path)
+    return run
+
+
+def check_checkpoint(run: Run, path: Path) -> None:
+    """Raise UserError if the evaluation is not of the run's newest checkpoint; name an unfinished run.
+
+    Older evaluations do not record their checkpoint: a warning says so.
+    """
+    sha256 = run.head["checkpoint_sha256"]
+    if sha256 is None:
+        print(f"warning: {path}: by an older eval.py, which did not record its checkpoint: it may be of an "
+              "earlier step", file=sys.stderr)
+    elif not checkpoint.is_newest(run.path, str(sha256)):
+        raise UserError(f"{path}: evaluated at step {shortened(run.head['step'])}, but the run has another "
+                        f"checkpoint now; run `python eval.py {run.path} --replace` with the same flags")
+    if run.name != f"{run.path}":
+        print(f"warning: run {run.name}", file=sys.stderr)
+
+
+def check_head(head: dict[str, Any]) -> None:
+    """Raise ValueError or KeyError unless the head of an evaluation has the types that we rely on."""
+    for key, kind in zip(HEAD, (int, str, str, int), strict=True):
+        if type(head[key]) is not kind or (key == "seq_len" and not 0 < head[key] < MOST):
+            raise ValueError(f"{key} = {shortened(head[key])}")
+
+
+def check_records(records: Sequence[Record]) -> None:
+    """The same for its records: each has the sums of its measures, and numbers where numbers belong."""
+    for r in records:
+        wanted = ["length"]
+        for measure in (*MEASURES, GAIN):
+            if measure.protocol == r["protocol"]:
+                columns = (measure.score.plus, measure.score.minus, measure.score.per)
+                wanted += [SUMS[column] for column in columns if column]
+                wanted += ["bucket"] if measure.protocol == "position" else [measure.place or "length"]
+        for key in {*wanted, *(NUMBERS & r.keys())}:
+            if not is_valid(key, r[key]):
+                raise ValueError(f"{shortened(r['protocol'])} at {shortened(r['length'])}: {key} = "
+                                 f"{shortened(r[key])}")
+
+
+def is_valid(key: str, value: Any) -> bool:
+    """Whether a record may have this value: a number, positive if we divide by it or if it is a length."""
+    if key == "bucket":
+        return (isinstance(value, list) and len(value) == 2 and all(is_valid("depth", x) for x in value)
+                and 0 <= value[0] < value[1])
+    if type(value) not in (int, float) or (type(value) is int and abs(value) >= MOST):
+        return False
+    return key not in ("length", "tokens", "trials", "distance") or 1 <= value < math.inf
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
@@ -180,6 +188,10 @@ def check_comparable(runs: Sequence[Run]) -> None:
         if texts[0] != texts[1] and None not in texts:
             raise UserError(f"{pair}: evaluated on different texts that are both called {run.head['data']}; "
                             "evaluate both on the same one")
+        dtypes = [r.head["dtype"] for r in (first, run)]
+        if dtypes[0] != dtypes[1] and None not in dtypes:
+            print(f"warning: {pair}: evaluated in {dtypes[0]} and {dtypes[1]}, which differ by rounding",
+                  file=sys.stderr)
         if corpus != corpora[0]:
             raise UserError(f"{pair}: trained on different text; compare runs on the same corpus")
         for r in run.records:
@@ -191,7 +203,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
         for key, array in run.windows.items():
             _, protocol, length, column = key.rsplit("/", 3)
             other, known = targets.setdefault(f"{protocol}/{length}/{column}", (run, array))
-            if column in TARGETS and not np.array_equal(array, known):
+            if column in (*TARGETS, "trials") and not np.array_equal(array, known):
                 raise other_targets(other, run, protocol, length)
 
 
@@ -308,6 +320,10 @@ def check_replicates(group: Sequence[Run]) -> None:
         if other is not run:
             raise UserError(f"runs {other.path} and {run.path}: same config, same train.seed = "
                             f"{run.config.train.seed}; leave one out, it is not a second sample")
+        if run.head["init_sha256"] != group[0].head["init_sha256"]:
+            raise UserError(f"runs {group[0].path} and {run.path}: seeds of one config that began from "
+                            f"different weights of {run.config.train.init_from}, which was trained on in "
+                            "between; start both from the same ones")
         if measured_places(run) != measured_places(group[0]):
             raise UserError(f"runs {group[0].path} and {run.path}: seeds of one config, evaluated "
                             "differently; give eval.py the same --extend, --protocol and --lengths")
@@ -329,26 +345,32 @@ def make_tables(curves: Sequence[Curve], baseline: Curve, L: int) -> list[Table]
                                 measure.scale, measure.form, L, columns, cells))
 
     others = [curve for curve in curves if curve is not baseline]
-    gains = {protocol: paired(protocol, others, "nll", baseline) for protocol in PAIRED}
-    for measure in MEASURES:
+    gains = {measure.protocol: compared(measure, others, baseline) for measure in MEASURES}
+    for measure in (*MEASURES, GAIN):
         rows = measured(measure, curves)
-        for label, row in gains[measure.protocol][0].items() if measure.protocol in PAIRED else ():
+        own, how = compared(measure, curves) if measure.shows_score else ({}, "")
+        beaten = own if measure is GAIN else gains[measure.protocol][0]
+        for label, row in rows.items():
             for column, cell in row.items():
-                rows[label][column] = rows[label][column]._replace(beats=cell.beats)
-        add(measure.protocol, measure, rows)
-    intervals, how = paired("fixed", curves, "truncated_nll")
-    over_truncation = {
-        label: {at: intervals[label][at]._replace(spread=cell.spread) for at, cell in row.items()}
-        for label, row in measured(GAIN, curves).items()}
-    add("gain", GAIN._replace(note=f"{GAIN.note} Intervals: {how}."), over_truncation)
-    for protocol, (rows, how) in gains.items():
-        note = (f"Loss of {baseline.label} minus the curve's loss on the same targets: positive where the "
-                f"curve is better. Intervals: {how}.")
-        title = f"Gain over {baseline.label}, {protocol}"
-        add(f"{protocol}-gain", GAIN._replace(title=title, note=note), rows)
+                interval = own.get(label, {}).get(column, cell)
+                better = beaten.get(label, {}).get(column, cell)
+                row[column] = cell._replace(low=interval.low, high=interval.high, beats=better.beats)
+        add("gain" if measure is GAIN else measure.protocol,
+            measure._replace(note=f"{measure.note} {how}".strip()), rows)
+    for measure in MEASURES:
+        rows, how = gains[measure.protocol]
+        title = f"Gain over {baseline.label}, {measure.protocol}"
+        if measure.shows_score:
+            note = f"The curve's number minus that of {baseline.label}: positive where the curve is better."
+            gain = measure._replace(y_label=f"difference ({measure.y_label})", form=f"+{measure.form}")
+        else:
+            note = (f"Loss of {baseline.label} minus the curve's loss on the same targets: positive where "
+                    "the curve is better.")
+            gain = GAIN
+        add(f"{measure.protocol}-gain", gain._replace(title=title, note=f"{note} {how}"), rows)
     for key, title in TRAINING.items():
         note = "As train.py logged it, in nats per token, averaged over the steps since the previous point."
-        measure = Measure("", title, note, "step", "loss (nats/token)", "linear", ".3f", loss)
+        measure = Measure("", title, note, "step", "loss (nats/token)", "linear", ".3f", LOSS)
         add(f"train-{key}", measure, training_curves(key, curves), L=None)
     return tables
 
@@ -367,7 +389,7 @@ def measured(measure: Measure, curves: Sequence[Curve]) -> dict[str, dict[Column
     rows = {}
     for curve in curves:
         seeds = [pooled(records, column_of) for records in curve.records(measure.protocol)]
-        rows[curve.label] = {column: over_seeds([measure.figure(sums[column]) for sums in seeds])
+        rows[curve.label] = {column: over_seeds([measure.number(sums[column]) for sums in seeds])
                              for column in seeds[0]}
     return rows
 
@@ -377,8 +399,8 @@ def pooled(records: Iterable[Record], where: Callable[[Record], Any]) -> dict[An
     cells: dict[Any, dict[str, float]] = {}
     for r in records:
         cell = cells.setdefault(where(r), dict.fromkeys(SUMS, 0.0))
-        for key in SUMS:
-            cell[key] += r.get(key) or 0
+        for column, key in SUMS.items():
+            cell[column] += r.get(key) or 0
     return cells
 
 
@@ -393,7 +415,7 @@ def probe_map(measure: Measure, curves: Sequence[Curve]) -> Map:
     def where(r: Record) -> tuple[int, float]:
         return r["length"], r[measure.place]
 
-    cells = {curve.label: {at: measure.figure(sums) for at, sums in pooled(
+    cells = {curve.label: {at: measure.number(sums) for at, sums in pooled(
              (r for records in curve.records(measure.protocol) for r in records), where).items()}
              for curve in curves}
     return Map(f"{measure.protocol}-map", f"{measure.title}: {measure.y_label}", measure.place, measure.form,
@@ -435,87 +457,145 @@ def training_log(folder: Path, key: str) -> dict[int, float]:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Differences and their intervals
+# Intervals, of scores and of differences to the baseline
 
 
-def paired(protocol: str, curves: Sequence[Curve], column: str,
-           baseline: Curve | None = None) -> tuple[dict[str, dict[Column, Cell]], str]:
-    """Label -> length -> this column of the baseline (default: of the curve itself) minus the curve's loss.
+def compared(measure: Measure, curves: Sequence[Curve],
+             baseline: Curve | None = None) -> tuple[dict[str, dict[Column, Cell]], str]:
+    """Label -> column -> the curve's score, or the baseline's subtracted from it; and what intervals cover.
 
-    In nats per token, with intervals; also returns what was resampled.
+    Without records of each window or trial there are no cells. A cell is better than 0 or the baseline
+    (`beats`) if that survives Holm's correction over the curves of its column.
     """
     rows: dict[str, dict[Column, Cell]] = {}
-    units: dict[str, list[int]] = {}
-    lengths = {length for curve in curves for length in curve.lengths(protocol)}
-    for length in sorted(lengths & set(baseline.lengths(protocol)) if baseline else lengths):
-        present = [curve for curve in curves if length in curve.lengths(protocol)]
-        d = np.stack([(baseline or curve).windows(protocol, length, column)
-                      - curve.windows(protocol, length, "nll") for curve in present], axis=1)
-        tokens, document = (present[0].windows(protocol, length, name) for name in ("tokens", "document"))
-        cells, unit = contrast(d, tokens, document)
-        units.setdefault(unit, []).append(length)
-        for curve, cell in zip(present, cells, strict=True):
-            rows.setdefault(curve.label, {})[length, str(length)] = cell
-    if len(units) == 1:
-        return rows, next(iter(units))
-    return rows, "; ".join(f"{unit} (at {', '.join(map(str, at))})" for unit, at in units.items())
+    units: dict[str, list[str]] = {}                # what intervals are over -> the columns where they are
+    n_seeds: dict[str, int] = {}
+    parts: list[tuple[float, float, float]] = []
+    places = {column_of(r): r["length"] for curve in curves for r in curve.records(measure.protocol)[0]}
+    for column, length in sorted(places.items()):
+        found: dict[str, Estimate] = {}
+        for curve in curves:
+            one = estimated(measure, length, curve, baseline)
+            if one:
+                found[curve.label], n_seeds[curve.label], name = one
+                if column[1] not in units.setdefault(name, []):
+                    units[name].append(column[1])
+        parts += [e.parts for label, e in found.items() if n_seeds[label] > 1 and sum(e.parts) > 0]
+        p = {label: e.p for label, e in found.items() if e.p is not None}
+        corrected = dict(zip(p, holm(list(p.values())), strict=True))
+        for label, e in found.items():
+            beats = e.value > 0 and corrected.get(label, 1.0) < LEVEL
+            rows.setdefault(label, {})[column] = Cell(e.value, None, e.low, e.high, beats)
+    return rows, in_words(units, n_seeds, parts) if rows else ""
 
 
-def contrast(d: np.ndarray, tokens: np.ndarray, document: np.ndarray) -> tuple[list[Cell], str]:
-    """Differences d (windows, curves) in nats per token, with intervals; and what was resampled, in words."""
-    names, index = np.unique(document, return_inverse=True)
-    unit = (f"bootstrap over {len(d)} windows, since there are only {len(names)} documents: these intervals "
-                "are too narrow")
-    if len(names) >= ENOUGH_DOCUMENTS:
-        by_document = np.zeros((len(names), d.shape[1]))
-        np.add.at(by_document, index, d)
-        d, tokens = by_document, np.bincount(index, weights=tokens)
-        unit = f"bootstrap over {len(names)} documents"
-    ratio = d.sum(axis=0) / tokens.sum()
-    if len(d) < ENOUGH_WINDOWS:
-        return [Cell(float(x)) for x in ratio], f"none, there are only {len(d)} windows"
-    low, high = interval(d, tokens)
-    cells = [Cell(float(x), None, float(a), float(b), beats=bool(a > 0))
-             if np.isfinite([a, b]).all() else Cell(float(x))           # no interval where one unit decides
-             for x, a, b in zip(ratio, low, high, strict=True)]
-    return cells, unit
+def estimated(measure: Measure, length: int, curve: Curve,
+              baseline: Curve | None) -> tuple[Estimate, int, str] | None:
+    """The estimate, its number of seeds, and what its interval is over; None without sums of each window."""
+    score, protocol = measure.score, measure.protocol
+    columns: dict[str, np.ndarray] = {}
+    d = []
+    for run, other in paired(curve, baseline or curve):
+        found = curve.windows(run, score, protocol, length)
+        subtracted = baseline.windows(other, score, protocol, length) if baseline else {}
+        if found is None or subtracted is None:
+            return None
+        columns = found
+        with np.errstate(invalid="ignore"):                             # both diverged
+            d.append(score.total(columns) - (score.total(subtracted) if baseline else 0))
+    sums, per, units = np.stack(d), columns[score.per], units_of(columns["document"])
+    if units is None:
+        value = float(sums.sum() / len(sums) / per.sum())
+        what = "trials" if score is FOUND else "windows"
+        return Estimate(value), len(d), f"none, there are only {len(per)} {what}"
+    sums, per = units.sums(sums), units.sums(per)
+    few = ", since documents are too few: other documents are not covered" if units.name == "windows" else ""
+    if score is FOUND:
+        return two_way_share(sums, per, baseline is not None), len(d), f"{units.n} trials{few}"
+    return two_way(sums, per), len(d), f"{units.n} {units.name}{few}"
 
 
-def interval(d: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """95 % interval of sum(d) / sum(tokens) for each column of d (units, curves) when units are resampled.
+def paired(curve: Curve, baseline: Curve) -> list[tuple[Run, Run]]:
+    """Their runs of the same seed, whose data order is the same; then the others, as many as both have."""
+    left = {run.config.train.seed: run for run in baseline.runs}
+    same = [(run, left.pop(run.config.train.seed)) for run in curve.runs if run.config.train.seed in left]
+    others = [run for run in curve.runs if all(run is not one for one, _ in same)]
+    return [*same, *zip(others, left.values(), strict=False)]
 
-    The bootstrap-t: quantiles of (ratio* - ratio) / se*, times se, where se is the linearised standard
-    error of a ratio. Percentiles of ratio* itself are too narrow for the dozen units that are common here.
-    Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5.
+
+def in_words(units: dict[str, list[str]], n_seeds: dict[str, int],
+             parts: Sequence[tuple[float, float, float]]) -> str:
+    """What the intervals of a table are over, and which part of the variance is largest."""
+    def among(found: dict[str, list[str]], before: str) -> str:
+        return "; ".join(f"{name} ({before}{', '.join(rest)})" if len(found) > 1 else name
+                         for name, rest in found.items())
+
+    seeds: dict[str, list[str]] = {}
+    for label, n in sorted(n_seeds.items(), key=lambda item: item[1]):
+        seeds.setdefault(counted(n, "seed"), []).append(label)
+    text = f"95 % intervals over {among(units, 'at ')}, and {among(seeds, '')}."
+    if "1 seed" in seeds:
+        text += " With 1 seed, an interval covers the text alone, not how training varies."
+    if parts:
+        shares = np.median([np.divide(part, sum(part)) for part in parts], axis=0)
+        text += (f" Shares of the variance, median over the table: seeds {shares[0]:.0%}, text "
+                 f"{shares[1]:.0%}, both together {shares[2]:.0%}.")
+    return text
+
+
+def counted(n: int, what: str) -> str:
+    """1 seed, 2 seeds."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def with_seeds(curves: Sequence[Curve]) -> list[Curve]:
+    """The curves, with their number of seeds in the label if it is not the same for all."""
+    if len({len(curve.runs) for curve in curves}) == 1:
+        return list(curves)
+    return [curve._replace(label=f"{curve.label} ({counted(len(curve.runs), 'seed')})") for curve in curves]
+
+
+def remarks(curves: Sequence[Curve], baseline: Curve, L: int) -> list[str]:
+    """What the report says about all tables: the numbers of seeds, and whether the entry criterion is met.
+
+    The criterion: a model that does not predict a repeated passage better inside L cannot show how it uses
+    what is further away.
     """
-    n, total = len(d), tokens.sum()
-    ratio = d.sum(axis=0) / total                                       # (curves,)
-    residual = d - ratio * tokens[:, None]                              # (units, curves), sums to 0
-    small_sample = math.sqrt(n / (n - 1))
-    se = small_sample * np.sqrt((residual**2).sum(axis=0)) / total
-    rng, pivots = np.random.default_rng(0), []
-    for _ in range(RESAMPLES // 500):                                   # parts, to bound memory
-        weight = rng.multinomial(n, np.full(n, 1 / n), size=500).astype(float)          # (500, units)
-        drawn = (weight @ tokens)[:, None]
-        shift = weight @ residual / drawn                               # ratio* - ratio (500, curves)
-        square = (weight @ residual**2 - 2 * shift * (weight @ (residual * tokens[:, None]))
-                  + shift**2 * (weight @ tokens**2)[:, None])
-        square[square < 1e-12 * (d**2).sum(axis=0)] = 0                 # rounding: all drawn are equal
-        shift[np.abs(shift) < 1e-9 * np.abs(ratio)] = 0
-        with np.errstate(divide="ignore", invalid="ignore"):
-            pivot = shift / (small_sample * np.sqrt(square.clip(min=0)) / drawn)
-        pivots.append(np.nan_to_num(pivot, posinf=np.inf, neginf=-np.inf))      # 0 / 0
-    with np.errstate(invalid="ignore"):                                 # between infinite pivots
-        low, high = np.quantile(np.concatenate(pivots), [0.025, 0.975], axis=0)
-    return np.minimum(ratio, ratio - high * se), np.maximum(ratio, ratio - low * se)    # rounding, all equal
+    if len({len(curve.runs) for curve in curves}) == 1:
+        found = [f"Each curve has {counted(len(baseline.runs), 'seed')}."]
+    else:
+        found = ["The curves have different numbers of seeds. A difference is over as many seeds as both of "
+                 "its curves have."]
+    measure = next(measure for measure in MEASURES if measure.protocol == "repeat")
+    inside = [pooled((r for r in records if r["length"] == L), column_of)
+              for records in baseline.records("repeat") if records]
+    if not inside:
+        return found
+    criterion = (f"Entry criterion: gain of {baseline.label} on a passage repeated inside L = {L}, at least "
+                 f"{ENTRY} nats per token")
+    gains = [measure.number(sums) for places in inside for sums in places.values()]
+    if not gains:
+        return [*found, f"{criterion}: not measured; run eval.py --protocol repeat --lengths {L}."]
+    is_met = np.mean(gains) >= ENTRY
+    return [*found, f"{criterion}: {np.mean(gains):.3f}, "
+            + ("met." if is_met else "not met: nothing about the use of far context follows.")]
 
 
 def write_csv(curves: Sequence[Curve], path: Path) -> None:
-    """Write every record of every run on a line, with its curve, run and training seed."""
+    """Write every record of every run on a line, with its curve, run and training seed.
+
+    Text that a spreadsheet would take for a formula begins with an apostrophe.
+    """
     rows = [{"label": curve.label, "run": str(run.path), "train_seed": run.config.train.seed,
              "encoding": run.config.position.encoding, **run.head, **r}
             for curve in curves for run in curve.runs for r in run.records if r["extend"] == curve.extend]
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(file)
+        keys = list(dict.fromkeys(key for row in rows for key in row))
+        writer.writerow(quoted(keys))
+        writer.writerows(quoted([row.get(key) for key in keys]) for row in rows)
+
+
+def quoted(cells: Sequence[Any]) -> list[Any]:
+    """A line of the CSV in which no text begins like a formula."""
+    return [f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell for cell in cells]

@@ -2,7 +2,8 @@
 
 A method changes a loaded model in place for evaluation at one length; the weights stay the same. There are
 three kinds: RoPE rotates at other frequencies (positions/scaling.py); far pairs of query and key get other
-positions or are masked (rerope to lm_infinite); queries are scaled (log_n). `METHOD+METHOD` applies several.
+positions or are masked (rerope to lm_infinite); queries are scaled (log_n, drope). `METHOD+METHOD` applies
+several.
 
 Legend: B batch, Tq queries, Tk keys, H = n_head, D channels of a head; L training, T evaluation length.
 """
@@ -10,6 +11,7 @@ Legend: B batch, Tq queries, Tk keys, H = n_head, D channels of a head; L traini
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import tomllib
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from model import GPT, Attention, shape_of
 from positions.contract import At, Encoding
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
-from positions.temperature import LogN, Temperature
+from positions.temperature import Constant, LogN, Temperature
 from runtime.errors import UserError, did_you_mean
 from runtime.schema import describe_choice, explain
 
@@ -40,6 +42,8 @@ class Extension(BaseModel):
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         """Why it cannot be applied to this model, or None."""
         is_rotary = isinstance(model.encoding, RoPE)
+        if self.needs_rotary and model.is_dropped:
+            return "needs a rotary encoding, and this run has dropped its own"
         return "needs a rotary encoding" if self.needs_rotary and not is_rotary else None
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
@@ -93,7 +97,7 @@ class Regrouping(Extension):
         return None
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        scaling = getattr(model.encoding, "scaling", None)
+        scaling = getattr(model.active(), "scaling", None)
         if scaling is not None and scaling.is_dynamic:
             return f"cannot be combined with {scaling.method}, whose frequencies depend on the length"
         if self.hides and any(a.window for a in attentions(model)):
@@ -113,23 +117,27 @@ class Regrouped(Encoding):
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
         nn.Module.__init__(self)
         self.inner, self.method, self.L, self.T = inner, method, L, T
-        self.max_length = inner.max_length
+        self.max_length, self.applies_temperature = inner.max_length, inner.applies_temperature
         self.embed, self.tables = inner.embed, inner.tables     # type: ignore[method-assign]
         self.features, self.rotate = inner.features, inner.rotate   # type: ignore[method-assign]
 
-    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+    @classmethod
+    def has_scores(cls) -> bool:
+        return True
+
+    def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         is_near = at.distance() < self.method.near(self.L)              # (1 or B, 1, Tq, Tk)
         is_seen = self.method.is_seen(at.k_pos)
         if is_seen is not None:     # masked before `scores`: an encoding may count the keys that it sees
             logits = logits.masked_fill(~(is_near | is_seen[:, None, None]), -torch.inf)
-        near = self.inner.scores(logits, q, k, at)                      # (B, H, Tq, Tk)
+        near = self.inner.final_logits(logits, q, k, at)                # (B, H, Tq, Tk)
         if not self.inner.is_relative:                                  # far positions have no meaning
             return near
         q_pos, k_pos = self.method.far(at.q_pos, at.k_pos, self.L, self.T)
         far_at = at._replace(q_pos=q_pos, k_pos=k_pos, tables=self.inner.tables(q_pos, k_pos))
         far_q, far_k = self.inner.rotate(q, k, far_at)
         far = (far_q @ far_k.mT).to(logits.dtype) / q.shape[-1]**0.5
-        far = self.inner.scores(far.masked_fill(logits.isneginf(), -torch.inf), q, k, far_at)
+        far = self.inner.final_logits(far.masked_fill(logits.isneginf(), -torch.inf), q, k, far_at)
         return torch.where(is_near, near, far)
 
 
@@ -226,7 +234,7 @@ class LMInfinite(Regrouping):
     window: int | None = Field(None, ge=1, description="last tokens, and the largest distance (default L)")
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        wrong = None if model.encoding.is_relative else "needs an encoding that depends on distances alone"
+        wrong = None if model.active().is_relative else "needs an encoding that depends on distances alone"
         return wrong or super().problem(model, config, T)
 
     def near(self, L: int) -> int:
@@ -249,6 +257,19 @@ class LogNTemperature(Extension):
         model.temperature = LogN(shape_of(config))
 
 
+class DropeTemperature(LogNTemperature):
+    """All queries are multiplied by 1 + c ln(T / L), beyond L. DroPE, Gelberg 2025, arXiv:2512.12167.
+
+    The paper tunes c: 0.412 for a model from scratch (position.drop_at), 0.103 for SmolLM.
+    """
+
+    c: float = Field(0.412, gt=0, description="how fast the factor grows with the length")
+
+    def apply(self, model: GPT, config: Config, T: int) -> None:
+        factor = 1 + self.c * math.log(max(1.0, T / config.train.seq_len))
+        model.temperature = Constant(shape_of(config), factor)
+
+
 EXTENSIONS: dict[str, type[Extension]] = {
     **dict.fromkeys(SCALINGS, Rescaled),
     "rerope": ReRoPE,
@@ -258,6 +279,7 @@ EXTENSIONS: dict[str, type[Extension]] = {
     "sinks": Sinks,
     "lm_infinite": LMInfinite,
     "log_n": LogNTemperature,
+    "drope": DropeTemperature,
 }
 
 

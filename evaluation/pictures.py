@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evaluation.report import ASINH_WIDTH, DASHES, STYLES, Cell, Map, Picture, Table, ends
+from evaluation.results import perplexity
 
 MOST_CURVES = 8         # in one picture: more cannot be distinguished
 MARKED = 12             # columns that all get a tick on the x axis; more would overlap
@@ -44,17 +45,19 @@ def draw_evaluation(records: Sequence[dict[str, Any]], title: str, L: int, path:
         found = [r for r in records if (r["extend"], r["protocol"]) == (extend, protocol)]
         colour = extends.index(extend) % len(STYLES)
         if protocol == "position":
-            points = [(math.sqrt((r["bucket"][0] + 1) * r["bucket"][1]), Cell(math.log(r["ppl"])))
+            points = [(math.sqrt((r["bucket"][0] + 1) * r["bucket"][1]), Cell(r["nll_sum"] / r["tokens"]))
                       for r in found]
             positions.append(Line("", points, colour, colour, 0))
         else:
             kind = by_length.index(protocol)
             label = f"{protocol}, {extend}" if extend else protocol
-            contexts.append(Line(label, [(r["length"], Cell(r["ppl"])) for r in found], colour, kind, kind))
+            points = [(r["length"], Cell(perplexity(r["nll_sum"] / r["tokens"]))) for r in found]
+            contexts.append(Line(label, points, colour, kind, kind))
     fixed = [r for r in records if r["protocol"] == "fixed"]
     if fixed:
-        truncated = math.exp(fixed[0]["truncated_nll_sum"] / fixed[0]["tokens"])
-        left.axhline(truncated, color="black", linestyle=":", label="fixed, truncated to L")
+        truncated = perplexity(fixed[0]["truncated_nll_sum"] / fixed[0]["tokens"])
+        if math.isfinite(truncated):
+            left.axhline(truncated, color="black", linestyle=":", label="fixed, truncated to L")
     lengths = sorted({r["length"] for r in records if r["protocol"] in by_length}) or [L]
     draw_lines(left, contexts, "log", L, {length: str(length) for length in lengths})
     draw_lines(right, positions, "linear", L)
@@ -160,6 +163,7 @@ def draw_grids(grids: dict[str, list[list[float]]], shown: Map, x: tuple[list[st
     figure.suptitle(plain_tex(shown.title))
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
 
 # -----------------------------------------------------------------------------------------------------------
 # Shared

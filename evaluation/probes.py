@@ -1,12 +1,15 @@
 """Probes: does the model use distant context? A flat perplexity may mean that the model ignores it.
 
-`python eval.py RUN --protocol repeat,copy,passkey`
+`python eval.py RUN --protocol repeat,copy,needles`
 
   repeat   A passage of the text occurs twice, some distance apart: is the second copy predicted better than
            the first? It is if the model looks back that far.
   copy     The same with the text's tokens in random order, where only the first copy can help: induction.
-  passkey  Five digits are hidden at some depth of filler and asked for at the end (data/passkey.py). A small
-           model finds them only if it was trained for it: configs/passkey.toml.
+  retrieval and algorithms   Generated documents (data/tasks.py) for a model that was trained on the task:
+           configs/passkey.toml, configs/needles.toml, configs/algorithms.toml.
+
+An answer is correct if each of its tokens ranks first, given the right tokens before it. Greedy decoding
+would write the same answer, and no other.
 
 Legend: B batch, T time, L = train.seq_len.
 """
@@ -20,12 +23,12 @@ import torch
 import torch.nn.functional as F
 
 from config import TrainConfig
-from data.passkey import passkey_document
+from data.tasks import Made, retrieval
 from data.tokenizer import Tokenizer
 from model import GPT
 from runtime.device import autocast
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)    # share of the filler before the key
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)    # share of the filler before the first fact that is asked for
 
 
 @torch.no_grad()
@@ -60,10 +63,12 @@ def repeated(stretches: Sequence[np.ndarray], length: int,
     return tokens, p + half, length - p + half
 
 
-def passkeys(tokenizer: Tokenizer, length: int, depth: float, trials: int,
-             seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents (trials, length), the same keys at every length and depth, and the answer's indices."""
-    made = [passkey_document(tokenizer, length, depth, np.random.default_rng([seed, trial]))
+def hidden(kind: str, tokenizer: Tokenizer, length: int, depth: float, trials: int, seed: int) -> list[Made]:
+    """Retrieval documents of `length` ids, with the same facts at every length and depth."""
+    return [retrieval(kind, tokenizer, length, depth, np.random.default_rng([seed, trial]))
             for trial in range(trials)]
-    n_answer = made[0][1]
-    return np.stack([ids for ids, _ in made]), np.arange(length - n_answer, length)
+
+
+def stacked(made: Sequence[Made]) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of equal length -> ids and which of them are answers, both (trials, length)."""
+    return np.stack([document.ids for document in made]), np.stack([document.is_answer for document in made])

@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config import Config, TrainConfig
-from data.passkey import shortest
+from data import tasks
+from data.tasks import ALGORITHMS, RETRIEVAL, Made
 from data.tokenizer import Tokenizer, byte_lengths
 from evaluation import probes
 from evaluation.extension import Extend, extended, parse
-from evaluation.results import Record
+from evaluation.results import Record, perplexity
 from evaluation.windows import (
     Text,
     Window,
@@ -41,15 +42,16 @@ from model import GPT
 from runtime import parallel
 from runtime.device import autocast
 from runtime.errors import UserError
+from runtime.files import finite
 from runtime.parallel import Process
 
 PROTOCOLS = ("nonoverlap", "rolling", "sliding", "fixed", "position")
-PROBES = ("repeat", "copy", "passkey")
+PROBES = ("repeat", "copy", *RETRIEVAL, *ALGORITHMS)
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
 DECIDING = {        # protocol -> the settings that decide its targets, in addition to text, seed and length
     "nonoverlap": ("longest", "tokens"), "rolling": ("longest",), "sliding": ("longest", "tokens", "stride"),
     **dict.fromkeys(("fixed", "position", "repeat", "copy"), ("longest", "targets", "windows")),
-    "passkey": ("windows",),
+    **dict.fromkeys((*RETRIEVAL, *ALGORITHMS), ("windows",)),
 }
 PLAIN = Extend("plain", [])
 CHUNK = 128                                     # tokens whose logits exist at a time
@@ -66,7 +68,8 @@ class Settings:
     lengths: Sequence[int]                      # contexts in tokens
     longest: int                                # at least L and every length: see eval.py
     targets: int                                # fixed: k, the tokens scored of each window
-    windows: int = 32                           # fixed, position, repeat, copy; passkey uses a quarter
+    windows: int = 32                           # fixed, position, repeat, copy, trials of algorithms; trials
+                                                # of retrieval at each depth are a quarter of it
     tokens: int = 2**16                         # nonoverlap, sliding: tokens scored
     stride: int | None = None                   # sliding: S; None is a quarter of each length
     seed: int = 0                               # chooses windows
@@ -85,9 +88,10 @@ class Evaluation:
         self.process, self.L = process, config.train.seq_len
         self.text = Text(text.name, [d for d in text.documents if len(d) > settings.longest])
         self.lengths = sorted(set(settings.lengths))
-        limit = model.encoding.max_length
+        limit = model.active().max_length
         self.possible = [length for length in self.lengths if not limit or length <= limit]
         self.byte_lengths = byte_lengths(tokenizer)
+        self.bos = tokenizer.eot if config.data.bos else None
         self.ends = fixed_ends(self.text, settings.longest, settings.targets, settings.windows, settings.seed)
         self.extends = [PLAIN, *extends]
         self.extend = PLAIN                             # the one that is being measured
@@ -102,8 +106,15 @@ class Evaluation:
             self.extend = extend
             self._progress.part += 1
             if self.possible:
-                records += getattr(self, protocol)()
+                records += self._measure(protocol)
         return records
+
+    def _measure(self, protocol: str) -> Iterator[Record]:
+        if protocol in RETRIEVAL:
+            return self.retrieval(protocol)
+        if protocol in ALGORITHMS:
+            return self.algorithm(protocol)
+        return getattr(self, protocol)()
 
     def deciding(self) -> dict[str, dict[str, int | None]]:
         """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
@@ -183,20 +194,40 @@ class Evaluation:
             tokens, first, second = probes.repeated(stretches, length, self.L)
             (losses, _), seconds = self._probe(protocol, length, tokens, np.concatenate((first, second)))
             nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
+            self._keep(protocol, length, {"nll": nll.sum(axis=1), "first_nll": nll_first.sum(axis=1),
+                                          "tokens": np.full(len(nll), nll.shape[1]),
+                                          "document": np.array([d for d, _ in self.ends])})
             n_bytes = int(self.byte_lengths[tokens[:, second]].sum()) if protocol == "repeat" else None
             yield record(self.extend, protocol, length, nll, nll.size, n_bytes,
                          len({d for d, _ in self.ends}) if n_bytes else None, seconds, distance=distance,
                          first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()))
 
-    def passkey(self) -> Iterator[Record]:
-        """One record for each length and depth: in how many trials every digit of the key ranks first."""
-        trials = max(1, self.settings.windows // 4)
-        lengths = [length for length in self.possible if length >= shortest(self.tokenizer)]
-        for length, depth in itertools.product(lengths, probes.DEPTHS):
-            tokens, answer = probes.passkeys(self.tokenizer, length, depth, trials, self.settings.seed)
-            (nll, is_top), seconds = self._probe("passkey", length, tokens, answer)
-            yield record(self.extend, "passkey", length, nll, nll.size, None, None, seconds, depth=depth,
-                         correct=int(is_top.all(axis=1).sum()), trials=trials)
+    def retrieval(self, kind: str) -> Iterator[Record]:
+        """One record for each length and depth: in how many trials the answer is correct."""
+        trials, seed = max(1, self.settings.windows // 4), self.settings.seed
+        least = max(tasks.shortest(kind, self.tokenizer, np.random.default_rng([seed, trial]))
+                    for trial in range(trials))
+        for length in (length for length in self.possible if length >= least):
+            columns = []
+            for depth in probes.DEPTHS:
+                made = probes.hidden(kind, self.tokenizer, length, depth, trials, seed)
+                answers, seconds = self._answers(kind, length, made)
+                yield self._answer_record(kind, length, answers, seconds, depth=depth)
+                columns.append(answers)
+            self._keep(kind, length, {name: np.concatenate([answers[name] for answers in columns])
+                                      for name in columns[0]})
+
+    def algorithm(self, name: str) -> Iterator[Record]:
+        """One record for each length, with a quarter of it in symbols: in how many trials all is correct."""
+        for length in self.possible:
+            n, seed = tasks.n_symbols(length), self.settings.seed
+            if n < 1:
+                continue
+            made = [tasks.algorithm(name, self.tokenizer, n, np.random.default_rng([seed, trial, n]))
+                    for trial in range(self.settings.windows)]
+            answers, seconds = self._answers(name, length, made)
+            yield self._answer_record(name, length, answers, seconds, symbols=n)
+            self._keep(name, length, answers)
 
     # -------------------------------------------------------------------------------------------------------
     # Forward passes, and the records of their losses
@@ -205,7 +236,7 @@ class Evaluation:
         """Losses of each window's targets under the current extension, and the seconds that they took."""
         began = time.perf_counter()
         with extended(self.model, self.config, self.extend.methods, length):
-            scores = score(self.model, self.text, windows, self.config.train, self.process)
+            scores = score(self.model, self.text, windows, self.config.train, self.process, self.bos)
             what = f"{self.extend.spec} {protocol} {length}"
             return list(self._progress(scores, what, "windows", len(windows))), time.perf_counter() - began
 
@@ -225,6 +256,7 @@ class Evaluation:
                at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], float]:
         """Losses of tokens (n, length) at the places `at`, whether each ranks first, and the seconds."""
         began = time.perf_counter()
+        tokens = opened(tokens, self.bos)
         size = max(1, TOKENS_PER_FORWARD // length)
         batches = [tokens[i:i + size] for i in range(0, len(tokens), size)]
         with extended(self.model, self.config, self.extend.methods, length):
@@ -235,14 +267,34 @@ class Evaluation:
         losses, is_top = (np.concatenate(parts) for parts in zip(*scored, strict=True))
         return (losses, is_top), time.perf_counter() - began
 
+    def _answers(self, protocol: str, length: int,
+                 made: Sequence[Made]) -> tuple[dict[str, np.ndarray], float]:
+        """Of each document (trials,): the loss of its answer, whether it is correct; and the seconds."""
+        tokens, is_answer = probes.stacked(made)
+        at = np.flatnonzero(is_answer.any(axis=0))
+        asked = is_answer[:, at]                                        # (trials, n)
+        (losses, is_top), seconds = self._probe(protocol, length, tokens, at)
+        return {"nll": np.where(asked, losses, 0).sum(axis=1), "tokens": asked.sum(axis=1),
+                "correct": (is_top | ~asked).all(axis=1).astype(int), "trials": np.ones(len(made), dtype=int),
+                "document": np.arange(len(made))}, seconds
+
+    def _answer_record(self, protocol: str, length: int, answers: dict[str, np.ndarray], seconds: float,
+                       **more: Any) -> Record:
+        return record(self.extend, protocol, length, answers["nll"], int(answers["tokens"].sum()), None, None,
+                      seconds, **more, correct=int(answers["correct"].sum()), trials=len(answers["trials"]))
+
+    def _keep(self, protocol: str, length: int, columns: dict[str, Any]) -> None:
+        """Add columns of numbers, one for each window or trial, to the .npz."""
+        for name, column in columns.items():
+            self.per_window[f"{self.extend.spec}/{protocol}/{length}/{name}"] = np.array(column)
+
     def _record(self, protocol: str, length: int, windows: Sequence[Window], losses: Sequence[np.ndarray],
                 seconds: float, **more: Any) -> Record:
         nll = np.array([x.sum() for x in losses])                       # (windows,)
         n_bytes = np.array([self._bytes(window).sum() for window in windows])
         columns = {"nll": nll, "tokens": [w.n_scored for w in windows], "bytes": n_bytes,
                    "document": [w.document for w in windows], "end": [w.end for w in windows]}
-        for name, column in columns.items():
-            self.per_window[f"{self.extend.spec}/{protocol}/{length}/{name}"] = np.array(column)
+        self._keep(protocol, length, columns)
         n_documents = len({w.document for w in windows})
         return record(self.extend, protocol, length, nll, sum(w.n_scored for w in windows),
                       int(n_bytes.sum()), n_documents, seconds, **more)
@@ -255,24 +307,33 @@ class Evaluation:
 
 def record(extend: Extend, protocol: str, length: int, nll: np.ndarray, n_tokens: int, n_bytes: int | None,
            n_documents: int | None, seconds: float, **more: Any) -> Record:
-    """One record of the JSON: perplexity = exp(nll / tokens), bits per byte = nll / ln 2 / bytes."""
+    """One record of the JSON: perplexity = exp(nll / tokens), bits per byte = nll / ln 2 / bytes.
+
+    Raises UserError if the loss is NaN or infinite.
+    """
     nll_sum = float(nll.sum())
+    if not math.isfinite(nll_sum):
+        raise UserError(f"{protocol} at {length} tokens, --extend {extend.spec}: the loss is {nll_sum}, so "
+                        "the model has no probabilities there; evaluate another checkpoint, method or length")
     return {"extend": None if extend is PLAIN else extend.spec, "protocol": protocol, "length": length,
             "nll_sum": nll_sum, "tokens": n_tokens, "bytes": n_bytes, "documents": n_documents,
-            "ppl": math.exp(nll_sum / n_tokens), "bpb": nll_sum / math.log(2) / n_bytes if n_bytes else None,
+            "ppl": finite(perplexity(nll_sum / n_tokens)),
+            "bpb": nll_sum / math.log(2) / n_bytes if n_bytes else None,
             "seconds": round(seconds, 3), **more}
 
 
 def score(model: GPT, text: Text, windows: Sequence[Window], train: TrainConfig,
-          process: Process = ALONE) -> Iterator[np.ndarray]:
+          process: Process = ALONE, bos: int | None = None) -> Iterator[np.ndarray]:
     """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward pass.
+
+    `bos` is a token that replaces the first one of each window, as data.bos does in training.
 
     Several processes divide the forward passes, which are the same for any number of processes.
     """
     device = next(model.parameters()).device
 
     def losses_of(batch: Sequence[Window]) -> np.ndarray:               # (B, n_scored)
-        rows = np.stack([text.documents[w.document][w.start:w.end + 1] for w in batch])
+        rows = opened(np.stack([text.documents[w.document][w.start:w.end + 1] for w in batch]), bos)
         tokens = torch.from_numpy(rows.astype(np.int64)).to(device)     # (B, length + 1)
         with autocast(train, device):
             losses = token_losses(model, tokens[:, :-1], tokens[:, -batch[0].n_scored:])
@@ -284,6 +345,13 @@ def score(model: GPT, text: Text, windows: Sequence[Window], train: TrainConfig,
         batches += [alike[i:i + size] for i in range(0, len(alike), size)]
     for losses in parallel.round_robin(process, batches, losses_of):
         yield from losses
+
+
+def opened(rows: np.ndarray, bos: int | None) -> np.ndarray:
+    """Windows of ids (B, T), whose first token is replaced by `bos` unless it is None."""
+    if bos is None:
+        return rows
+    return np.concatenate((np.full_like(rows[:, :1], bos), rows[:, 1:]), axis=1)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ black.
 from __future__ import annotations
 
 import base64
+import hashlib
 import html as markup
 import json
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import Config
-from runtime.files import finite
+from runtime.errors import UserError
+from runtime.files import finite, read_text
 from runtime.log import start_wandb, without_key
 
 ASINH_WIDTH = 0.05      # gains look linear up to about this, in nats per token, and logarithmic beyond
@@ -115,23 +117,24 @@ def ends(cell: Cell) -> tuple[float, float]:
 
 def signs(baseline: str) -> str:
     """The legend of the tables."""
-    return ("± is the standard deviation over training seeds. [a, b] is a 95 % bootstrap interval over the "
-            f"text. A number is bold where it beats {baseline} on the same targets and the interval of the "
-            "difference excludes 0; under 'Gain over truncation', where it beats its own truncated context. "
-            "Only numbers with an interval can be bold. '-' means that there is no result: the encoding is "
-            "not defined there, or it was not measured.")
+    return ("± is the standard deviation over training seeds. [a, b] is a 95 % interval, over seeds and text "
+            "if there are several seeds; it is not corrected for the number of comparisons. A number is bold "
+            f"where it beats {baseline} on the same targets, by a test at 5 % with Holm's correction over "
+            "the curves of its column; under 'Gain over truncation', where it beats its own truncated "
+            "context. '-' means that there is no result: the encoding is not defined there, or it was not "
+            "measured.")
 
 
 # -----------------------------------------------------------------------------------------------------------
 # Markdown
 
 
-def markdown(title: str, about: dict[str, list[str]], tables: Sequence[Table],
+def markdown(title: str, notes: Sequence[str], about: dict[str, list[str]], tables: Sequence[Table],
              pictures: Sequence[Picture]) -> str:
-    """report.md: the curves, each table under its picture, then the maps of the probes."""
+    """report.md: the curves, each table under its picture, then the maps of the probes; signed at its end."""
     runs = {label: [plain(cell) for cell in cells] for label, cells in about.items()}
-    lines = [f"# {plain(title)}", "", plain(signs(next(iter(about)))), "",
-             *rows_of(["curve", *ABOUT], runs), ""]
+    paragraphs = [line for note in (*notes, signs(next(iter(about)))) for line in (plain(note), "")]
+    lines = [f"# {plain(title)}", "", *paragraphs, *rows_of(["curve", *ABOUT], runs), ""]
     for table in tables:
         lines += [f"## {plain(table.title)}", "", plain(table.about()), ""]
         lines += [f"![{plain(table.title)}]({p.path.name})" for p in pictures if p.key == table.key]
@@ -140,7 +143,31 @@ def markdown(title: str, about: dict[str, list[str]], tables: Sequence[Table],
         lines += [""]
     shown = {table.key for table in tables}
     maps = [f"![{plain(p.title)}]({p.path.name})\n" for p in pictures if p.key not in shown]
-    return "\n".join([*lines, *(["## Probes in detail", ""] if maps else []), *maps])
+    return signed("\n".join([*lines, *(["## Probes in detail", ""] if maps else []), *maps]))
+
+
+def signed(text: str) -> str:
+    """The text with a last line by which it is recognised as unchanged."""
+    return f"{text}\n<!-- compare.py wrote this, sha256 {hashlib.sha256(text.encode()).hexdigest()} -->\n"
+
+
+def check_replaceable(folder: Path, keys: Sequence[str]) -> None:
+    """Raise UserError if writing a report with these pictures would overwrite what compare.py did not write.
+
+    A folder with an unchanged report is compare.py's.
+    """
+    report = folder / "report.md"
+    try:
+        text = read_text(report)
+        if text == signed(text.rpartition("\n<!--")[0]):
+            return
+    except (OSError, ValueError):       # no report, or none of ours
+        pass
+    names = ["report.md", "report.html", "report.csv", *(f"{key}.png" for key in keys)]
+    found = [name for name in names if (folder / name).exists()]
+    if found:
+        raise UserError(f"--out {folder}: {found[0]} is there, and compare.py did not write it or it was "
+                        "edited since; move it away, or give another folder")
 
 
 def rows_of_table(table: Table) -> Iterator[str]:
@@ -171,13 +198,13 @@ def plain(text: str) -> str:
 # HTML and W&B
 
 
-def html(title: str, about: dict[str, list[str]], tables: Sequence[Table],
+def html(title: str, notes: Sequence[str], about: dict[str, list[str]], tables: Sequence[Table],
          pictures: Sequence[Picture]) -> str:
     """report.html: the page of report-template.html with the data and the maps of the probes in it."""
     shown = {table.key for table in tables}
     data = {
         "title": title, "about": {"head": ABOUT, "rows": list(about.items())}, "asinh": ASINH_WIDTH,
-        "signs": signs(next(iter(about))),
+        "signs": " ".join([*notes, signs(next(iter(about)))]),
         "styles": [[colour, path] for colour, _, path in STYLES],
         "dashes": [" ".join(map(str, dash)) for dash in DASHES],
         "tables": [as_json(table) for table in tables],

@@ -6,31 +6,34 @@ and, for each protocol that both measured, the same settings.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import struct
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
-import torch
-from torch import nn
 
 from runtime.errors import UserError
-from runtime.files import name_in_errors, read_json, write_whole
+from runtime.files import flush, name_in_errors, read_json, write_whole
+from runtime.lock import Locked, lock
 
 WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed")    # protocols with sums of each window
+PROBED = ("nll", "first_nll", "correct", "trials", "tokens", "document")     # columns of probes, if present
 TARGETS = ("document", "end", "tokens", "bytes")            # columns of the .npz that identify the targets
 SAME = {                                                    # keys of the JSON that must agree, in words
     "weights_sha256": "another checkpoint", "data_sha256": "another text",
     "tokenizer": "another tokenizer", "encoding": "another encoding", "seq_len": "another training length",
-    "seed": "another --seed"}
+    "seed": "another --seed", "dtype": "another dtype"}
 # what numpy and zipfile also raise for a file with an invalid header or member
 FROM_NUMPY = (MemoryError, OverflowError, RecursionError, SyntaxError, NotImplementedError, AttributeError,
               TokenError, zlib.error, struct.error)
+LARGEST = 709.0         # nats: the exponential of more does not fit into a float
 Record = dict[str, Any]
 
 
@@ -40,6 +43,11 @@ class Results(NamedTuple):
     head: dict[str, Any]                # every key of the JSON except records
     records: list[Record]
     windows: dict[str, np.ndarray]      # "EXTEND/PROTOCOL/LENGTH/COLUMN" -> one number a window
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss) for a loss in nats per token; infinity where a float cannot hold it, above 709 nats."""
+    return math.exp(loss) if loss < LARGEST else math.inf
 
 
 def read(path: Path) -> Results:
@@ -53,10 +61,26 @@ def read(path: Path) -> Results:
         columns = [f"{r['extend'] or 'plain'}/{r['protocol']}/{r['length']}/{column}"
                    for r in records if r["protocol"] in WINDOWED
                    for column in (*TARGETS, "nll", *(["truncated_nll"] if "gain" in r else []))]
+        probed = [f"{r['extend'] or 'plain'}/{r['protocol']}/{r['length']}/{column}"
+                  for r in records if r["protocol"] not in WINDOWED for column in PROBED]
         with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
-            return Results(content, records, {key: arrays[key] for key in columns})
+            columns += [key for key in probed if key in arrays]         # older files have none of probes
+            windows = {key: arrays[key] for key in columns}
+        check_windows(windows)
+        check_sums(records, windows)
+        return Results(content, records, windows)
     except (KeyError, TypeError, EOFError, BadZipFile, *FROM_NUMPY) as error:
         raise ValueError(str(error)) from error
+
+
+def check_sums(records: Sequence[Record], windows: Mapping[str, np.ndarray]) -> None:
+    """Raise ValueError unless the sums of each window add up to the records: else one file is older."""
+    for r in records:
+        if r["protocol"] not in WINDOWED:       # a probe has several records of a length, such as depths
+            continue
+        nll = windows[f"{r['extend'] or 'plain'}/{r['protocol']}/{r['length']}/nll"]
+        if not np.isclose(nll.sum(), r["nll_sum"], rtol=1e-6, equal_nan=True):
+            raise ValueError(f"its sums do not add up to the record of {r['protocol']} at {r['length']}")
 
 
 def check_shape(settings: Any, records: Any) -> None:
@@ -69,6 +93,19 @@ def check_shape(settings: Any, records: Any) -> None:
             raise ValueError("a record without extend, protocol and length")
 
 
+def check_windows(windows: dict[str, np.ndarray]) -> None:
+    """Raise ValueError unless the columns of each place are equally many numbers, its counts positive."""
+    lengths: dict[str, int] = {}
+    for key, column in windows.items():
+        place, _, name = key.rpartition("/")
+        if column.ndim != 1 or column.dtype.kind not in "biuf" or not len(column):
+            raise ValueError(f"{key} is no list of numbers")
+        if len(column) != lengths.setdefault(place, len(column)):
+            raise ValueError(f"{place} has columns of different lengths")
+        if name in ("tokens", "trials") and not ((column > 0) & np.isfinite(column)).all():
+            raise ValueError(f"{key} has a number that is not positive")
+
+
 def read_mergeable(path: Path, head: dict[str, Any]) -> Results | None:
     """The evaluation in FILE, if one with this head can be merged into it; None if there is no file.
 
@@ -79,11 +116,16 @@ def read_mergeable(path: Path, head: dict[str, Any]) -> Results | None:
         earlier = read(path)
     except (FileNotFoundError, ValueError) as error:
         if not path.exists():
+            for other in (path.with_suffix(".npz"), path.with_suffix(".png")):
+                if other.exists():
+                    raise UserError(f"{other}: exists without {path.name}: left by a killed eval.py, or "
+                                    f"another file; {remedy}") from error
             return None
         raise UserError(f"{path} or its .npz: exists, but is damaged or no evaluation ({error}); "
                         f"{remedy}") from error
-    if "settings" not in earlier.head:
-        raise UserError(f"{path}: holds an evaluation by an older eval.py, without its settings; {remedy}")
+    for key in ("settings", "dtype"):
+        if key not in earlier.head:
+            raise UserError(f"{path}: holds an evaluation by an older eval.py, without its {key}; {remedy}")
     for key, difference in SAME.items():
         if earlier.head.get(key) != head[key]:
             raise UserError(f"{path}: holds an evaluation of {difference}; {remedy}")
@@ -120,23 +162,34 @@ def merge(earlier: Results, new: Results) -> Results:
     return Results({**new.head, "settings": settings}, records, {**earlier.windows, **new.windows})
 
 
-def write(path: Path, results: Results) -> None:
-    """Write both files, each whole or not at all. Raises OSError."""
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Find out that FILE can be written before hours of computing, and keep other processes from writing it.
+
+    Raises OSError, and UserError if another eval.py is going to write it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; give --json FILE")
+    try:
+        with lock(path.with_name(f".{path.name}.lock")):
+            yield
+    except Locked as holder:
+        raise UserError(f"{path}: is being written by {holder}; wait for it, then run the same command, or "
+                        "give --json FILE") from None
+
+
+def write(path: Path, results: Results) -> None:
+    """Write both files, each whole or not at all. Raises OSError.
+
+    The .npz comes first: a kill in between leaves one that holds all that the records of the old JSON need.
+    """
     temporary = path.with_suffix(".tmp.npz")
     try:
         with name_in_errors(temporary):
             np.savez(temporary, **results.windows)  # type: ignore[arg-type]
+            flush(temporary)
+            temporary.replace(path.with_suffix(".npz"))
         write_whole(path, json.dumps({**results.head, "records": results.records}, indent=1) + "\n")
-        temporary.replace(path.with_suffix(".npz"))
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """Checksum of a model's weights, which differs between two checkpoints."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()

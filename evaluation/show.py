@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from evaluation.results import perplexity
+
 
 def table(records: Sequence[dict[str, Any]], lengths: Sequence[int], L: int) -> Iterator[str]:
     """Lines with the results at each length; "-" where the encoding is not defined."""
@@ -26,24 +28,32 @@ def table(records: Sequence[dict[str, Any]], lengths: Sequence[int], L: int) -> 
                                                             for r in row.values())
             fixed = row.get("fixed")
             if fixed:
-                truncated = math.exp(fixed["truncated_nll_sum"] / fixed["tokens"])
+                truncated = perplexity(fixed["truncated_nll_sum"] / fixed["tokens"])
                 line += f"{truncated:13.4g}{fixed['gain']:+20.4f}"
             yield line + ("   <- training length" if length == L else "")
         yield from probe_table(found)
 
 
 def _cell(line: dict[str, Any] | None, key: str) -> str:
-    return f"{line[key]:11.4g}" if line else f"{'-':>11}"
+    if line is None:
+        return f"{'-':>11}"
+    return f"{math.inf if line[key] is None else line[key]:11.4g}"
 
 
 def probe_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """One line for each distance of repeat and copy, and for each length of passkey."""
+    """One line for each distance of repeat and copy, and for each length of a task."""
     for protocol in ("repeat", "copy"):
         for r in (r for r in records if r["protocol"] == protocol):
             first = r["first_nll_sum"] / r["tokens"]
             yield (f"{protocol:7} {r['distance']:6} tokens apart: first copy {first:6.3f} nats/token, second "
                    f"{first - r['gain']:6.3f}, gain {r['gain']:+.3f}")
-    asked = [r for r in records if r["protocol"] == "passkey"]
-    for length in dict.fromkeys(r["length"] for r in asked):
-        found = [f"{r['correct']}/{r['trials']} at {r['depth']:g}" for r in asked if r["length"] == length]
-        yield f"passkey {length:6} tokens: found, by depth: {', '.join(found)}"
+    asked: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for r in (r for r in records if "correct" in r):
+        asked.setdefault((r["protocol"], r["length"]), []).append(r)
+    for (protocol, length), found in asked.items():
+        if "symbols" in found[0]:
+            r = found[0]
+            yield f"{protocol:11} {r['symbols']:6} symbols: correct {r['correct']}/{r['trials']}"
+        else:
+            depths = ", ".join(f"{r['correct']}/{r['trials']} at {r['depth']:g}" for r in found)
+            yield f"{protocol:11} {length:6} tokens: correct, by depth: {depths}"

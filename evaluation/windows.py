@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,8 +46,13 @@ class Text(NamedTuple):
         return ids.hexdigest()
 
 
-def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
-    """The validation documents of a prepared corpus (default: the run's), or a text file as one document."""
+def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer,
+              trained_on: dict[str, Any] | None = None) -> Text:
+    """The validation documents of a prepared corpus (default: the run's), or a text file as one document.
+
+    `trained_on` is the meta.json of the run's corpus. Without a source, raises UserError if data_dir now
+    holds another validation text, of which the run may have been trained on parts.
+    """
     if not source and not data_dir:
         raise UserError("--data: missing; a Hugging Face folder has no corpus, so give a text file or a "
                         "prepared corpus")
@@ -56,7 +61,8 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
         if path.name.lower().endswith((*(end for end in SUFFIXES if end != ".txt"), ".gz", ".zst")):
             raise UserError(f"--data {path}: not plain text; prepare it first with data/prepare.py, and give "
                             "the prepared folder")
-        return Text(path.stem, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
+        name = path.name.removesuffix(".txt")       # not its stem: books-0.5 and books-0.75 differ
+        return Text(name, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
     if source and not (path / "meta.json").exists():
         raise UserError(f"--data {path}: neither a prepared corpus (no meta.json) nor a text file; give one "
                         "of these")
@@ -65,14 +71,21 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer) -> Text:
     if about["sha256"] != tokenizer.sha256:
         raise UserError(f"--data {path}: prepared with tokenizer {about['name']}, but the run was trained "
                         f"with {tokenizer.name}; prepare it again, with the run's folder as --tokenizer")
+    if not source and trained_on and corpus.meta["splits"]["val"] != trained_on["splits"]["val"]:
+        raise UserError(f"data.dir {path}: {path.resolve()} has another validation text than the corpus of "
+                        f"the run had; prepare that one again, or give --data {path} to evaluate on this "
+                        "one, of which the run may have seen parts in training")
     return Text(path.name, corpus.documents("val"))
 
 
-def choose_lengths(wanted: str | None, L: int, text: Text) -> list[int]:
-    """The lengths of --lengths, or L/2 ... 64 L as far as the documents go. Raises UserError."""
-    longest = max(len(document) for document in text.documents) - 1
+def choose_lengths(wanted: str | None, L: int, text: Text, generated: int = 0) -> list[int]:
+    """The lengths of --lengths, or L/2 ... 64 L as far as the documents go. Raises UserError.
+
+    If nothing but generated documents is measured, the default is up to `generated` times L.
+    """
+    longest = 2**31 if generated else max(len(document) for document in text.documents) - 1
     if wanted is None:
-        lengths = [int(m * L) for m in MULTIPLES if m * L <= longest]
+        lengths = [int(m * L) for m in MULTIPLES if m * L <= longest and m <= (generated or max(MULTIPLES))]
         if L not in lengths:
             raise UserError(f"data {text.name}: its longest document has {longest} tokens, fewer than the "
                             f"training length {L}; give a longer text with --data")

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import rope
-from config import Config, ModelConfig
+from config import MOST_LAYERS, Config, ModelConfig
 from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters
 from model import encoded_layers, hidden_width
 from positions import Options
 from positions.rotary import RoPEOptions, RotaryOptions
-from runtime.errors import UserError
+from runtime.errors import UserError, shortened
 
 Tables = dict[str, Fields]      # of our config: section -> key -> value
 
@@ -69,7 +69,7 @@ class Architecture:
         if position.encoding in self.encodings:
             found = {f"position.{key}": getattr(position, key)
                      for key in differing(position, type(position), {})
-                     if key not in self.encodings[position.encoding] | {"encoding"}}
+                     if key not in self.encodings[position.encoding] | {"encoding", "lr_scale"}}
         free = {*self.fields, "head_dim", "dropout"}
         found |= {f"model.{key}": getattr(model, key) for key in differing(model, ModelConfig, self.block)
                   if key not in free}
@@ -108,6 +108,9 @@ class Architecture:
             raise UserError(f"config.json: {', '.join(wrong)} must be present, and numbers, for "
                             f"{self.class_name}")
         model = {key: hf_config[field] for key, field in self.fields.items()}
+        if model["n_layer"] > MOST_LAYERS:      # before anything is made for each of them
+            raise UserError(f"config.json: {self.fields['n_layer']}: must be at most {MOST_LAYERS}, got "
+                            f"{shortened(model['n_layer'])}; get it again")
         if model.get("n_kv_head") == model["n_head"]:           # our default
             del model["n_kv_head"]
         if model.get("head_dim") == model["n_embd"] / model["n_head"]:

@@ -15,16 +15,19 @@ from hf.architectures import choose
 from hf.tokenizer import separator_name, tokenizer_json
 from model import GPT
 from runtime.errors import UserError
-from runtime.files import read_json
+from runtime.files import is_fixed
 
 
-def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenizer) -> str:
+def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenizer,
+           state: dict[str, Any] | None = None) -> str:
     """Write the folder `out`, complete or not at all; return the architecture's name. Raises UserError.
 
-    Model, config and tokenizer are those of `run`, from which the model card takes name and results.
+    Model, config and tokenizer are those of `run`, whose name is on the model card; so are step and loss of
+    the exported checkpoint, if its state is given.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"OUT_DIR {out}: exists and is not empty; give another folder")
+    if is_fixed(out) or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise UserError(f"OUT_DIR {out}: exists and is not empty, or is the current folder or a mount point; "
+                        "give another folder")
     try:
         architecture = choose(config)
     except UserError as error:
@@ -48,8 +51,8 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
         for name, content in files.items():
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (new / name).write_text(text, encoding="utf-8")
-        (new / "README.md").write_text(model_card(run, config, model, tokenizer, architecture.class_name),
-                                       encoding="utf-8")
+        card = model_card(run, config, model, tokenizer, architecture.class_name, state)
+        (new / "README.md").write_text(card, encoding="utf-8")
         save_file(architecture.export_tensors(weights, config), new / "model.safetensors", {"format": "pt"})
         if out.exists():
             out.rmdir()
@@ -57,7 +60,8 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     return architecture.class_name
 
 
-def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str) -> str:
+def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str,
+               state: dict[str, Any] | None) -> str:
     """README.md: what the model is, how to load it, and the config of its training."""
     separator = separator_name(tokenizer)
     return f"""---
@@ -67,7 +71,7 @@ pipeline_tag: text-generation
 # {run.resolve().name}
 
 {architecture}, {model.n_parameters():,} parameters, position encoding {config.position.encoding}, trained at
-{config.train.seq_len} tokens.{results_of(run)}
+{config.train.seq_len} tokens.{results_of(config, state)}
 
 Every training document opens with `{separator}` (id {tokenizer.eot}), which is both bos_token and eos_token
 here, even if the tokenizer had another eos_token before. The tokenizer does not add it: begin a prompt with
@@ -88,11 +92,13 @@ Trained by nanorope with this config:
 """
 
 
-def results_of(run: Path) -> str:
-    """One sentence from the run's summary.json; empty if it is missing, or if a number is not finite."""
-    try:
-        summary = read_json(run / "summary.json")
-        return (f" {summary['tokens']:,} tokens of training, validation loss {summary['val_loss']:.4f} nats "
-                f"per token, {summary['val_bpb']:.4f} bits per byte.")
-    except (OSError, ValueError, KeyError, TypeError):
+def results_of(config: Config, state: dict[str, Any] | None) -> str:
+    """What is known of the exported checkpoint: its step, and its validation loss if measured there."""
+    if state is None:
         return ""
+    t, step, metrics = config.train, state["step"], state["metrics"]
+    text = f" Step {step:,} of {t.steps:,}: {step * t.batch_size * t.seq_len:,} tokens of training"
+    if metrics.get("val_loss") is None or metrics.get("val_bpb") is None:
+        return f"{text}."
+    return (f"{text}, validation loss {metrics['val_loss']:.4f} nats per token, {metrics['val_bpb']:.4f} "
+            "bits per byte.")

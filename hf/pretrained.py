@@ -6,6 +6,7 @@ read, no code of the folder is run, and nothing is downloaded. hf/architectures.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from config import Config, config_from
+from config import Config, config_from, load_config
 from data.tokenizer import Tokenizer
 from hf.architectures import ARCHITECTURES, Architecture
 from hf.tokenizer import read_tokenizer
 from model import GPT
-from runtime.errors import UserError
+from runtime.errors import UserError, shortened
 from runtime.files import read_json
 from runtime.toml import Tables
 
@@ -37,8 +38,25 @@ def read_tables(folder: str | Path) -> Tables:
 
 
 def pretrained_tables(folder: str | Path) -> Tables | None:
-    """The tables of a Hugging Face folder, None for any other folder: an argument of `load_config`."""
-    return read_tables(folder) if is_pretrained(folder) else None
+    """[model], [position] and train.seq_len of a run or a Hugging Face folder: an argument of `load_config`.
+
+    position.drop_at is 0 after a run that drops its encoding. None for any other folder. Raises UserError.
+    """
+    if not (Path(folder) / "config.toml").is_file():
+        return read_tables(folder) if is_pretrained(folder) else None
+    config = load_config(Path(folder) / "config.toml")
+    model, position = (part.model_dump(exclude_none=True) for part in (config.model, config.position))
+    dropped = {"drop_at": 0.0} if config.position.drop_at < 1 else {}
+    return {"train": {"seq_len": config.train.seq_len}, "model": model, "position": position | dropped}
+
+
+def resolve_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a command line; a Hugging Face folder in train.init_from provides what it leaves unset.
+
+    The config.toml of a run is complete: it is read without that folder, which may have changed since.
+    """
+    is_of_run = Path(path).name == "config.toml" and (Path(path).parent / "corpus.json").exists()
+    return load_config(path, overrides, None if is_of_run else pretrained_tables)
 
 
 def tables_of(folder: str | Path, architecture: Architecture, hf_config: dict[str, Any]) -> Tables:
@@ -80,8 +98,9 @@ def read_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
     """The architecture of a folder, and the content of config.json. Raises UserError for an unknown one."""
     hf_config = _read_json(folder / "config.json")
     kind = hf_config.get("model_type")
-    if kind not in ARCHITECTURES:
-        named = ", ".join(map(str, hf_config.get("architectures") or [kind]))
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        names = hf_config.get("architectures")
+        named = ", ".join(map(str, names)) if names and isinstance(names, list) else shortened(kind)
         raise UserError(f"{folder}: architecture {named} is not supported; supported are "
                         f"{', '.join(a.class_name for a in ARCHITECTURES.values())}")
     if hf_config.get("quantization_config"):

@@ -2,11 +2,12 @@
 
 contract.py     what an encoding is: its hooks, its options, and the Shape from which it is made
 absolute.py     added to the embeddings: learned, integer, binary, sinusoidal
-rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos
+rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos, pope
 scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, yarn, llama3, longrope, base
-distance.py     biases by distance: alibi, t5, kerple, fire, sandwich
+distance.py     biases by distance: alibi, t5, kerple, bam, fire, sandwich
 content.py      biases by content: relative_key, transformer_xl, cope, forgetting
 temperature.py  factors on the queries, under any encoding: log_n, ssmax
+invariance.py   scale-invariant attention, under any encoding
 
 To add one: a class in a file here, a line in ENCODINGS, a config (see the README). Everything else, even
 --help and the tests, reads this registry, in its order.
@@ -15,8 +16,8 @@ To add one: a class in a file here, a line in ENCODINGS, a config (see the READM
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal
 from positions.content import CoPE, Forgetting, RelativeKey, RelativeKeyQuery, TransformerXL
 from positions.contract import At, Encoding, NoPE, Options, Shape
-from positions.distance import FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
-from positions.rotary import PRoPE, RoPE, RoPE2D, XPos
+from positions.distance import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
+from positions.rotary import PoPE, PRoPE, RoPE, RoPE2D, XPos
 
 __all__ = ["ENCODINGS", "At", "Encoding", "NoPE", "Options", "Shape"]
 
@@ -31,10 +32,12 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "rope_2d": RoPE2D,
     "p_rope": PRoPE,
     "xpos": XPos,
+    "pope": PoPE,
     "alibi": ALiBi,
     "t5": T5,
     "kerple_log": KerpleLog,
     "kerple_power": KerplePower,
+    "bam": BAM,
     "fire": FIRE,
     "sandwich": Sandwich,
     "relative_key": RelativeKey,

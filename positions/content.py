@@ -42,10 +42,12 @@ class RelativeKey(Encoding):
     Shaw et al. 2018 as in Hugging Face BERT's "relative_key", made causal: M = max_distance, E (M + 1, D)
     for each layer, shared by its heads. Like BERT's, it omits Shaw's second table, on the values, which has
     no effect in the paper (section 4.3). Shaw's base model clips at M = 16; BERT's table covers its whole
-    context, which is the default here.
+    context, which is the default here. A row of the table learns from the few keys at its distance alone, and
+    starts with products near 0: lr_scale.
     """
 
     Options = RelativeKeyOptions
+    lr_scale = 10.0
 
     def __init__(self, shape: Shape, options: RelativeKeyOptions) -> None:
         super().__init__(shape, options)
@@ -90,10 +92,12 @@ class TransformerXL(Encoding):
       a . R[i - j] = (a_c cos if + a_s sin if) . cos jf + (a_c sin if - a_s cos if) . sin jf
 
     so it is the product of a, rotated by the query's angle, and the key's own sinusoid. There is no table of
-    distances to gather from, and gaps cost nothing.
+    distances to gather from, and gaps cost nothing. W is a matrix like others, but it acts through products
+    with a sinusoid that never changes; a short run learns faster at a few times their rate: lr_scale.
     """
 
     Options = EvenWidthOptions
+    lr_scale = 3.0
 
     def __init__(self, shape: Shape, options: EvenWidthOptions) -> None:
         super().__init__(shape, options)

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from positions.invariance import scale_invariant
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -32,6 +34,7 @@ class At(NamedTuple):
     layer: int  # 0 is the layer next to the embeddings
     tables: Any  # what `tables` returned for this forward
     features: Tensor | None = None  # what `features` returned for all the keys, (B, H, Tk, F)
+    temperature: Tensor | None = None  # (1 or B, 1 or H, Tq, 1), if the encoding is to apply it itself
 
     def distance(self) -> Tensor:
         """Query position - key position, integers (1 or B, 1, Tq, Tk), ready to broadcast over heads.
@@ -40,9 +43,16 @@ class At(NamedTuple):
         """
         return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)[:, None]
 
+    def block(self, rows: slice, keys: slice) -> At:
+        """The same for a block of queries and the keys that they may see, with the tables as they are."""
+        features = None if self.features is None else self.features[:, :, keys]
+        temperature = None if self.temperature is None else self.temperature[:, :, rows]
+        return self._replace(q_pos=self.q_pos[:, rows], k_pos=self.k_pos[:, keys], features=features,
+                             temperature=temperature)
+
 
 class Options(BaseModel):
-    """The encoding, its layers and the query temperature; each encoding adds its own keys."""
+    """The encoding, its layers, and what acts under any encoding; each encoding adds its own keys."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -56,6 +66,17 @@ class Options(BaseModel):
         "none", description="factor on the query at position m, in all layers. log_n: "
                             "max(1, ln(m + 1) / ln L) (Su); ssmax: s ln(m + 1), with a learned s for each "
                             "layer and head (Nakanishi 2025)")
+    scale_invariant: float = Field(
+        0.0, ge=0, description="tau in tokens, 10 in the paper: scale-invariant attention, logit <- a logit "
+                               "+ 1 - a^2, a = sqrt(2 ln(1 + distance / tau) + 1), in all layers (Anson "
+                               "2025). Meant for p_rope and model.qk_norm. 0: off")
+    drop_at: float = Field(
+        1.0, ge=0, le=1, description="DroPE (Gelberg 2025): share of the steps after which the model goes on "
+                                     "without the encoding, in training and afterwards; in the paper 0.875. "
+                                     "1: never; 0: from the first step, which train.init_from may want")
+    lr_scale: float = Field(
+        1.0, gt=0, description="learning rate of the encoding's and the temperature's own parameters, as a "
+                               "factor on train.lr; they have no weight decay. Each encoding has its default")
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         """Key -> what is wrong with it for a model of this width with heads of this width."""
@@ -80,12 +101,17 @@ class Encoding(nn.Module):
     is_relative: ClassVar[bool] = True  # do the logits depend on distances alone? (tested)
     n_axes: ClassVar[int] = 1  # above 1, positions may be (1 or B, T, n_axes) too, one number for each axis
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
+    lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
+    applies_temperature: bool = False  # does it multiply by at.temperature? Else q is, before the hooks
     can_fold: bool = False  # does `fold` give the same result as `scores`?
-    by_distance: ClassVar[bool] = False  # FlexAttention may serve it: `scores` adds f(head, layer, distance)
+    tau: float = 0.0  # position.scale_invariant
+    # FlexAttention may serve it: `scores` adds f(head, layer, distance), then applies at.temperature if any
+    by_distance: ClassVar[bool] = False
 
     def __init__(self, shape: Shape, options: AnyOptions) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position]."""
         super().__init__()
+        self.tau = options.scale_invariant
 
     def warning(self) -> str | None:
         """One line about options that are allowed but probably a mistake, if any."""
@@ -136,6 +162,15 @@ class Encoding(nn.Module):
         """
         return q, k
 
+    def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        """`scores`, then scale-invariant attention if it is on. Attention calls this; do not override it."""
+        logits = self.scores(logits, q, k, at)
+        return scale_invariant(logits, at.distance(), self.tau) if self.tau else logits
+
+    def changes_logits(self) -> bool:
+        """Whether `final_logits` does anything."""
+        return self.has_scores() or self.tau > 0
+
     @classmethod
     def acts_in_layers(cls) -> bool:
         """Whether it acts in the layers, not only on the embeddings, so that `layers` has an effect."""
@@ -143,7 +178,7 @@ class Encoding(nn.Module):
 
     @classmethod
     def has_scores(cls) -> bool:
-        """Whether it changes the logits themselves."""
+        """Whether it overrides `scores`."""
         return cls.scores is not Encoding.scores
 
 

@@ -27,11 +27,13 @@ class ALiBi(Encoding):
 
     No parameters, any T. The slopes are the paper's, see `slopes`. With `learned` their logarithms are
     trained, which keeps them positive (as in x-transformers and McGill's length-generalization). The paper
-    found that learned slopes extrapolate worse.
+    found that learned slopes extrapolate worse. A logarithm that moves by train.lr a step changes a slope by
+    a factor of two in a short run; lr_scale lets it change by more.
     """
 
     Options = ALiBiOptions
     by_distance = True
+    lr_scale = 10.0
 
     def __init__(self, shape: Shape, options: ALiBiOptions) -> None:
         super().__init__(shape, options)
@@ -100,10 +102,15 @@ class T5(Encoding):
     logarithmically. All layers share one table, which starts with std C^-0.5 (as in Hugging Face's T5). T5
     omits the 1 / sqrt(D) on q k^T and starts with smaller queries; here the factor stays, as everywhere.
     x-transformers and KERPLE's GPT-NeoX multiply the bias by sqrt(D); neither the paper nor T5's code does.
+
+    A useful bias is of size 1 to 10. At the rate of the matrices Adam moves it by at most train.lr a step, by
+    less than 1 in a run of minutes; T5 had a rate of 0.01 for ten thousand steps and trained for half a
+    million (3.1.2). A factor sqrt(D) is one remedy, lr_scale another: it leaves the formula as it is.
     """
 
     Options = T5Options
     by_distance = True
+    lr_scale = 20.0
 
     def __init__(self, shape: Shape, options: T5Options) -> None:
         super().__init__(shape, options)
@@ -132,10 +139,13 @@ class Kerple(Encoding):
     """The base of KERPLE's two kernels: numbers p, a > 0 for each head. Chi et al. 2022, arXiv:2205.09921.
 
     As in the authors' code, all layers share them, p ~ U(0, 2) and a ~ U(0, 1) at the start, and each forward
-    clamps the parameters themselves to at least 0.01 (and p of the power kernel to at most 2).
+    clamps the parameters themselves to at least 0.01 (and p of the power kernel to at most 2). The random
+    start leaves some heads without a useful penalty, and at the rate of the matrices a short run cannot move
+    them: lr_scale does.
     """
 
     by_distance = True
+    lr_scale = 10.0
     max_p: float | None = None
 
     def __init__(self, shape: Shape, options: Options) -> None:
@@ -174,16 +184,50 @@ class KerplePower(Kerple):
         return logits + -a * at.distance() ** p
 
 
+class BAM(Encoding):
+    """Penalty of any power: logits -= exp(s[h]) (i - j + 1e-5)^beta[h]. Bianchessi et al., arXiv:2505.22842.
+
+    The Bayesian attention mechanism, 2025: the logarithm of a generalised Gaussian prior over the position of
+    the key. Each layer and head has its own s and beta. It starts as ALiBi: beta = 1, and exp(s) is ALiBi's
+    slope. Unlike kerple_power, beta is free: with beta < 0 a head does not see the near tokens and leaves the
+    far ones alone. The authors combine it with SSMax, which multiplies the sum of logit and bias by s ln n;
+    so any temperature does here. Their s starts at 1, the one of position.temperature = "ssmax" at 0.43.
+
+    As in the authors' code, the location of the prior is fixed at distance 0. The bias is limited to -exp(80)
+    so that it and its gradient are finite in fp32.
+    """
+
+    by_distance = True
+    applies_temperature = True
+
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        log_slopes = torch.tensor(ALiBi.slopes(shape.n_head)).log()
+        self.s = nn.Parameter(log_slopes.repeat(shape.n_layer, 1))      # (n_layer, H)
+        self.beta = nn.Parameter(torch.ones(shape.n_layer, shape.n_head))
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        s, beta = (x[at.layer][:, None, None] for x in (self.s, self.beta))     # (H, 1, 1)
+        log_distance = (at.distance() + 1e-5).log()                     # (1 or B, 1, Tq, Tk)
+        logits = logits - (s + beta * log_distance).clamp(max=80).exp()
+        if at.temperature is None:
+            return logits
+        hidden = logits.isneginf()      # times a factor of 0 or less they would not stay hidden
+        return (logits.masked_fill(hidden, 0) * at.temperature).masked_fill(hidden, -torch.inf)
+
+
 class FIRE(Encoding):
     """Learned curve: logits += MLP(log(1 + c (i - j)) / log(1 + c max(i, L))). Li 2024, arXiv:2310.04418.
 
     By Li et al. The MLP is 1 -> 32 -> H with ReLU. c is learned and starts at 0.1; the threshold L is learned
     too, as a factor on train.seq_len that starts at 1. As in the public code (mcleish7/arithmetic; there L
     starts at 512), each layer has its own, and absolute values keep c and L positive. Up to L the bias
-    depends on the distance alone, beyond it also on the query's position.
+    depends on the distance alone, beyond it also on the query's position. The MLP starts as in PyTorch, with
+    outputs below 1 where a useful bias is 1 to 10, and its few weights have to move far: lr_scale.
     """
 
     is_relative = False
+    lr_scale = 10.0
     n_hidden = 32
 
     def __init__(self, shape: Shape, options: Options) -> None:

@@ -5,11 +5,13 @@ Legend: B batch, T time (Tq queries, Tk keys), D channels of a head, R rotated c
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 import rope
 from positions.contract import At, Encoding, Options, Shape
@@ -185,3 +187,52 @@ class XPos(RoPE):
         q_power, k_power = ((p - origin)[:, None, :, None] / self.scale_base for p in (q_pos, k_pos))
         q_scale, k_scale = zeta ** q_power, zeta ** -k_power            # (1 or B, 1, T, R/2)
         return q_cos * q_scale, q_sin * q_scale, k_cos * k_scale, k_sin * k_scale
+
+
+class PoPEOptions(RotaryOptions):
+    layout: Literal["half"] = Field("half", description="no choice here: a pair is made from one channel")
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """R = 2 D: each channel becomes a pair."""
+        return 2 * head_dim
+
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        return self.scaling_problems(2 * head_dim)
+
+
+class PoPE(RoPE):
+    """Content as radius, position as angle: sum_c softplus(q_c) softplus(k_c) cos((j - i) f_c + delta_c).
+
+    Over sqrt(D) as usual; i is the query's and j the key's position. Gopalakrishnan et al. 2025,
+    arXiv:2509.10534, section 3. RoPE's angle between q and k depends on their content too; here each of the D
+    channels is a pair of its own, with a radius of at least 0 and an angle from the position alone. Twice as
+    many frequencies as RoPE has, f_c = base^(-c / D), and q and k are twice as wide in their product.
+
+    delta (n_layer, H, D) is learned and starts at 0, as in the paper's experiments on longer contexts. In the
+    authors' code there is one for each head of keys; here for each head of queries, the same unless heads
+    share keys. It is kept in [-2 pi, 0]: each forward clamps the parameter itself, so that it gets a gradient
+    at the bound too. A temperature multiplies the logits, since a factor on q would change the radius.
+    """
+
+    Options = PoPEOptions
+    applies_temperature = True
+
+    def __init__(self, shape: Shape, options: PoPEOptions) -> None:
+        super().__init__(shape, options)
+        self.delta = nn.Parameter(torch.zeros(shape.n_layer, shape.n_head, shape.head_dim))
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            self.delta.clamp_(-2 * math.pi, 0)
+        return super().tables(q_pos, k_pos)                             # (1 or B, 1, T, D) each
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        q_cos, q_sin, k_cos, k_sin = at.tables
+        precise = torch.promote_types(q.dtype, torch.float32)
+        q_radius, k_radius = F.softplus(q.to(precise)), F.softplus(k.to(precise))
+        if at.temperature is not None:
+            q_radius = q_radius * at.temperature
+        delta = self.delta[at.layer][:, None]                           # (H, 1, D)
+        q_wide = torch.cat((q_radius * delta.cos(), -q_radius * delta.sin()), dim=-1)       # at angle -delta
+        k_wide = torch.cat((k_radius * k_cos, k_radius * k_sin), dim=-1)        # (B, G, Tk, 2 D)
+        return rope.turn(q_wide, q_cos, q_sin).to(q.dtype), k_wide.to(k.dtype)

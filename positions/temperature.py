@@ -47,6 +47,18 @@ class LogN(Temperature):
         return [factor[:, None, :, None]] * self.n_layer
 
 
+class Constant(Temperature):
+    """q *= factor, at every position."""
+
+    def __init__(self, shape: Shape, factor: float) -> None:
+        super().__init__(shape)
+        self.factor = factor
+
+    def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
+        factor = torch.full(q_pos.shape, self.factor, device=q_pos.device)      # (1 or B, T)
+        return [factor[:, None, :, None]] * self.n_layer
+
+
 class SSMax(Temperature):
     """softmax(s ln(n) z), n = m + 1 keys, s learned by head and layer. Nakanishi 2025, arXiv:2501.19399.
 

@@ -8,6 +8,7 @@ itself. It is written under a temporary name, flushed to disk and renamed, so it
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import itertools
 import json
@@ -15,24 +16,24 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from config import Config, differences, load_config
+from config import Config, config_from, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
 from hf.pretrained import is_pretrained, load_pretrained
-from model import GPT
+from model import GPT, is_dropped
 from runtime import parallel
-from runtime.device import pick_device
+from runtime.device import make_model, pick_device
 from runtime.errors import UserError
-from runtime.files import name_in_errors, read_json
+from runtime.files import flush, name_in_errors, read_json
 from runtime.optimizer import state_keys
 
 FILES = ("model.safetensors", "optimizer.safetensors")
@@ -49,6 +50,47 @@ class State(BaseModel):
     metrics: dict[str, float | None]
     n_bad: int = Field(0, ge=0, lt=2**53)       # steps in a row that were skipped; old runs lack it
     sha256: dict[str, str]
+    lines: int = Field(0, ge=0, lt=2**53)       # of metrics.jsonl
+    threads: int | None = None                  # of torch, per process; old checkpoints lack it
+    config: dict[str, dict[str, Any]] | None = None     # what `identity` returned; old checkpoints lack both
+    corpus_sha256: str | None = None
+    init_sha256: str | None = None              # of the weights of train.init_from
+    dtype: str | None = None                    # of matrix products in the last start
+    revisions: list[str] = []                   # of the code, each once, in the order of the starts
+
+
+def identity(config: Config, corpus: dict[str, Any]) -> dict[str, Any]:
+    """What makes a checkpoint one of its run: the whole config, and a checksum of the corpus' meta.json."""
+    return {"config": config.model_dump(mode="json", exclude_none=True),
+            "corpus_sha256": hashlib.sha256(json.dumps(corpus, sort_keys=True).encode()).hexdigest()}
+
+
+def check_identity(state: dict[str, Any], run_dir: Path, config: Config, corpus: dict[str, Any]) -> None:
+    """Raise UserError if the checkpoint was saved under another config or corpus than these of its run."""
+    where = f"checkpoint {run_dir}/checkpoints/{state['step']:08d}"
+    if state["config"] is None:
+        print(f"warning: {where}: saved by an older train.py, which did not record the config; nothing shows "
+              f"whether it belongs to {run_dir}/config.toml", flush=True)
+        return
+    changes = [line for line in differences(config_from(state["config"], f"in {where}/state.json"), config)
+               if not line.startswith(("run.", "train.device:", "train.compile:", "data.dir:"))]
+    if state["corpus_sha256"] != identity(config, corpus)["corpus_sha256"]:
+        changes.append("another corpus than in corpus.json")
+    if changes:
+        raise UserError(*(f"{where}: was saved by a run with another config: {change}; undo the change of "
+                          "config.toml or corpus.json, or remove the checkpoint if it is of another run"
+                          for change in changes))
+
+
+def check_checkpoints(run_dir: Path, config: Config, corpus: dict[str, Any]) -> None:
+    """Call `check_identity` for the newest checkpoint whose state.json is intact, without reading tensors."""
+    for folder in reversed(_checkpoints(run_dir)):
+        try:
+            state = _read_state(folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):      # damaged
+            continue
+        check_identity(state, run_dir, config, corpus)
+        return
 
 
 def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict[str, Any],
@@ -71,12 +113,13 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
             for name in FILES:
                 _save_tensors(tensors[name], temporary / name)
             state = {**state, "step": step, "sha256": {name: _sha256(temporary / name) for name in FILES}}
-            (temporary / "state.json").write_text(json.dumps({**state, "check": _check(state)}, indent=1))
+            (temporary / "state.json").write_text(
+                json.dumps({**state, "check": _check(state)}, indent=1), encoding="utf-8")
             for path in (*temporary.iterdir(), temporary):
-                _flush(path)
+                flush(path)
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
-            _flush(folder)
+            flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     prune(run_dir, step, keep)
@@ -99,8 +142,10 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
     A damaged one is named on the screen, and the next older one is used. Raises UserError if all are damaged,
     or if an intact one belongs to another model.
     """
-    damaged = []
-    for folder in reversed(_checkpoints(run_dir)):
+    damaged: list[str] = []
+    # listed anew for each try: a process that trains this run may delete a checkpoint while it is read
+    while left := [path for path in _checkpoints(run_dir) if path.name not in damaged]:
+        folder = left[-1]
         try:
             state = _verified_state(folder)
             problem = _problem(folder / FILES[0], model.state_dict())
@@ -110,6 +155,8 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
                 problem = _problem(folder / FILES[1], _moments(model, optimizer), is_whole=False)
                 optimizer_tensors = {} if problem else load_file(folder / FILES[1])
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            if not folder.exists():
+                continue
             damaged.append(folder.name)
             reason = " ".join(str(error).split())
             print(f"warning: checkpoint {folder} is damaged ({reason}); trying the one before", flush=True)
@@ -119,6 +166,7 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
         _load_strictly(model, model_tensors, folder)
         if optimizer:
             _restore_optimizer(model, optimizer, optimizer_tensors)
+            warn_about_threads(state, folder, model)
         return state
     if damaged:
         raise UserError(f"run {run_dir}: every checkpoint is damaged ({', '.join(damaged)}); "
@@ -126,36 +174,70 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
     return None
 
 
+def warn_about_threads(state: dict[str, Any], folder: Path, model: GPT) -> None:
+    """Say that a resume with another number of threads is not exact: a CPU then adds in another order."""
+    before, now = state["threads"], torch.get_num_threads()
+    if before not in (None, now) and next(model.parameters()).device.type == "cpu":
+        print(f"warning: checkpoint {folder}: was computed with {before} threads, this process has {now}; "
+              f"to resume to the last bit, stop it and set OMP_NUM_THREADS={before}", flush=True)
+
+
+class Opened(NamedTuple):
+    """A run at its newest checkpoint, or a Hugging Face folder, which has neither state nor corpus."""
+
+    model: GPT
+    config: Config
+    tokenizer: Tokenizer
+    state: dict[str, Any] | None = None         # of the checkpoint: its step, metrics and checksums
+    corpus: dict[str, Any] | None = None        # meta.json of the corpus that it was trained on
+
+    def origin(self) -> dict[str, Any]:
+        """Step and checksum of the checkpoint's weights, and of those that the run began from, or None."""
+        return {"step": self.state and self.state["step"],
+                "checkpoint_sha256": self.state and self.state["sha256"][FILES[0]],
+                "init_sha256": self.state and self.state["init_sha256"]}
+
+
 def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
     """The model of a run at its newest checkpoint, or of a Hugging Face folder (hf/pretrained.py).
 
     In evaluation mode, on the configured device.
     """
+    return open_run(run_dir)[:3]
+
+
+def open_run(run_dir: str | Path) -> Opened:
+    """What `load_run` returns, and where it comes from. Raises UserError."""
     run_dir = Path(run_dir)
     if is_pretrained(run_dir):
         model, config, tokenizer = load_pretrained(run_dir)
-        return model.to(pick_device(config.train)).eval(), config, tokenizer
+        return Opened(model.to(pick_device(config.train)).eval(), config, tokenizer)
     check_links(run_dir)
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
                         "such as runs/quick, or a Hugging Face folder with a config.json")
-    config = load_config(run_dir / "config.toml")
-    tokenizer = tokenizer_of(read_meta(run_dir / "corpus.json"), run_dir)
-    model = GPT(config)
-    if load_newest(run_dir, model) is None:
+    config, corpus = load_config(run_dir / "config.toml"), read_meta(run_dir / "corpus.json")
+    tokenizer = tokenizer_of(corpus, run_dir)
+    model = make_model(config)
+    state = load_newest(run_dir, model)
+    if state is None:
         raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")
-    return model.to(pick_device(config.train)).eval(), config, tokenizer
+    check_identity(state, run_dir, config, corpus)
+    model.is_dropped = is_dropped(config, state["step"])
+    return Opened(model.to(pick_device(config.train)).eval(), config, tokenizer, state, corpus)
 
 
-def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer) -> None:
+def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer) -> str:
     """Read the newest weights of another run into a model of the same shape, encoding and tokenizer.
 
-    If the formula of the encoding contains L (fire, integer_normalised, log_n), it uses the new L.
+    Returns their checksum. If the formula of the encoding contains L (fire, integer_normalised, log_n), it
+    uses the new L.
     """
     source, source_config, source_tokenizer = load_run(run_dir)
     may_change = tuple(f"{key}:" for key in (
         "model.dropout", "model.flex", "position.scaling", "position.base", "position.layers",
-        "position.skip_every", "position.temperature"))
+        "position.skip_every", "position.temperature", "position.scale_invariant", "position.drop_at",
+        "position.lr_scale"))
     changes = [line for line in differences(source_config, config)
                if line.startswith(("model.", "position.")) and not line.startswith(may_change)]
     if source_tokenizer.sha256 != tokenizer.sha256:
@@ -167,14 +249,34 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
     if scaling is not None and scaling.original_length is None and config.train.seq_len != L:
         raise UserError(f"position.scaling: {run_dir} was trained at L = {L}, not at train.seq_len = "
                         f"{config.train.seq_len}; add original_length = {L} to it")
+    if source.is_dropped and not model.is_dropped:
+        raise UserError(f"position.drop_at: {run_dir} has dropped its encoding and learned to do without; "
+                        "set position.drop_at=0")
     _load_strictly(model, source.state_dict(), Path(run_dir))
+    return weights_sha256(source)
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Checksum of a model's weights, which differs between two checkpoints."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def check_links(run_dir: Path) -> None:
-    """Raise UserError if a run's folder, or a link inside it, leads out of the folder that holds the run."""
+    """Raise UserError if a run's folder, or a link inside it, leads out of the folder that holds the run.
+
+    Also if it holds anything that is no file and no folder: a FIFO would block whoever reads it.
+    """
     root = run_dir.parent.resolve()
-    inside = (run_dir.glob(pattern) for pattern in ("*", "checkpoints/*", "checkpoints/*/*", "eval/*"))
-    for path in itertools.chain([run_dir], *inside):
+    # iglob passes over folders that vanish meanwhile: another process may train this run
+    inside = (glob.iglob(pattern, root_dir=run_dir, include_hidden=True)
+              for pattern in ("*", "checkpoints/*", "checkpoints/*/*", "eval/*"))
+    for path in itertools.chain([run_dir], map(run_dir.joinpath, itertools.chain(*inside))):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"run {run_dir}: {path} is neither a file nor a folder; remove it")
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise UserError(f"run {run_dir}: {path} is a link that leads out of {root}; replace it by the "
                             "file or folder, or give the path of that folder")
@@ -183,6 +285,21 @@ def check_links(run_dir: Path) -> None:
 def newest(run_dir: Path) -> Path | None:
     """The newest checkpoint of a run, intact or damaged, or None."""
     return next(reversed(_checkpoints(run_dir)), None)
+
+
+def is_newest(run_dir: Path, sha256: str) -> bool:
+    """Whether the weights with this checksum are the newest intact ones; also if the run has none.
+
+    The files are read only if the newest checkpoint has another checksum: it may be damaged.
+    """
+    for folder in reversed(_checkpoints(run_dir)):
+        try:
+            found = read_json(folder / "state.json")["sha256"][FILES[0]]
+            if found == sha256 or _verified_state(folder):
+                return found == sha256
+        except (OSError, ValueError, KeyError, TypeError):      # damaged: load_newest would not use it
+            continue
+    return True
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:
@@ -194,6 +311,15 @@ def _checkpoints(run_dir: Path) -> list[Path]:
 
 def _verified_state(folder: Path) -> dict[str, Any]:
     """The content of state.json, after checking its checksum and those of the tensors. Raises ValueError."""
+    state = _read_state(folder)
+    for name in FILES:
+        if _sha256(folder / name) != state["sha256"][name]:
+            raise ValueError(f"{name}: checksum differs")
+    return state
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """The content of state.json, after checking its own checksum. Raises ValueError."""
     state = read_json(folder / "state.json")
     check = state.pop("check")
     if check != _check(state):
@@ -201,9 +327,6 @@ def _verified_state(folder: Path) -> dict[str, Any]:
     state = State.model_validate(state).model_dump()
     if state["step"] != int(folder.name):
         raise ValueError(f"state.json: belongs to step {state['step']}")
-    for name in FILES:
-        if _sha256(folder / name) != state["sha256"][name]:
-            raise ValueError(f"{name}: checksum differs")
     return state
 
 
@@ -231,8 +354,8 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path)
     except SafetensorError as error:
-        number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-                       if f"os error {n})" in str(error)), errno.EIO)
+        known = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EIO
+        number = next((n for n in known if f"os error {n})" in str(error)), errno.EIO)
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
@@ -286,12 +409,3 @@ def _check(state: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Fsync a file or a folder, so that no crash leaves a renamed folder without its content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
+import re
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any, NoReturn, TextIO, cast
 
 import torch
 
-from runtime.errors import UserError, one_line
+from runtime.errors import UserError, one_line, shortened
+from runtime.screen import Screen
+
+# what asks a program to stop: Ctrl-C, kill, a lost terminal, Ctrl-\, a limit on CPU time, schedulers
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU, signal.SIGUSR1,
+           signal.SIGUSR2)
 
 # the fix for a file that cannot be read or written, where the system's message does not name it
 REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space and run the same command again; what was "
                                                   "saved before is intact"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions or give another path"),
+    errno.EFBIG: "raise the limit of the shell (ulimit -f) or of the file system",
     errno.EROFS: "make it writable or give another folder",
 }
 
@@ -27,16 +38,30 @@ def interrupt(number: int, frame: Any) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
-def run_command(main: Callable[[], int | None]) -> None:
+def run_command(main: Callable[[], int | None], needs_output: bool = False) -> None:
     """Run main and exit with its code.
 
-    A UserError, a file that cannot be used, and running out of memory end with one line and exit code 2. A
-    signal that `interrupt` handles ends with one line and exit code 128 + its number: SIGINT (Ctrl-C),
-    SIGTERM, and those that main adds.
+    A UserError, a file that cannot be used, and running out of memory end with one line and exit code 2. One
+    of SIGNALS ends with one line and exit code 128 + its number. If standard output or standard error is
+    lost, main continues without it, unless `needs_output`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+    for number in SIGNALS:
+        # nohup ignores SIGHUP, and a shell SIGQUIT in the background; SIGINT was reset by the commands
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    out, err = Screen(sys.stdout, needs_output), Screen(sys.stderr)
     try:
+        with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)):
+            run_to_exit(main)
+    finally:
+        out.finish()
+        err.finish()
+
+
+def run_to_exit(main: Callable[[], int | None]) -> NoReturn:
+    """Run main and exit with its code, or print in one line what ended it and exit with 2 or 128 + n."""
+    try:
+        end_with_parent()
         sys.exit(main())
     except UserError as error:
         for problem in error.problems:
@@ -59,11 +84,37 @@ def run_command(main: Callable[[], int | None]) -> None:
     sys.exit(2)
 
 
+def end_with_parent() -> None:
+    """If sweep.py started this command, send SIGTERM to it once when the sweep has ended, even if killed.
+
+    NANOROPE_PARENT is the sweep's process number. (PR_SET_PDEATHSIG of Linux would send the signal when the
+    thread of the sweep that started this command ends.)
+    """
+    parent = os.environ.pop("NANOROPE_PARENT", None)
+
+    def watch() -> None:
+        while str(os.getppid()) == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if parent:
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def argument_parser(description: str, epilog: str | None = None,
                     add_help: bool = True) -> argparse.ArgumentParser:
     """An ArgumentParser that reports a wrong call as a UserError: one `error:` line, exit code 2."""
 
     class Parser(argparse.ArgumentParser):
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+            # a shell expands ~ only at the start of a word, not in --out=~/x or run.dir=~/x
+            words = sys.argv[1:] if args is None else args
+            if odd := [word for word in words if re.search("[\udc80-\udcff]", word)]:
+                raise UserError(f"argument {shortened(odd[0])}: is not UTF-8; rename that file or folder")
+            expanded = [f"{key}={os.path.expanduser(value)}" if value.startswith("~/") else word
+                        for word in words for key, _, value in [word.partition("=")]]
+            return super().parse_known_args(expanded, namespace)
+
         def error(self, message: str) -> NoReturn:
             raise UserError(f"{message}; see {self.prog} --help")
 

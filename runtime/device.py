@@ -9,8 +9,9 @@ import shutil
 import torch
 from torch import Tensor
 
-from config import TrainConfig
+from config import Config, TrainConfig
 from model import GPT
+from runtime.errors import UserError
 
 # On two CPU cores compiling takes 20 to 60 s, then saves a fifth of each step: it pays after about 5 minutes.
 COMPILE_WORTH_FLOPS = 1e14
@@ -27,9 +28,34 @@ def pick_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; "auto" is bfloat16 if the chip supports it."""
     if train.dtype != "auto":
         return getattr(torch, train.dtype)
+    return fast_dtype(device)
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 if the chip multiplies it, else float32: without support bfloat16 is 2 to 4 times slower."""
     has_bf16 = (torch.cuda.is_bf16_supported() if device.type == "cuda" else
                 torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def dtype_name(train: TrainConfig, device: torch.device) -> str:
+    """That dtype as a config names it, such as "float32"."""
+    return str(pick_dtype(train, device)).removeprefix("torch.")
+
+
+def make_model(config: Config) -> GPT:
+    """A new model on the CPU. Raises UserError, before anything is allocated, if memory cannot hold it."""
+    try:
+        with torch.device("meta"):                  # shapes without memory
+            n_bytes = 4 * GPT(config).n_parameters()
+    except (RuntimeError, OverflowError) as error:  # a size beyond 2^63
+        raise UserError(f"model: too large to be counted ({str(error).splitlines()[0]}); lower the sizes in "
+                        "[model], [position] or train.seq_len") from error
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if n_bytes > available:
+        raise UserError(f"model: its weights take {n_bytes / 2**30:,.1f} GiB, and this machine has "
+                        f"{available / 2**30:,.1f}; lower model.n_layer, model.n_embd or the vocabulary")
+    return GPT(config)
 
 
 def autocast(train: TrainConfig, device: torch.device) -> torch.autocast:

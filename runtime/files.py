@@ -46,6 +46,21 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Fsync a file or a folder: after a power cut it has all that was written, or renamed, before."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def is_fixed(folder: Path) -> bool:
+    """Whether a folder cannot be replaced: a mount point, the current folder, or one above it."""
+    return os.path.ismount(folder) or Path.cwd().is_relative_to(folder.resolve())
 
 
 def temporary_path(path: Path) -> Path:

@@ -1,7 +1,7 @@
-"""FlexAttention: windows, packed documents and biases by distance in one fused kernel, O(T) memory, on CUDA.
+"""FlexAttention: windows, packed documents and what depends on distance in one fused kernel, O(T) memory.
 
-Set `model.flex = true` to use it. On other devices, and for encodings it does not serve, attention.py takes
-another path.
+For CUDA; set `model.flex = true` to use it. On other devices, and for encodings it does not serve,
+attention.py takes another path.
 
 Legend: B batch, T time, H heads of queries, G of keys and values, D channels of a head.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from positions import At, Encoding
+from positions.invariance import factor_and_bias
 
 DEVICES = {"cuda"}      # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
 MIN_WIDTH = 16          # smallest number of channels of a head that the kernel takes
@@ -47,17 +48,27 @@ def seen(width: int, documents: Tensor | None) -> Callable[..., Tensor]:
 
 def serves(q: Tensor, encoding: Encoding, is_masked: bool) -> bool:
     """Whether the kernel applies and is worth it: a bias by distance, or a mask that is not only causal."""
-    return q.shape[-1] >= MIN_WIDTH and (encoding.by_distance if encoding.has_scores() else is_masked)
+    is_served = encoding.by_distance if encoding.has_scores() else is_masked or encoding.tau > 0
+    return q.shape[-1] >= MIN_WIDTH and is_served
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, block_mask: Any) -> Tensor:
     """softmax(encoding(q k^T / sqrt(D))) v. Unrotated q (B, H, T, D), k and v (B, G, T, D) -> as q."""
     score_mod = None
-    if encoding.has_scores():
-        table = bias_by_distance(encoding, at, q)                       # (H, T)
+    if encoding.changes_logits():
+        bias = bias_by_distance(encoding, at, q) if encoding.has_scores() else None     # (H, T)
+        temperature = None
+        if at.temperature is not None and encoding.has_scores():        # else `rotate` applies it
+            temperature = at.temperature[0, :, :, 0].expand(q.shape[1], -1)     # (H, T)
+        if encoding.tau:
+            distance = torch.arange(q.shape[2], device=q.device, dtype=precise(q))
+            a, m = factor_and_bias(distance, encoding.tau)              # (T,) each
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + table[h, (i - j).abs()]                      # keys ahead are masked
+            d = (i - j).abs()                                           # keys ahead are masked
+            score = score if bias is None else score + bias[h, d]
+            score = score if temperature is None else score * temperature[h, i]
+            return score * a[d] + m[d] if encoding.tau else score
 
     D = q.shape[-1]
     q, k = encoding.rotate(q, k, at)
@@ -65,13 +76,18 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, blo
                             enable_gqa=q.shape[1] != k.shape[1])
 
 
+def precise(x: Tensor) -> torch.dtype:
+    """The type of x, but at least fp32."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def bias_by_distance(encoding: Encoding, at: At, q: Tensor) -> Tensor:
     """What `scores` adds at distances 0 ... T - 1, (H, T), read from the last query and all its keys."""
     _, H, T, D = q.shape
     zero = q.new_zeros(())
     position = torch.arange(T, device=q.device)[None]                   # (1, T)
-    logits = torch.zeros(1, H, 1, T, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
-    row = at._replace(q_pos=position[:, -1:], k_pos=position)
+    logits = torch.zeros(1, H, 1, T, device=q.device, dtype=precise(q))
+    row = at._replace(q_pos=position[:, -1:], k_pos=position, temperature=None)
     bias = encoding.scores(logits, zero.expand(1, H, 1, D), zero.expand(1, H, T, D), row)
     return bias[0, :, 0].flip(-1)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from config import Config
 from runtime.errors import describe_exception
-from runtime.files import name_in_errors, write_whole
+from runtime.files import flush, name_in_errors, write_whole
 
 
 class Log:
@@ -28,6 +28,10 @@ class Log:
         # tokens per second since the last line, and since this start (at first: as in the checkpoint)
         self.speed = self.mean_speed = state["step"] * self.tokens_per_step / max(state["wall_s"], 1e-9)
         lines = self._lines_up_to(self.first_step)      # read by every process: all must agree on the next
+        self.n_lines = len(lines)
+        if is_writer and self.n_lines < state.get("lines", 0):
+            print(f"warning: {self.path}: has only {self.n_lines} of the {state['lines']} lines up to step "
+                  f"{self.first_step}; the others are lost, but weights and moments are complete", flush=True)
         self.has_first_line = bool(lines) and step_of(lines[-1]) == self.first_step
         if is_writer and self.path.exists():
             write_whole(self.path, "".join(f"{line}\n" for line in lines))
@@ -55,8 +59,9 @@ class Log:
             self.last_step, self.last_time = done, now
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics,
                 "tokens_per_s": round(self.speed), "wall_s": round(self.wall_s(), 3)}
-        with name_in_errors(self.path), self.path.open("a") as file:
+        with name_in_errors(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        self.n_lines += 1
         self.to_wandb(lambda run: run.log(line, step=step))
         steps = self.config.train.steps
         eta = (steps - step) * self.tokens_per_step / self.mean_speed
@@ -69,6 +74,12 @@ class Log:
             text += f"  val {shown(metrics['val_loss'])} nats/token  {shown(metrics['val_bpb'])} bits/byte"
         stays = {"val_loss", "n_bad"} & set(metrics) or not sys.stdout.isatty()
         print(f"\r{text:<110}" if sys.stdout.isatty() else text, end="\n" if stays else "", flush=True)
+
+    def sync(self) -> None:
+        """Flush metrics.jsonl to disk: before a checkpoint, which a resume does not go behind."""
+        if self.is_writer and self.path.exists():
+            flush(self.path)
+            flush(self.path.parent)
 
     def to_wandb(self, send: Callable[[Any], None]) -> None:
         """Pass the W&B run to `send`; if that fails, warn once and continue without W&B."""
@@ -102,13 +113,16 @@ def without_key(error: Exception) -> str:
 
 def start_wandb(run_dir: Path, config: Config) -> Any:
     """A W&B run, offline without a key or network; None if even that fails: training continues without it."""
+    has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
+    if os.environ.get("WANDB_MODE", "" if has_key else "offline") == "offline":
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")         # it looks up its host even offline
     try:
         import wandb
         options: dict[str, Any] = {
             "project": config.run.wandb_project, "name": run_dir.name, "dir": str(run_dir),
             "config": config.model_dump(), "settings": wandb.Settings(init_timeout=30)}
         reason = "no API key (run `wandb login`)"
-        if "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists():
+        if "WANDB_MODE" in os.environ or has_key:
             try:
                 return wandb.init(**options)
             except wandb.errors.Error as error:

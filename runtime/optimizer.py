@@ -1,5 +1,7 @@
 """The optimizer: AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest.
 
+The parameters of the position encoding and of the query temperature are a group with a rate of their own.
+
 Muon works on whole matrices: it gathers those that FSDP2 shards. Both keep their state for each parameter in
 `optimizer.state`, where checkpoint.py finds it.
 """
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from config import TrainConfig
+from config import Config
 from model import GPT
 from runtime import parallel
+from runtime.device import fast_dtype
 
 STACK = 2**24           # most elements that are orthogonalised at a time, unless one matrix has more
 # coefficients of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
@@ -64,14 +67,15 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Approximate U V^T of each matrix U S V^T (N, rows, columns), in bfloat16: S becomes 0.7 ... 1.2.
+    """Approximate U V^T of each matrix U S V^T (N, rows, columns): S becomes 0.7 ... 1.2.
 
-    Singular values that are smaller than the others by a factor of 1000 or more remain small.
+    In bfloat16, or in fp32 where the chip has no bfloat16. Singular values that are smaller than the others
+    by a factor of 1000 or more remain small.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).bfloat16()
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(fast_dtype(x.device))
     for _ in range(N_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -93,20 +97,34 @@ class CombinedOptimizer(Optimizer):
             part.step()
 
 
-def make_optimizer(model: GPT, t: TrainConfig) -> Optimizer:
-    """The optimizer named by `train.optimizer`. Only matrices of linear layers and embeddings decay."""
+def make_optimizer(model: GPT, config: Config) -> Optimizer:
+    """The optimizer named by `train.optimizer`. Only matrices of linear layers and embeddings decay.
+
+    The parameters of the encoding and the temperature have the rate train.lr * position.lr_scale and do not
+    decay: a bias on the logits has to reach sizes of 1 to 10 that a weight of std 0.02 never needs, and decay
+    would pull a distance that is rarely seen towards "no preference".
+    """
+    t = config.train
+    own = {*model.encoding.parameters(), *model.temperature.parameters()}
     hidden = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear) and t.optimizer == "muon"}
-    matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden
-    rest = set(model.parameters()) - hidden - matrices
+    matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden - own
+    rest = set(model.parameters()) - hidden - matrices - own
 
-    def group(members: Collection[Tensor], weight_decay: float) -> dict[str, Any]:
-        return {"params": [p for p in model.parameters() if p in members], "weight_decay": weight_decay}
+    def group(members: Collection[Tensor], weight_decay: float, lr_scale: float = 1.0) -> dict[str, Any]:
+        return {"params": [p for p in model.parameters() if p in members], "weight_decay": weight_decay,
+                "lr_scale": lr_scale}
 
-    adamw = AdamW([group(matrices, t.weight_decay), group(rest, 0.0)], lr=t.lr, betas=(t.beta1, t.beta2),
-                  fused=True)
+    groups = [group(matrices, t.weight_decay), group(rest, 0.0), group(own, 0.0, config.position.lr_scale)]
+    adamw = AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
     if not hidden:
         return adamw
     return CombinedOptimizer(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Give each group its share of train.lr at this step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]
 
 
 def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:

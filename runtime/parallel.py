@@ -10,7 +10,9 @@ the forward passes, and gathers the losses of the others.
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import TrainConfig
+from config import Config, TrainConfig
 from model import GPT
 from runtime.device import pick_device
-from runtime.errors import UserError
+from runtime.errors import UserError, shortened
 
 EVALUATION_TIMEOUT = timedelta(days=1)  # a forward pass may take long; a dead process is noticed at once
 
@@ -42,10 +44,23 @@ class Process(NamedTuple):
 
 
 def torchrun_ranks() -> tuple[int, int, int]:
-    """Rank, rank on this machine, and world size, from torchrun's environment; 0, 0, 1 without torchrun."""
+    """Rank, rank on this machine, and world size, from torchrun's environment; 0, 0, 1 without torchrun.
+
+    Raises UserError if only a part of it is set.
+    """
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
     if "LOCAL_RANK" not in os.environ:
         return 0, 0, 1
-    return int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    values = [os.environ.get(name, "") for name in names]
+    if not all(re.fullmatch("[0-9]{1,9}", value) for value in values) or not max(
+            map(int, values[:2])) < int(values[2]):
+        raise UserError(f"environment: {', '.join(names)} are {', '.join(map(shortened, values))}, which no "
+                        "torchrun sets; start by torchrun, or unset LOCAL_RANK to train with one process")
+    rank, local_rank, world_size = map(int, values)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size > 1 and missing:
+        raise UserError(f"environment: WORLD_SIZE is {world_size} without {missing[0]}; start by torchrun")
+    return rank, local_rank, world_size
 
 
 def start(t: TrainConfig) -> Process:
@@ -90,7 +105,7 @@ def silence_unless_first(rank: int) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def parallelize(model: GPT, t: TrainConfig, process: Process) -> nn.Module:
+def parallelize(model: GPT, config: Config, process: Process) -> nn.Module:
     """The model to train, on its device: unchanged, wrapped in DDP, or sharded in place by FSDP2."""
     if process.world_size == 1:
         return model.to(process.device)
@@ -99,10 +114,10 @@ def parallelize(model: GPT, t: TrainConfig, process: Process) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    if t.parallel == "ddp":
+    if config.train.parallel == "ddp":
         model.to(process.device)
-        # an encoding that is not in all layers may have weights for the others, which get no gradient
-        is_partial = len(model.encoded_layers) < len(model.blocks)
+        # an encoding that is not in all layers, or is dropped, may have weights that get no gradient
+        is_partial = len(model.encoded_layers) < len(model.blocks) or config.position.drop_at < 1
         return DistributedDataParallel(model, [process.device] if process.device.type == "cuda" else None,
                                        find_unused_parameters=is_partial)
     mesh = init_device_mesh(process.device.type, (process.world_size,))
@@ -179,6 +194,17 @@ def all_gather_objects(process: Process, own: Any) -> list[Any]:
     with errors_of_others():
         dist.all_gather_object(gathered, own)
     return gathered
+
+
+def require_agreement(process: Process, own: dict[str, Any]) -> None:
+    """Raise UserError unless these values are the same in all processes; they are compared as text."""
+    texts = all_gather_objects(process, {key: str(value) for key, value in own.items()})
+    for key, (rank, other) in itertools.product(own, enumerate(texts)):
+        lines = itertools.zip_longest(texts[0][key].splitlines(), other[key].splitlines(), fillvalue="")
+        for first, line in lines:
+            if line != first:
+                raise UserError(f"torchrun: processes 0 and {rank} have different {key}: {shortened(first)} "
+                                f"and {shortened(line)}; start all with the same files and arguments")
 
 
 def barrier(process: Process) -> None:

@@ -7,8 +7,8 @@ steps are launched on a GPU without waiting for them.
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from data.loader import Corpus
 from model import GPT
 from runtime import checkpoint
 from runtime.files import finite
+from runtime.folder import RunFolder
 from runtime.log import Log
 from runtime.parallel import Process
+from runtime.run import is_finished, make_run
 
 SHOWN_WINDOWS = 8       # in the message of a divergence
 
@@ -40,6 +42,7 @@ class Run:
     parallel_model: Any         # the model that the loop calls: perhaps compiled, or inside DDP
     optimizer: torch.optim.Optimizer
     process: Process
+    folder: RunFolder
     log: Log
     state: dict[str, Any]       # step (updates made), metrics, n_bad, as of the last metrics read
     saved_at: int               # the step of the newest checkpoint
@@ -68,15 +71,43 @@ class Run:
         step, n_bad, metrics = self.state["step"], self.state["n_bad"], self.state["metrics"]
         if n_bad:
             metrics = {**metrics, "n_bad": n_bad, "windows": self._windows(step)}
+        self.find_folder()
         self.log.write(step, metrics, done)
 
     def save(self) -> None:
-        """Write a checkpoint of the step of `state`, unless there is one."""
+        """Write a checkpoint of the step of `state`, unless there is one.
+
+        Raises UserError if a file of the corpus was overwritten: steps on that text are not saved.
+        """
+        self.find_folder()
         if self.state["step"] != self.saved_at:
+            self.corpus.require_unchanged()
             self.saved_at = self.state["step"]
-            checkpoint.save(Path(self.config.run.dir), self.model, self.optimizer, self.saved_at,
-                            {**self.state, "wall_s": self.log.wall_s()}, self.config.run.keep,
-                            is_writer=self.process.rank == 0)
+            if self.process.rank == 0:
+                make_run(self.folder.path, self.config, self.corpus)    # of what somebody deleted
+            self.log.sync()
+            checkpoint.save(self.folder.path, self.model, self.optimizer, self.saved_at,
+                            {**self.state, **checkpoint.identity(self.config, self.corpus.meta),
+                             "wall_s": self.log.wall_s(), "lines": self.log.n_lines,
+                             "threads": torch.get_num_threads()},
+                            self.config.run.keep, is_writer=self.process.rank == 0)
+
+    def find_folder(self) -> None:
+        """Follow the run's folder if somebody renamed it, and make it again if somebody deleted it.
+
+        Raises UserError if another run, or anything else, has been put in its place.
+        """
+        if not self.folder.find():
+            self.folder.make_again()
+            is_finished(self.folder.path, self.config, self.corpus)
+            self.saved_at = 0
+        self.log.path = self.folder.path / "metrics.jsonl"
+
+    def describe_stop(self, number: int) -> str:
+        """The last line of a training that a signal has stopped."""
+        where = f"saved at step {self.saved_at} of {self.config.train.steps}" if self.saved_at else \
+            "before the first step was done"
+        return f"\nstopped by {signal.Signals(number).name}, {where}; the same command resumes the run"
 
     def _windows(self, step: int) -> list[str]:
         """CORPUS:FIRST_TOKEN of each window of step `step` (from 1): to inspect if its loss is NaN."""
@@ -86,7 +117,7 @@ class Run:
 
     def _describe_divergence(self, step: int, n_bad: int, loss: float, grad_norm: float, lr: float) -> str:
         """The error line of a training that ends with code 3."""
-        run_dir, windows = Path(self.config.run.dir), self._windows(step)
+        run_dir, windows = self.folder.path, self._windows(step)
         newest = checkpoint.newest(run_dir)
         more = f" and {len(windows) - SHOWN_WINDOWS} more" if len(windows) > SHOWN_WINDOWS else ""
         restart = f", from here by train.init_from={run_dir}" if newest else ""

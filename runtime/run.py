@@ -16,17 +16,31 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from config import Config, differences, load_config, to_toml
 from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import Corpus, read_meta
+from data.tokenizer import Tokenizer
 from model import GPT
-from runtime import checkpoint
-from runtime.device import pick_dtype
+from positions import ENCODINGS
+from runtime import checkpoint, parallel
+from runtime.device import dtype_name
 from runtime.errors import UserError
-from runtime.files import read_json, temporary_path, write_whole
+from runtime.files import flush, read_json, temporary_path, write_whole
+from runtime.folder import LOCK
 from runtime.log import Log, shown
 from runtime.parallel import Process
+
+
+def open_corpus(config: Config) -> tuple[Config, Corpus]:
+    """The corpus that [data] describes, and the config with its vocabulary size. Raises UserError."""
+    d, steps = config.data, config.train.steps
+    if d.mixture_only >= steps:
+        raise UserError(f"data.mixture_only: must be below train.steps = {steps}, got {d.mixture_only}: no "
+                        f"step would train on {d.dir}")
+    corpus = Corpus(d.dir, d.cross_documents, d.mixture, bos=d.bos, mixture_only=d.mixture_only)
+    return with_vocabulary(config, corpus), corpus
 
 
 def with_vocabulary(config: Config, corpus: Corpus) -> Config:
@@ -45,29 +59,65 @@ def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
     config_path = run_dir / "config.toml"
     if not config_path.exists():
         # a kill may have left these in a folder that was being made
-        unfinished = {path for name in ("corpus.json", TOKENIZER_FILE, "config.toml")
+        unfinished = {path for name in ("corpus.json", TOKENIZER_FILE, "config.toml", LOCK)
                       for path in (run_dir / name, temporary_path(run_dir / name))}
         if run_dir.exists() and (not run_dir.is_dir() or set(run_dir.iterdir()) - unfinished):
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         return False
     changes = differences(load_config(config_path), config, ignore=["run"])
     if changes:
-        raise UserError(*(f"run {run_dir}: was started with another config: {change}; give another run.dir "
-                          "or delete the folder" for change in changes))
+        remedy = "give another run.dir or delete the folder"
+        if config.train.init_from:      # the change may be one of that folder
+            remedy += f", or resume it as it was by `python train.py {config_path} run.dir={run_dir}`"
+        raise UserError(*(f"run {run_dir}: was started with another config: {change}; {remedy}"
+                          for change in changes))
     if read_meta(run_dir / "corpus.json") != corpus.meta:
         raise UserError(f"run {run_dir}: was started on another corpus than {config.data.dir} now holds; "
                         "prepare that one again, give another run.dir, or delete the folder")
-    return (run_dir / "summary.json").exists()
+    if not (run_dir / "summary.json").exists():
+        return False
+    checkpoint.check_checkpoints(run_dir, config, corpus.meta)      # the folder may be an edited copy
+    return True
 
 
 def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
     """Make the folder of a new run, with its corpus' meta.json and tokenizer, and its config."""
     if not (run_dir / "config.toml").exists():
         run_dir.mkdir(parents=True, exist_ok=True)
+        flush(run_dir.parent)
         write_whole(run_dir / "corpus.json", json.dumps(corpus.meta, indent=1))
         if (corpus.folder / TOKENIZER_FILE).exists():
-            write_whole(run_dir / TOKENIZER_FILE, (corpus.folder / TOKENIZER_FILE).read_text())
+            tokenizer = (corpus.folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+            write_whole(run_dir / TOKENIZER_FILE, tokenizer)
         write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
+
+
+def resume(run_dir: Path, config: Config, corpus: Corpus, model: GPT, optimizer: Optimizer,
+           tokenizer: Tokenizer, process: Process) -> dict[str, Any]:
+    """Read the newest checkpoint, or start from train.init_from or from the initialisation; the state.
+
+    Raises UserError if the checkpoint is of another run, or if another process found another one.
+    """
+    state = checkpoint.load_newest(run_dir, model, optimizer)
+    revision = git_revision() or "unknown"      # now: the checkout may change while this process trains
+    dtype = dtype_name(config.train, process.device)
+    if state:
+        checkpoint.check_identity(state, run_dir, config, corpus.meta)
+        print(f"resuming {run_dir} at step {state['step']}")
+        for what, before, now in (("dtype", state["dtype"], dtype),
+                                  ("code", "".join(state["revisions"][-1:]), revision)):
+            if before not in (None, "", now):
+                print(f"warning: {run_dir} resumes with another {what}: {before} -> {now}", flush=True)
+    else:
+        state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0, "revisions": []}
+        if config.train.init_from:
+            state["init_sha256"] = checkpoint.start_from(config.train.init_from, model, config, tokenizer)
+    state["dtype"] = dtype
+    if state["revisions"][-1:] != [revision]:
+        state["revisions"] = [*state["revisions"], revision]
+    parallel.require_agreement(process, {
+        "code": revision, "checkpoint": [state["step"], state.get("sha256"), state.get("init_sha256")]})
+    return state
 
 
 def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
@@ -77,9 +127,10 @@ def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
     n_tokens, n_corpus = t.steps * t.batch_size * t.seq_len, len(corpus.tokens["train"])
     yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
            f"parameters, {model.flops_per_token(t.seq_len):,} FLOPs per token")
-    options = type(config.position).model_fields
+    defaults = {key: field.default for key, field in type(config.position).model_fields.items()}
+    defaults["lr_scale"] = ENCODINGS[config.position.encoding].lr_scale
     changed = [f"{key} {value}" for key, value in config.position.model_dump(exclude={"encoding"}).items()
-               if value != options[key].default]
+               if value != defaults[key]]
     if m.window:
         changed.append(f"window {m.window}")
     yield "position  " + ", ".join([config.position.encoding, *changed, f"trained at L = {t.seq_len}"])
@@ -91,12 +142,13 @@ def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
     machine = str(process.device)
     if process.world_size > 1:
         machine = f"{process.world_size} x {process.device.type} by {t.parallel}"
-    dtype = str(pick_dtype(t, process.device)).removeprefix("torch.")
-    yield f"machine   {machine}, {dtype}, compile {'on' if is_compiled else 'off'}, seed {t.seed}"
+    yield (f"machine   {machine}, {dtype_name(t, process.device)}, compile {'on' if is_compiled else 'off'}, "
+           f"seed {t.seed}")
 
 
-def write_summary(run_dir: Path, config: Config, model: GPT, metrics: dict[str, float], log: Log) -> None:
+def write_summary(run_dir: Path, config: Config, model: GPT, state: dict[str, Any], log: Log) -> None:
     """Write summary.json, which marks the run as finished."""
+    metrics, revisions = state["metrics"], state["revisions"]
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     n_tokens, wall_s = config.train.steps * log.tokens_per_step, log.wall_s()
     summary = {
@@ -109,7 +161,9 @@ def write_summary(run_dir: Path, config: Config, model: GPT, metrics: dict[str, 
         "parameters": model.n_parameters(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "numpy": np.__version__},
-        "git_revision": git_revision(),
+        "git_revision": revisions[-1],
+        "git_revisions": revisions,             # of all starts: a run may be resumed by other code
+        "git_dirty": any(revision.endswith("-dirty") for revision in revisions),
     }
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
     log.to_wandb(lambda run: run.summary.update(summary))
@@ -134,10 +188,16 @@ def describe_summary(summary: dict[str, Any]) -> str:
 
 
 def git_revision() -> str | None:
-    """The commit of this code, with "-dirty" if tracked files differ; None without a checkout or git."""
+    """The commit of this code, with "-dirty" if tracked files differ or Python files are not tracked.
+
+    None without a checkout or git.
+    """
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True,
+                              text=True).stdout.strip()
     try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-                              cwd=Path(__file__).parent, capture_output=True, text=True)
+        commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=all")
     except FileNotFoundError:
         return None
-    return done.stdout.strip() or None
+    is_dirty = any(not line.startswith("??") or line.endswith(".py") for line in changes.splitlines())
+    return f"{commit}-dirty" if commit and is_dirty else commit or None

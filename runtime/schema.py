@@ -148,6 +148,7 @@ def type_name(annotation: Any) -> str:
 
 def limits(field: Any) -> str:
     """The bounds of a field, such as " > 0 and < 1"; empty if it has none."""
-    bounds = [f"{sign} {getattr(rule, name):g}" for rule in field.metadata for name, sign in SIGNS.items()
-              if hasattr(rule, name)]
+    bounds = [f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}"
+              for rule in field.metadata for name, sign in SIGNS.items()
+              if (bound := getattr(rule, name, None)) is not None]
     return " " + " and ".join(bounds) if bounds else ""

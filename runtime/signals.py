@@ -1,32 +1,34 @@
-"""Signals in training: the first one waits until the loop can save, a second one interrupts at once."""
+"""Signals in training: they wait until the loop has saved."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from runtime.command import interrupt
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+from runtime.command import SIGNALS, interrupt
 
 
 class Stopped(Exception):
     """A signal (its number is the argument) arrived, and the training state is complete: it can be saved."""
 
 
-def interrupt_at_once() -> None:
-    """Let each of SIGNALS end the command at once, while there is nothing to save."""
-    for number in SIGNALS:
-        signal.signal(number, interrupt)
+@contextmanager
+def deferred_signals(stop: list[int]) -> Iterator[None]:
+    """Inside, each signal that would interrupt the command is only appended to `stop`.
 
-
-def defer_signals(stop: list[int]) -> None:
-    """From now on append the first of SIGNALS to `stop`; needs `interrupt_at_once` to be called before."""
+    Further ones change nothing, until the process ends: Slurm sends SIGTERM after SIGUSR1, and torchrun
+    repeats the terminal's SIGINT, while a save may be under way.
+    """
     def note(number: int, frame: Any) -> None:
-        if stop:
-            interrupt(number, frame)
         stop.append(number)
 
-    for number in SIGNALS:
-        if signal.getsignal(number) is interrupt:
-            signal.signal(number, note)
+    handled = [number for number in SIGNALS if signal.getsignal(number) is interrupt]
+    for number in handled:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number in handled if not stop else ():      # after a stop the process only has to end
+            signal.signal(number, interrupt)

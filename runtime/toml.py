@@ -20,6 +20,7 @@ LIMIT = 2**17           # bytes of a file; the largest of configs/ has a few hun
 DEEPEST = 20            # files that extend one another, and tables or lists inside one another
 LARGEST = 2**53         # integers up to this are exact as a float
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")        # TOML requires quotes around any other key
+OVERRIDE = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)+\s*=")      # section.key=value, and no path
 
 Tables = dict[str, dict[str, Any]]      # section -> key -> value
 Origin = dict[str, str]                 # section or section.key -> where it was set, as in a message

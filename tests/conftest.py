@@ -35,7 +35,7 @@ def needs(*parts: str) -> Path:
 def python(*command: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python COMMAND` in a fresh process that has ended: a script, or "-m" and a module."""
     return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, cwd=cwd,
-                          env={**os.environ, "COLUMNS": "120", **environment})
+                          errors="replace", env={**os.environ, "COLUMNS": "120", **environment})
 
 
 @pytest.fixture

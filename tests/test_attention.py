@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import ROOT, every_encoding_slowly, lively, tokens
-from polar import Polar
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -203,10 +202,9 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("name", [*FUSED, "polar"])
-def test_memory_of_the_fused_path_grows_with_T(name: str, tiny, monkeypatch) -> None:
-    """Not with T squared: in training too, and for polar, whose `rotate` returns wider q and k."""
-    monkeypatch.setitem(ENCODINGS, "polar", Polar)
+@pytest.mark.parametrize("name", FUSED)
+def test_memory_of_the_fused_path_grows_with_T(name: str, tiny) -> None:
+    """Not with T squared: in training too, and for pope, whose `rotate` returns wider q and k."""
     model, largest = GPT(tiny(name, "model.n_layer=1", "train.seq_len=2048")), []
     for T in (1024, 2048):
         with LargestTensor() as mode:
@@ -220,15 +218,13 @@ def test_peak_memory_of_the_fused_path_at_8192_tokens() -> None:
     """Measured by the operating system over all fused encodings; T x T logits would take 512 MB."""
     code = f"""if True:
         import resource, torch
-        from polar import Polar
         from attention import Mask, attend_fused
         from positions import ENCODINGS, At, Options, Shape
         shape, T = Shape(n_layer=1, n_head=2, n_embd=32, head_dim=16, seq_len=8192), 8192
         at, peaks = torch.arange(T)[None], []
-        ENCODINGS["polar"] = Polar
         torch.set_grad_enabled(False)
         for n in (256, T):
-            for name in {[*FUSED, "polar"]}:
+            for name in {FUSED}:
                 encoding = ENCODINGS[name](shape, ENCODINGS[name].Options(encoding=name))
                 q, k, v = torch.randn(3, 1, 2, n, 16)
                 pos = at[:, :n]

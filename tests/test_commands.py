@@ -12,12 +12,13 @@ import torch
 from conftest import ROOT, every_encoding_slowly, lively, python, tokens
 
 import train as train_command
-from config import help_text, to_toml
+from config import to_toml
 from data.tokenizer import ByteTokenizer, decode
 from model import GPT
 from positions import ENCODINGS
 from runtime import run as run_folder
 from runtime.errors import UserError
+from runtime.help import help_text
 from sample import generate, stream, text_of
 from train import train
 

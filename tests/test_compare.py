@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow_except
 
 import compare as command
 from evaluation import comparison as compare
@@ -35,8 +35,11 @@ PROTOCOLS = ("nonoverlap", "sliding", "fixed", "position", "repeat", "passkey")
 
 def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=(None,), better: float = 0.0,
               lengths=LENGTHS, protocols=PROTOCOLS, L: int = 128, documents: int = 12, config: str = "",
-              corpus=CORPUS, **head: Any) -> Path:
-    """A run's folder as train.py and eval.py leave it; loss is `better` nats a token lower."""
+              corpus=CORPUS, is_probed: bool = False, **head: Any) -> Path:
+    """A run's folder as train.py and eval.py leave it; loss is `better` nats a token lower.
+
+    With is_probed, repeat has a length of L too, and the probes have sums of each window or trial.
+    """
     (folder / "eval").mkdir(parents=True)
     (folder / "corpus.json").write_text(json.dumps(corpus))
     (folder / "config.toml").write_text(f'[data]\ndir = "x"\n[position]\nencoding = "{encoding}"\n[train]\n'
@@ -66,13 +69,31 @@ def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=(None
         if "position" in protocols:
             record("position", 256, 300.0, 100, bucket=[0, 4])
             record("position", 256, 200.0, 100, bucket=[64, 128])
-        if "repeat" in protocols:
+        def keep(place: str, extend=extend, **columns: Any) -> None:
+            arrays.update({f"{extend or 'plain'}/{place}/{k}": np.array(v) for k, v in columns.items()})
+
+        if "repeat" in protocols and is_probed:
+            noise = np.random.default_rng(seed).normal(0, 0.1, 24)      # 24 windows of 8 tokens
+            for length, distance in ((L, L // 2), (256, 192)):
+                nll = 8 * (1 - better + noise)
+                record("repeat", length, nll.sum(), 192, distance=distance, first_nll_sum=8 * 24.0, gain=0.0)
+                keep(f"repeat/{length}", nll=nll, first_nll=np.full(24, 8.0), tokens=np.full(24, 8),
+                     document=np.arange(24) // 2)
+        elif "repeat" in protocols:
             record("repeat", 256, 50.0, 100, distance=96, first_nll_sum=150.0, gain=1.0)
-        if "passkey" in protocols:
+        if "passkey" in protocols and is_probed:
+            correct = np.random.default_rng(seed).random((2, 20)) < 0.2 + better        # depths, trials
+            for depth in (0, 1):
+                record("passkey", 256, 1.0, 10, depth=float(depth), correct=int(correct[depth].sum()),
+                       trials=20)
+            keep("passkey/256", correct=correct.flatten().astype(int), trials=np.ones(40, int),
+                 document=np.arange(40) % 20, nll=np.ones(40), tokens=np.ones(40))
+        elif "passkey" in protocols:
             record("passkey", 256, 1.0, 10, depth=0.0, correct=1, trials=10)
             record("passkey", 256, 1.0, 10, depth=1.0, correct=8, trials=20)
     content = {"run": str(folder), "encoding": encoding, "seq_len": L, "tokenizer": "byte", "data": "words",
-               "data_sha256": "0" * 64, "seed": 0, **head, "records": records}
+               "data_sha256": "0" * 64, "seed": 0, "step": 1000, "checkpoint_sha256": "0" * 64,
+               "dtype": "float32", **head, "records": records}
     (folder / "eval" / "words.json").write_text(json.dumps(content))
     np.savez(folder / "eval" / "words.npz", **arrays)
     return folder
@@ -94,68 +115,7 @@ def rows_of(folder: Path, title: str) -> dict[str, list[str]]:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Statistics
-
-N = 400     # simulated studies: the rate of covering has a standard error of about 1 %
-
-
-def studies(documents: int, per_document: int, shared: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """d (windows, N) of mean 0.3 nats a token, tokens and document; a share of the noise is the document's.
-
-    Skewed and of unequal sizes, as losses are.
-    """
-    rng = np.random.default_rng(1)
-    document = np.repeat(np.arange(documents), per_document)
-    tokens = rng.integers(8, 33, len(document))
-    noise = (shared * (rng.exponential(1, (documents, N)) - 1)[document]
-             + (1 - shared) * rng.normal(0, 1, (len(document), N)))
-    return (0.3 + noise) * tokens[:, None], tokens, document
-
-
-def rate(cells) -> float:
-    return sum(cell.low <= 0.3 <= cell.high for cell in cells) / len(cells)
-
-
-@pytest.mark.parametrize(("documents", "per_document", "shared", "unit"), [
-    (1, 40, 0.0, "windows"), pytest.param(4, 25, 0.0, "windows", marks=pytest.mark.slow),
-    pytest.param(20, 10, 0.0, "documents", marks=pytest.mark.slow), (40, 10, 0.7, "documents")])
-def test_intervals_cover_a_known_difference_at_their_rate(documents: int, per_document: int, shared: float,
-                                                          unit: str) -> None:
-    cells, how = compare.contrast(*studies(documents, per_document, shared))
-    assert unit in how.split(",")[0]
-    assert 0.92 <= rate(cells) <= 0.98, rate(cells)
-
-
-@pytest.mark.slow
-def test_windows_of_one_document_are_not_independent(monkeypatch) -> None:
-    """The reason for resampling documents: windows taken for independent cover far too seldom."""
-    monkeypatch.setattr(compare, "ENOUGH_DOCUMENTS", 10**9)
-    cells, how = compare.contrast(*studies(40, 10, 0.7))
-    assert "windows" in how and rate(cells) < 0.8
-
-
-def test_intervals_shift_and_scale_with_the_difference() -> None:
-    d, tokens, _ = studies(12, 1, 0.0)
-    d = d[:, :3]
-    low, high = compare.interval(d, tokens)
-    moved = compare.interval(-2 * d + 0.5 * tokens[:, None], tokens)
-    # the same resamples, mirrored
-    assert np.allclose(moved[0], 0.5 - 2 * high) and np.allclose(moved[1], 0.5 - 2 * low)
-    one = compare.interval(np.outer(tokens, [0.2]), tokens)
-    assert np.allclose(one, 0.2)                                 # all units alike: no width
-    assert np.array_equal(compare.interval(d, tokens)[0], low)   # the same every time
-
-
-def test_one_window_that_decides_alone_has_no_interval() -> None:
-    d = np.zeros((8, 2))
-    d[0, 0], d[:, 1] = 1.0, np.arange(8)
-    (alone, spread), _ = compare.contrast(d, np.full(8, 10), np.zeros(8))
-    assert alone.value == 1 / 80 and alone.low is None and spread.low < spread.value < spread.high < 10
-
-
-def test_too_few_windows_have_no_interval() -> None:
-    cells, how = compare.contrast(*(x[:7] for x in studies(1, 9, 0.0)))
-    assert all(cell.low is None for cell in cells) and "only 7 windows" in how
+# Figures and intervals
 
 
 def test_figures_come_from_sums_and_std_is_over_seeds(tmp_path: Path, monkeypatch) -> None:
@@ -172,20 +132,129 @@ def test_figures_come_from_sums_and_std_is_over_seeds(tmp_path: Path, monkeypatc
     assert rows_of(tmp_path / "out", "Repeated text")["rope"] == ["1.000 ± 0.000"]
 
 
-def test_paired_gains_are_exact_signed_and_averaged_over_seeds(tmp_path: Path, monkeypatch) -> None:
-    """Every window of b is 0.5 nats a token better than a's; seeds 0 and 1 of b differ by 0.1."""
-    a = fabricate(tmp_path / "a")
-    b = [fabricate(tmp_path / f"b-seed{seed}", "alibi", seed, better=0.5) for seed in (0, 1)]
-    call(monkeypatch, a, *b, "--out", tmp_path / "out")
+def test_paired_gains_are_exact_and_signed(tmp_path: Path, monkeypatch) -> None:
+    """Every window of b is 0.5 nats a token better than a's; seed 1 of both is 0.1 worse."""
+    runs = [fabricate(tmp_path / f"{name}-seed{seed}", name, seed, better=better)
+            for name, better in (("rope", 0.0), ("alibi", 0.5)) for seed in (0, 1)]
+    call(monkeypatch, *runs, "--out", tmp_path / "out")
     for protocol in ("nonoverlap", "sliding", "fixed"):
         rows = rows_of(tmp_path / "out", f"Gain over rope, {protocol}")
-        assert rows["alibi"] == ["**+0.4500 [+0.4500, +0.4500]**"] * 3 and "rope" not in rows
+        assert rows["alibi"] == ["**+0.5000 [+0.5000, +0.5000]**"] * 3 and "rope" not in rows
     gains = rows_of(tmp_path / "out", "Gain over truncation, fixed targets")
-    assert gains["rope"] == ["**+0.2500 [+0.2500, +0.2500]**"] * 3
-    assert gains["alibi"] == ["**+0.2500 ± 0.0000 [+0.2500, +0.2500]**"] * 3
-    assert "bootstrap over 12 documents" in (tmp_path / "out" / "report.md").read_text()
-    call(monkeypatch, a, *b, "--baseline", "alibi", "--out", tmp_path / "out")
-    assert rows_of(tmp_path / "out", "Gain over alibi, fixed")["rope"] == ["-0.4500 [-0.4500, -0.4500]"] * 3
+    assert gains["rope"] == gains["alibi"] == ["**+0.2500 ± 0.0000 [+0.2500, +0.2500]**"] * 3
+    assert "95 % intervals over 12 documents, and 2 seeds." in (tmp_path / "out" / "report.md").read_text()
+    call(monkeypatch, *runs, "--baseline", "alibi", "--out", tmp_path / "out")
+    assert rows_of(tmp_path / "out", "Gain over alibi, fixed")["rope"] == ["-0.5000 [-0.5000, -0.5000]"] * 3
+
+
+def test_seeds_are_paired_where_equal_and_else_in_order(tmp_path: Path) -> None:
+    def curve(name: str, *seeds: int) -> compare.Curve:
+        runs = [compare.read_run(fabricate(tmp_path / f"{name}{seed}", name, seed), None) for seed in seeds]
+        return compare.make_curves(runs)[0]
+
+    a, b, c = curve("rope", 0, 1, 2), curve("alibi", 2, 0), curve("t5", 7, 1)
+    for pair, expected in (((a, b), {(0, 0), (2, 2)}), ((b, a), {(0, 0), (2, 2)}), ((c, a), {(7, 0), (1, 1)}),
+                           ((c, b), {(7, 2), (1, 0)}), ((a, a), {(0, 0), (1, 1), (2, 2)})):
+        found = [(x.config.train.seed, y.config.train.seed) for x, y in compare.paired(*pair)]
+        assert set(found) == expected and len(found) == len(expected)
+
+
+def test_intervals_widen_with_the_variance_of_the_seeds(tmp_path: Path, monkeypatch) -> None:
+    """The windows differ alike; only the seeds of t5 do not move together with the baseline's."""
+    runs = [fabricate(tmp_path / f"{name}-{seed}", name, seed, better=better) for seed in range(3)
+            for name, better in (("rope", 0.0), ("alibi", 0.5), ("t5", 0.5 + 0.1 * (seed == 2)))]
+    call(monkeypatch, *runs, "--out", tmp_path / "out")
+    rows = rows_of(tmp_path / "out", "Gain over rope, fixed")
+    assert rows["alibi"] == ["**+0.5000 [+0.5000, +0.5000]**"] * 3
+    half = 4.302653 * np.std([0, 0, 0.1], ddof=1) / 3**0.5              # t with 2 degrees of freedom
+    low, high = (float(x) for x in re.findall(r"[+-][\d.]+", rows["t5"][0])[1:])
+    assert low == pytest.approx(0.5333 - half, abs=1e-3) and high == pytest.approx(0.5333 + half, abs=1e-3)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "Shares of the variance, median over the table: seeds 100%, text 0%, both together 0%." in text
+
+
+def test_bold_survives_holms_correction_over_the_curves_of_a_column(tmp_path: Path, monkeypatch) -> None:
+    """The same curve beats the baseline alone, but not as one of eleven. Its interval stays."""
+    def folder(name: str, seed: int, better: float) -> Path:
+        vary = 0.07 * seed if name != "rope" else 0.0
+        return fabricate(tmp_path / f"{name}{seed}", name, seed, better=better + vary, protocols=("fixed",))
+
+    runs = [folder(name, seed, better) for name, better in (("rope", 0.0), ("alibi", 0.4))
+            for seed in range(3)]
+    call(monkeypatch, *runs, "--out", tmp_path / "out")
+    alone = rows_of(tmp_path / "out", "Gain over rope, fixed")["alibi"]
+    assert all(cell.startswith("**+0.47") for cell in alone)
+    names = ("t5", "fire", "none", "cope", "xpos", "binary", "p_rope", "integer", "sandwich", "sinusoidal")
+    others = [folder(name, seed, 0.0) for name in names for seed in range(3)]
+    call(monkeypatch, *runs, *others, "--out", tmp_path / "out")
+    rows = rows_of(tmp_path / "out", "Gain over rope, fixed")
+    assert rows["alibi"] == [cell.strip("*") for cell in alone]
+    assert not rows_of(tmp_path / "out", "Perplexity, fixed targets")["alibi"][0].startswith("**")
+
+
+def test_probes_have_intervals_and_gains_over_the_baseline(tmp_path: Path, monkeypatch) -> None:
+    runs = [fabricate(tmp_path / f"{name}{seed}", name, seed, better=better, is_probed=True)
+            for name, better in (("rope", 0.0), ("alibi", 0.7)) for seed in range(3)]
+    call(monkeypatch, *runs, "--out", tmp_path / "out")
+    repeat = rows_of(tmp_path / "out", "Repeated text")
+    assert repeat["distance (tokens)"] == ["64", "192"]
+    assert re.fullmatch(r"\*\*0\.[67]\d+ ± 0\.0\d+ \[0\.\d+, 0\.\d+\]\*\*", repeat["alibi"][0])
+    assert rows_of(tmp_path / "out", "Gain over rope, repeat")["alibi"][0] == "**+0.700 [+0.700, +0.700]**"
+    share = rows_of(tmp_path / "out", "Passkey")["alibi"][0]
+    assert re.fullmatch(r"\*\*\d+% ± \d+% \[\d+%, \d+%\]\*\*", share)
+    gain = rows_of(tmp_path / "out", "Gain over rope, passkey")["alibi"][0]
+    assert re.fullmatch(r"\*\*\+\d+% \[\+\d+%, \+\d+%\]\*\*", gain)
+    assert "95 % intervals over 20 trials, and 3 seeds." in (tmp_path / "out" / "report.md").read_text()
+    old = [fabricate(tmp_path / f"old-{name}", name) for name in ("rope", "alibi")]     # no sums of trials
+    call(monkeypatch, *old, "--out", tmp_path / "out")
+    assert rows_of(tmp_path / "out", "Passkey")["alibi"] == ["30%"]
+    assert "Gain over rope, passkey" not in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(("n", "depths", "expected"), [
+    (8, 5, "8 trials"), (1, 5, "none, there are only 5 trials"),
+    (4, 5, "20 trials, since documents are too few: other documents are not covered")])
+def test_a_report_says_where_the_trials_share_few_documents(n: int, depths: int, expected: str,
+                                                            tmp_path: Path) -> None:
+    """Trials of one document, at several depths, ask for the same facts."""
+    (curve,) = compare.make_curves([compare.read_run(fabricate(tmp_path / "rope"), None)])
+    columns = {"correct": np.arange(n * depths) % 2, "trials": np.ones(n * depths),
+               "document": np.arange(n * depths) % n}
+    curve.runs[0].windows.update({f"plain/passkey/256/{name}": column for name, column in columns.items()})
+    measure = next(measure for measure in compare.MEASURES if measure.protocol == "passkey")
+    assert compare.estimated(measure, 256, curve, None)[2] == expected
+
+
+@pytest.mark.parametrize(("better", "is_probed", "protocols", "expected"), [
+    (0.5, True, ("fixed", "repeat"), r"at least 0\.3 nats per token: 0\.[45]\d\d, met\."),
+    (0.2, True, ("fixed", "repeat"), r"not met: nothing about the use of far context follows\."),
+    (0.5, False, ("fixed", "repeat"), r"not measured; run eval\.py --protocol repeat --lengths 128\."),
+    (0.5, False, ("fixed",), None)])
+def test_the_entry_criterion_is_printed_if_repeat_was_measured(
+        better: float, is_probed: bool, protocols: tuple[str, ...], expected: str | None, tmp_path: Path,
+        monkeypatch, capsys) -> None:
+    run = fabricate(tmp_path / "a", better=better, is_probed=is_probed, protocols=protocols)
+    call(monkeypatch, run, "--out", tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("Entry criterion: gain of rope")]
+    assert len(lines) == (expected is not None)
+    if expected:
+        assert re.search(f"{expected}$", lines[0]) and lines[0] in capsys.readouterr().out
+
+
+def test_unequal_numbers_of_seeds_are_named_in_every_table(tmp_path: Path, monkeypatch) -> None:
+    runs = [fabricate(tmp_path / f"{name}{seed}", name, seed, is_probed=True)
+            for name, seeds in (("rope", (0, 1)), ("alibi", (0,)), ("t5", (0, 1))) for seed in seeds]
+    call(monkeypatch, *runs, "--baseline", "rope", "--out", tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    labels = {"rope (2 seeds)", "alibi (1 seed)", "t5 (2 seeds)"}
+    for title in ("Perplexity, fixed targets", "Passkey", "Gain over truncation, fixed targets"):
+        assert set(rows_of(tmp_path / "out", title)) >= labels, title
+    assert "The curves have different numbers of seeds." in text
+    assert "over 12 documents, and 1 seed (alibi (1 seed)); 2 seeds (t5 (2 seeds))." in text
+    assert "With 1 seed, an interval covers the text alone" in text
+    call(monkeypatch, runs[0], runs[2], "--out", tmp_path / "out")
+    assert "Each curve has 1 seed." in (tmp_path / "out" / "report.md").read_text()
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -224,7 +293,7 @@ def test_labels_can_be_given_and_seeds_share_theirs(tmp_path: Path, monkeypatch,
     runs = [fabricate(tmp_path / "a"), fabricate(tmp_path / "b", seed=1), fabricate(tmp_path / "c", "alibi")]
     names = ["--label", "turning", "--label", "turning", "--label", "sloping"]
     call(monkeypatch, *runs, *names, "--baseline", "sloping", "--out", tmp_path / "out")
-    assert list(rows_of(tmp_path / "out", "Gain over sloping, fixed"))[1:] == ["turning"]
+    assert list(rows_of(tmp_path / "out", "Gain over sloping (1 seed), fixed"))[1:] == ["turning (2 seeds)"]
     for wrong, expected in ((names[:4], "--label: given 2 times for 3 runs"),
                             (["--label", "x", *names[2:]], "need the same label"),
                             ([*names[:4], "--label", "turning"], "all others need different ones")):
@@ -260,6 +329,35 @@ def test_only_what_beats_the_baseline_with_its_interval_is_bold(tmp_path: Path, 
     assert not rows_of(tmp_path / "out", "Perplexity, fixed targets")["alibi"][0].startswith("**")
 
 
+def test_an_edited_report_or_one_of_others_is_not_overwritten(tmp_path: Path, monkeypatch, capsys) -> None:
+    run, out = fabricate(tmp_path / "a", protocols=("fixed",)), tmp_path / "out"
+    for name in ("report.md", "report.html", "report.csv", "fixed.png"):
+        out.mkdir()
+        (out / name).write_text("mine")
+        assert f"{name} is there" in failure(monkeypatch, capsys, str(run), "--out", str(out))
+        assert [path.name for path in out.iterdir()] == [name] and (out / name).read_text() == "mine"
+        shutil.rmtree(out)
+    call(monkeypatch, run, "--out", out)
+    call(monkeypatch, run, "--out", out)                                # its own: written anew
+    text = (out / "report.md").read_text()
+    (out / "report.md").write_text(text.replace("Perplexity", "My perplexity", 1))
+    assert "edited since" in failure(monkeypatch, capsys, str(run), "--out", str(out))
+    assert "My perplexity" in (out / "report.md").read_text()
+
+
+def test_no_cell_of_the_csv_is_a_formula(tmp_path: Path, monkeypatch) -> None:
+    folder = "=HYPERLINK(1)"
+    monkeypatch.chdir(tmp_path)
+    runs = [fabricate(Path(folder), data="+words"), fabricate(Path("b"), "alibi", data="+words")]
+    call(monkeypatch, *runs, "--label", "=1+1", "--label=-x", "--out", tmp_path / "out")
+    with (tmp_path / "out" / "report.csv").open(newline="") as file:
+        lines = list(csv.reader(file))
+    texts = {cell for line in lines for cell in line}
+    assert {f"'{folder}", "'=1+1", "'-x", "'+words"} <= texts
+    assert not [cell for cell in texts if cell.startswith(("=", "+", "@"))]
+    assert all(float(cell) < 0 for cell in texts if cell.startswith("-"))       # numbers stay numbers
+
+
 def test_csv_has_every_record_and_field(tmp_path: Path, monkeypatch) -> None:
     runs = [fabricate(tmp_path / "a", extends=(None, "yarn")),
             fabricate(tmp_path / "b", seed=5, config="lr=1")]
@@ -279,8 +377,11 @@ def test_infinite_figures_are_shown_and_are_no_json_numbers(tmp_path: Path, monk
     path = b / "eval" / "words.json"
     content = json.loads(path.read_text())
     for r in content["records"]:
-        r["nll_sum"] = 1e9 if r["protocol"] == "nonoverlap" and r["length"] == 256 else r["nll_sum"]
+        r["nll_sum"] *= 1e6 if r["protocol"] == "nonoverlap" and r["length"] == 256 else 1
     path.write_text(json.dumps(content))
+    with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
+        np.savez(path.with_suffix(".npz"), **{
+            key: array * (1e6 if key == "plain/nonoverlap/256/nll" else 1) for key, array in arrays.items()})
     call(monkeypatch, a, b, "--out", tmp_path / "out")
     assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["alibi"][2] == "inf"
     assert "Infinity" not in (tmp_path / "out" / "report.html").read_text()
@@ -300,7 +401,7 @@ def test_training_curves_are_means_over_equal_parts_and_seeds(tmp_path: Path, mo
     assert all(cell.value == 6.0 and cell.spread == pytest.approx(0.5**0.5) for cell in rows["rope"].values())
     call(monkeypatch, *runs, "--out", tmp_path / "out")
     rows = rows_of(tmp_path / "out", "Validation loss during training")
-    assert rows == {"step": ["60", "120"], "rope": ["4.500 ± 0.707"] * 2}
+    assert rows == {"step": ["60", "120"], "rope (2 seeds)": ["4.500 ± 0.707"] * 2}
     text = (tmp_path / "out" / "report.md").read_text()
     section = text.split("## Training loss\n")[1].split("\n## ")[0]
     assert "\n|" not in section                                         # 60 columns: the picture alone
@@ -380,8 +481,8 @@ def hostile_report(tmp_path: Path) -> str:
                          [(64, "64"), (128, "128")], {"base": cells, HOSTILE: cells[::-1]})
     about = {label: [label, "", "0", label] for label in table.rows}
     drawn = pictures.draw([table], [], list(about), tmp_path)
-    assert "<script" not in report.markdown(HOSTILE, about, [table], drawn).replace("\\", "")
-    return report.html(HOSTILE, about, [table], drawn)
+    assert "<script" not in report.markdown(HOSTILE, [HOSTILE], about, [table], drawn).replace("\\", "")
+    return report.html(HOSTILE, [HOSTILE], about, [table], drawn)
 
 
 def test_labels_are_never_markup(tmp_path: Path) -> None:
@@ -498,6 +599,55 @@ def test_runs_without_checkpoint_or_evaluation_and_damaged_ones(tmp_path: Path, 
     assert "no checkpoint yet" in failure(monkeypatch, capsys, "copy")
     (Path("copy") / "checkpoints" / "00000010").mkdir(parents=True)
     assert "run `python eval.py copy` first" in failure(monkeypatch, capsys, "copy")
+
+
+def edited(value: Any, rng: np.random.Generator) -> Any:
+    """The same document with a key deleted, or a value of another type, somewhere in it."""
+    place = value
+    while True:
+        key = rng.choice(list(place)) if isinstance(place, dict) else int(rng.integers(len(place)))
+        if not isinstance(place[key], dict | list) or not place[key] or rng.random() < 0.05:
+            break
+        place = place[key]
+    others = [None, True, -1, 0, 1.5, 10**18, 1e308, math.inf, math.nan, "", "=x\n/", [], [1, "a"], {"a": 1}]
+    if rng.random() < 0.3:
+        del place[key]
+    else:
+        place[key] = others[rng.integers(len(others))]
+    return value
+
+
+@pytest.mark.parametrize("n", slow_except([20, 600], 20))
+def test_an_edited_evaluation_gives_a_report_or_one_line(n: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    """The last cases, of the slow ones, with pictures."""
+    runs = [fabricate(tmp_path / name, name, is_probed=True) for name in ("rope", "alibi")]
+    path = runs[1] / "eval" / "words.json"
+    text, rng, reports = path.read_text(), np.random.default_rng(n), 0
+    for case in range(n):
+        content = json.loads(text)
+        for _ in range(rng.integers(1, 3)):
+            content = edited(content, rng)
+        path.write_text(json.dumps(content))
+        try:
+            call(monkeypatch, *runs, "--out", tmp_path / "out", draws=case >= 590)
+            reports += 1
+        except UserError as error:
+            assert len(error.problems) == 1, content
+        except BaseException as error:
+            raise AssertionError(json.dumps(content)) from error
+    assert 0 < reports < n
+
+
+def test_columns_of_windows_that_are_no_numbers_are_damage(tmp_path: Path) -> None:
+    run = fabricate(tmp_path / "a", is_probed=True)
+    path = run / "eval" / "words.npz"
+    with np.load(path, allow_pickle=False) as arrays:
+        good = dict(arrays)
+    key = "plain/fixed/64/tokens"
+    for bad in (good[key][:3], good[key] * 0, np.full(24, "x"), good[key].reshape(4, 6), np.zeros(0)):
+        np.savez(path, **{**good, key: bad})
+        with pytest.raises(UserError, match="damaged"):
+            compare.read_run(run, None)
 
 
 @pytest.mark.slow

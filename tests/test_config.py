@@ -13,13 +13,14 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding
 
-from config import SECTIONS, differences, help_text, load_config, to_toml
+from config import SECTIONS, differences, load_config, to_toml
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
 from runtime import toml
 from runtime.command import run_command
 from runtime.errors import UserError
+from runtime.help import help_text
 
 MINIMAL = '[data]\ndir = "x"\n[position]\nencoding = "rope"\n'
 
@@ -36,9 +37,12 @@ def problems(*arguments) -> tuple[str, ...]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
+TUNED = {"needles": ["position.encoding=rope"]}       # configs that take the encoding from train.init_from
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.toml")), ids=lambda p: p.name)
 def test_every_shipped_config_is_valid_and_survives_the_round_trip(path: Path, tmp_path: Path) -> None:
-    config = load_config(path)
+    config = load_config(path, TUNED.get(path.stem, ()))
     assert load_config(write(tmp_path / "again.toml", to_toml(config))) == config
     assert config.run.dir == f"runs/{path.stem}"
 
@@ -68,6 +72,17 @@ def test_extends_inherits_and_overrides_come_last(tmp_path: Path) -> None:
     assert (config.train.lr, config.train.steps, config.position.base) == (0.25, 7, 500.0)
     assert load_config(child, ["train.lr=0.125"]).train.lr == 0.125
     assert load_config(child, ["position.encoding=none"]).position.encoding == "none"  # without rope's base
+
+
+@every_encoding
+def test_a_change_of_encoding_brings_its_own_default_of_lr_scale(name: str, tmp_path: Path) -> None:
+    """Also where the config of another encoding names it, as the config.toml of a run does."""
+    kind = ENCODINGS[name]
+    run = write(tmp_path / "run.toml", to_toml(load_config(write(tmp_path / "a.toml", MINIMAL))))
+    assert "lr_scale = 1.0" in run.read_text()
+    assert load_config(run, [f"position.encoding={name}"]).position.lr_scale == kind.lr_scale
+    assert load_config(run, [f"position.encoding={name}", "position.lr_scale=7"]).position.lr_scale == 7
+    assert load_config(run, ["position.lr_scale=7"]).position.lr_scale == 7
 
 
 def test_bare_words_and_lists_need_no_quotes(tmp_path: Path) -> None:
@@ -158,8 +173,9 @@ def test_a_config_overrides_the_hugging_face_folder_that_it_starts_from(tuned: P
 
 def test_an_error_in_the_tables_of_a_hugging_face_folder_names_the_folder(tuned: Path) -> None:
     write(tuned.parent / "base" / "tables.toml", '[model]\nn_head = 0\n[position]\nencoding = "rope"\n')
-    where = f"in {tuned.parent / 'base'}/config.json"
-    assert problems(tuned, (), hugging_face) == (f"model.n_head {where}: must be an integer >= 1, got 0",)
+    where = f"in {tuned.parent / 'base'}"
+    assert problems(tuned, (), hugging_face) == (f"model.n_head {where}: must be an integer >= 1 "
+                                                 "and <= 1000000, got 0",)
 
     def refuse(folder: str) -> None:
         raise UserError("the folder is damaged")
@@ -280,7 +296,7 @@ def test_an_option_of_another_encoding_is_answered_by_the_keys_of_this_one(tmp_p
     path = write(tmp_path / "a.toml", MINIMAL)
     assert problems(path, ["position.encoding=alibi", "position.fraction=0.5"]) == (
         "position.fraction on the command line: unknown key of [position] with this encoding; its keys are "
-        "encoding, layers, skip_every, temperature, learned",)
+        "encoding, layers, skip_every, temperature, scale_invariant, drop_at, lr_scale, learned",)
 
 
 def test_a_bad_field_ends_the_command_with_2(tmp_path: Path, capsys) -> None:

@@ -1,5 +1,6 @@
 """Corpora: what goes in comes out, whole or not at all; batches are functions of (seed, step)."""
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import torch
 from conftest import needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_security import rehash_corpus
 
 from data import integrity
 from data import prepare as prepare_module
@@ -187,29 +189,85 @@ def test_check_sees_any_changed_byte(large_corpus: Path, monkeypatch, capsys) ->
         change_byte(path, place)
 
 
-def test_a_copied_file_is_named_until_it_is_checked(large_corpus: Path, monkeypatch, capsys) -> None:
+def test_a_copied_file_is_read_whole_once(large_corpus: Path, capsys) -> None:
     Corpus(large_corpus)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().out == ""
     os.utime(large_corpus / "train.bin", ns=(0, 0))
     Corpus(large_corpus)
-    assert f"--check {large_corpus}" in capsys.readouterr().err
-    check(monkeypatch, large_corpus)
+    assert f"reading all of {large_corpus / 'train.bin'}: copied or changed" in capsys.readouterr().out
     Corpus(large_corpus)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_start_sees_any_change_even_if_size_and_time_are_kept(has_record: bool, large_corpus: Path) -> None:
+    path = large_corpus / "train.bin"
+    if not has_record:                                      # as of corpora prepared by earlier versions
+        (large_corpus / "verified.json").unlink()
+    for place in (200, 1000, 4001):                         # not among the sampled places
+        before = path.stat()
+        change_byte(path, place)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(UserError, match="train.bin is not what was written"):
+            Corpus(large_corpus)
+        change_byte(path, place)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert Corpus(large_corpus)
 
 
 def test_a_corpus_without_verified_json_loads(large_corpus: Path, capsys) -> None:
-    """Those prepared by earlier versions."""
-    (large_corpus / "verified.json").unlink()
-    assert Corpus(large_corpus) and capsys.readouterr().err == ""
-    (large_corpus / "verified.json").write_text('{"train.bin": 1}')
+    """Those prepared by earlier versions, and those whose record has no time of change."""
+    path = large_corpus / "verified.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({name: {key: value for key, value in entry.items() if key != "ctime_ns"}
+                                for name, entry in record.items()}))
+    assert Corpus(large_corpus) and capsys.readouterr() == ("", "")
+    path.unlink()
+    assert Corpus(large_corpus) and capsys.readouterr().out.count("reading all of") == 3
+    assert json.loads(path.read_text()).items() < record.items()        # files of few blocks are read whole
+    assert Corpus(large_corpus)
+    assert capsys.readouterr() == ("", "")
+    path.write_text('{"train.bin": 1}')
     with pytest.raises(UserError, match="verified.json is damaged"):
         Corpus(large_corpus)
+
+
+def test_a_read_only_corpus_is_checked_at_each_start(large_corpus: Path, monkeypatch, capsys) -> None:
+    (large_corpus / "verified.json").unlink()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(integrity, "write_whole", refuse)
+    for _ in range(2):
+        assert Corpus(large_corpus)
+        assert "verified.json: cannot be written (Read-only file system)" in capsys.readouterr().err
+
+
+def test_text_overwritten_in_use_is_noticed_at_any_place(large_corpus: Path) -> None:
+    """The same bytes again, a new time, another file of that name or none are no change."""
+    corpus = Corpus(large_corpus)
+    corpus.require_unchanged()
+    path = large_corpus / "train.bin"
+    for place in (0, 201, 1001):
+        change_byte(path, place)
+        with pytest.raises(UserError, match="train.bin was overwritten while it was in use"):
+            corpus.require_unchanged()
+        change_byte(path, place)
+        corpus.require_unchanged()
+    os.utime(path, ns=(0, 0))
+    corpus.require_unchanged()
+    path.rename(large_corpus / "moved.bin")
+    path.write_bytes(b"another file of this name")
+    corpus.require_unchanged()
+    (large_corpus / "moved.bin").unlink()
+    corpus.require_unchanged()
 
 
 def test_an_id_beyond_the_vocabulary_is_refused_when_it_is_read(large_corpus: Path) -> None:
     for split in ("train", "val"):          # odd bytes are the high ones of uint16; 200 is not sampled
         change_byte(large_corpus / f"{split}.bin", 201, 255)
+    rehash_corpus(large_corpus)             # as if it had been written so
     corpus = Corpus(large_corpus)
     with pytest.raises(UserError, match="id 65.*beyond its vocabulary of 257"):
         corpus.batch(32, corpus.n_in_epoch(32), 0, 0)
@@ -254,6 +312,16 @@ def test_a_batch_is_a_function_of_seed_and_step(corpus_dir: Path) -> None:
     x, y = a.batch(32, 4, 7, 0)
     assert torch.equal(x[:, 1:], y[:, :-1]) and x.shape == y.shape == (4, 32)
     assert not torch.equal(x, a.batch(32, 4, 8, 0)[0]) and not torch.equal(x, a.batch(32, 4, 7, 1)[0])
+
+
+def test_bos_replaces_the_first_input_of_a_window_and_no_target(corpus_dir: Path) -> None:
+    plain, bos = Corpus(corpus_dir), Corpus(corpus_dir, bos=True)
+    pairs = [(plain.batch(32, 4, 7, 3), bos.batch(32, 4, 7, 3))]
+    pairs += zip(plain.val_batches(32, 4, 8), bos.val_batches(32, 4, 8), strict=True)
+    assert len(pairs) == 3
+    for (x, y), (x_bos, y_bos) in pairs:
+        assert torch.equal(y, y_bos) and torch.equal(x[:, 1:], x_bos[:, 1:])
+        assert (x_bos[:, 0] == plain.meta["eot"]).all() and not torch.equal(x, x_bos)
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from positions.distance import T5, ALiBi
 from runtime.errors import UserError
 
 B, H, TQ, TK = 2, 2, 7, 12
-NAMES = ["alibi", "t5", "kerple_log", "kerple_power", "fire", "sandwich"]
-LEARNED = ["t5", "kerple_log", "kerple_power", "fire"]
+NAMES = ["alibi", "t5", "kerple_log", "kerple_power", "bam", "fire", "sandwich"]
+LEARNED = ["t5", "kerple_log", "kerple_power", "bam", "fire"]
+BY_LAYER = ["bam", "fire"]
 
 
 def positive(encoding: Encoding) -> None:
@@ -60,6 +61,10 @@ def kerple_power(e: Encoding, h: int, i: int, j: int, layer: int) -> float:
     return -e.a[h].item() * (i - j) ** e.p[h].item()
 
 
+def bam(e: Encoding, h: int, i: int, j: int, layer: int) -> float:
+    return -math.exp(e.s[layer, h].item()) * (i - j + 1e-5) ** e.beta[layer, h].item()
+
+
 def fire(e: Encoding, h: int, i: int, j: int, layer: int) -> float:
     c, L = abs(e.c[layer].item()), abs(e.threshold[layer].item() * 32)
     share = math.log(c * (i - j) + 1) / (math.log(c * max(i, L) + 1) + 1e-6)
@@ -80,7 +85,7 @@ def sandwich(e: Encoding, h: int, i: int, j: int, layer: int) -> float:
 
 
 FORMULAS: dict[str, Callable[..., float]] = {f.__name__: f for f in (
-    alibi, t5, kerple_log, kerple_power, fire, sandwich)}
+    alibi, t5, kerple_log, kerple_power, bam, fire, sandwich)}
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -123,10 +128,38 @@ def test_bias_is_fp32_under_autocast(name: str, tiny) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_all_layers_share_parameters_except_fires(name: str, tiny) -> None:
+def test_all_layers_share_parameters_or_none_does(name: str, tiny) -> None:
     encoding = lively(tiny(name)).encoding
     biases = [added(encoding, scattered(layer)) for layer in (0, 1)]
-    assert torch.equal(*biases) == (name != "fire")
+    assert torch.equal(*biases) == (name not in BY_LAYER)
+
+
+# BAM
+
+def test_bam_starts_as_alibi_and_multiplies_logit_and_bias_by_the_temperature(tiny) -> None:
+    bam, alibi, at = GPT(tiny("bam")).encoding, GPT(tiny("alibi")).encoding, scattered()
+    torch.testing.assert_close(added(bam, at), added(alibi, at).expand(B, H, TQ, TK), atol=1e-4, rtol=1e-5)
+    model = lively(tiny("bam", "position.temperature=ssmax"))
+    factor = model.temperature(at.q_pos)[1].detach()                    # with negative factors
+    at, q = at._replace(layer=1, temperature=factor), torch.zeros(B, H, TQ, 16)
+    logits = torch.randn(B, H, TQ, TK, generator=torch.Generator().manual_seed(0))
+    logits[..., -3:] = -torch.inf
+    found = model.encoding.scores(logits, q, q, at)
+    expected = (logits + added(model.encoding, at._replace(temperature=None))) * factor
+    assert (factor < 0).any() and (found[..., -3:] == -torch.inf).all()
+    torch.testing.assert_close(found[..., :-3], expected[..., :-3])
+
+
+def test_bam_bars_near_tokens_with_a_negative_power_and_stays_finite(tiny) -> None:
+    model = lively(tiny("bam", "position.temperature=ssmax"))
+    for beta in (-2.0, -30.0, 30.0):
+        model.zero_grad()
+        model.encoding.beta.data.fill_(beta)
+        model(tokens((1, 32)), tokens((1, 32), 1)).backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+    model.encoding.beta.data.fill_(-2.0)
+    bias = added(model.encoding, At(torch.arange(9)[None], torch.arange(9)[None], 0, None)).detach()[0]
+    assert (bias[:, 8, 8] < -1e9).all() and (bias[:, 8].diff(dim=-1) < 0).all()
 
 
 # T5

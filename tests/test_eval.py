@@ -162,17 +162,21 @@ def test_fixed_targets_visit_every_document(corpus_dir: Path) -> None:
     assert {d for d, _ in ends} == set(range(len(text.documents)))
 
 
+@pytest.mark.parametrize("bos", [False, True])
 @every_encoding_slowly
-def test_fixed_is_slice_and_forward(name: str, tiny, corpus_dir: Path) -> None:
-    model, text = lively(tiny(name)), text_of(corpus_dir)
+def test_fixed_is_slice_and_forward(name: str, bos: bool, tiny, corpus_dir: Path) -> None:
+    """With data.bos each window, a truncated one too, begins with the separator; the targets are the same."""
+    config, text = tiny(name, f"data.bos={str(bos).lower()}"), text_of(corpus_dir)
+    model = lively(config)
     lengths = [16, 32] if model.encoding.max_length else LENGTHS
-    evaluation = evaluate(model, tiny(name), text, lengths=lengths)
+    evaluation = evaluate(model, config, text, lengths=lengths)
     records = {(r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
     expected = {}
     for length in {*evaluation.lengths, 32}:
         total = 0.0
         for document, end in evaluation.ends:
             piece = torch.tensor(text.documents[document][end - length:end + 1].astype(np.int64))[None]
+            piece[:, 0] = ByteTokenizer.eot if bos else piece[:, 0]
             logits = model(piece[:, :-1])[0, -8:]
             total += torch.nn.functional.cross_entropy(logits, piece[0, -8:], reduction="sum").item()
         expected[length] = total

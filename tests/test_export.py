@@ -219,8 +219,9 @@ FITS = {        # encodings that can leave, and with what
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_encoding_leaves_or_is_refused_by_name(encoding: str, tiny) -> None:
-    if encoding in FITS:
+    if encoding in FITS:        # at any learning rate
         choose(tiny(encoding, *FITS[encoding]))
+        choose(tiny(encoding, *FITS[encoding], "position.lr_scale=3.0"))
         return
     with pytest.raises(UserError, match=rf"does not support position.encoding = '{encoding}'$") as caught:
         choose(tiny(encoding))
@@ -229,6 +230,8 @@ def test_every_encoding_leaves_or_is_refused_by_name(encoding: str, tiny) -> Non
 
 @pytest.mark.parametrize(("overrides", "named"), [
     (["position.temperature=log_n"], ["position.temperature = 'log_n'"]),
+    (["position.scale_invariant=10.0", "position.drop_at=0.5"],
+     ["position.scale_invariant = 10.0", "position.drop_at = 0.5"]),
     (["model.window=5", "model.full_every=2"], ["model.full_every = 2"]),
     (["model.norm=layernorm", "model.mlp=relu2"], ["model.norm = 'layernorm'", "model.mlp = 'relu2'"]),
     (["position.fraction=0.5", "model.qk_norm=true"], ["position.fraction = 0.5"]),

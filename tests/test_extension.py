@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import lively, tokens
-from polar import Polar
 
 import rope
 from data.tokenizer import ByteTokenizer
@@ -41,7 +40,7 @@ def logits_under(spec: str, tiny, name: str = "rope") -> torch.Tensor:
         turned_q, turned_k = model.encoding.rotate(q, k, at)
         logits = (turned_q @ turned_k.mT) / 4
         logits = logits.masked_fill(~torch.ones(48, 48, dtype=torch.bool).tril(), -torch.inf)
-        return model.encoding.scores(logits, q, k, at)[0]
+        return model.encoding.final_logits(logits, q, k, at)[0]
 
 
 def brute_force(angle_of, is_seen=lambda m, n: True) -> torch.Tensor:
@@ -105,7 +104,7 @@ def test_every_method_runs_far_beyond_L_and_restores_the_model(spec: str, tiny) 
 
 
 @pytest.mark.parametrize("spec", [ARGUMENTS.get(name, name) for name in SCALINGS if name != "base"]
-                         + ["log_n", "window"])
+                         + ["log_n", "drope", "window"])
 def test_up_to_L_nothing_changes_bit_for_bit(spec: str, tiny) -> None:
     config = tiny()
     model, x = lively(config), tokens((2, L))
@@ -121,10 +120,9 @@ def test_up_to_L_regrouping_changes_no_logits(spec: str, tiny) -> None:
 
 
 @pytest.mark.parametrize("spec", ["yarn:beta_fast=2", "base:base=100", "rerope", "self_extend", "sinks"])
-def test_a_subclass_of_rope_gets_every_method(spec: str, tiny, monkeypatch) -> None:
+def test_a_subclass_of_rope_gets_every_method(spec: str, tiny) -> None:
     """Even if it widens q and k and heads share keys: an effect beyond L, none on near pairs."""
-    monkeypatch.setitem(ENCODINGS, "polar", Polar)
-    config = tiny("polar", "model.n_head=4", "model.n_kv_head=2")
+    config = tiny("pope", "model.n_head=4", "model.n_kv_head=2")
     model, x = lively(config), tokens((1, 100))
     assert all(method.problem(model, config, 100) is None for method in parse(spec).methods)
     changed = under(spec, model, config, x)
@@ -197,18 +195,18 @@ def test_for_absolute_encodings_sinks_are_only_a_mask(tiny) -> None:
     config = tiny("fire")
     model, x = lively(config), tokens((1, 60))
     got = under("sinks:sinks=3,window=7", model, config, x)
-    explicit = Regrouped.scores
+    explicit = Regrouped.final_logits
 
     def masked(self, logits, q, k, at):
         distance = at.q_pos[:, None, :, None] - at.k_pos[:, None, None, :]
         unseen = (distance >= 7) & (at.k_pos[:, None, None, :] >= 3)
-        return self.inner.scores(logits.masked_fill(unseen, -torch.inf), q, k, at)
+        return self.inner.final_logits(logits.masked_fill(unseen, -torch.inf), q, k, at)
 
     try:
-        Regrouped.scores = masked
+        Regrouped.final_logits = masked
         torch.testing.assert_close(got, under("sinks:sinks=3,window=7", model, config, x))
     finally:
-        Regrouped.scores = explicit
+        Regrouped.final_logits = explicit
 
 
 def test_windows_follow_the_length_of_training_even_after_a_scaling(tiny) -> None:

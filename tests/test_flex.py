@@ -16,7 +16,9 @@ from runtime import flex
 FLEXIBLE = [name for name, encoding in ENCODINGS.items() if encoding.by_distance]
 OPTIONS = {"plain": (), "window": ("model.window=9", "model.full_every=2"),
            "grouped": ("model.n_head=4", "model.n_kv_head=2", "model.head_dim=16"),
-           "sharp": ("position.temperature=ssmax",), "all of it": ("model.window=20", "model.n_kv_head=1")}
+           "sharp": ("position.temperature=ssmax",), "invariant": ("position.scale_invariant=10",),
+           "all of it": ("model.window=20", "model.n_kv_head=1", "position.temperature=ssmax",
+                         "position.scale_invariant=3")}
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | None, block_mask: Any,
@@ -47,7 +49,7 @@ def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", slow_except(["rope", *FLEXIBLE], "rope", "t5"))
+@pytest.mark.parametrize("name", slow_except(["rope", "pope", *FLEXIBLE], "rope", "t5", "bam"))
 def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tiny, monkeypatch) -> None:
     model = lively(tiny(name, "model.flex=true", *OPTIONS[options])).double()
     documents = (tokens((2, 33), 2) < 30).cumsum(-1) if packed else None
@@ -55,7 +57,8 @@ def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tin
     found, n_taken = values(model, documents, monkeypatch, True)
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-7)
     n_windows = sum(block.attention.window is not None for block in model.blocks)
-    assert n_none == 0 and n_taken == (2 if name != "rope" or packed else n_windows)
+    is_always = ENCODINGS[name].by_distance or packed or model.encoding.tau
+    assert n_none == 0 and n_taken == (2 if is_always else n_windows)
 
 
 @pytest.mark.slow

@@ -266,7 +266,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory, small_corpus: Path) -> t
 def use_run(run_dir: Path, config: Config) -> dict[str, Any] | None:
     """What train.py does with a checkpoint: read it, and make a step from it."""
     model = GPT(config)
-    optimizer = make_optimizer(model, config.train)
+    optimizer = make_optimizer(model, config)
     state = checkpoint.load_newest(run_dir, model, optimizer)
     model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long)).backward()
     optimizer.step()

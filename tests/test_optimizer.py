@@ -12,7 +12,7 @@ from test_train import metrics, run_loop, weights
 
 from config import Config, to_toml
 from model import GPT
-from runtime.optimizer import CombinedOptimizer, Muon, make_optimizer, orthogonal
+from runtime.optimizer import CombinedOptimizer, Muon, make_optimizer, orthogonal, set_learning_rate
 from train import learning_rate, train
 
 
@@ -22,12 +22,30 @@ def test_every_parameter_is_in_one_group(name: str, optimizer: str, tiny) -> Non
     """Muon's are the matrices of the layers; embeddings, head, norms and the encoding's are AdamW's."""
     config = tiny(name, f"train.optimizer={optimizer}", "model.bias=true", "model.norm=layernorm")
     model = GPT(config)
-    groups = make_optimizer(model, config.train).param_groups
+    groups = make_optimizer(model, config).param_groups
     moved = [p for group in groups for p in group["params"]]
     assert len(moved) == len(set(moved)) and set(moved) == set(model.parameters())
     by_muon = {p for group in groups if "momentum" in group for p in group["params"]}
     for path, p in model.named_parameters():
         assert (p in by_muon) == (optimizer == "muon" and path.startswith("blocks.") and p.dim() == 2), path
+
+
+@every_encoding
+def test_lr_scale_is_the_rate_of_the_encoding_alone(name: str, tiny) -> None:
+    """The first step of AdamW has the size of the rate, whatever the gradient, where nothing decays."""
+    config = tiny(name, "position.lr_scale=8.0", "position.temperature=ssmax", "train.weight_decay=0.0")
+    model = GPT(config)
+    optimizer = make_optimizer(model, config)
+    before = {path: p.detach().clone() for path, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    set_learning_rate(optimizer, 1e-3)
+    optimizer.step()
+    for path, p in model.named_parameters():
+        rate = 8e-3 if path.startswith(("encoding.", "temperature.")) else 1e-3
+        moved = (p.detach() - before[path]).abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, rate), atol=1e-5, rtol=1e-3, msg=path)
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (32, 64), (48, 48)])
@@ -77,7 +95,7 @@ def test_orthogonal_takes_each_matrix_for_itself() -> None:
     stack = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(0))
     stack[1] = 0
     together = orthogonal(stack)
-    assert torch.equal(together[1], torch.zeros(12, 20, dtype=torch.bfloat16))
+    assert torch.equal(together[1], torch.zeros_like(together[1]))
     for one, alone in zip(together, stack, strict=True):
         torch.testing.assert_close(one, orthogonal(1e3 * alone[None])[0], atol=0.02, rtol=0)
         torch.testing.assert_close(one.mT, orthogonal(alone.mT[None])[0], atol=0.02, rtol=0)

@@ -144,6 +144,24 @@ def test_a_mixture_has_its_shares_and_walks_through_each_corpus(corpus_dir: Path
     assert torch.equal(whole, Corpus(corpus_dir, mixture={str(other_dir): 0.3}).batch(32, 8, 0, 3)[0])
 
 
+def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: Path) -> None:
+    """Then the shares are those of the whole mixture, and the walk through each corpus begins anew."""
+    mixture = {str(other_dir): 0.3}
+    plain = Corpus(corpus_dir, mixture=mixture)
+    curriculum = Corpus(corpus_dir, mixture=mixture, mixture_only=5)
+    first = [curriculum.places(32, 8, 1, step) for step in range(5)]
+    assert {c.folder for places in first for c, _ in places} == {other_dir}
+    starts = [start for places in first for _, start in places]
+    n = curriculum.corpora[1].n_in_epoch(32)
+    assert len(set(starts[:n])) == min(n, len(starts))                  # no window twice in an epoch
+    for step in range(3):
+        later = [[(c.folder, start) for c, start in corpus.places(32, 8, 1, at)]
+                 for corpus, at in ((plain, step), (curriculum, 5 + step))]
+        assert later[0] == later[1]
+    halves = [start for rank in range(2) for _, start in curriculum.places(32, 8, 1, 2, rank, 2)]
+    assert sorted(halves) == sorted(start for _, start in curriculum.places(32, 8, 1, 2))
+
+
 def test_without_a_mixture_batches_are_what_they_were(corpus_dir: Path) -> None:
     """By the rule written out: an offset, a permutation of windows, sample after sample."""
     corpus = Corpus(corpus_dir)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, lively, tokens
+from conftest import ROOT, lively, python, tokens, words
 from test_train import assert_equal_runs, metrics, weights
 
 import eval as eval_command
 from config import Config, to_toml
 from data.loader import Corpus
+from data.prepare import prepare
 from evaluation import protocols as eval_module
 from evaluation.protocols import PROBES, PROTOCOLS
 from model import GPT
@@ -129,7 +131,8 @@ def test_a_sharded_run_goes_on_in_one_process(tiny, tmp_path: Path) -> None:
 
 
 def test_a_batch_that_does_not_divide_is_one_line(tiny, monkeypatch) -> None:
-    for name, value in (("WORLD_SIZE", "3"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+    for name, value in (("WORLD_SIZE", "3"), ("RANK", "0"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"),
+                        ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="batch_size 4: must be a multiple of 3 processes"):
         train(tiny(), [])
@@ -234,6 +237,63 @@ def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, 
     assert said[0].startswith("error: another process of torchrun has ended"), said[0]
     assert said[1].startswith("error: out of memory"), said[1]
     assert {path.stem for path in tmp_path.glob("*.json")} == {"one", "two0"}     # the first alone writes
+
+
+TRAIN_APART = """
+import os, sys, train
+from runtime.command import run_command
+rank = os.environ["RANK"]
+sys.argv = [argument.replace("RANK", rank) for argument in sys.argv]
+os.chdir(sys.argv.pop())
+run_command(train.main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overrides", "folder", "expected"), [
+    (["train.lr=RANK.5", "data.dir=words0"], ".", "different config: 'lr = 0.5' and 'lr = 1.5'"),
+    (["data.dir=wordsRANK"], ".", "different config: 'dir = \"words0\"' and 'dir = \"words1\"'"),
+    (["data.dir=words"], "RANK", "different corpus"),
+    (["data.dir=same"], "RANK", "different checkpoint: \"[8, {'model.s")])
+def test_processes_that_would_not_train_the_same_end_in_one_line(
+        overrides: list[str], folder: str, expected: str, tiny, tmp_path: Path, corpus_dir: Path) -> None:
+    """Another learning rate, another corpus, and a run's folder that only one of two machines has."""
+    config = tiny("rope", "train.steps=8", "data.dir=same", "run.dir=run")
+    (tmp_path / "c.toml").write_text(to_toml(config))
+    (tmp_path / "source").mkdir()
+    for i in range(9):
+        (tmp_path / "source" / f"{i}.txt").write_bytes(words(i, 900))
+    prepare(str(tmp_path / "source"), tmp_path / "words1", "byte")
+    shutil.copytree(corpus_dir, tmp_path / "words0")
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        shutil.copytree(tmp_path / f"words{rank}", tmp_path / str(rank) / "words")
+        shutil.copytree(corpus_dir, tmp_path / str(rank) / "same")
+    if "checkpoint" in expected:
+        done = python("-c", TRAIN_APART, str(tmp_path / "c.toml"), str(tmp_path / "0"), RANK="0")
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "0" / "run" / "summary.json").unlink()
+    both = start_two("-c", TRAIN_APART, str(tmp_path / "c.toml"), *overrides, str(tmp_path / folder))
+    said = [process.communicate(timeout=100) for process in both]
+    assert [process.returncode for process in both] == [2, 2], said
+    for _, error in said:
+        assert error.startswith("error: ") and error.count("\n") == 1, said
+    assert expected in said[0][1] + said[1][1], said
+    assert not list(tmp_path.rglob("1/run/*")) and not (tmp_path / "run").exists()
+
+
+def test_processes_agree_on_each_value_or_the_first_difference_is_named(monkeypatch) -> None:
+    def agree(*texts: str) -> None:
+        monkeypatch.setattr(parallel, "all_gather_objects", lambda *_: [{"config": text} for text in texts])
+        parallel.require_agreement(Process(torch.device("cpu")), {"config": texts[0]})
+
+    agree("a = 1\nb = 2")
+    agree(*["a = 1\nb = 2"] * 3)
+    with pytest.raises(UserError, match="processes 0 and 2 have different config: 'b = 2' and 'b = 3'"):
+        agree("a = 1\nb = 2", "a = 1\nb = 2", "a = 1\nb = 3")
+    for other in ("a = 1", "a = 1\nb = 2\nc = 3", ""):
+        with pytest.raises(UserError, match="processes 0 and 1 have different config"):
+            agree("a = 1\nb = 2", other)
 
 
 def test_a_share_is_every_nth_row() -> None:

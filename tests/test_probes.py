@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import lively, needs
+from conftest import lively
 
 from config import TrainConfig
-from data.passkey import passkey_document, shortest
+from data import tasks
 from data.prepare import prepare
-from data.tokenizer import ByteTokenizer, load_tokenizer
+from data.tokenizer import ByteTokenizer
 from evaluation import probes
 from evaluation.protocols import Evaluation, Settings
 from evaluation.windows import open_text
@@ -119,30 +119,12 @@ def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> No
 @pytest.mark.parametrize("length", [23, 60, 500])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
 def test_a_passkey_document_tells_its_key_at_its_depth(length: int, depth: float) -> None:
-    ids, n_answer = passkey_document(BYTES, length, depth, np.random.default_rng(3))
-    assert len(ids) == length and ids[0] == 256 and n_answer == 6
+    ids, is_answer = tasks.retrieval("passkey", BYTES, length, depth, np.random.default_rng(3))
+    assert len(ids) == length and ids[0] == 256 and is_answer.tolist() == [False] * (length - 6) + [True] * 6
     text = bytes(ids[1:].astype(np.uint8)).decode()
     key = text[-6:-1]
     assert key.isdigit() and text.endswith(f" key={key}.") and text.count(f" key={key}.") == 2
     assert text.index(" key=") == round(depth * (length - 23))
-
-
-def test_passkeys_are_the_same_at_every_length_and_depth() -> None:
-    assert shortest(BYTES) == 23
-    keys = []
-    for length, depth in ((50, 0.0), (300, 0.5), (300, 1.0)):
-        tokens, answer = probes.passkeys(BYTES, length, depth, 5, 0)
-        keys.append(tokens[:, answer].tolist())
-    assert keys[0] == keys[1] == keys[2] and len({str(key) for key in keys[0]}) == 5
-    other = probes.passkeys(BYTES, 50, 0.0, 5, 1)[0]
-    assert not np.array_equal(other, probes.passkeys(BYTES, 50, 0.0, 5, 0)[0])
-
-
-def test_keys_take_as_many_tokens_of_bpe(monkeypatch) -> None:
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(needs("tiktoken")))
-    tokenizer = load_tokenizer("gpt2")
-    made = [passkey_document(tokenizer, 80, 0.5, np.random.default_rng(i)) for i in range(50)]
-    assert {(len(ids), n) for ids, n in made} == {(80, 6)}
 
 
 def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
@@ -166,7 +148,7 @@ def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
 
 
 def test_the_passkey_corpus_is_made_of_such_documents(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("data.sources.PASSKEY_DOCUMENTS", {"train": range(20, 80), "val": range(20)})
+    monkeypatch.setattr("data.sources.TASK_DOCUMENTS", {"train": range(20, 80), "val": range(20)})
     meta = prepare("passkey", tmp_path / "passkey", "byte")
     assert meta["source"] == "passkey" and meta["splits"]["train"]["documents"] == 60
     text = open_text(None, str(tmp_path / "passkey"), BYTES)

@@ -195,7 +195,7 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_used(name: str, damage
     path = run_dir / "checkpoints" / "00000012" / name
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     before, model = everything(run_dir), lively(config)
-    state = checkpoint.load_newest(run_dir, model, make_optimizer(model, config.train))
+    state = checkpoint.load_newest(run_dir, model, make_optimizer(model, config))
     assert state["step"] == 8
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in weights(run_dir, 8).items()
                if key in model.state_dict())
@@ -261,7 +261,7 @@ def failing_at(n: int, function: Callable, number: int, in_rust: bool = False) -
 
 
 @pytest.mark.parametrize(("place", "n"), slow_except(
-    [*(("save_file", n) for n in (3, 4)), *(("_flush", n) for n in (6, 7, 8, 9, 10)), ("state.json", 2),
+    [*(("save_file", n) for n in (3, 4)), *(("flush", n) for n in (6, 7, 8, 9, 10)), ("state.json", 2),
      ("metrics.jsonl", 6), ("summary.json", 1)], ("save_file", 3), ("metrics.jsonl", 6)))
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_full_or_read_only_disk_is_one_line_and_costs_nothing(place: str, n: int, number: int, tiny,
@@ -270,7 +270,7 @@ def test_a_full_or_read_only_disk_is_one_line_and_costs_nothing(place: str, n: i
     assert train(tiny("rope", f"run.dir={tmp_path / 'straight'}"), []) == 0
     config, run_dir = tiny(), tmp_path / "run"
     with monkeypatch.context() as patch:
-        if place in ("save_file", "_flush"):
+        if place in ("save_file", "flush"):
             real = getattr(checkpoint, place)
             patch.setattr(checkpoint, place, failing_at(n, real, number, in_rust=place == "save_file"))
         else:
@@ -299,7 +299,7 @@ def test_a_disk_that_is_full_from_the_start(name: str, tiny, tmp_path: Path, mon
     with monkeypatch.context() as patch:
         fsync = os.fsync
         patch.setattr(files.os, "fsync",
-                      failing_at(1 + (name == "config.toml"), fsync, errno.ENOSPC))
+                      failing_at(2 + 2 * (name == "config.toml"), fsync, errno.ENOSPC))
         assert f".{name}.tmp: no space left" in one_error(lambda: train(config, []), capsys)
     assert train(config, []) == 0
 
@@ -399,7 +399,7 @@ def test_a_run_whose_last_step_was_bad_still_ends(tiny, tmp_path: Path, monkeypa
 
 def signalled_in(phase: str, stop: list[int], monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the signal come in the middle of a phase of training, once."""
-    n_calls, forward, flush = {"n": 0}, GPT.forward, checkpoint._flush
+    n_calls, forward, flush = {"n": 0}, GPT.forward, checkpoint.flush
 
     def once(is_here: bool) -> None:
         n_calls["n"] += is_here
@@ -415,7 +415,7 @@ def signalled_in(phase: str, stop: list[int], monkeypatch: pytest.MonkeyPatch, n
         flush(path)
 
     monkeypatch.setattr(GPT, "forward", forward_and_signal)
-    monkeypatch.setattr(checkpoint, "_flush", flush_and_signal)
+    monkeypatch.setattr(checkpoint, "flush", flush_and_signal)
 
 
 @pytest.mark.parametrize(("phase", "saved"), slow_except(

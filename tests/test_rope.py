@@ -106,7 +106,7 @@ def test_a_trained_model_converts_between_layouts(tiny, fraction: float) -> None
                "model.norm=layernorm")
     config = tiny("rope", "position.layout=interleaved", *options)
     model = lively(config)
-    optimizer = make_optimizer(model, config.train)
+    optimizer = make_optimizer(model, config)
     for step in range(3):                                               # trained, so that no symmetry is left
         model(tokens((4, 32), step), tokens((4, 32), step + 1)).backward()
         optimizer.step()

@@ -9,10 +9,11 @@ from conftest import lively, tokens
 from test_config import wrong_values
 
 import rope
-from config import help_text, load_config, to_toml
+from config import load_config, to_toml
 from model import GPT
 from positions.scaling import NTK, PI, SCALINGS, Base, DynamicNTK, Llama3, LongRoPE, Scaling, YaRN
 from runtime.errors import UserError
+from runtime.help import help_text
 
 L, BASE = 32, 10_000.0
 methods = pytest.mark.parametrize("method", SCALINGS)

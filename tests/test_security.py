@@ -100,8 +100,9 @@ def test_the_ban_leaves_the_rest(text: str) -> None:
 
 
 @pytest.mark.parametrize("run_dir", [
-    "..", "runs/..", "../outside/../run", "runs/../../x", "/", ".", "runs/a b", "runs/x;rm", "runs/$HOME",
-    "runs/ü", "runs/" + "x" * 101, "runs/a\\nb", "runs/a\\u0000b", "a\\u0000b/run", "runs/\\u001b[31m"])
+    "..", "~/x", "runs/..", "../outside/../run", "runs/../../x", "/", ".", "runs/a b", "runs/x;rm",
+    "runs/$HOME", "runs/ü", "runs/" + "x" * 101, "runs/a\\nb", "runs/a\\u0000b", "a\\u0000b/run",
+    "runs/\\u001b[31m"])
 def test_a_run_has_a_plain_name(run_dir: str, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text(f'{MINIMAL}[run]\ndir = "{run_dir}"\n')

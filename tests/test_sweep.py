@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, python
 
 from evaluation import sweeping as sweep
+from evaluation import trials
+from evaluation.trials import grid_points
 from runtime.command import run_command
 from runtime.errors import UserError
 from sweep import main
@@ -65,7 +68,7 @@ def test_an_evaluation_is_repeated_when_anything_it_depends_on_changed(configs) 
     assert not sweep.is_evaluated(job(*short))
     assert sweep.work(job(*short)) == "" and sweep.is_evaluated(job(*short))
     assert not sweep.is_evaluated(job(*short, "--seed", "1"))
-    stamp, result = Path("runs/rope") / sweep.STAMP, Path("runs/rope/eval/words.json")
+    stamp, result = job(*short).stamp, Path("runs/rope/eval/words.json")
     for path, change in ((stamp, lambda text: text[:-9]), (result, lambda text: text + " "),
                          (sorted(Path("runs/rope/checkpoints").glob("*/state.json"))[-1],
                           lambda text: json.dumps({**json.loads(text), "check": "0"}))):
@@ -78,6 +81,19 @@ def test_an_evaluation_is_repeated_when_anything_it_depends_on_changed(configs) 
     assert sweep.is_evaluated(job(*short))
     result.unlink()
     assert not sweep.is_evaluated(job(*short))
+
+
+def test_an_evaluation_depends_on_the_content_of_the_files_that_its_arguments_name(configs) -> None:
+    Path("text.txt").write_text("a")
+    Path("corpus").mkdir()
+    Path("corpus/meta.json").write_text("{}")
+    for arguments, file in ((["--data", "text.txt"], "text.txt"), (["--data=text.txt"], "text.txt"),
+                            (["--data", "corpus"], "corpus/meta.json")):
+        before = sweep.state(job(*arguments))
+        assert before == sweep.state(job(*arguments))
+        Path(file).write_text(Path(file).read_text() + " ")
+        assert before != sweep.state(job(*arguments)), arguments
+    assert set(sweep.state(job("--windows", "3"))) == {"checkpoint", "arguments"}
 
 
 def stop_when(process: subprocess.Popen, file: Path, has: Callable[[str], bool], number: int) -> str:
@@ -112,6 +128,80 @@ def test_a_failure_does_not_stop_the_runs_after_it(configs, monkeypatch, capsys)
     assert "2/2 done, 1 failed | alibi | done" in capsys.readouterr().out
 
 
+def test_workers_run_at_a_time_and_a_failure_of_one_does_not_stop_the_others(configs, monkeypatch,
+                                                                             capsys) -> None:
+    both = threading.Barrier(2, timeout=60)     # passed only if two runs are at work at the same time
+
+    def work(job, show) -> str:
+        show(f"at work on {job.name}")
+        both.wait()
+        if job.name.endswith("0"):
+            raise OSError(28, "No space left on device", "runs/x.log")
+        return "train.py ended with 2" if job.name.endswith("1") else ""
+
+    monkeypatch.setattr(sweep, "work", work)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")       # so that it is restored
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    jobs = sweep.make_jobs([configs["rope"]], TINY, [0, 1, 2, 3], Path("runs"), [])
+    progress = sweep.Progress(4, n_workers=2)
+    sweep.run_here(jobs, progress)
+    assert progress.done == 4 and progress.failed == {
+        "rope-seed0": "runs/x.log: No space left on device", "rope-seed1": "train.py ended with 2"}
+    assert "4/4 done, 2 failed | rope-seed" in capsys.readouterr().out
+    assert int(os.environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_an_interrupt_stops_every_worker_and_starts_no_other_run(configs, monkeypatch) -> None:
+    began, saved = [], []
+
+    def work(job, show) -> str:
+        began.append(job.name)
+        try:
+            for _ in range(200):
+                time.sleep(0.05)
+                show("step")
+        except KeyboardInterrupt:
+            saved.append(job.name)
+            raise
+        return ""
+
+    def show(progress, name, what, stays=False) -> None:
+        if len(began) == 2:
+            raise KeyboardInterrupt(signal.SIGTERM)
+
+    monkeypatch.setattr(sweep, "work", work)
+    monkeypatch.setattr(sweep.Progress, "show", show)
+    jobs = sweep.make_jobs([configs["rope"]], TINY, [0, 1, 2, 3], Path("runs"), [])
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run_here(jobs, sweep.Progress(4, n_workers=2))
+    assert sorted(saved) == sorted(began) == ["rope-seed0", "rope-seed1"]
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_leaves_no_orphans(configs) -> None:
+    """SIGKILL gives the sweep no chance: its commands notice that it has ended, save and end."""
+    more = ["train.steps=30000", "run.save_every=30000", "run.eval_every=30000", "--workers", "2"]
+    process = subprocess.Popen(command(configs["rope"], configs["alibi"], *more), stdout=subprocess.PIPE)
+    logs = [Path("runs/rope.log"), Path("runs/alibi.log")]
+    deadline = time.monotonic() + 300
+    while not all(log.exists() and log.read_text().count("loss") > 5 for log in logs):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    process.communicate()
+    while not all("stopped by SIGTERM, saved at step" in log.read_text() for log in logs):
+        assert time.monotonic() < deadline, [log.read_text()[-500:] for log in logs]
+        time.sleep(0.1)
+
+
+def test_a_command_whose_sweep_has_already_ended_does_not_start(tiny) -> None:
+    config = tiny("rope")
+    done = python("train.py", Path(config.run.dir).parent / "rope.toml", *TINY, f"run.dir={config.run.dir}",
+                  NANOROPE_PARENT="1")
+    assert done.returncode == 143 and done.stderr == "stopped by SIGTERM\n" and not done.stdout
+    assert not Path(config.run.dir).exists()
+
+
 @pytest.mark.slow
 def test_a_failing_run_is_named_and_the_others_go_on(configs) -> None:
     done = run(configs["broken"], configs["alibi"])
@@ -144,6 +234,13 @@ def test_submitit_runs_each_as_a_job(configs) -> None:
     (["rope.toml", "--grid", "train.lr=1,1"], "with different values"),
     (["rope.toml", "--grid", "train.lr=1", "--grid", "train.lr=2"], "--grid train.lr: given twice"),
     (["rope.toml", "--grid", "train.sed=1,2"], "did you mean seed?"),
+    (["rope.toml", "--eval", "'"], "--eval: \"'\" has no closing quotation; close the quotes"),
+    (["rope.toml", "--workers", "0"], "--workers 0: must be at least 1"),
+    (["rope.toml", "--choose", "loss"], "argument --choose: invalid choice: 'loss'"),
+    (["rope.toml", "--choose", "val_loss"], "there is nothing to choose from"),
+    (["rope.toml", "--choose", "val_loss", "--grid", "train.steps=1,2"], "must not differ in train.steps"),
+    (["rope.toml", "--choose", "val_loss", "--grid", "position.lr_scale=1,2"], "has no effect on rope.toml"),
+    (["rope.toml", "--trials", "no.toml"], "no.toml: no such file"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "timeout_min"], "--slurm timeout_min: must read key"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "tiemout_min=3"], "--slurm tiemout_min"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "gpus_per_node=1", "train.lr=1"], "go before --slurm"),
@@ -196,14 +293,14 @@ def test_every_evaluation_of_a_sweep_may_skip_methods(configs, monkeypatch) -> N
 
 
 def test_a_grid_is_every_combination_and_names_carry_the_values(configs) -> None:
-    jobs = sweep.make_jobs([configs["rope"]], TINY, [0, 1], Path("runs"), [],
-                           ["train.lr=1e-3,2e-3", "position.layers=first,[0,1]"])
+    grid = grid_points(["train.lr=1e-3,2e-3", "position.layers=first,[0,1]"])
+    jobs = sweep.make_jobs(["rope.toml"], TINY, [0, 1], Path("runs"), [], {"rope.toml": grid})
     assert [j.name for j in jobs] == [
         f"rope-lr-{lr}-layers-{layers}-seed{seed}" for lr in ("1e-3", "2e-3")
         for layers in ("first", "_0_1_") for seed in (0, 1)]
     assert jobs[-1].overrides[len(TINY):-2] == ["train.lr=2e-3", "position.layers=[0,1]"]
     assert len({j.run_dir for j in jobs}) == 8
-    (one,) = sweep.make_jobs([configs["rope"]], TINY, [], Path("runs"), [], ["model.n_head=2"])
+    (one,) = sweep.make_jobs(["rope.toml"], TINY, [], Path("runs"), [], {"rope.toml": [["model.n_head=2"]]})
     assert one.run_dir == Path("runs/rope-n_head-2")
     point = ["train.window=8", "model.window=9"]                        # the same key in two sections
     assert [sweep.in_name(override, point) for override in point] == ["train.window-8", "model.window-9"]
@@ -218,3 +315,183 @@ def test_jobs_are_configs_times_seeds_and_all_problems_come_at_once(configs) -> 
     with pytest.raises(UserError) as error:
         sweep.make_jobs(["x.toml", "y.toml"], ["train.lr=-1"], [0, 1], Path("runs"), [])
     assert len(error.value.problems) == 3
+
+
+# -----------------------------------------------------------------------------------------------------------
+# --choose
+
+
+def choosing(losses: dict[str, dict[int, float] | int], monkeypatch) -> list[list[str]]:
+    """Replace the commands of a sweep: a run's losses at each length, the first being L; or its exit code.
+
+    Returns the commands as they come.
+    """
+    calls = []
+
+    def call(arguments, log, show) -> int:
+        calls.append(list(arguments))
+        log.write_text("log\n")
+        folder = next((Path(json.loads(a.partition("=")[2])) for a in arguments if a.startswith("run.dir=")),
+                      Path(arguments[1]))
+        found = losses.get(folder.name.partition("-seed")[0], {32: 9.0})
+        if isinstance(found, int):
+            return found
+        (folder / "eval").mkdir(parents=True, exist_ok=True)
+        if arguments[0] == "train.py":
+            (folder / "summary.json").write_text(json.dumps({"val_loss": found[32]}))
+        elif len(found) == 1:
+            return 2
+        elif "--json" in arguments:
+            records = [{"length": n, "nll_sum": 10 * loss, "tokens": 10} for n, loss in found.items()]
+            Path(arguments[arguments.index("--json") + 1]).write_text(json.dumps({"records": records}))
+        else:
+            (folder / "eval" / "words.json").write_text("{}")
+        return 0
+
+    monkeypatch.setattr(sweep, "call", call)
+    monkeypatch.setattr("sweep.report", lambda jobs, out, labels: print([j.name for j in jobs], labels) or 0)
+    return calls
+
+
+def sweep_here(*arguments: str, monkeypatch) -> int:
+    """main() of sweep.py in this process; its exit code."""
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *TINY, *arguments])
+    try:
+        return main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+CHOOSE = ("--choose", "val_loss", "--grid", "train.lr=1e-3,2e-3,4e-3")
+
+
+def test_the_choice_is_by_validation_loss_at_L_alone(configs, monkeypatch, capsys) -> None:
+    """A trial that is better at 8 L but worse at L is not chosen; only the chosen one gets more seeds."""
+    calls = choosing({"rope-lr-1e-3": {32: 2.0, 256: 1.0}, "rope-lr-2e-3": {32: 1.9, 256: 5.0},
+                      "rope-lr-4e-3": {32: 3.0, 256: 0.5}}, monkeypatch)
+    code = sweep_here("rope.toml", *CHOOSE, "--seeds", "3,4", "--eval=--extend yarn --windows 5",
+                      monkeypatch=monkeypatch)
+    assert code == 0
+    trained = [Path(json.loads(c[-2].partition("=")[2])).name for c in calls if c[0] == "train.py"]
+    assert trained[:3] == [f"rope-lr-{lr}-seed3" for lr in ("1e-3", "2e-3", "4e-3")]
+    assert trained[3:] == ["rope-lr-2e-3-seed3", "rope-lr-2e-3-seed4"]
+    evaluated = [c[4:] for c in calls if c[0] == "eval.py"]
+    short = ["--windows", "5", "--protocol", "fixed", "--lengths", "32,256"]
+    assert all(c[:6] == short for c in evaluated[:3])
+    assert evaluated[3:] == [["--extend", "yarn", "--windows", "5"]] * 2
+    out = capsys.readouterr().out
+    assert "chosen for rope: train.lr=2e-3, validation loss 1.9000" in out
+    assert "['rope-lr-2e-3-seed3', 'rope-lr-2e-3-seed4'] ['rope', 'rope']" in out
+    assert "| rope | train.lr=2e-3 | chosen | 1.9000 | 1.9000 | 5.0000 |" in Path(
+        "runs/report/sensitivity.md").read_text()
+
+
+def test_a_diverged_trial_loses_a_failed_one_stops_the_choice_and_the_first_of_equals_wins(
+        configs, monkeypatch, capsys) -> None:
+    losses = {"rope-lr-1e-3": 3, "rope-lr-2e-3": {32: 2.0, 256: 1.0}, "rope-lr-4e-3": {32: 2.0, 256: 0.5},
+              "alibi-lr-1e-3": 2, "alibi-lr-2e-3": {32: 2.0, 256: 1.0}, "alibi-lr-4e-3": {32: 1.0}}
+    choosing(losses, monkeypatch)
+    code = sweep_here("rope.toml", "alibi.toml", *CHOOSE, monkeypatch=monkeypatch)
+    out, error = capsys.readouterr()
+    assert code == 1 and "chosen for rope: train.lr=2e-3" in out and "chosen for alibi" not in out
+    assert "run rope-lr-1e-3" not in error                                  # a result, not a failure
+    assert "config alibi.toml: nothing is chosen, because 1 of its 3 trials failed (train.lr=1e-3)" in error
+    assert "run alibi-lr-4e-3: eval.py ended with 2" in error
+    page = Path("runs/report/sensitivity.md").read_text()
+    assert "| rope | train.lr=1e-3 | default, training diverged | - | - | - |" in page
+    assert "| alibi | train.lr=4e-3 |  | 1.0000 | - | - |" in page          # trained, but not evaluated
+    losses["alibi-lr-1e-3"] = {32: 4.0, 256: 1.0}                           # mended: the same command goes on
+    assert sweep_here("rope.toml", "alibi.toml", *CHOOSE, monkeypatch=monkeypatch) == 1
+    out, error = capsys.readouterr()
+    assert "chosen for alibi: train.lr=4e-3" in out and error.count("\n") == 1
+    for lr in ("1e-3", "2e-3", "4e-3"):
+        losses[f"rope-lr-{lr}"] = 3
+    sweep_here("rope.toml", *CHOOSE, monkeypatch=monkeypatch)
+    assert "config rope.toml: all of its 3 trials diverged; give lower rates" in capsys.readouterr().err
+
+
+def test_the_sensitivity_compares_default_and_chosen_orders(configs) -> None:
+    def trial(config: str, lr: str, val: float, far: float, is_default: bool) -> trials.Trial:
+        losses = {"validation loss": val, "loss at 32": val + 0.1, "loss at 256": far}
+        return trials.Trial(config, [f"train.lr={lr}"], is_default, "", losses)
+
+    found = [trial("rope.toml", "1e-3", 1.5, 9.0, True), trial("rope.toml", "2e-3", 1.4, 7.0, False),
+             trial("t5.toml", "1e-3", 1.6, 2.0, True), trial("t5.toml", "2e-3", 1.25, 1.5, False)]
+    chosen, problems = trials.choose_each(found)
+    assert not problems and {name: t.values for name, t in chosen.items()} == {
+        "rope": "train.lr=2e-3", "t5": "train.lr=2e-3"}
+    page = trials.sensitivity(found, chosen, 32, [])
+    assert "| rope | train.lr=1e-3 | train.lr=2e-3 | 0.1000 | 0.1000 | 2.0000 | 0 |" in page
+    assert "- Order by validation loss, the lowest first: t5, rope at the chosen trials (0.1500 from" in page
+    assert "last); rope, t5 at the default ones." in page
+    assert "Order by loss at 256, the lowest first: t5, rope at the chosen trials (5.5000 from" in page
+    assert "last); the same at the default ones." in page and "the configs are equal" in page
+    assert "- At the edge of its grid, so that a better value may lie beyond: t5, train.lr=2e-3." in page
+    inside = trials.Trial("t5.toml", ["train.lr=3e-3"], False, "", {})
+    assert "t5, train.lr=2e-3." not in trials.sensitivity([*found, inside], chosen, 32, [])
+    trials.write_sensitivity(Path("out"), found, chosen, 32, ["t5: train.steps: 1 -> 2"])
+    assert "the configs differ: t5: train.steps: 1 -&#62; 2." in Path("out/sensitivity.md").read_text()
+    rows = Path("out/sensitivity.csv").read_text().splitlines()
+    assert rows[0] == "config,trial,is_default,is_chosen,problem,validation loss,loss at 32,loss at 256"
+    assert rows[4] == "t5,train.lr=2e-3,0,1,,1.25,1.35,1.5"
+
+
+def test_each_config_may_have_its_own_trials_but_as_many_as_the_others(configs) -> None:
+    Path("trials.toml").write_text(
+        'others = ["train.lr=1e-3,2e-3,3e-3"]\n'
+        'alibi = ["train.lr=1e-3,2e-3 position.slopes=learned", "train.lr=5e-3"]\n')
+    points = trials.read_points(Path("trials.toml"), ["rope.toml", "alibi.toml"])
+    assert points == {"rope.toml": [["train.lr=1e-3"], ["train.lr=2e-3"], ["train.lr=3e-3"]],
+                      "alibi.toml": [["train.lr=1e-3", "position.slopes=learned"],
+                                     ["train.lr=2e-3", "position.slopes=learned"], ["train.lr=5e-3"]]}
+    assert trials.check_fair(points, TINY) == []
+    with pytest.raises(UserError, match="the same number of trials, got 3 for rope, 2 for alibi"):
+        trials.check_fair({**points, "alibi.toml": points["alibi.toml"][:2]}, TINY)
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("others = [", "not valid TOML"),
+    ("rop = ['train.lr=1,2']", "rop is none of the configs; did you mean rope?"),
+    ("alibi = ['train.lr=1,2']", "alibi is none of the configs; remove it"),
+    ("", "rope must be a list of grids such as .* got nothing"),
+    ("rope = 'train.lr=1,2'", "rope must be a list of grids"),
+    ("rope = ['train.lr']", "train.lr: must read section.key=value,value"),
+    ('rope = ["train.lr=\'1"]', "has no closing quotation"),
+])
+def test_a_wrong_file_of_trials_is_refused(text: str, expected: str, configs) -> None:
+    Path("trials.toml").write_text(text)
+    with pytest.raises(UserError, match=expected):
+        trials.read_points(Path("trials.toml"), ["rope.toml"])
+
+
+def test_configs_that_differ_are_named_and_other_lengths_are_refused(configs) -> None:
+    Path("long.toml").write_text('extends = "rope.toml"\ntrain.seq_len = 64\n')
+    Path("slow.toml").write_text('extends = "rope.toml"\ntrain = { lr = 1e-4, beta1 = 0.8 }\n')
+    points = grid_points(["train.lr=1e-3,2e-3"])
+    unequal = trials.check_fair({"rope.toml": points, "slow.toml": points}, [])
+    assert unequal == ["slow: train.beta1: 0.9 -> 0.8"]
+    with pytest.raises(UserError, match="long.toml has another train.seq_len than rope.toml"):
+        trials.check_fair({"rope.toml": points, "long.toml": points}, [])
+
+
+@pytest.mark.slow
+def test_a_sweep_that_chooses_trains_nothing_twice(configs) -> None:
+    """With real commands: the trials, the choice, the other seed and the report, and again."""
+    arguments = (configs["rope"], "--seeds", "0,1", "--choose", "val_loss", "--grid", "train.lr=1e-3,1e-2",
+                 "--workers", "2")
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "chosen for rope: train.lr=1e-2" in done.stdout
+    logs = {path.name for path in Path("runs").glob("*.log")}
+    assert logs == {"rope-lr-1e-3-seed0.log", "rope-lr-1e-2-seed0.log", "rope-lr-1e-2-seed1.log"}
+    assert not Path("runs/rope-lr-1e-3-seed0/eval").exists()                # measured at L and 8 L alone
+    assert "| rope | rope |  | 0, 1 |" in Path("runs/report/report.md").read_text()
+    page = Path("runs/report/sensitivity.md").read_text()
+    assert page.count("| rope | train.lr=") == 3 and "loss at 256" in page
+    files = [path for path in Path("runs").rglob("*") if path.is_file() and path.suffix != ".log"
+             and path.parent.name != "report"]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    assert run(*arguments).returncode == 0
+    assert before == {path: path.stat().st_mtime_ns for path in files}

@@ -25,6 +25,7 @@ from model import GPT
 from runtime import checkpoint
 from runtime.device import should_compile
 from runtime.errors import UserError
+from runtime.folder import RunFolder
 from runtime.log import Log
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
@@ -51,7 +52,8 @@ def run_loop(config: Config) -> Run:
     log = Log(Path(config.run.dir), config, state, is_writer=False)
     corpus = Corpus(config.data.dir, config.data.cross_documents)
     n_bytes = torch.ones(config.model.vocab_size)
-    run = Run(config, corpus, n_bytes, model, model, make_optimizer(model, config.train), CPU, log, state,
+    run = Run(config, corpus, n_bytes, model, model, make_optimizer(model, config), CPU,
+              RunFolder(Path(config.run.dir)), log, state,
               saved_at=0)
     training_loop(run, [])
     return run
@@ -114,7 +116,7 @@ def stop_after(n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("overrides", [
-    (), ("train.pose_length=64", "train.accumulate=2", "position.encoding=rope"),
+    (), ("train.pose_length=64", "train.accumulate=2", "position.encoding=rope"), ("position.drop_at=0.4",),
     pytest.param(("model.dropout=0.3", "train.accumulate=2"), marks=pytest.mark.slow),
     pytest.param(("train.dtype=bfloat16", "train.schedule=wsd"), marks=pytest.mark.slow),
     ("train.optimizer=muon", "train.lr=1e-2"),      # the next one crosses epochs
@@ -251,6 +253,12 @@ def test_another_model_is_no_start_and_leaves_no_folder(name: str, override: str
     with pytest.raises(UserError, match=expected):
         train(config, [])
     assert not (tmp_path / "new").exists()
+
+
+def test_another_learning_rate_of_the_encoding_is_the_same_model(tiny, tmp_path: Path) -> None:
+    train(tiny("t5", "train.steps=1", f"run.dir={tmp_path / 'short'}"), [])
+    config = tiny("t5", "position.lr_scale=1.0")
+    checkpoint.start_from(tmp_path / "short", GPT(config), config, ByteTokenizer())
 
 
 def test_a_model_of_another_vocabulary_is_no_start(tiny, tmp_path: Path) -> None:
@@ -440,9 +448,9 @@ def test_a_failed_save_leaves_the_older_checkpoints(tiny, tmp_path: Path, monkey
     def full(*arguments) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_flush", full)
+    monkeypatch.setattr(checkpoint, "flush", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(tmp_path / "run", model, make_optimizer(model, config.train), 99, {"wall_s": 0.0},
+        checkpoint.save(tmp_path / "run", model, make_optimizer(model, config), 99, {"wall_s": 0.0},
                         keep=1)
     assert sorted(p.name for p in folder.iterdir()) == before
 
@@ -467,13 +475,14 @@ def test_gradients_are_clipped(tiny) -> None:
         assert norm > 0.5 and after == pytest.approx(min(norm, bound), rel=1e-3)
 
 
-def test_only_matrices_decay(tiny) -> None:
-    model = GPT(tiny("learned", "model.bias=true", "model.norm=layernorm"))
-    optimizer = make_optimizer(model, tiny().train)
+def test_only_matrices_decay_and_not_those_of_the_encoding(tiny) -> None:
+    config = tiny("learned", "model.bias=true", "model.norm=layernorm")
+    model = GPT(config)
+    optimizer = make_optimizer(model, config)
     decayed = {p for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    names = {name: p in decayed for name, p in model.named_parameters()}
-    assert all(decays == (p.dim() == 2) for p, decays in zip(model.parameters(), names.values(), strict=True))
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names) and any(names.values())
+    for name, p in model.named_parameters():
+        assert (p in decayed) == (p.dim() == 2 and not name.startswith("encoding.")), name
+    assert decayed and sum(len(g["params"]) for g in optimizer.param_groups) == len([*model.parameters()])
 
 
 def test_learning_rates(tiny) -> None:

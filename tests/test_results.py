@@ -1,0 +1,148 @@
+"""Each figure of a result, in a table or in the README's text, is that of a record in results/.
+
+A row of a table is named after a record: results/FOLDER/NAME.json, or one for each seed, NAME-seedS.json. A
+cell is the mean over the seeds, optionally followed by " ± " and their standard deviation.
+"""
+
+import json
+import math
+import re
+import statistics
+from typing import NamedTuple
+
+import pytest
+from conftest import ROOT
+
+RESULTS = ROOT / "results"
+QUICK = {"rope": "quick", "rope, first layer only": "rope-first-layer"}     # label in a table -> its record
+
+
+class Source(NamedTuple):
+    """Where the figures of a table come from. A label that is not in `names` is the name of its record."""
+
+    folder: str
+    names: dict[str, str]
+    protocol: str
+    key: str = "ppl"
+    form: str = ".2f"
+    methods_of: str = ""        # the record of all rows, whose labels are methods of --extend
+
+    def row(self, label: str) -> tuple[str, str | None]:
+        """The record and the method of a row."""
+        if self.methods_of:
+            return self.methods_of, None if label in ("no method", "plain rope") else label.strip("`")
+        name, _, method = label.partition(" under ")
+        return self.names.get(name, name), method.strip("`") or None
+
+    def seeds(self, label: str) -> list[dict[int, float]]:
+        """Length -> figure, for each seed. Counts, such as those of keys found by depth, are added up."""
+        name, method = self.row(label)
+        paths = [path for pattern in (f"{name}.json", f"{name}-seed[0-9]*.json")
+                 for path in sorted((RESULTS / self.folder).glob(pattern))]
+        assert paths, f"results/{self.folder} has no record {name}.json for the row {label}"
+        found = []
+        for path in paths:
+            figures: dict[int, float] = {}
+            for r in json.loads(path.read_text())["records"]:
+                if (r["extend"], r["protocol"]) == (method, self.protocol):
+                    figures[r["length"]] = figures.get(r["length"], 0) + r[self.key]
+            found.append(figures)
+        return found
+
+    def cell(self, label: str, length: int, has_spread: bool = False) -> str:
+        """The text of a cell."""
+        values = [figures[length] for figures in self.seeds(label) if length in figures]
+        if not values:
+            return "-"
+        text = format(values[0] if len(values) == 1 else statistics.mean(values), self.form)
+        return f"{text} ± {statistics.stdev(values):{self.form.lstrip('+')}}" if has_spread else text
+
+
+STUDY = "extrapolation/records"
+NEEDLES = {name: f"needles-{name}" for name in ("rope", "alibi", "p-rope-ssmax", "scale-invariant")}
+ROPE_ON_BOOKS = Source("cpu-books/records", {}, "fixed", methods_of="rope")
+TABLES: dict[str, list[Source]] = {             # in the order of each page
+    "README.md": [Source(STUDY, {}, "fixed", form=".1f"), ROPE_ON_BOOKS],
+    "results/extrapolation/README.md": [
+        Source(STUDY, {}, "fixed", form=".1f"), Source(STUDY, {}, "nonoverlap", form=".1f"),
+        Source(STUDY, {}, "repeat", "gain", "+.2f"), Source(STUDY, NEEDLES, "needle", "correct", "d"),
+        Source(STUDY, NEEDLES, "multi_key", "correct", "d")],
+    "docs/longer-contexts.md": [ROPE_ON_BOOKS],
+    "results/quick/README.md": [Source("quick", QUICK, "fixed"), Source("quick", QUICK, "nonoverlap")],
+    "results/every-encoding/README.md": [Source("every-encoding", {}, "fixed", form=".4g")],
+    "results/cpu-books/README.md": [
+        Source("cpu-books/records", {}, "fixed"), Source("cpu-books/records", {}, "nonoverlap"),
+        Source("cpu-books/records", {"rope": "rope-sliding", "alibi": "alibi-sliding"}, "sliding"),
+        ROPE_ON_BOOKS, Source("cpu-books/records", {}, "repeat", "gain", "+.2f"),
+        Source("cpu-books/records", {"rope": "passkey-rope", "alibi": "passkey-alibi", "t5": "passkey-t5"},
+               "passkey", "correct", "d")],
+}
+
+
+def result_tables(page: str) -> list[tuple[dict[int, int], list[list[str]]]]:
+    """The tables with a column for each context length: column -> length, and the rows."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", (ROOT / page).read_text(), re.MULTILINE):
+        head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+        lengths = {i: int(length[1]) for i, cell in enumerate(head)
+                   if (length := re.fullmatch(r"\**(\d+)( = L)?\**", cell))}
+        if len(lengths) > 2:
+            found.append((lengths, rows))
+    return found
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_each_figure_of_a_table_is_that_of_its_record(page: str) -> None:
+    """Where it is not, the message has the row that the records give, to be copied."""
+    found = result_tables(page)
+    assert len(found) == len(TABLES[page])
+    for (lengths, rows), source in zip(found, TABLES[page], strict=True):
+        for row in rows:
+            expected = [source.cell(row[0], lengths[i], "±" in text) if i in lengths else text
+                        for i, text in enumerate(row)]
+            assert row == expected, f"{page}: the records give the row\n| {' | '.join(expected)} |"
+
+
+def test_a_cell_is_the_mean_over_seeds_with_their_standard_deviation(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("test_results.RESULTS", tmp_path)
+    for seed, ppl in enumerate((3.0, 4.0, 8.0)):
+        record = {"extend": None, "protocol": "fixed", "length": 64, "ppl": ppl}
+        (tmp_path / f"t5-seed{seed}.json").write_text(json.dumps({"records": [record]}))
+    source = Source(".", {"T5": "t5"}, "fixed")
+    assert [source.cell("T5", 64), source.cell("T5", 64, True), source.cell("T5", 128)] == [
+        "5.00", "5.00 ± 2.65", "-"]
+    with pytest.raises(AssertionError, match="no record rope.json for the row rope"):
+        source.cell("rope", 64)
+
+
+def test_the_output_of_make_train_is_that_of_the_record() -> None:
+    """The README's output and its first paragraphs are of one run."""
+    readme = (ROOT / "README.md").read_text()
+    lines = [line.split("<-")[0].replace("|", " ").split() for line in readme.splitlines()
+             if re.match(r" +\d+ +[\d.]+\| ", line)]
+    assert len(lines) >= 4
+    records = {(r["protocol"], r["length"]): r
+               for r in json.loads((RESULTS / "quick" / "quick.json").read_text())["records"]}
+    for length, multiple, *shown in lines:
+        block, fixed = records["nonoverlap", int(length)], records["fixed", int(length)]
+        truncated = math.exp(fixed["truncated_nll_sum"] / fixed["tokens"])
+        figures = [block["ppl"], block["bpb"], fixed["ppl"], fixed["bpb"], truncated]
+        assert float(multiple) == int(length) / 128
+        assert shown == [*(f"{x:.4g}" for x in figures), f"{fixed['gain']:+.4f}"]
+    text = " ".join(readme.split())
+    rise = [f"{records['fixed', length]['ppl']:.3g}" for length in (128, 256, 8192)]
+    assert "from {} to {}, and at 64 L it is {}".format(*rise) in text
+
+
+def test_each_figure_in_the_text_of_the_results_is_in_a_record() -> None:
+    """A number with a decimal point, outside of tables and code, is a record's, rounded to its digits."""
+    readme = (ROOT / "README.md").read_text()
+    sections = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", readme, re.MULTILINE))
+    values = [r[key] for source in TABLES["README.md"] for path in (RESULTS / source.folder).glob("*.json")
+              for r in json.loads(path.read_text())["records"] for key in ("ppl", "bpb", "gain")
+              if r.get(key) is not None]
+    for title in ("Results", "Longer contexts for a trained model"):
+        prose = re.sub(r"^```.*?^```|^\|.*?$|`[^`]*`", "", sections[title], flags=re.MULTILINE | re.DOTALL)
+        for text in re.findall(r"(?<![\w.])\d+\.\d+\b(?! M bytes)", prose):
+            digits = len(text.partition(".")[2])
+            assert any(f"{abs(value):.{digits}f}" == text for value in values), f"{title}: {text}"

@@ -116,7 +116,7 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     t, positions = config.train, None
     batch = corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size)
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
-    n_own = [int((y != IGNORED).sum()) for y in batch[1].chunk(t.accumulate)]
+    n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
     inputs, targets = (to_device(x, process.device).chunk(t.accumulate) for x in batch)
     if t.pose_length:
         skipping = process.shard(skipping_positions(t, step))

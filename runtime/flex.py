@@ -60,6 +60,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, blo
         temperature = None
         if at.temperature is not None and encoding.has_scores():        # else `rotate` applies it
             temperature = at.temperature[0, :, :, 0].expand(q.shape[1], -1)     # (H, T)
+        a = m = None
         if encoding.tau:
             distance = torch.arange(q.shape[2], device=q.device, dtype=precise(q))
             a, m = factor_and_bias(distance, encoding.tau)              # (T,) each
@@ -68,7 +69,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, blo
             d = (i - j).abs()                                           # keys ahead are masked
             score = score if bias is None else score + bias[h, d]
             score = score if temperature is None else score * temperature[h, i]
-            return score * a[d] + m[d] if encoding.tau else score
+            return score if a is None or m is None else score * a[d] + m[d]
 
     D = q.shape[-1]
     q, k = encoding.rotate(q, k, at)

@@ -23,7 +23,8 @@ import pyarrow
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "data", "longer-contexts", "hugging-face", "comparing", "speed", "scaling", "reliability", "encodings"))]
+    "data", "longer-contexts", "hugging-face", "comparing", "fair-comparisons", "probes", "speed", "scaling",
+    "reliability", "encodings"))]
 BLOCK = re.compile(r"(?:`(?P<path>[\w./-]+)`:\s*\n\s*)?^(?P<indent> *)```(?P<language>\w*)\n(?P<content>.*?)"
                    r"^(?P=indent)```$|`(?P<inline>(?:python|make) [^`]+)`", re.MULTILINE | re.DOTALL)
 TRAIN = "train.steps=2 train.warmup=1 train.batch_size=4 train.val_windows=4"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from positions import At, Encoding
 from runtime import flex
@@ -25,6 +26,7 @@ MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32
 MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
 FUSE_FROM = 1024        # queries: with fewer, folded biases and bfloat16 training use blocks on a CPU
 MIN_ROWS = 256          # smallest number of queries that share the keys of a window
+RECOMPUTE_FROM = 2048   # queries: from here on training does not keep explicit weights: O(T) memory
 
 
 class Mask(NamedTuple):
@@ -68,13 +70,18 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, ma
     if window is None and mask.documents is None and Tq in (1, Tk):     # a single query is the last: sees all
         return kernel(q, k, v, is_causal=mask.is_causal and Tq > 1)[..., :D]
     n_rows = max(window, MIN_ROWS) if window else Tq
-    return torch.cat([kernel(q[:, :, rows], k[:, :, keys], v[:, :, keys], seen)[..., :D]
-                      for rows, keys, seen in row_blocks(Tq, Tk, n_rows, mask, q.device)], dim=2)
+    return torch.cat([kernel(q[:, :, rows], k[:, :, keys], v[:, :, keys],
+                             visible(rows, keys, Tk - Tq, mask, q.device))[..., :D]
+                      for rows, keys in row_blocks(Tq, Tk, n_rows, mask)], dim=2)
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask,
                      dropout: float) -> Tensor:
-    """Explicit softmax in blocks of query rows: T x T logits never exist at once. As in `attend`."""
+    """Explicit softmax in blocks of query rows: T x T logits never exist at once. As in `attend`.
+
+    Training on long sequences does not keep the weights of the blocks, but computes them again in the
+    backward pass, as fused kernels do: it takes O(T) memory, and a third more time.
+    """
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
     n_each = 2 if encoding.changes_logits() else 1      # it holds more numbers per logit
@@ -83,18 +90,22 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     n_rows = math.ceil(Tq / n_blocks)                                   # blocks of equal size
     q_rotated, k_rotated = encoding.rotate(q, k, at)                    # (B, H or G, T, D or wider)
     k_rotated, k, v = (for_each_head(x, H) for x in (k_rotated, k, v))
-    outputs = []
-    for rows, keys, seen in row_blocks(Tq, Tk, n_rows, mask, q.device):
+
+    def attend_rows(rows: slice, keys: slice) -> Tensor:
         logits = q_rotated[:, :, rows] @ k_rotated[:, :, keys].mT       # (B, H, rows, keys)
+        seen = visible(rows, keys, Tk - Tq, mask, q.device)
         unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
         logits = torch.add(unseen, logits, alpha=D**-0.5)               # masked, scaled and fp32, in one pass
-        block_at = at.block(rows, keys)
-        logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, keys], block_at)
+        logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, keys], at.block(rows, keys))
         weights = logits.softmax(dim=-1).to(v.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)
-        outputs.append(weights @ v[:, :, keys])                         # (B, H, rows, D)
-    return torch.cat(outputs, dim=2)
+        return weights @ v[:, :, keys]                                  # (B, H, rows, D)
+
+    attend_block = attend_rows
+    if Tq >= RECOMPUTE_FROM and torch.is_grad_enabled():                # else all blocks' weights are kept
+        attend_block = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
+    return torch.cat([attend_block(*block) for block in row_blocks(Tq, Tk, n_rows, mask)], dim=2)
 
 
 def for_each_head(x: Tensor, n_head: int) -> Tensor:
@@ -105,22 +116,27 @@ def for_each_head(x: Tensor, n_head: int) -> Tensor:
     return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
 
 
-def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask,
-               device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Blocks of n_rows queries: their rows, a slice of keys, and which of these they see, (..., rows, keys).
+def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask) -> Iterator[tuple[slice, slice]]:
+    """Blocks of n_rows queries: their rows, and the slice of keys that any of them can see.
 
-    The queries are the last Tq of the Tk tokens. A slice leaves out keys that no query of its block can see.
-    None in place of the boolean mask: every query sees every key.
+    The queries are the last Tq of the Tk tokens.
     """
-    offset, window, documents = Tk - Tq, mask.window, mask.documents
+    offset, window = Tk - Tq, mask.window
     for start in range(0, Tq, n_rows):
-        rows, keys, seen = slice(start, min(start + n_rows, Tq)), slice(0, Tk), None
+        rows, keys = slice(start, min(start + n_rows, Tq)), slice(0, Tk)
         if mask.is_causal:
             keys = slice(max(0, offset + start + 1 - window) if window else 0, offset + rows.stop)
-            i = torch.arange(offset + start, keys.stop, device=device)[:, None]
-            j = torch.arange(keys.start, keys.stop, device=device)
-            seen = (j <= i) & (j > i - window) if window else j <= i    # (rows, keys)
-        if documents is not None:
-            same = documents[:, None, rows, None] == documents[:, None, None, keys]
-            seen = same if seen is None else same & seen                # (B, 1, rows, keys)
-        yield rows, keys, seen
+        yield rows, keys
+
+
+def visible(rows: slice, keys: slice, offset: int, mask: Mask, device: torch.device) -> Tensor | None:
+    """Which of the keys each query of a block sees, boolean (..., rows, keys). None: every query sees all."""
+    seen, window, documents = None, mask.window, mask.documents
+    if mask.is_causal:
+        i = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
+        j = torch.arange(keys.start, keys.stop, device=device)
+        seen = (j <= i) & (j > i - window) if window else j <= i        # (rows, keys)
+    if documents is not None:
+        same = documents[:, None, rows, None] == documents[:, None, None, keys]
+        seen = same if seen is None else same & seen                    # (B, 1, rows, keys)
+    return seen

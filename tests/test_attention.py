@@ -4,16 +4,18 @@ import math
 import subprocess
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding_slowly, lively, tokens
+from conftest import ROOT, every_encoding_slowly, lively, slow_except, tokens
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention
-from attention import Mask, attend_fused, attend_in_blocks, row_blocks
+from attention import Mask, attend_fused, attend_in_blocks, row_blocks, visible
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.distance import ALiBi
@@ -213,6 +215,31 @@ def test_memory_of_the_fused_path_grows_with_T(name: str, tiny) -> None:
     assert largest[1] <= 2 * largest[0] < 1024 * 1024 * 4               # bytes of T x T logits of one head
 
 
+@pytest.mark.parametrize("name", slow_except([name for name, e in ENCODINGS.items() if e.has_scores()], "t5"))
+def test_what_training_keeps_grows_with_T_not_its_square(name: str, tiny, monkeypatch) -> None:
+    """Of encodings with `scores`; and what is computed again is the same, also with dropout and documents."""
+    config = tiny(name, "model.n_layer=1", "model.dropout=0.2", "train.seq_len=512")
+    model, found, kept = lively(config).double().train(), [], []
+    monkeypatch.setattr(attention, "MAX_BLOCK", 2**14)
+    for recompute_from in (256, 9999):
+        monkeypatch.setattr(attention, "RECOMPUTE_FROM", recompute_from)
+        sizes = []
+        for T in (256, 512):
+            x = tokens((1, T + 1))
+            torch.manual_seed(0)
+            model.zero_grad()
+            saved: dict[int, Any] = {}
+            with saved_tensors_hooks(lambda y, saved=saved: saved.update(
+                    {y.untyped_storage().data_ptr(): y.untyped_storage()}) or y, lambda y: y):
+                loss = model(x[:, :-1], x[:, 1:], documents=(x[:, :-1] < 3).cumsum(-1))
+            sizes.append(sum(storage.nbytes() for storage in saved.values()))
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+        kept.append(sizes)
+    torch.testing.assert_close(*found, atol=0, rtol=0)
+    assert kept[0][1] < 2.1 * kept[0][0] and kept[1][1] > 2.5 * kept[1][0]
+
+
 @pytest.mark.slow
 def test_peak_memory_of_the_fused_path_at_8192_tokens() -> None:
     """Measured by the operating system over all fused encodings; T x T logits would take 512 MB."""
@@ -242,12 +269,13 @@ def test_peak_memory_of_the_fused_path_at_8192_tokens() -> None:
 @pytest.mark.parametrize(("Tq", "Tk"), [(10, 10), (3, 10), (1, 10)])
 def test_blocks_hold_every_visible_pair_once(Tq: int, Tk: int, window: int | None, n_rows: int) -> None:
     i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
-    visible = ((j <= i) & (i - j < (window or Tk))).long()
-    count = torch.zeros(Tq, Tk, dtype=torch.long)
-    for rows, keys, mask in row_blocks(Tq, Tk, n_rows, Mask(window=window), torch.device("cpu")):
-        count[rows, keys] += mask
-        assert mask.any(0).all() and mask.any(1).all()                  # no key that no query sees
-    assert torch.equal(count, visible)
+    wanted = ((j <= i) & (i - j < (window or Tk))).long()
+    count, mask = torch.zeros(Tq, Tk, dtype=torch.long), Mask(window=window)
+    for rows, keys in row_blocks(Tq, Tk, n_rows, mask):
+        seen = visible(rows, keys, Tk - Tq, mask, torch.device("cpu"))
+        count[rows, keys] += seen
+        assert seen.any(0).all() and seen.any(1).all()                  # no key that no query sees
+    assert torch.equal(count, wanted)
 
 
 @every_encoding_slowly

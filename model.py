@@ -64,6 +64,13 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """x as autocast's products take it: else each of them casts x again, and keeps its own copy."""
+    device = x.device.type
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return x.to(torch.get_autocast_dtype(device)) if is_on else x
+
+
 class Cache:
     """Keys (before `rotate`), values and positions of all tokens so far, so that each is computed only once.
 
@@ -164,8 +171,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, temperature: Tensor | None,
                 cache: Cache | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), encoding, at, mask, temperature, cache))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        y = in_autocast_dtype(self.attention_norm(x))
+        x = x + self.dropout(self.attention(y, encoding, at, mask, temperature, cache))
+        return x + self.dropout(self.mlp(in_autocast_dtype(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):

@@ -36,9 +36,9 @@ def train_as_on_a_gpu(folder: Path) -> str:
     """A script that is train.py as on a GPU: the loss in chunks of 16 rows, updates decided on the device."""
     path = folder / "train_as_on_a_gpu.py"
     path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
-                    "from runtime import loss\n"
+                    "from runtime import command, loss\n"
                     "loss.MAX_LOGITS, train.skips_on_device = 16 * 257, lambda *_: True\n"
-                    "sys.exit(train.main())\n")
+                    "command.run_command(train.main)\n")
     return str(path)
 
 

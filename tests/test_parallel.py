@@ -282,6 +282,25 @@ def test_processes_that_would_not_train_the_same_end_in_one_line(
     assert not list(tmp_path.rglob("1/run/*")) and not (tmp_path / "run").exists()
 
 
+ABORTS_AT_ITS_END = """
+import atexit, os
+import torch.distributed as dist
+from runtime.command import run_command
+from runtime.errors import UserError
+def main():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    raise UserError("a mistake")
+atexit.register(os.abort)
+run_command(main)
+"""
+
+
+def test_an_error_ends_one_of_several_processes_at_once() -> None:
+    """Python's own end would stop threads of gloo that still work, which aborts the process: code -6."""
+    done = python("-c", ABORTS_AT_ITS_END)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: a mistake\n")
+
+
 def test_processes_agree_on_each_value_or_the_first_difference_is_named(monkeypatch) -> None:
     def agree(*texts: str) -> None:
         monkeypatch.setattr(parallel, "all_gather_objects", lambda *_: [{"config": text} for text in texts])

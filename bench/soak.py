@@ -435,8 +435,8 @@ CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this nam
     "belongs": tested("checkpoint and not evaluation or edited or corpus_json or summary or move or "
                       "json_that or names_with or other_code or seed", SILENT),
     "same_start": tested("would_not_train or agree", PARALLEL),
-    "overwritten": tested("overwritten and not peoples or files_of or sampled or any_change or copied_file or while_it_is",
-                          SILENT, DATA),
+    "overwritten": tested("overwritten and not peoples or files_of or sampled or any_change or copied "
+                          "or while_it_is", SILENT, DATA),
     "stop_signals": tested("signal or dropped or whose_terminal", LOST),
     "lost_output": tested("output", LOST),
     "power_cut": tested("power or missing", LOST),

@@ -248,7 +248,8 @@ def run_here(jobs: Sequence[Job], progress: Progress) -> None:
         try:
             running = {pool.submit(run, number, job): job for number, job in enumerate(jobs, start=1)}
             while running:
-                for task in wait(running, timeout=1, return_when=FIRST_COMPLETED).done:
+                done = wait(running, timeout=1, return_when=FIRST_COMPLETED).done   # a set, in no order
+                for task in [task for task in running if task in done]:
                     progress.finish(running.pop(task), *task.result())
                 progress.show(" + ".join(lines), " | ".join(lines.values()))
         except BaseException:

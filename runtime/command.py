@@ -52,17 +52,20 @@ def run_command(main: Callable[[], int | None], needs_output: bool = False) -> N
     out, err = Screen(sys.stdout, needs_output), Screen(sys.stderr)
     try:
         with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)):
-            run_to_exit(main)
+            code = exit_code(main)
     finally:
         out.finish()
         err.finish()
+    if torch.distributed.is_initialized():      # an error ended main before it closed the connections
+        os._exit(code)                          # Python's own exit aborts if gloo's threads still work
+    sys.exit(code)
 
 
-def run_to_exit(main: Callable[[], int | None]) -> NoReturn:
-    """Run main and exit with its code, or print in one line what ended it and exit with 2 or 128 + n."""
+def exit_code(main: Callable[[], int | None]) -> int:
+    """Run main and return its code, or print in one line what ended it and return 2 or 128 + n."""
     try:
         end_with_parent()
-        sys.exit(main())
+        return main() or 0
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -80,8 +83,8 @@ def run_to_exit(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt as stop:
         number = stop.args[0] if stop.args else signal.SIGINT
         print("\n" * sys.stderr.isatty() + f"stopped by {signal.Signals(number).name}", file=sys.stderr)
-        sys.exit(128 + number)
-    sys.exit(2)
+        return 128 + number
+    return 2
 
 
 def end_with_parent() -> None:

@@ -78,12 +78,12 @@ def started(config: Config, tmp_path: Path, *before: str, **options: Any) -> sub
     with (tmp_path / "out").open("w") as out:
         process = subprocess.Popen(command, **{"stdout": out, "stderr": subprocess.STDOUT, **options})
     log = Path(config.run.dir) / "metrics.jsonl"
-    for _ in range(600):
+    for _ in range(6000):
         if log.exists() and log.read_text().count("\n") > 2:
             return process
         assert process.poll() is None, (tmp_path / "out").read_text()
         time.sleep(0.05)
-    raise AssertionError("no step in 30 s")
+    raise AssertionError("no step in 300 s")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_every_signal_that_asks_to_stop_saves_first(number: int, tiny, tmp_path:
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_that_the_shell_ignores_stays_ignored(number: int, handlers) -> None:
     signal.signal(number, signal.SIG_IGN)
-    assert code_of(lambda: os.kill(os.getpid(), number)) is None
+    assert code_of(lambda: os.kill(os.getpid(), number)) == 0
 
 
 @pytest.mark.parametrize("first", [signal.SIGUSR1, signal.SIGINT])
@@ -162,7 +162,7 @@ def test_training_continues_without_its_output(way: str, tiny, tmp_path: Path) -
     if way in ("closed pipe", "lost terminal"):
         os.close(write)
         os.close(read)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=300) == 0
     assert (tmp_path / "run" / "summary.json").exists() and len(metrics(tmp_path / "run")) == 40
 
 
@@ -188,7 +188,7 @@ def test_a_dropped_terminal_saves(tiny, tmp_path: Path) -> None:
     os.close(write)
     os.close(read)
     process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=30) == 129 and checkpoint.newest(tmp_path / "run")
+    assert process.wait(timeout=300) == 129 and checkpoint.newest(tmp_path / "run")
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -825,7 +825,7 @@ def test_an_evaluation_whose_output_is_lost_is_written(tiny, tmp_path: Path, mon
     with monkeypatch.context() as patch, os.fdopen(write, "w") as lost:
         patch.setattr(sys, "stdout", lost)
         patch.setattr(sys, "stderr", lost)
-        assert code_of(eval_command.main) is None
+        assert code_of(eval_command.main) == 0
     assert len(results.read(tmp_path / "out.json").records) > 2
 
 
@@ -858,20 +858,19 @@ def test_a_preparation_whose_terminal_is_closed_resumes(tmp_path: Path, corpus_d
     source = tmp_path / "source"
     source.mkdir()
     for number in range(30):
-        (source / f"{number}.txt").write_bytes(words(number, 400_000))
+        (source / f"{number}.txt").write_bytes(words(number, 100_000))
     command = [sys.executable, str(ROOT / "data" / "prepare.py"), str(source), "--tokenizer", "bpe:300"]
-    for name, delay in (("once", 9), ("twice", 0)):
-        read, write = os.openpty()
-        options = {"stdout": write, "stderr": write} if delay else {}
-        process = subprocess.Popen([*command, "--out", str(tmp_path / name)], **options)
-        if delay:
-            time.sleep(delay)
-            os.close(write)
-            os.close(read)
-            process.send_signal(signal.SIGHUP)
-            assert process.wait(timeout=60) in (0, 129)
-            process = subprocess.Popen([*command, "--out", str(tmp_path / name)])
-        assert process.wait(timeout=300) == 0
+    read, write = os.openpty()
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "once")], stdout=write, stderr=write)
+    while not (tmp_path / ".once.partial").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.close(write)
+    os.close(read)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=300) == 129 and not (tmp_path / "once").exists()
+    for name in ("once", "twice"):
+        assert subprocess.run([*command, "--out", str(tmp_path / name)]).returncode == 0
     assert (tmp_path / "once" / "train.bin").read_bytes() == (tmp_path / "twice" / "train.bin").read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"source", "once", "twice"}
 

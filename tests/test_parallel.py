@@ -36,9 +36,9 @@ def train_as_on_a_gpu(folder: Path) -> str:
     """A script that is train.py as on a GPU: the loss in chunks of 16 rows, updates decided on the device."""
     path = folder / "train_as_on_a_gpu.py"
     path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
-                    "from runtime import loss\n"
+                    "from runtime import command, loss\n"
                     "loss.MAX_LOGITS, train.skips_on_device = 16 * 257, lambda *_: True\n"
-                    "sys.exit(train.main())\n")
+                    "command.run_command(train.main)\n")
     return str(path)
 
 
@@ -68,7 +68,7 @@ def stop_in_the_middle(processes: list[subprocess.Popen], number: int) -> tuple[
         if line.startswith("step"):
             break
     processes[1].send_signal(number)
-    said = [process.communicate(timeout=60)[0] for process in processes]
+    said = [process.communicate(timeout=300)[0] for process in processes]
     return [process.returncode for process in processes], ["".join(told) + said[0], said[1]]
 
 
@@ -221,7 +221,7 @@ def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, 
     torch.set_num_threads(1)            # as the two have: it may decide in which order a product is summed
     eval_command.main()
     torch.set_num_threads(n_threads)
-    (out, errors), (silent, others) = (process.communicate(timeout=60) for process in together)
+    (out, errors), (silent, others) = (process.communicate(timeout=300) for process in together)
     assert [process.returncode for process in together] == [0, 0], errors + others
     assert "wrote" in out and not silent
     n_forwards = [int(text.split()[-2]) for text in (errors, others)]
@@ -232,7 +232,7 @@ def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, 
     assert [{**r, "seconds": 0} for r in one] == [{**r, "seconds": 0} for r in two]
     one, two = (np.load(tmp_path / name, allow_pickle=False) for name in ("one.npz", "two0.npz"))
     assert one.files == two.files and all(one[key].tobytes() == two[key].tobytes() for key in one.files)
-    said = [process.communicate(timeout=60)[1] for process in failing]
+    said = [process.communicate(timeout=300)[1] for process in failing]
     assert [process.returncode for process in failing] == [2, 2], said
     assert said[0].startswith("error: another process of torchrun has ended"), said[0]
     assert said[1].startswith("error: out of memory"), said[1]
@@ -274,12 +274,31 @@ def test_processes_that_would_not_train_the_same_end_in_one_line(
         assert done.returncode == 0, done.stderr
         (tmp_path / "0" / "run" / "summary.json").unlink()
     both = start_two("-c", TRAIN_APART, str(tmp_path / "c.toml"), *overrides, str(tmp_path / folder))
-    said = [process.communicate(timeout=100) for process in both]
+    said = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [2, 2], said
     for _, error in said:
         assert error.startswith("error: ") and error.count("\n") == 1, said
     assert expected in said[0][1] + said[1][1], said
     assert not list(tmp_path.rglob("1/run/*")) and not (tmp_path / "run").exists()
+
+
+ABORTS_AT_ITS_END = """
+import atexit, os
+import torch.distributed as dist
+from runtime.command import run_command
+from runtime.errors import UserError
+def main():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    raise UserError("a mistake")
+atexit.register(os.abort)
+run_command(main)
+"""
+
+
+def test_an_error_ends_one_of_several_processes_at_once() -> None:
+    """Python's own end would stop threads of gloo that still work, which aborts the process: code -6."""
+    done = python("-c", ABORTS_AT_ITS_END)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: a mistake\n")
 
 
 def test_processes_agree_on_each_value_or_the_first_difference_is_named(monkeypatch) -> None:

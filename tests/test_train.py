@@ -343,7 +343,7 @@ def test_a_real_signal_saves_and_exits_130_and_the_same_command_goes_on(tiny, tm
             if line.startswith("step"):
                 break
         process.send_signal(number)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=300)
         assert process.returncode == code and "saved at step" in out
     saved = sorted((tmp_path / "run" / "checkpoints").iterdir())
     assert 1 <= len(saved) <= 2 and int(saved[-1].name) == metrics(tmp_path / "run")[-1]["step"] > 1

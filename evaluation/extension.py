@@ -42,6 +42,8 @@ class Extension(BaseModel):
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         """Why it cannot be applied to this model, or None."""
         is_rotary = isinstance(model.encoding, RoPE)
+        if model.span and self.changes != "temperature" and not isinstance(self, Window):
+            return "needs positions 0, 1, 2 ...: those of train.positions = rfs stay within its range"
         if self.needs_rotary and model.is_dropped:
             return "needs a rotary encoding, and this run has dropped its own"
         return "needs a rotary encoding" if self.needs_rotary and not is_rotary else None

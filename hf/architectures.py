@@ -77,6 +77,8 @@ class Architecture:
             found["model.n_kv_head"] = model.n_kv_head
         if "head_dim" not in self.fields and model.head_width * model.n_head != model.n_embd:
             found["model.head_dim"] = model.head_width
+        if config.train.positions == "rfs":     # positions between the integers
+            found["train.positions"] = "rfs"
         return [f"{key} = {value!r}" for key, value in found.items()]
 
     def config_json(self, config: Config) -> Fields:

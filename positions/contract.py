@@ -37,7 +37,7 @@ class At(NamedTuple):
     temperature: Tensor | None = None  # (1 or B, 1 or H, Tq, 1), if the encoding is to apply it itself
 
     def distance(self) -> Tensor:
-        """Query position - key position, integers (1 or B, 1, Tq, Tk), ready to broadcast over heads.
+        """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
 
         Keys ahead of the query are masked; their distance is 0 here, so that log(distance) makes no NaN.
         """
@@ -89,20 +89,23 @@ AnyOptions = Options    # inside Encoding the name Options means the attribute
 class Encoding(nn.Module):
     """Tells a decoder where its tokens are. Override `embed`, `rotate` or `scores`; the defaults do nothing.
 
-    Positions are integers passed to every call, never implied by a tensor's length, so offsets, gaps and
-    cached decoding need no extra code. Keep derived tensors (frequencies, slopes, angles) out of the state
-    dict: compute them in `tables`, in fp32, so that a checkpoint can be loaded under other options. One
-    instance serves all layers: parameters that differ among layers have an axis 0 of n_layer, indexed by
-    at.layer. Parameters are per query head (H), not per key head (G, which may be fewer). A subclass of RoPE
-    in positions/rotary.py gets every scaling method and every method of --extend.
+    Positions are passed to every call, never implied by a tensor's length, so offsets, gaps and cached
+    decoding need no extra code. They are integers, or real numbers with train.positions = "rfs" if
+    `takes_floats`. Keep derived tensors (frequencies, slopes, angles) out of the state dict: compute them in
+    `tables`, in fp32, so that a checkpoint can be loaded under other options. One instance serves all layers:
+    parameters that differ among layers have an axis 0 of n_layer, indexed by at.layer. Parameters are per
+    query head (H), not per key head (G, which may be fewer). A subclass of RoPE in positions/rotary.py gets
+    every scaling method and every method of --extend.
     """
 
     Options: ClassVar[type[Options]] = Options
     is_relative: ClassVar[bool] = True  # do the logits depend on distances alone? (tested)
     n_axes: ClassVar[int] = 1  # above 1, positions may be (1 or B, T, n_axes) too, one number for each axis
+    takes_floats: ClassVar[bool] = True  # is it defined at positions between the integers? (tested)
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
     applies_temperature: bool = False  # does it multiply by at.temperature? Else q is, before the hooks
+    widening: ClassVar[int] = 1  # how many times wider `rotate` returns q and k (tested)
     can_fold: bool = False  # does `fold` give the same result as `scores`?
     tau: float = 0.0  # position.scale_invariant
     # FlexAttention may serve it: `scores` adds f(head, layer, distance), then applies at.temperature if any

@@ -216,6 +216,7 @@ class PoPE(RoPE):
 
     Options = PoPEOptions
     applies_temperature = True
+    widening = 2
 
     def __init__(self, shape: Shape, options: PoPEOptions) -> None:
         super().__init__(shape, options)

@@ -311,4 +311,5 @@ class GPT(nn.Module):
                     for layer in range(len(self.blocks))]               # of q and k, by layer
         HD = self.blocks[0].attention.o.in_features                     # type: ignore[union-attr]
         weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
-        return 6 * (weights + self.embedding.weight.numel()) + sum(3 * HD * (w + 1) * (T + 1) for w in widening)
+        products = sum(3 * HD * (w + 1) * (T + 1) for w in widening)
+        return 6 * (weights + self.embedding.weight.numel()) + products

@@ -128,6 +128,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, *rest = cache.append(at.layer, [k, v] if features is None else [k, v, features])
             features = rest[0] if rest else None                        # (B, G or H, Tk, ...) each
+        if features is not None:
+            features = encoding.mix(features, at.layer, mask.documents)
         at = at._replace(features=features, temperature=temperature)
         mask = mask._replace(is_causal=self.is_causal, window=self.window)
         y = attend(q, k, v, encoding, at, mask, self.dropout if self.training else 0.0)     # (B, H, T, D)

@@ -121,7 +121,8 @@ class Regrouped(Encoding):
         self.inner, self.method, self.L, self.T = inner, method, L, T
         self.max_length, self.applies_temperature = inner.max_length, inner.applies_temperature
         self.embed, self.tables = inner.embed, inner.tables     # type: ignore[method-assign]
-        self.features, self.rotate = inner.features, inner.rotate   # type: ignore[method-assign]
+        self.features, self.mix = inner.features, inner.mix     # type: ignore[method-assign]
+        self.rotate = inner.rotate                              # type: ignore[method-assign]
 
     @classmethod
     def has_scores(cls) -> bool:

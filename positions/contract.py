@@ -33,7 +33,7 @@ class At(NamedTuple):
     k_pos: Tensor  # positions of the keys, (1 or B, Tk)
     layer: int  # 0 is the layer next to the embeddings
     tables: Any  # what `tables` returned for this forward
-    features: Tensor | None = None  # what `features` returned for all the keys, (B, H, Tk, F)
+    features: Tensor | None = None  # what `mix` returned for all the keys, (B, H, Tk, F)
     temperature: Tensor | None = None  # (1 or B, 1 or H, Tq, 1), if the encoding is to apply it itself
 
     def distance(self) -> Tensor:
@@ -135,9 +135,17 @@ class Encoding(nn.Module):
     def features(self, x: Tensor, layer: int) -> Tensor | None:
         """What a token carries besides its key, from the layer's input x (B, T, C): (B, H, T, F), or None.
 
-        It is cached with the key; `rotate` and `scores` get those of all keys as at.features.
+        It is cached with the key; `rotate` and `scores` get those of all keys, after `mix`, as at.features.
         """
         return None
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        """What tokens take from earlier ones: features of all keys (B, H, Tk, F) -> at.features (B, H, Tk, ...).
+
+        Convolutions and sums over time belong here, since `features` does not see cached tokens. documents
+        (B, Tk) numbers packed documents, which must not see one another, if there are several.
+        """
+        return features
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """Queries (B, H, Tq, D) and keys (B, G, Tk, D) -> the factors of q k^T, both (..., D) or both wider.

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import every_encoding, lively, tokens
+from conftest import every_encoding, features_of, lively, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import rope
@@ -85,7 +85,7 @@ def test_the_count_knows_how_wide_q_and_k_are_in_their_product(name: str, tiny) 
     model, T = GPT(tiny(name, "model.n_layer=3", *layers)), 10
     q, position = torch.randn(1, 2, T, 16), torch.arange(T)[None]
     at = At(position, position, 0, model.encoding.tables(position, position),
-            model.encoding.features(torch.randn(1, T, 32), 0))
+            features_of(model.encoding, torch.randn(1, T, 32)))
     widths = {x.shape[-1] for x in model.encoding.rotate(q, q, at)}
     plain = GPT(tiny("none", "model.n_layer=3")).flops_per_token(T)
     assert widths == {16 * model.encoding.widening}

@@ -60,7 +60,7 @@ def added(encoding: Encoding, n: int) -> Tensor:
 
 
 def features_of(encoding: Encoding, x: Tensor) -> Tensor | None:
-    """The features in layer 0 of tokens with the layer's input x (1, n, C), as `rotate` and `scores` get them."""
+    """What the hooks get as at.features in layer 0 if its input is x (1, n, C)."""
     features = encoding.features(x, 0)
     return None if features is None else encoding.mix(features, 0, None)
 

@@ -73,6 +73,8 @@ class Rescaled(Extension):
         rotary(model).scaling = self.scaling(model, config, T)
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        if getattr(model.encoding, "spectrum", "") == "rope_id":
+            return "changes a base, which position.spectrum = rope_id does not have"
         return super().problem(model, config, T) or self.scaling(model, config, T).problem(
             rotary(model).rotary_dim)
 

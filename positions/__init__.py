@@ -3,7 +3,8 @@
 contract.py     what an encoding is: its hooks, its options, and the Shape from which it is made
 absolute.py     added to the embeddings: learned, integer, binary, sinusoidal
 rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos, pope
-scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, yarn, llama3, longrope, base
+scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, yarn, llama3, longrope, mrrope,
+                base
 distance.py     biases by distance: alibi, t5, kerple, bam, fire, sandwich
 content.py      biases by content: relative_key, transformer_xl, cope, forgetting
 accumulated.py  by the tokens in between: path, path_fox, selective_rope, wall

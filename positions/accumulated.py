@@ -1,8 +1,9 @@
 """What the tokens between key and query do to their product: transformations that accumulate along the way.
 
-None of them reads positions. Each needs O(T) numbers per token or block, never T x T for all queries at once.
+None of them reads positions, and none holds T x T numbers for all queries at once.
 
-Legend: B batch, T time (Tq queries, the last of Tk keys), C = n_embd, H = n_head, D channels of a head, R rank.
+Legend: B batch, T time (the Tq queries are the last of the Tk keys), C = n_embd, H = n_head, D channels of a
+head, R rank.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Te
 
 
 class PaTHOptions(Options):
-    rank: int = Field(32, ge=1, description="R of the matrix that makes the directions w from the layer's input")
+    rank: int = Field(32, ge=1, description="R of the matrix that makes w from the layer's input")
 
 
 class PaTH(Encoding):
     """Reflections in between: logits q_i^T H_i H_(i-1) ... H_(j+1) k_j / sqrt(D), H_t = I - beta_t w_t w_t^T.
 
-    Yang et al. 2025, arXiv:2505.16381, section 3: like RoPE with a matrix per token that depends on the token.
-    beta_t = 2 sigmoid(u x_t + b), and w_t, of length 1, is silu(convolution of W x_t over 3 tokens) normalised;
-    x is the layer's normalised input, W has rank R. In the authors' code the heads that share a key share w and
-    beta; here each head of queries has its own. Positions are not used.
+    Yang et al. 2025, arXiv:2505.16381, section 3: like RoPE with a matrix per token that depends on the
+    token. beta_t = 2 sigmoid(u x_t + b), and w_t, of length 1, is silu(convolution of W x_t over 3 tokens)
+    normalised; x is the layer's normalised input, W has rank R. In the authors' code the heads that share a
+    key share w and beta; here each head of queries has its own. Positions are not used.
 
     Chunk by chunk of keys, from the query backwards, r = q_i^T H_i ... H_(e) is kept for every query of the
     block. With w (c, D) and B = diag(beta) of a chunk, M = (I + strictly lower part of B w w^T)^-1 B:
@@ -128,8 +129,7 @@ class PaTHFoX(PaTH):
 class SelectiveRoPEOptions(Options):
     rank: int = Field(32, ge=1, description="R of the matrix that makes the angles from the layer's input")
     base: float = Field(
-        500_000.0, gt=1, description="pair i turns by base^(-2i / D) times what the token says; the slowest by "
-                                     "about 1 / base")
+        500_000.0, gt=1, description="pair i turns by base^(-2i / D) times what the tokens say")
     n_taps: int = Field(4, ge=1, description="tokens that the convolution of the angles sees; 1: accumulated "
                                              "rotations without one")
 
@@ -143,11 +143,12 @@ class SelectiveRoPEOptions(Options):
 class SelectiveRoPE(Encoding):
     """RoPE by angles that tokens choose: pair i of q, k at t turns by f_i sum_{l<=t} phi_l. arXiv:2511.17388.
 
-    Movahedi et al. 2025. phi = convolution of W x / |x| over 4 tokens, per head and pair, W of rank R, x the part
-    of the layer's normalised input that belongs to a head (C / H channels); f_i = base^(-2i / D) is fixed. The
-    logit then depends on the tokens after the key up to the query. Equal phi = 1 everywhere is RoPE. Positions
-    are not used. The authors normalise q and k afterwards: model.qk_norm, here before, is the same, since a
-    rotation keeps lengths. Their optional gate and bias are left out. Each head of queries has its own angles.
+    Movahedi et al. 2025. phi = convolution of W x / |x| over 4 tokens, per head and pair, W of rank R, x the
+    part of the layer's normalised input that belongs to a head (C / H channels); f_i = base^(-2i / D) is
+    fixed. The logit then depends on the tokens after the key up to the query. Equal phi = 1 everywhere is
+    RoPE. Positions are not used. The authors normalise q and k afterwards: model.qk_norm, here before, is the
+    same, since a rotation keeps lengths. Their optional gate and bias are left out. Each head of queries has
+    its own angles.
 
     With n_taps = 1 these are the accumulated rotations of q and k of arXiv:2606.24975, with angles from the
     layer's input instead of a table by token.
@@ -186,13 +187,13 @@ class SelectiveRoPE(Encoding):
 
 
 class Wall(Encoding):
-    """A forget gate per channel: logits sum_c q_ic k_jc exp(sum_{l=j+1..i} g_lc) / sqrt(D). Tilde Research 2026.
+    """A forget gate per channel: logits sum_c q_ic k_jc exp(sum_{l=j+1..i} g_lc) / sqrt(D). Tilde 2026.
 
-    Wall attention, blog post of 2026-06-02 and flash-linear-attention, ops/wall_attn; there is no paper. g_l =
-    logsigmoid(W x_l + b) <= 0, D numbers per head, x the layer's normalised input; b starts at 8: nothing is
-    forgotten. `forgetting` has one gate for all channels, outside of the product; xpos fixed ones. Positions
-    are not used. The authors' optional scalar gate and output gate are left out. The cache holds D more numbers
-    per head and token.
+    Wall attention, Tilde Research, blog post of 2026-06-02 and flash-linear-attention, ops/wall_attn; there
+    is no paper. g_l = logsigmoid(W x_l + b) <= 0, D numbers per head, x the layer's normalised input; b
+    starts at 8: nothing is forgotten. `forgetting` has one gate for all channels, outside of the product;
+    xpos fixed ones. Positions are not used. The authors' optional scalar gate and output gate are left out.
+    The cache holds D more numbers per head and token.
 
     With the sums P of g, exp(P_i - P_j) is split at the first query of a tile of 32: exp(P_i - P_0) and
     exp(P_0 - P_j) are at most 1 for keys before the tile. Within it, each pair of tokens has its own factor.

@@ -140,7 +140,7 @@ class Encoding(nn.Module):
         return None
 
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
-        """What tokens take from earlier ones: features of all keys (B, H, Tk, F) -> at.features (B, H, Tk, ...).
+        """What tokens take from earlier ones: features of all keys (B, H, Tk, F) -> at.features, as many.
 
         Convolutions and sums over time belong here, since `features` does not see cached tokens. documents
         (B, Tk) numbers packed documents, which must not see one another, if there are several.

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 import attention
 from positions import ENCODINGS, At, Shape, accumulated
 
-
 FLA = importlib.util.find_spec("fla")
 
 
@@ -189,7 +188,8 @@ def test_selective_rope_turns_by_the_sum_of_what_the_tokens_say(n_taps: int, sha
 def test_equal_angles_are_rope(tiny, monkeypatch) -> None:
     """If every token says 1, the angle of pair i is its frequency times the distance."""
     model, rope = lively(tiny("selective_rope", "position.base=10000")), lively(tiny("rope"))
-    monkeypatch.setattr(model.encoding, "features", lambda x, layer: torch.ones(len(x), H, x.shape[1], D // 2))
+    monkeypatch.setattr(model.encoding, "features",
+                        lambda x, layer: torch.ones(len(x), H, x.shape[1], D // 2))
     with torch.no_grad():
         model.encoding.convolution.zero_()[..., -1] = 1.0
     weights = model.state_dict()

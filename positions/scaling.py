@@ -199,8 +199,8 @@ class LongRoPE(Scaling):
 class MrRoPE(Scaling):
     """MrRoPE-Pro: from f_i for fast pairs to f_i / s, ever more steeply; cos, sin as yarn. arXiv:2601.22181.
 
-    2026, training-free; the formula is in rope.py. Pairs with more than beta_fast turns in L are kept; at L of some hundreds
-    there are few or none, as with yarn.
+    2026, training-free; the formula is in rope.py. Pairs with more than beta_fast turns in L are kept; at L
+    of some hundreds there are few or none, as with yarn.
     """
 
     method: Literal["mrrope"] = "mrrope"

@@ -197,6 +197,9 @@ class GPT(nn.Module):
         self.encoded_layers = encoded_layers(config)
         self.no_encoding: Encoding = NoPE(shape, config.position)
         self.is_dropped = is_dropped(config, 0)         # set it after training, or when a run is loaded
+        every, only = set(range(c.n_layer)), config.position.temperature_layers
+        self.tempered_layers = {"all": every, "encoded": self.encoded_layers,
+                                "unencoded": every - self.encoded_layers}[only]
         self.temperature = TEMPERATURES[config.position.temperature](shape)
         # the span of equidistant positions; 0: positions 0, 1, 2 ...
         self.span = config.train.position_range if config.train.positions == "rfs" else 0
@@ -243,7 +246,8 @@ class GPT(nn.Module):
         x = self.dropout(active.embed(self.embedding(tokens), q_pos))   # (B, T, C)
         for layer, block in enumerate(self.blocks):
             encoding = active if layer in self.encoded_layers else self.no_encoding
-            x = block(x, encoding, At(q_pos, k_pos, layer, tables), mask, temperatures[layer], cache)
+            temperature = temperatures[layer] if layer in self.tempered_layers else None
+            x = block(x, encoding, At(q_pos, k_pos, layer, tables), mask, temperature, cache)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -311,7 +315,7 @@ class GPT(nn.Module):
         """
         widening = [self.active().widening if layer in self.encoded_layers else 1
                     for layer in range(len(self.blocks))]               # of q and k, by layer
-        HD = self.blocks[0].attention.o.in_features                     # type: ignore[union-attr]
+        HD = next(m.o.in_features for m in self.modules() if isinstance(m, Attention))
         weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
         products = sum(3 * HD * (w + 1) * (T + 1) for w in widening)
         return 6 * (weights + self.embedding.weight.numel()) + products

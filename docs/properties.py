@@ -70,8 +70,7 @@ def turned(encoding: Encoding, n: int) -> Tensor:
     at = torch.arange(n)[None]
     q = random(1, 1, 1, SHAPE.head_dim).expand(1, SHAPE.n_head, n, -1)
     x = random(1, 1, SHAPE.n_embd).expand(1, n, -1)                     # the same token everywhere
-    at = At(at, at, 0, encoding.tables(at, at), features_of(encoding, x))
-    return encoding.rotate(q, q, at)[0][0, 0]
+    return encoding.rotate(q, q, At(at, at, 0, encoding.tables(at, at), features_of(encoding, x)))[0][0, 0]
 
 
 def look_back(encoding: Encoding, last: int) -> At:

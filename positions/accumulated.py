@@ -54,7 +54,7 @@ class PaTH(Encoding):
     queries inside the chunk r w^T is cut to t <= i.
     """
 
-    Options: type[PaTHOptions] = PaTHOptions
+    Options = PaTHOptions
 
     def __init__(self, shape: Shape, options: PaTHOptions) -> None:
         super().__init__(shape, options)
@@ -154,7 +154,7 @@ class SelectiveRoPE(Encoding):
     layer's input instead of a table by token.
     """
 
-    Options: type[SelectiveRoPEOptions] = SelectiveRoPEOptions
+    Options = SelectiveRoPEOptions
 
     def __init__(self, shape: Shape, options: SelectiveRoPEOptions) -> None:
         super().__init__(shape, options)

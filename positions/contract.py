@@ -66,6 +66,9 @@ class Options(BaseModel):
         "none", description="factor on the query at position m, in all layers. log_n: "
                             "max(1, ln(m + 1) / ln L) (Su); ssmax: s ln(m + 1), with a learned s for each "
                             "layer and head (Nakanishi 2025)")
+    temperature_layers: Literal["all", "encoded", "unencoded"] = Field(
+        "all", description="layers in which a temperature, also one of --extend, acts: all, those with the "
+                           "encoding, or those without (SWAN-GPT, 2025: log_n there alone)")
     scale_invariant: float = Field(
         0.0, ge=0, description="tau in tokens, 10 in the paper: scale-invariant attention, logit <- a logit "
                                "+ 1 - a^2, a = sqrt(2 ln(1 + distance / tau) + 1), in all layers (Anson "

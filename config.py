@@ -7,7 +7,6 @@ are reported all at once. runtime/toml.py reads TOML; runtime/schema.py puts pyd
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,9 +16,9 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, fie
 from positions import ENCODINGS, Encoding, Options
 from runtime import toml
 from runtime.errors import UserError, did_you_mean, shortened
+from runtime.files import is_run_dir
 from runtime.schema import Section, checked, explain_all
 
-RUN_DIR = re.compile(r"([^\0]*/)?[A-Za-z0-9._-]{1,100}/*")
 MOST_LAYERS, MOST_CHANNELS, MOST_TOKENS = 10_000, 1_000_000, 100_000_000    # more are a typo
 Pretrained = Callable[[str], toml.Tables | None]    # a run or Hugging Face folder -> its tables; else None
 
@@ -95,7 +94,7 @@ class ModelConfig(Section):
         0, ge=0, description="k: layers k, 2k, 3k ... (counted from 1) have no window (Cohere2: 4). 0: none")
     flex: bool = Field(
         False, description="on CUDA, use FlexAttention for windows, packed documents, biases by distance and "
-                           "position.scale_invariant; not with dropout or train.pose_length")
+                           "position.scale_invariant; not with dropout or where train.positions is not plain")
     qk_norm: bool = Field(False, description="RMSNorm of each head's q and k before their product")
     dropout: float = Field(0.0, ge=0, lt=1, description="of embeddings, attention and sublayer outputs")
 
@@ -127,9 +126,13 @@ class TrainConfig(Section):
         "", description="a run or a Hugging Face folder whose weights initialise this run, such as "
                         "runs/quick. It also provides [model], [position] and seq_len where the config "
                         "does not set them; a longer seq_len fine-tunes the weights")
-    pose_length: int | None = Field(
-        None, ge=2, description="PoSE: each sequence skips positions once, at random, so that its seq_len "
-                                "tokens spread over this many (default: no skip). At least seq_len")
+    positions: Literal["plain", "pose", "random", "rfs"] = Field(
+        "plain", description="in training. plain: 0, 1, 2 ...; pose: each sequence skips some once (PoSE); "
+                             "random: a random choice of integers (Ruoss 2023); rfs: random real numbers "
+                             "(Shimizu 2026), and in evaluation equidistant ones")
+    position_range: int = Field(
+        0, ge=0, le=MOST_TOKENS, description="positions of pose, random and rfs are below it; at least "
+                                             "seq_len, except for rfs: there it is 1 in the paper")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of the initialisation, data order and dropout")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: Muon for the matrices of the layers, AdamW for the rest; fewer, slower "
@@ -162,8 +165,10 @@ class TrainConfig(Section):
         broken = {}
         if self.batch_size % self.accumulate:
             broken["accumulate"] = f"must divide train.batch_size = {self.batch_size}, got {self.accumulate}"
-        if self.pose_length and self.pose_length < self.seq_len:
-            broken["pose_length"] = f"must be at least train.seq_len = {self.seq_len}, got {self.pose_length}"
+        least = {"plain": 0, "rfs": 1}.get(self.positions, self.seq_len)
+        if self.position_range < least or self.position_range > least == 0:
+            broken["position_range"] = (f"must be {f'at least {least}' if least else 'unset'} with "
+                                        f"train.positions = {self.positions}, got {self.position_range}")
         if self.min_lr > self.lr:
             broken["min_lr"] = f"must be at most train.lr = {self.lr}, got {self.min_lr}"
         return checked(self, broken)
@@ -243,11 +248,6 @@ def config_from(tables: toml.Tables, where: str) -> Config:
     return _resolve(*toml.merge([toml.Layer(where, tables)], KINDS), [], where)
 
 
-def is_run_dir(path: str) -> bool:
-    """Whether the path is FOLDER/NAME with a plain name, cannot lead out of FOLDER, and needs no shell."""
-    return bool(RUN_DIR.fullmatch(path) and Path(path).name) and not {"..", "~"} & {*Path(path).parts}
-
-
 def _pretrained_layer(layers: list[toml.Layer], pretrained: Pretrained, problems: list[str]) -> toml.Layer:
     """The tables of the folder that train.init_from names; empty if it names none."""
     tables, origin = toml.merge(layers, KINDS)
@@ -266,6 +266,7 @@ def _pretrained_layer(layers: list[toml.Layer], pretrained: Pretrained, problems
 
 def _resolve(tables: toml.Tables, origin: toml.Origin, problems: list[str], where: str) -> Config:
     """Check the tables against the schema. Raises one UserError with the earlier problems and its own."""
+    toml.update_old_keys(tables, origin)
     toml.drop_large_values(tables, origin, problems)
     try:
         config = Config.model_validate({name: {} for name in SECTIONS} | tables)

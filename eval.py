@@ -153,7 +153,9 @@ def main() -> None:
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
             "data": text.name, "data_sha256": text.sha256(), "weights_sha256": weights_sha256(model),
-            **run.origin(), "dtype": dtype_name(config.train, next(model.parameters()).device),
+            **run.origin(), "positions": config.train.positions,
+            "position_range": config.train.position_range,
+            "dtype": dtype_name(config.train, next(model.parameters()).device),
             "seed": settings.seed, "settings": evaluation.deciding()}
     # such as another checkpoint, while the run is being trained
     parallel.require_agreement(process, {**head, "lengths": settings.lengths, "extend": args.extend})
@@ -171,7 +173,11 @@ def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluati
     encoding, L, name = head["encoding"], head["seq_len"], head["data"]
     earlier = None if args.replace else results.read_mergeable(path, head)
     trained = f"{encoding}, {'dropped, ' if evaluation.model.is_dropped else ''}trained at L = {L}"
+    if head["positions"] != "plain":
+        trained += f" and {head['positions']} positions below {head['position_range']}"
     print(f"{args.run}: {trained}, on {measured}", flush=True)
+    if head["positions"] != "plain":
+        print(f"evaluated at {'equidistant positions' if evaluation.model.span else 'positions 0, 1, 2 ...'}")
     records = evaluation.run()
     if not records:
         raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: too short for "

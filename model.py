@@ -135,6 +135,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, *rest = cache.append(at.layer, [k, v] if features is None else [k, v, features])
             features = rest[0] if rest else None                        # (B, G or H, Tk, ...) each
+        if features is not None:
+            features = encoding.mix(features, at.layer, mask.documents)
         at = at._replace(features=features, temperature=temperature)
         mask = mask._replace(is_causal=self.is_causal, window=self.window)
         y = attend(q, k, v, encoding, at, mask, self.dropout if self.training else 0.0)     # (B, H, T, D)
@@ -180,8 +182,9 @@ class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
     `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's;
-    (B, T, A) for an encoding with A axes. `cache` comes from `new_cache`. `documents` (B, T) numbers packed
-    documents, which do not see one another; it excludes a cache. Raises ValueError for wrong positions.
+    (B, T, A) for an encoding with A axes. After train.positions = "rfs" they are real numbers, by default
+    equidistant. `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see
+    one another; it excludes a cache. Raises ValueError for wrong positions.
     """
 
     def __init__(self, config: Config) -> None:
@@ -202,7 +205,13 @@ class GPT(nn.Module):
         self.encoded_layers = encoded_layers(config)
         self.no_encoding: Encoding = NoPE(shape, config.position)
         self.is_dropped = is_dropped(config, 0)         # set it after training, or when a run is loaded
+        every, only = set(range(c.n_layer)), config.position.temperature_layers
+        self.tempered_layers = {"all": every, "encoded": self.encoded_layers,
+                                "unencoded": every - self.encoded_layers}[only]
         self.temperature = TEMPERATURES[config.position.temperature](shape)
+        # the span of equidistant positions; 0: positions 0, 1, 2 ...
+        self.span = config.train.position_range if config.train.positions == "rfs" else 0
+        self.seq_len = shape.seq_len
 
     def _init_weights(self) -> None:
         """Normal, std 0.02; last matrix of each sublayer over sqrt(2 n_layer). Radford et al. 2019, 2.3."""
@@ -237,14 +246,16 @@ class GPT(nn.Module):
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
         active, temperatures = self.active(), self.temperature(q_pos)
         tables = active.tables(q_pos, k_pos)
-        mask = Mask(documents=documents, in_order=positions is None)
-        if self.flex and positions is None and cache is None and tokens.device.type in flex.DEVICES:
+        is_plain = positions is None and not self.span
+        mask = Mask(documents=documents, in_order=is_plain)
+        if self.flex and is_plain and cache is None and tokens.device.type in flex.DEVICES:
             windows = {m.window for m in self.modules() if isinstance(m, Attention)}
             mask = mask._replace(flex=flex.block_masks(windows, tokens.shape[1], documents, tokens.device))
         x = self.dropout(active.embed(self.embedding(tokens), q_pos))   # (B, T, C)
         for layer, block in enumerate(self.blocks):
             encoding = active if layer in self.encoded_layers else self.no_encoding
-            x = block(x, encoding, At(q_pos, k_pos, layer, tables), mask, temperatures[layer], cache)
+            temperature = temperatures[layer] if layer in self.tempered_layers else None
+            x = block(x, encoding, At(q_pos, k_pos, layer, tables), mask, temperature, cache)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -258,7 +269,9 @@ class GPT(nn.Module):
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
         """The given positions, or those that follow the cache's, (1 or B, T) or (1 or B, T, A); checked."""
         limit, name = self.active().max_length, type(self.active()).__name__
-        if positions is None:
+        if positions is None and self.span:
+            positions = self._equidistant(tokens, cache)
+        elif positions is None:
             first = cache.next_position() if cache is not None else 0
             last = first + tokens.shape[1] - 1
             positions = torch.arange(first, last + 1, device=tokens.device)
@@ -273,7 +286,7 @@ class GPT(nn.Module):
             raise ValueError(f"{name} takes positions (T,) or (B, T){axes}, got {shape}")
         if shape[0] not in (1, len(tokens)) or shape[1] != tokens.shape[1]:
             raise ValueError(f"give a position for each of the tokens {tuple(tokens.shape)}, got {shape}")
-        if positions.is_floating_point():
+        if positions.is_floating_point() and not self.active().takes_floats:
             raise ValueError(f"{name} takes integer positions, got {positions.dtype}")
         if len(shape) == 3 and (type(self.temperature) is not Temperature or self.encoding.tau):
             raise ValueError("positions must have one axis under position.temperature and "
@@ -282,6 +295,19 @@ class GPT(nn.Module):
             raise ValueError(f"the cache's positions are {tuple(cache.positions.shape)}: give positions= "
                              f"with as many axes at each step, got {shape}")
         return positions
+
+    def _equidistant(self, tokens: Tensor, cache: Cache | None) -> Tensor:
+        """RFS, arXiv:2602.14050: of n tokens so far, i = 0 ... n - 1 is at (i + 1/2) span / max(L, n).
+
+        -> positions of the new tokens, (T,). Beyond L each new token moves the cached ones, which are rotated
+        anew; as with dynamic NTK, keys of deeper layers were computed at earlier positions.
+        """
+        n_old = 0 if cache is None or cache.positions is None else cache.positions.shape[1]
+        n = n_old + tokens.shape[1]
+        positions = (torch.arange(n, device=tokens.device) + 0.5) * (self.span / max(self.seq_len, n))
+        if cache is not None and n_old:
+            cache.positions = positions[None, :n_old]
+        return positions[n_old:]
 
     def n_parameters(self) -> int:
         """Number of trained parameters; shared ones count once."""
@@ -293,7 +319,11 @@ class GPT(nn.Module):
         6 per weight in a matrix product, the output's V C included (2 forward, 4 backward; Kaplan et al.
         2020, arXiv:2001.08361, section 2.1). Causal attention takes 6 H D (T + 1) a layer: q k^T and weights
         v are 2 H D each for (T + 1) / 2 keys on average, times 3. PaLM and nanoGPT count all keys: double.
+        q k^T takes more in layers where the encoding widens q and k; what `scores` does is not counted.
         """
-        width = sum(m.o.in_features for m in self.modules() if isinstance(m, Attention))        # n_layer H D
+        widening = [self.active().widening if layer in self.encoded_layers else 1
+                    for layer in range(len(self.blocks))]               # of q and k, by layer
+        HD = next(m.o.in_features for m in self.modules() if isinstance(m, Attention))
         weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
-        return 6 * (weights + self.embedding.weight.numel()) + 6 * width * (T + 1)
+        products = sum(3 * HD * (w + 1) * (T + 1) for w in widening)
+        return 6 * (weights + self.embedding.weight.numel()) + products

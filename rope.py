@@ -50,6 +50,23 @@ def stop_slowest(inv_freq: Tensor, p: float) -> Tensor:
     return f
 
 
+def stop_unfinished(inv_freq: Tensor, L: int) -> Tensor:
+    """Stop the pairs that make less than one turn in L positions. -> (R/2,).
+
+    HoPE, Chen et al. 2024, arXiv:2410.21216: beyond L these pairs would reach angles never seen in training.
+    FoPE, Hua et al. 2024, arXiv:2412.17739, drops the same ones.
+    """
+    return inv_freq.masked_fill(L * inv_freq < 2 * math.pi, 0.0)
+
+
+def inv_freq_in_sight(dim: int, L: int, *, device: torch.device | str | None = None) -> Tensor:
+    """dim/2 frequencies in geometric steps, from a turn in 32 positions to two turns in L. -> (dim/2,).
+
+    RoPE-ID, "Frayed RoPE", arXiv:2603.18017: no pair meets angles beyond L that it has not met within L.
+    """
+    return torch.logspace(math.log2(2 * math.pi / 32), math.log2(4 * math.pi / L), dim // 2, 2, device=device)
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Scaling: other frequencies for a context that is `factor` (s) times the training length L. Some functions
 # take and return frequencies (R/2,), of any dtype; others return a new base. At s = 1 each returns its input
@@ -124,6 +141,21 @@ def llama3(inv_freq: Tensor, factor: float, L: int, low_freq_factor: float = 1.0
     turns = L * inv_freq / (2 * math.pi)
     g = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return torch.lerp(inv_freq / factor, inv_freq, g)
+
+
+def mrrope(inv_freq: Tensor, factor: float, L: int, beta_fast: float = 32.0,
+           beta_slow: float = 1.0) -> Tensor:
+    """MrRoPE-Pro: f'_i = f_i / s^(m (m + 1) / (n (n + 1))), m = clamp(i - low, 0, n). arXiv:2601.22181, 2026.
+
+    low is the last pair with more than beta_fast turns in L, or 0; low + n is the first with fewer than
+    beta_slow. Seen as digits in a mixed radix, pair low + k passes a factor s^(2 (k + 1) / (n (n + 1))) on to
+    all slower pairs: little at first, more and more towards the slow ones. The factors multiply to s.
+    """
+    turns = L * inv_freq / (2 * math.pi)                                # falls with i
+    low = (turns > beta_fast).sum().sub(1).clamp(min=0)
+    n = ((turns >= beta_slow).sum() - low).clamp(min=1)
+    m = (torch.arange(len(inv_freq), device=inv_freq.device) - low).clamp(min=0).minimum(n)
+    return inv_freq / factor ** (m * (m + 1) / (n * (n + 1))).to(inv_freq.dtype)
 
 
 def longrope_attention_factor(factor: float, L: int) -> float:

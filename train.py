@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from config import Config, TrainConfig, config_and_overrides, to_toml
 from data.loader import Corpus, number_documents
 from data.tokenizer import byte_lengths, tokenizer_of
+from data.training_positions import training_positions
 from hf.pretrained import resolve_config
 from model import GPT, is_dropped
 from runtime import checkpoint, parallel
@@ -109,7 +110,7 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
                   step: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]]:
     """The batch of a step in train.accumulate parts: inputs, targets (b, T), positions, documents, n_parts.
 
-    Positions are None unless PoSE skips some; documents are None unless attention has to stay within them.
+    Positions are None if they are plain; documents are None unless attention has to stay within them.
     With several processes these are the sequences of this one. Mean losses of parts, each over its n_parts
     (train.accumulate, unless a mask leaves out targets), add up to that of the batch.
     """
@@ -118,9 +119,9 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
     n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
     inputs, targets = (to_device(x, process.device).chunk(t.accumulate) for x in batch)
-    if t.pose_length:
-        skipping = process.shard(skipping_positions(t, step))
-        positions = to_device(skipping, process.device).chunk(t.accumulate)
+    drawn = training_positions(t, step)
+    if drawn is not None:
+        positions = to_device(process.shard(drawn), process.device).chunk(t.accumulate)
     for part, (x, y, n) in enumerate(zip(inputs, targets, n_own, strict=True)):
         y, n_parts = (y, n_scored / n) if n else (x, math.inf)  # not the mean over no target, which is NaN
         yield x, y, positions[part] if positions else None, packed_documents(x, config, corpus), n_parts
@@ -129,20 +130,6 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
 def packed_documents(tokens: Tensor, config: Config, corpus: Corpus) -> Tensor | None:
     """The document number of each token (B, T) if attention must stay within documents, else None."""
     return number_documents(tokens, corpus.meta["eot"]) if config.data.cross_documents == "mask" else None
-
-
-def skipping_positions(t: TrainConfig, step: int) -> Tensor:
-    """PoSE: positions 0 ... u - 1, then from u + s on, (B, T), so that short sequences see long distances.
-
-    u in 1 ... (T + 1) / 2 and s in 0 ... pose_length - T, uniform for each sequence. Zhu et al. 2023,
-    arXiv:2309.10400, section 3.2, with two chunks.
-    """
-    rng = np.random.default_rng([t.seed, step])
-    assert t.pose_length
-    first = rng.integers(1, (t.seq_len + 1) // 2 + 1, size=(t.batch_size, 1))
-    skip = rng.integers(t.pose_length - t.seq_len + 1, size=(t.batch_size, 1))
-    index = np.arange(t.seq_len)
-    return torch.from_numpy(index + (index >= first) * skip)
 
 
 @torch.no_grad()
@@ -240,11 +227,14 @@ def train_in(folder: RunFolder, config: Config, corpus: Corpus, process: Process
 
 
 def check_positions(model: GPT, config: Config) -> None:
-    """Raise UserError if PoSE would train at positions that the encoding does not have."""
-    limit, longest = model.encoding.max_length, config.train.pose_length
-    if limit and longest and longest > limit:
-        raise UserError(f"train.pose_length {longest}: {config.position.encoding} ends at position {limit}; "
-                        "remove the key or choose another encoding")
+    """Raise UserError if train.positions has some that the encoding does not have."""
+    limit, t, name = model.encoding.max_length, config.train, config.position.encoding
+    if limit and t.position_range and t.position_range > limit:
+        raise UserError(f"train.position_range {t.position_range}: {name} ends at position {limit}; use "
+                        "train.positions=plain or choose another encoding")
+    if t.positions == "rfs" and not model.encoding.takes_floats:
+        raise UserError(f"train.positions rfs: {name} takes integer positions only; use random or pose, or "
+                        "choose another encoding")
 
 
 def dry_run(config: Config) -> None:

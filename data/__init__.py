@@ -11,5 +11,6 @@ encode      documents to ids, on all cores
 journal     an interrupted preparation resumes
 integrity   whether the files of a corpus are unchanged
 loader      reading a corpus; batches as a pure function of the step
+training_positions   the positions of a batch in training: plain, PoSE, random, RFS
 tasks       generated documents with questions: retrieval, algorithms
 """

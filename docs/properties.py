@@ -59,18 +59,25 @@ def added(encoding: Encoding, n: int) -> Tensor:
     return encoding.embed(torch.zeros(1, n, SHAPE.n_embd, dtype=torch.float64), torch.arange(n)[None])[0]
 
 
+def features_of(encoding: Encoding, x: Tensor) -> Tensor | None:
+    """What the hooks get as at.features in layer 0 if its input is x (1, n, C)."""
+    features = encoding.features(x, 0)
+    return None if features is None else encoding.mix(features, 0, None)
+
+
 def turned(encoding: Encoding, n: int) -> Tensor:
     """One random query after `rotate` at each of the positions 0 ... n - 1, (n, D)."""
     at = torch.arange(n)[None]
     q = random(1, 1, 1, SHAPE.head_dim).expand(1, SHAPE.n_head, n, -1)
-    return encoding.rotate(q, q, At(at, at, 0, encoding.tables(at, at)))[0][0, 0]
+    x = random(1, 1, SHAPE.n_embd).expand(1, n, -1)                     # the same token everywhere
+    return encoding.rotate(q, q, At(at, at, 0, encoding.tables(at, at), features_of(encoding, x)))[0][0, 0]
 
 
 def look_back(encoding: Encoding, last: int) -> At:
     """A query at position `last` and all keys up to it, in layer 0. All tokens are the same random vector."""
     q_pos, k_pos = torch.tensor([[last]]), torch.arange(last + 1)[None]
     x = random(1, 1, SHAPE.n_embd).expand(1, last + 1, -1)
-    return At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos), encoding.features(x, 0))
+    return At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos), features_of(encoding, x))
 
 
 def logits(encoding: Encoding, last: int) -> Tensor:

@@ -42,6 +42,8 @@ class Extension(BaseModel):
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         """Why it cannot be applied to this model, or None."""
         is_rotary = isinstance(model.encoding, RoPE)
+        if model.span and self.changes != "temperature" and not isinstance(self, Window):
+            return "needs positions 0, 1, 2 ...: those of train.positions = rfs stay within its range"
         if self.needs_rotary and model.is_dropped:
             return "needs a rotary encoding, and this run has dropped its own"
         return "needs a rotary encoding" if self.needs_rotary and not is_rotary else None
@@ -71,6 +73,8 @@ class Rescaled(Extension):
         rotary(model).scaling = self.scaling(model, config, T)
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        if getattr(model.encoding, "spectrum", "") == "rope_id":
+            return "changes a base, which position.spectrum = rope_id does not have"
         return super().problem(model, config, T) or self.scaling(model, config, T).problem(
             rotary(model).rotary_dim)
 
@@ -119,7 +123,8 @@ class Regrouped(Encoding):
         self.inner, self.method, self.L, self.T = inner, method, L, T
         self.max_length, self.applies_temperature = inner.max_length, inner.applies_temperature
         self.embed, self.tables = inner.embed, inner.tables     # type: ignore[method-assign]
-        self.features, self.rotate = inner.features, inner.rotate   # type: ignore[method-assign]
+        self.features, self.mix = inner.features, inner.mix     # type: ignore[method-assign]
+        self.rotate = inner.rotate                              # type: ignore[method-assign]
 
     @classmethod
     def has_scores(cls) -> bool:

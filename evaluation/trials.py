@@ -29,7 +29,7 @@ from runtime.files import read_json, read_text, write_whole
 VALIDATION = "validation loss"
 OTHERS = "others"       # in a file of trials: the configs that have no entry of their own
 EQUAL = ("data", "run", "train.steps", "train.batch_size", "train.seq_len", "train.seed", "train.val_windows",
-         "train.init_from", "train.pose_length")    # no trial may change these: tokens, their order, the loss
+         "train.init_from", "train.position")    # no trial may change these: tokens, their order, the loss
 
 
 class Trial(NamedTuple):

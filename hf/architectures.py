@@ -17,7 +17,7 @@ from torch import Tensor
 
 import rope
 from config import MOST_LAYERS, Config, ModelConfig
-from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters
+from hf.rope_parameters import LENGTH, ROPE_TYPES, UNKNOWN, Fields, read_rope_parameters, rope_parameters
 from model import encoded_layers, hidden_width
 from positions import Options
 from positions.rotary import RoPEOptions, RotaryOptions
@@ -77,6 +77,11 @@ class Architecture:
             found["model.n_kv_head"] = model.n_kv_head
         if "head_dim" not in self.fields and model.head_width * model.n_head != model.n_embd:
             found["model.head_dim"] = model.head_width
+        scaling = getattr(position, "scaling", None)
+        if scaling is not None and scaling.method in UNKNOWN:
+            found["position.scaling"] = scaling.method
+        if config.train.positions == "rfs":     # positions between the integers
+            found["train.positions"] = "rfs"
         return [f"{key} = {value!r}" for key, value in found.items()]
 
     def config_json(self, config: Config) -> Fields:

@@ -16,6 +16,7 @@ Fields = dict[str, Any]         # of a config.json
 LENGTH = "original_max_position_embeddings"
 ROPE_TYPES = {"pi": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn", "llama3": "llama3",
               "longrope": "longrope"}
+UNKNOWN = set(SCALINGS) - {*ROPE_TYPES, "ntk", "base"}    # config.json cannot name them
 STORE_L = ("yarn", "llama3", "longrope")        # types that store the length before the extension
 
 

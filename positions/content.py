@@ -47,6 +47,7 @@ class RelativeKey(Encoding):
     """
 
     Options = RelativeKeyOptions
+    takes_floats = False
     lr_scale = 10.0
 
     def __init__(self, shape: Shape, options: RelativeKeyOptions) -> None:

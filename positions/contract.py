@@ -33,11 +33,11 @@ class At(NamedTuple):
     k_pos: Tensor  # positions of the keys, (1 or B, Tk)
     layer: int  # 0 is the layer next to the embeddings
     tables: Any  # what `tables` returned for this forward
-    features: Tensor | None = None  # what `features` returned for all the keys, (B, H, Tk, F)
+    features: Tensor | None = None  # what `mix` returned for all the keys, (B, H, Tk, F)
     temperature: Tensor | None = None  # (1 or B, 1 or H, Tq, 1), if the encoding is to apply it itself
 
     def distance(self) -> Tensor:
-        """Query position - key position, integers (1 or B, 1, Tq, Tk), ready to broadcast over heads.
+        """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
 
         Keys ahead of the query are masked; their distance is 0 here, so that log(distance) makes no NaN.
         """
@@ -66,6 +66,9 @@ class Options(BaseModel):
         "none", description="factor on the query at position m, in all layers. log_n: "
                             "max(1, ln(m + 1) / ln L) (Su); ssmax: s ln(m + 1), with a learned s for each "
                             "layer and head (Nakanishi 2025)")
+    temperature_layers: Literal["all", "encoded", "unencoded"] = Field(
+        "all", description="layers in which a temperature, also one of --extend, acts: all, those with the "
+                           "encoding, or those without (SWAN-GPT, 2025: log_n there alone)")
     scale_invariant: float = Field(
         0.0, ge=0, description="tau in tokens, 10 in the paper: scale-invariant attention, logit <- a logit "
                                "+ 1 - a^2, a = sqrt(2 ln(1 + distance / tau) + 1), in all layers (Anson "
@@ -89,20 +92,23 @@ AnyOptions = Options    # inside Encoding the name Options means the attribute
 class Encoding(nn.Module):
     """Tells a decoder where its tokens are. Override `embed`, `rotate` or `scores`; the defaults do nothing.
 
-    Positions are integers passed to every call, never implied by a tensor's length, so offsets, gaps and
-    cached decoding need no extra code. Keep derived tensors (frequencies, slopes, angles) out of the state
-    dict: compute them in `tables`, in fp32, so that a checkpoint can be loaded under other options. One
-    instance serves all layers: parameters that differ among layers have an axis 0 of n_layer, indexed by
-    at.layer. Parameters are per query head (H), not per key head (G, which may be fewer). A subclass of RoPE
-    in positions/rotary.py gets every scaling method and every method of --extend.
+    Positions are passed to every call, never implied by a tensor's length, so offsets, gaps and cached
+    decoding need no extra code. They are integers, or real numbers with train.positions = "rfs" if
+    `takes_floats`. Keep derived tensors (frequencies, slopes, angles) out of the state dict: compute them in
+    `tables`, in fp32, so that a checkpoint can be loaded under other options. One instance serves all layers:
+    parameters that differ among layers have an axis 0 of n_layer, indexed by at.layer. Parameters are per
+    query head (H), not per key head (G, which may be fewer). A subclass of RoPE in positions/rotary.py gets
+    every scaling method and every method of --extend.
     """
 
     Options: ClassVar[type[Options]] = Options
     is_relative: ClassVar[bool] = True  # do the logits depend on distances alone? (tested)
     n_axes: ClassVar[int] = 1  # above 1, positions may be (1 or B, T, n_axes) too, one number for each axis
+    takes_floats: ClassVar[bool] = True  # is it defined at positions between the integers? (tested)
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
     applies_temperature: bool = False  # does it multiply by at.temperature? Else q is, before the hooks
+    widening: ClassVar[int] = 1  # how many times wider `rotate` returns q and k (tested)
     can_fold: bool = False  # does `fold` give the same result as `scores`?
     tau: float = 0.0  # position.scale_invariant
     # FlexAttention may serve it: `scores` adds f(head, layer, distance), then applies at.temperature if any
@@ -132,9 +138,17 @@ class Encoding(nn.Module):
     def features(self, x: Tensor, layer: int) -> Tensor | None:
         """What a token carries besides its key, from the layer's input x (B, T, C): (B, H, T, F), or None.
 
-        It is cached with the key; `rotate` and `scores` get those of all keys as at.features.
+        It is cached with the key; `rotate` and `scores` get those of all keys, after `mix`, as at.features.
         """
         return None
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        """What tokens take from earlier ones: features of all keys (B, H, Tk, F) -> at.features, as many.
+
+        Convolutions and sums over time belong here, since `features` does not see cached tokens. documents
+        (B, Tk) numbers packed documents, which must not see one another, if there are several.
+        """
+        return features
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """Queries (B, H, Tq, D) and keys (B, G, Tk, D) -> the factors of q k^T, both (..., D) or both wider.

@@ -110,6 +110,7 @@ class T5(Encoding):
 
     Options = T5Options
     by_distance = True
+    takes_floats = False
     lr_scale = 20.0
 
     def __init__(self, shape: Shape, options: T5Options) -> None:

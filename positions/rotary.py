@@ -46,6 +46,11 @@ class RotaryOptions(Options):
 
 
 class RoPEOptions(RotaryOptions):
+    spectrum: Literal["geometric", "hope", "rope_id"] = Field(
+        "geometric", description="the frequencies. geometric: base^(-2i / R); hope: the same, but pairs with "
+                                 "less than one turn in L = train.seq_len stand still (Chen 2024); rope_id: "
+                                 "geometric steps from a turn in 32 positions to two turns in L, meant for "
+                                 "fraction = 0.5 (Frayed RoPE, 2026)")
     fraction: float = Field(
         1.0, gt=0, le=1, description="share of each head's channels that rotate, R of them: GPT-NeoX 0.25, "
                                      "ChatGLM2 0.5; the rest carry no position")
@@ -58,6 +63,8 @@ class RoPEOptions(RotaryOptions):
         if R % 2 or not R:
             return {"fraction": f"must rotate a whole, even number of the {head_dim} channels of a head "
                                 f"(head_dim, or n_embd / n_head), got {R:g}"}
+        if self.spectrum == "rope_id" and self.scaling:
+            return {"scaling": "changes a base, which spectrum = rope_id does not have; remove one of them"}
         return self.scaling_problems(int(R))
 
 
@@ -75,6 +82,7 @@ class RoPE(Encoding):
         self.base, self.layout = options.base, options.layout
         self.rotary_dim = options.rotary_dim(shape.head_dim)
         self.seq_len = shape.seq_len
+        self.spectrum = getattr(options, "spectrum", "geometric")       # of `rope` alone
         self.scaling: Scaling | None = options.scaling       # may be set on a trained model
 
     def warning(self) -> str | None:
@@ -83,9 +91,15 @@ class RoPE(Encoding):
 
     def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
         """Radians per position of each pair, (R/2,), and a factor on cos and sin."""
-        if self.scaling is None:
-            return rope.inv_freq(self.rotary_dim, self.base, device=k_pos.device), 1.0
-        return self.scaling.frequencies(self.rotary_dim, self.base, self.seq_len, k_pos)
+        R, device, factor = self.rotary_dim, k_pos.device, 1.0
+        if self.spectrum == "rope_id":
+            return rope.inv_freq_in_sight(R, self.seq_len, device=device), factor
+        f = plain = rope.inv_freq(R, self.base, device=device)
+        if self.scaling is not None:
+            f, factor = self.scaling.frequencies(R, self.base, self.seq_len, k_pos)
+        if self.spectrum == "hope":     # the same pairs under every scaling
+            f = f.where(rope.stop_unfinished(plain, self.seq_len) > 0, 0.0)
+        return f, factor
 
     def angles(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
         """Positions (1 or B, T) -> radians (1 or B, T, R/2)."""
@@ -216,6 +230,7 @@ class PoPE(RoPE):
 
     Options = PoPEOptions
     applies_temperature = True
+    widening = 2
 
     def __init__(self, shape: Shape, options: PoPEOptions) -> None:
         super().__init__(shape, options)

@@ -196,6 +196,27 @@ class LongRoPE(Scaling):
         return None
 
 
+class MrRoPE(Scaling):
+    """MrRoPE-Pro: from f_i for fast pairs to f_i / s, ever more steeply; cos, sin as yarn. arXiv:2601.22181.
+
+    2026, training-free; the formula is in rope.py. Pairs with more than beta_fast turns in L are kept; at L
+    of some hundreds there are few or none, as with yarn.
+    """
+
+    method: Literal["mrrope"] = "mrrope"
+    factor: Factor
+    beta_fast: float = Field(32.0, gt=0, description="pairs with more turns within L keep their frequency")
+    beta_slow: float = Field(1.0, gt=0, description="pairs with fewer turns within L are interpolated")
+
+    def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        f = rope.mrrope(rope.inv_freq(dim, base, device=k_pos.device), self.factor, self.original_length or L,
+                        self.beta_fast, self.beta_slow)
+        return f, rope.yarn_attention_factor(self.factor)
+
+    def problem(self, dim: int) -> str | None:
+        return self.unless_above("beta_fast", "beta_slow")
+
+
 class Base(Scaling):
     """A different base, so different frequencies. Xiong et al. 2023, arXiv:2309.16039, section 2.1 (ABF)."""
 
@@ -206,6 +227,6 @@ class Base(Scaling):
         return rope.inv_freq(dim, self.base, device=k_pos.device), 1.0
 
 
-AnyScaling = PI | NTK | DynamicNTK | YaRN | Llama3 | LongRoPE | Base
+AnyScaling = PI | NTK | DynamicNTK | YaRN | Llama3 | LongRoPE | MrRoPE | Base
 
 SCALINGS: dict[str, type[Scaling]] = {s.model_fields["method"].default: s for s in get_args(AnyScaling)}

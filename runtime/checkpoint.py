@@ -236,8 +236,8 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
     source, source_config, source_tokenizer = load_run(run_dir)
     may_change = tuple(f"{key}:" for key in (
         "model.dropout", "model.flex", "position.scaling", "position.base", "position.layers",
-        "position.skip_every", "position.temperature", "position.scale_invariant", "position.drop_at",
-        "position.lr_scale"))
+        "position.skip_every", "position.temperature", "position.temperature_layers",
+        "position.scale_invariant", "position.drop_at", "position.lr_scale"))
     changes = [line for line in differences(source_config, config)
                if line.startswith(("model.", "position.")) and not line.startswith(may_change)]
     if source_tokenizer.sha256 != tokenizer.sha256:

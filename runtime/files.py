@@ -1,15 +1,17 @@
-"""Small text files (JSON, TOML): reading with a size limit, and atomic writing."""
+"""Small text files (JSON, TOML): reading with a size limit, and atomic writing; names of folders."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+RUN_DIR = re.compile(r"([^\0]*/)?[A-Za-z0-9._-]{1,100}/*")
 LIMIT = 4 * 2**20       # bytes; parsed JSON takes up to 30 times the memory of its text
 
 
@@ -30,6 +32,11 @@ def read_json(path: Path) -> Any:
         return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def is_run_dir(path: str) -> bool:
+    """Whether the path is FOLDER/NAME with a plain name, cannot lead out of FOLDER, and needs no shell."""
+    return bool(RUN_DIR.fullmatch(path) and Path(path).name) and not {"..", "~"} & {*Path(path).parts}
 
 
 def finite(number: float) -> float | None:

@@ -133,6 +133,8 @@ def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
                if value != defaults[key]]
     if m.window:
         changed.append(f"window {m.window}")
+    if t.positions != "plain":
+        changed.append(f"{t.positions} positions below {t.position_range}")
     yield "position  " + ", ".join([config.position.encoding, *changed, f"trained at L = {t.seq_len}"])
     warning = model.encoding.warning()
     if warning:

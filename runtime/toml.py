@@ -103,6 +103,14 @@ def merge(layers: Sequence[Layer],
     return tables, origin
 
 
+def update_old_keys(tables: Tables, origin: Origin) -> None:
+    """Put keys of runs that an older train.py started into their present form."""
+    train = tables.get("train", {})
+    if "pose_length" in train and not {"positions", "position_range"} & set(train):
+        train |= {"positions": "pose", "position_range": train.pop("pose_length")}
+        origin["train.position_range"] = origin["train.pose_length"]
+
+
 def drop_large_values(tables: Tables, origin: Origin, problems: list[str]) -> None:
     """Remove each value that is nested deeply, or holds an integer that a float cannot hold exactly."""
     for section, keys in tables.items():

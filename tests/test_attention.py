@@ -254,8 +254,11 @@ def test_peak_memory_of_the_fused_path_at_8192_tokens() -> None:
             for name in {FUSED}:
                 encoding = ENCODINGS[name](shape, ENCODINGS[name].Options(encoding=name))
                 q, k, v = torch.randn(3, 1, 2, n, 16)
-                pos = at[:, :n]
-                attend_fused(q, k, v, encoding, At(pos, pos, 0, encoding.tables(pos, pos)), Mask(), 0.0)
+                pos, features = at[:, :n], encoding.features(torch.randn(1, n, 32), 0)
+                if features is not None:
+                    features = encoding.mix(features, 0, None)
+                place = At(pos, pos, 0, encoding.tables(pos, pos), features)
+                attend_fused(q, k, v, encoding, place, Mask(), 0.0)
             peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         print(peaks[1] - peaks[0])
     """

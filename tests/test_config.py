@@ -296,7 +296,8 @@ def test_an_option_of_another_encoding_is_answered_by_the_keys_of_this_one(tmp_p
     path = write(tmp_path / "a.toml", MINIMAL)
     assert problems(path, ["position.encoding=alibi", "position.fraction=0.5"]) == (
         "position.fraction on the command line: unknown key of [position] with this encoding; its keys are "
-        "encoding, layers, skip_every, temperature, scale_invariant, drop_at, lr_scale, learned",)
+        "encoding, layers, skip_every, temperature, temperature_layers, scale_invariant, drop_at, lr_scale, "
+        "learned",)
 
 
 def test_a_bad_field_ends_the_command_with_2(tmp_path: Path, capsys) -> None:

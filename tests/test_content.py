@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import lively, tokens
+from conftest import features_of, lively, tokens
 from torch import Tensor
 
 from model import GPT
@@ -33,7 +33,7 @@ class Case:
     def at(self) -> At:
         q_pos = self.pos[:, self.past:]
         return At(q_pos, self.pos, LAYER, self.encoding.tables(q_pos, self.pos),
-                  self.encoding.features(self.x, LAYER))
+                  features_of(self.encoding, self.x, LAYER))
 
     def bias(self) -> Tensor:
         """What `scores` adds; 0 for keys ahead, whose logits must stay -inf."""

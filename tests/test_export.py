@@ -236,6 +236,8 @@ def test_every_encoding_leaves_or_is_refused_by_name(encoding: str, tiny) -> Non
     (["model.norm=layernorm", "model.mlp=relu2"], ["model.norm = 'layernorm'", "model.mlp = 'relu2'"]),
     (["position.fraction=0.5", "model.qk_norm=true"], ["position.fraction = 0.5"]),
     (["position.fraction=0.5", 'position.scaling={method="pi",factor=2.0}'], []),
+    (["position.spectrum=hope", 'position.scaling={method="mrrope",factor=2.0}'],
+     ["position.spectrum = 'hope'", "position.scaling = 'mrrope'"]),
     (["model.qkv_bias=true", "position.layers=first"], ["position.layers = 'first'"]),
 ])
 def test_what_stands_in_the_way_is_named_all_at_once(overrides: list[str], named: list[str], tiny) -> None:

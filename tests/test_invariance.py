@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import every_encoding, lively, slow_except, tokens
+from conftest import every_encoding, features_of, lively, slow_except, tokens
 from test_attention import LargestTensor
 
 import attention
@@ -62,7 +62,7 @@ def test_it_is_a_double_loop_after_the_encodings_own_scores(name: str, window: i
     q, k, v = torch.randn(3, 2, 2, 24, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     position = torch.arange(24)[None] + 5 * (torch.arange(24) > 9)
-    at = At(position, position, 0, encoding.tables(position, position), encoding.features(x, 0))
+    at = At(position, position, 0, encoding.tables(position, position), features_of(encoding, x))
     documents = (torch.arange(24) // 10).expand(2, 24)
     turned_q, turned_k = encoding.rotate(q, k, at)
     i, j = torch.arange(24)[:, None], torch.arange(24)

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import lively, tokens
+from conftest import every_encoding, features_of, lively, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 import rope
 from model import GPT, hidden_width
+from positions import ENCODINGS, At
 
 LLAMA = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
          "attention_norm": "input_layernorm", "attention": "self_attn",
@@ -75,6 +76,20 @@ def test_parameters_and_flops_are_the_closed_form(mlp: str, matrices: int, tied:
     products = sum(n for operation, n in counter.get_flop_counts()["Global"].items()
                    if "attention" not in str(operation))
     assert products == (model.flops_per_token(T) - attention) * T
+
+
+@every_encoding
+def test_the_count_knows_how_wide_q_and_k_are_in_their_product(name: str, tiny) -> None:
+    """PoPE's are twice as wide, which takes 6 H D (T + 1) / 2 more in each layer that has it."""
+    layers = ["position.layers=[0, 2]"] if ENCODINGS[name].acts_in_layers() else []
+    model, T = GPT(tiny(name, "model.n_layer=3", *layers)), 10
+    q, position = torch.randn(1, 2, T, 16), torch.arange(T)[None]
+    at = At(position, position, 0, model.encoding.tables(position, position),
+            features_of(model.encoding, torch.randn(1, T, 32)))
+    widths = {x.shape[-1] for x in model.encoding.rotate(q, q, at)}
+    plain = GPT(tiny("none", "model.n_layer=3")).flops_per_token(T)
+    assert widths == {16 * model.encoding.widening}
+    assert model.flops_per_token(T) == plain + 2 * (widths.pop() // 16 - 1) * 3 * 32 * (T + 1)
 
 
 def test_attention_flops_are_the_visible_pairs() -> None:

@@ -93,8 +93,8 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
     """
     def make(name: str) -> Config:
         return tiny("fire", "position.layers=first", "position.lr_scale=1", f"train.steps={STEPS}",
-                    "train.accumulate=2", "train.batch_size=8", "train.pose_length=64",
-                    f"run.dir={tmp_path / name}", "run.save_every=100")
+                    "train.accumulate=2", "train.batch_size=8", "train.positions=random",
+                    "train.position_range=64", f"run.dir={tmp_path / name}", "run.save_every=100")
 
     (tmp_path / "straight.toml").write_text(to_toml(make("straight")))
     launcher = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope
+from evaluation.extension import parse
 from model import GPT
 from runtime.device import autocast
+from runtime.errors import UserError
 from runtime.optimizer import make_optimizer
 
 D = 16
@@ -221,3 +223,39 @@ def test_rope_serves_outside_attention() -> None:
             expected = torch.einsum("bhd,de,bhe->bh", q[:, :, m], relative, k[:, :, n])
             torch.testing.assert_close(scores[:, :, m, n], expected, atol=1e-10, rtol=0)
     assert scores[:, :, 3, 2].isneginf().all()
+
+
+@pytest.mark.parametrize("L", [32, 128, 4096])
+def test_hope_stops_the_pairs_without_a_whole_turn(L: int) -> None:
+    f = rope.inv_freq(64)
+    found = rope.stop_unfinished(f, L)
+    turns = [L * 10_000 ** (-2 * i / 64) / (2 * math.pi) for i in range(32)]
+    assert found.tolist() == [x if n >= 1 else 0 for x, n in zip(f.tolist(), turns, strict=True)]
+    assert 0 < (found == 0).sum() < 32
+
+
+def test_rope_id_goes_from_a_turn_in_32_positions_to_two_turns_in_L() -> None:
+    f = rope.inv_freq_in_sight(32, 4096)
+    assert f.shape == (16,) and 2 * math.pi / f[0].item() == pytest.approx(32)
+    assert 4096 * f[-1].item() == pytest.approx(4 * math.pi)
+    torch.testing.assert_close(f[1:] / f[:-1], (f[1] / f[0]).expand(15))
+
+
+def test_the_spectrum_is_that_of_the_config(tiny) -> None:
+    at = torch.arange(9)[None]
+    for spectrum, expected in (("geometric", rope.inv_freq(8)), ("rope_id", rope.inv_freq_in_sight(8, 32)),
+                               ("hope", rope.stop_unfinished(rope.inv_freq(8), 32))):
+        encoding = lively(tiny("rope", "position.fraction=0.5", f"position.spectrum={spectrum}")).encoding
+        found, factor = encoding.frequencies(at)
+        assert torch.equal(found, expected) and factor == 1
+    scaled = lively(tiny("rope", "position.spectrum=hope", 'position.scaling={method="pi",factor=4.0}'))
+    expected = rope.stop_unfinished(rope.inv_freq(16), 32) / 4          # the same pairs stand still
+    assert torch.equal(scaled.encoding.frequencies(at)[0], expected)
+
+
+def test_a_scaling_of_rope_id_is_refused(tiny) -> None:
+    with pytest.raises(UserError, match="position.scaling .*: changes a base, which spectrum = rope_id"):
+        tiny("rope", "position.spectrum=rope_id", 'position.scaling={method="pi",factor=4.0}')
+    config = tiny("rope", "position.spectrum=rope_id")
+    (method,) = parse("yarn").methods
+    assert "changes a base" in method.problem(lively(config), config, 64)

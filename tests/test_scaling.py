@@ -160,7 +160,27 @@ def test_another_base_is_another_base() -> None:
     assert torch.equal(frequencies(Base(base=5e5))[0], rope.inv_freq(16, 5e5))
 
 
-@pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3"])
+@shapes
+@lengths
+@pytest.mark.parametrize("factor", [2.0, 16.0])
+def test_mrrope_passes_its_factors_on_to_slower_pairs(dim: int, base: float, length: int,
+                                                      factor: float) -> None:
+    """The paper's product over the faster pairs, with eps_d = 2 (1 + d - low) / (n (n + 1))."""
+    plain = rope.inv_freq(dim, base, dtype=torch.float64)
+    turns = (length * plain / (2 * math.pi)).tolist()
+    low = max([0, *(i for i, t in enumerate(turns) if t > 32)])
+    high = min([len(turns), *(i for i, t in enumerate(turns) if t < 1)])
+    n = high - low
+    eps = [2 * (1 + d - low) / (n * (n + 1)) if low <= d < high else 0 for d in range(len(turns))]
+    assert sum(eps) == pytest.approx(1)
+    expected = [f / math.prod(factor ** e for e in eps[:i]) for i, f in enumerate(plain.tolist())]
+    found, amplitude = frequencies(make("mrrope", factor), dim, base, length)
+    torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), atol=0, rtol=1e-5)
+    assert amplitude == 1 + 0.1 * math.log(factor)
+    assert torch.equal(found[:low + 1], rope.inv_freq(dim, base)[:low + 1])
+
+
+@pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "mrrope"])
 def test_no_method_rotates_further_or_faster_than_in_training(method: str) -> None:
     """No pair turns faster than trained; no pair slower than PI's; the slowest reaches no angle beyond L."""
     plain = rope.inv_freq(64)
@@ -277,7 +297,7 @@ def test_cos_and_sin_alone_carry_the_factor_and_the_frequencies(method: str, tin
     model.encoding.scaling = scaling = make(method, 4.0, dim=8)
     at = torch.arange(3 * L)[None]
     f, factor = frequencies(scaling, 8, T=3 * L)
-    assert (factor > 1.01) == (method in ("yarn", "longrope"))
+    assert (factor > 1.01) == (method in ("yarn", "longrope", "mrrope"))
     angle = at[0, :, None] * f
     q_cos, q_sin, k_cos, k_sin = model.encoding.tables(at[:, -5:], at)
     torch.testing.assert_close(k_cos[0, 0], angle.cos() * factor)

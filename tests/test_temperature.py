@@ -8,7 +8,8 @@ import torch
 from conftest import every_encoding, every_encoding_slowly, lively, tokens
 
 from attention import Mask
-from model import GPT
+from evaluation.extension import extended, parse
+from model import GPT, Attention
 from positions import At, Options
 from positions.temperature import TEMPERATURES
 from runtime.device import autocast
@@ -153,3 +154,19 @@ def test_the_future_cannot_leak(temperature: str, tiny) -> None:
     changed[:, 40] = (changed[:, 40] + 1) % 257
     assert torch.equal(model(changed)[:, :40], model(x)[:, :40])
     assert model(x, positions=torch.arange(48) - 5).isfinite().all()    # no log of 0 or less
+
+
+@pytest.mark.parametrize(("only", "layers"), [
+    ("all", {0, 1, 2, 3}), ("encoded", {0, 2}), ("unencoded", {1, 3})])
+def test_a_temperature_acts_in_the_layers_of_its_kind_alone(only: str, layers: set[int], tiny,
+                                                            monkeypatch) -> None:
+    """Also one that --extend applies: SWAN-GPT's, for the layers without an encoding."""
+    config = tiny("rope", "model.n_layer=4", "position.skip_every=2", f"position.temperature_layers={only}")
+    model, x, seen = lively(config), tokens((1, 64)), []
+    attend = Attention.forward
+    monkeypatch.setattr(Attention, "forward", lambda self, x, encoding, at, mask, factor, cache:
+                        seen.append((at.layer, factor)) or attend(self, x, encoding, at, mask, factor, cache))
+    with extended(model, config, parse("log_n").methods, 64):
+        model(x)
+    assert {n for n, factor in seen if factor is not None and (factor[..., 32:, :] > 1).all()} == layers
+    assert [layer for layer, _ in seen] == [0, 1, 2, 3]

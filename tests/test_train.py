@@ -30,7 +30,7 @@ from runtime.log import Log
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
 from runtime.progress import Run
-from train import learning_rate, skipping_positions, train, training_loop
+from train import learning_rate, train, training_loop
 
 CPU = Process(torch.device("cpu"))
 
@@ -116,7 +116,8 @@ def stop_after(n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("overrides", [
-    (), ("train.pose_length=64", "train.accumulate=2", "position.encoding=rope"), ("position.drop_at=0.4",),
+    (), ("position.drop_at=0.4",),
+    ("train.positions=rfs", "train.position_range=64", "train.accumulate=2", "position.encoding=rope"),
     pytest.param(("model.dropout=0.3", "train.accumulate=2"), marks=pytest.mark.slow),
     pytest.param(("train.dtype=bfloat16", "train.schedule=wsd"), marks=pytest.mark.slow),
     ("train.optimizer=muon", "train.lr=1e-2"),      # the next one crosses epochs
@@ -154,8 +155,8 @@ def test_a_gpu_is_waited_for_at_log_lines_alone(name: str, tiny, monkeypatch) ->
         monkeypatch.setattr(train_module, "skips_on_device", lambda *_, is_ahead=is_ahead: is_ahead)
         waits = []
         for steps in (3, 8):
-            config = tiny(name, "train.accumulate=2", "train.pose_length=99", "data.cross_documents=mask",
-                          "model.dropout=0.1", f"train.steps={steps}", *RARELY)
+            config = tiny(name, "train.accumulate=2", "train.positions=pose", "train.position_range=99",
+                          "data.cross_documents=mask", "model.dropout=0.1", f"train.steps={steps}", *RARELY)
             monkeypatch.setattr(checkpoint, "save", lambda *_, **__: None)
             with ScalarReads() as reads:
                 run_loop(config)
@@ -288,35 +289,6 @@ def test_a_scaling_starts_from_the_length_before_it(tiny, tmp_path: Path) -> Non
     assert not (tmp_path / "long").exists()
     scaling = 'position.scaling={method="pi",factor=2.0,original_length=32}'
     assert train(tiny("rope", scaling, *longer), []) == 0
-
-
-def test_pose_skips_once_and_reaches_every_distance(tiny) -> None:
-    t = tiny("rope", "train.batch_size=512", "train.pose_length=300").train
-    at = skipping_positions(t, 3)
-    assert at.shape == (512, 32) and (at[:, 0] == 0).all() and at.max() <= 299
-    steps = at.diff(dim=1)
-    assert ((steps == 1).sum(1) >= 30).all()                            # one jump at most, and forwards
-    assert (steps >= 1).all() and at[:, -1].max() > 290 and at[:, -1].min() < 40
-    jump = steps.argmax(dim=1)[steps.amax(dim=1) > 1] + 1               # tokens before the skip
-    assert jump.min() == 1 and jump.max() == 16
-    assert torch.equal(at, skipping_positions(t, 3)) and not torch.equal(at, skipping_positions(t, 4))
-    assert torch.equal(skipping_positions(tiny("rope", "train.pose_length=32").train, 0),
-                       torch.arange(32).expand(4, 32))
-
-
-def test_pose_trains_at_those_positions(tiny, tmp_path: Path, monkeypatch) -> None:
-    config, seen = tiny("rope", "train.pose_length=99", "train.accumulate=2", "train.steps=1"), []
-    forward = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda self, x, y, at=None, documents=None:
-                        seen.append(at) or forward(self, x, y, at))
-    train(config, [])
-    assert torch.equal(torch.cat(seen[:2]), skipping_positions(config.train, 0))
-    assert seen[2:] and all(at is None for at in seen[2:])              # validation is plain
-
-
-def test_learned_positions_cannot_skip_beyond_their_table(tiny, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="learned ends at position 32"):
-        train(tiny("learned", "train.pose_length=64"), [])
 
 
 def test_lines_after_the_checkpoint_are_not_repeated(tiny, tmp_path: Path) -> None:

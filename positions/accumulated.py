@@ -1,0 +1,234 @@
+"""What the tokens between key and query do to their product: transformations that accumulate along the way.
+
+None of them reads positions, and none holds T x T numbers for all queries at once.
+
+Legend: B batch, T time (the Tq queries are the last of the Tk keys), C = n_embd, H = n_head, D channels of a
+head, R rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+import rope
+from positions.content import Forgetting
+from positions.contract import At, Encoding, Options, Shape
+
+CHUNK = 64      # keys whose reflections are applied at once
+TILE = 32       # queries whose sums of gates have one origin
+
+
+def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
+    """Each channel of x (B, H, T, F) over the last n tokens, its own included; weight (H, F, n), last = own.
+
+    Tokens of other documents (B, T), and those before the first, count as 0.
+    """
+    out = x * weight[..., None, :, -1]
+    for past in range(1, min(weight.shape[-1], x.shape[2])):
+        earlier = F.pad(x, (0, 0, past, -past))                         # (B, H, T, F)
+        if documents is not None:
+            same = F.pad(documents, (past, -past), value=-1) == documents
+            earlier = earlier * same[:, None, :, None]
+        out = out + earlier * weight[..., None, :, -1 - past]
+    return out
+
+
+class PaTHOptions(Options):
+    rank: int = Field(32, ge=1, description="R of the matrix that makes w from the layer's input")
+
+
+class PaTH(Encoding):
+    """Reflections in between: logits q_i^T H_i H_(i-1) ... H_(j+1) k_j / sqrt(D), H_t = I - beta_t w_t w_t^T.
+
+    Yang et al. 2025, arXiv:2505.16381, section 3: like RoPE with a matrix per token that depends on the
+    token. beta_t = 2 sigmoid(u x_t + b), and w_t, of length 1, is silu(convolution of W x_t over 3 tokens)
+    normalised; x is the layer's normalised input, W has rank R. In the authors' code the heads that share a
+    key share w and beta; here each head of queries has its own. Positions are not used.
+
+    Chunk by chunk of keys, from the query backwards, r = q_i^T H_i ... H_(e) is kept for every query of the
+    block. With w (c, D) and B = diag(beta) of a chunk, M = (I + strictly lower part of B w w^T)^-1 B:
+    r <- r - r w^T M w for the whole chunk, and r . k_j - r w^T M (w k_j for t > j, else 0) is the logit. For
+    queries inside the chunk r w^T is cut to t <= i.
+    """
+
+    Options = PaTHOptions
+
+    def __init__(self, shape: Shape, options: PaTHOptions) -> None:
+        super().__init__(shape, options)
+        n_layer, H, C, D = shape.n_layer, shape.n_head, shape.n_embd, shape.head_dim
+        self.down = nn.Parameter(0.02 * torch.randn(n_layer, options.rank, C))
+        self.up = nn.Parameter(0.02 * torch.randn(n_layer, H * D, options.rank))
+        self.convolution = nn.Parameter(3**-0.5 * (2 * torch.rand(n_layer, H, D, 3) - 1))   # PyTorch's start
+        self.u = nn.Parameter(0.02 * torch.randn(n_layer, H, C))
+        self.b = nn.Parameter(torch.zeros(n_layer, H))
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        H = self.b.shape[1]
+        w = F.linear(F.linear(x, self.down[layer]), self.up[layer]).unflatten(-1, (H, -1))      # (B, T, H, D)
+        beta = F.linear(x, self.u[layer], self.b[layer])[..., None]     # (B, T, H, 1)
+        return torch.cat((w, beta), dim=-1).transpose(1, 2)             # (B, H, T, D + 1)
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        features = features.to(torch.promote_types(features.dtype, torch.float32))
+        w = F.silu(short_convolution(features[..., :-1], self.convolution[layer], documents))
+        w = w * (w.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        return torch.cat((w, 2 * features[..., -1:].sigmoid()), dim=-1)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        assert at.features is not None
+        Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
+        with torch.autocast(q.device.type, enabled=False):
+            w, beta = at.features.to(logits.dtype).split((D, 1), dim=-1)
+            row, k = q.to(logits.dtype), k.to(logits.dtype)
+            i = torch.arange(Tk - Tq, Tk, device=q.device)[:, None]
+            found = []
+            for start in reversed(range(0, Tk, CHUNK)):
+                part = slice(start, min(start + CHUNK, Tk))
+                w_c, k_c, c = w[:, :, part], k[:, :, part], part.stop - start
+                both = beta[:, :, part] * (w_c @ torch.cat((w_c, k_c), dim=2).mT)       # (B, H, c, 2 c)
+                w_w, w_k = (x.tril(-1) for x in both.split(c, dim=-1))
+                # a unit diagonal is taken for granted, so I need not be added
+                solved = torch.linalg.solve_triangular(w_w, torch.cat((beta[:, :, part] * w_c, w_k), dim=-1),
+                                                       upper=False, unitriangular=True)
+                m_w, m_k = solved.split((D, c), dim=-1)
+                row_w = (row @ w_c.mT).masked_fill(torch.arange(start, part.stop, device=q.device) > i, 0)
+                found.append(row @ k_c.mT - row_w @ m_k)                # (B, H, Tq, c)
+                row = row - row_w @ m_w
+            products = torch.cat(found[::-1], dim=-1) / D**0.5
+        return products.masked_fill(logits.isneginf(), -torch.inf)
+
+
+class PaTHFoX(PaTH):
+    """PaTH with forget gates: its logits + sum_{l=j+1..i} log f_l. Yang et al. 2025, arXiv:2505.16381, 3.4.
+
+    PaTH-FoX: the gates are those of `forgetting`.
+    """
+
+    def __init__(self, shape: Shape, options: PaTHOptions) -> None:
+        super().__init__(shape, options)
+        self.gates = Forgetting(shape, options)
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        own, gate = super().features(x, layer), self.gates.features(x, layer)
+        return torch.cat((own.to(gate.dtype), gate), dim=-1)            # (B, H, T, D + 2)
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        own = super().mix(features[..., :-1], layer, documents)
+        return torch.cat((own, features[..., -1:].to(own.dtype)), dim=-1)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        assert at.features is not None
+        own, gate = at.features[..., :-1], at.features[..., -1:]
+        logits = super().scores(logits, q, k, at._replace(features=own))
+        return self.gates.scores(logits, q, k, at._replace(features=gate))
+
+
+class SelectiveRoPEOptions(Options):
+    rank: int = Field(32, ge=1, description="R of the matrix that makes the angles from the layer's input")
+    base: float = Field(
+        500_000.0, gt=1, description="pair i turns by base^(-2i / D) times what the tokens say")
+    n_taps: int = Field(4, ge=1, description="tokens that the convolution of the angles sees; 1: accumulated "
+                                             "rotations without one")
+
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        if head_dim % 2:
+            return {"encoding": "needs an even number of channels of a head (head_dim, or n_embd / n_head), "
+                                f"got {head_dim}"}
+        return {}
+
+
+class SelectiveRoPE(Encoding):
+    """RoPE by angles that tokens choose: pair i of q, k at t turns by f_i sum_{l<=t} phi_l. arXiv:2511.17388.
+
+    Movahedi et al. 2025. phi = convolution of W x / |x| over 4 tokens, per head and pair, W of rank R, x the
+    part of the layer's normalised input that belongs to a head (C / H channels); f_i = base^(-2i / D) is
+    fixed. The logit then depends on the tokens after the key up to the query. Equal phi = 1 everywhere is
+    RoPE. Positions are not used. The authors normalise q and k afterwards: model.qk_norm, here before, is the
+    same, since a rotation keeps lengths. Their optional gate and bias are left out. Each head of queries has
+    its own angles.
+
+    With n_taps = 1 these are the accumulated rotations of q and k of arXiv:2606.24975, with angles from the
+    layer's input instead of a table by token.
+    """
+
+    Options = SelectiveRoPEOptions
+
+    def __init__(self, shape: Shape, options: SelectiveRoPEOptions) -> None:
+        super().__init__(shape, options)
+        n_layer, H, C, D = shape.n_layer, shape.n_head, shape.n_embd, shape.head_dim
+        self.n_parts = H if C % H == 0 else 1
+        self.base = options.base
+        # uniform, as PyTorch starts linear layers and convolutions
+        self.down, self.up, self.convolution = (
+            nn.Parameter(fan_in**-0.5 * (2 * torch.rand(shape) - 1)) for shape, fan_in in (
+                ((n_layer, options.rank, C), C), ((n_layer, H * D // 2, options.rank), options.rank),
+                ((n_layer, H, D // 2, options.n_taps), options.n_taps)))
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        x = F.normalize(x.unflatten(-1, (self.n_parts, -1)), dim=-1).flatten(-2)
+        phi = F.linear(F.linear(x, self.down[layer]), self.up[layer])   # (B, T, H D/2)
+        return phi.unflatten(-1, (self.convolution.shape[1], -1)).transpose(1, 2)       # (B, H, T, D/2)
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        """-> the angles (B, H, Tk, D/2), in fp64: sums over long texts are large, their differences small."""
+        phi = short_convolution(features.double(), self.convolution[layer].double(), documents)
+        D = 2 * phi.shape[-1]
+        return phi.cumsum(dim=2) * rope.inv_freq(D, self.base, dtype=torch.float64, device=phi.device)
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        assert at.features is not None
+        angle = at.features - at.features[:, :, -q.shape[2], None]      # only differences matter
+        cos, sin = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (angle.cos(), angle.sin()))
+        k = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return rope.turn(q, cos[:, :, -q.shape[2]:], sin[:, :, -q.shape[2]:]), rope.turn(k, cos, sin)
+
+
+class Wall(Encoding):
+    """A forget gate per channel: logits sum_c q_ic k_jc exp(sum_{l=j+1..i} g_lc) / sqrt(D). Tilde 2026.
+
+    Wall attention, Tilde Research, blog post of 2026-06-02 and flash-linear-attention, ops/wall_attn; there
+    is no paper. g_l = logsigmoid(W x_l + b) <= 0, D numbers per head, x the layer's normalised input; b
+    starts at 8: nothing is forgotten. `forgetting` has one gate for all channels, outside of the product;
+    xpos fixed ones. Positions are not used. The authors' optional scalar gate and output gate are left out.
+    The cache holds D more numbers per head and token.
+
+    With the sums P of g, exp(P_i - P_j) is split at the first query of a tile of 32: exp(P_i - P_0) and
+    exp(P_0 - P_j) are at most 1 for keys before the tile. Within it, each pair of tokens has its own factor.
+    """
+
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        n_layer, H, C, D = shape.n_layer, shape.n_head, shape.n_embd, shape.head_dim
+        self.w = nn.Parameter(0.02 * torch.randn(n_layer, H * D, C))
+        self.b = nn.Parameter(torch.full((n_layer, H, D), 8.0))
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        gate = F.linear(x, self.w[layer], self.b[layer].flatten())      # (B, T, H D)
+        gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
+        return F.logsigmoid(gate).unflatten(-1, (self.b.shape[1], -1)).transpose(1, 2)      # (B, H, T, D)
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        return features.double().cumsum(dim=2)                          # P, (B, H, Tk, D)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        assert at.features is not None
+        Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
+        found = []
+        with torch.autocast(q.device.type, enabled=False):
+            sums, q, k = at.features, q.to(logits.dtype), k.to(logits.dtype)
+            for first in range(0, Tq, TILE):
+                rows = slice(first, min(first + TILE, Tq))
+                here = slice(Tk - Tq + first, Tk - Tq + rows.stop)      # the tile's own keys
+                origin = sums[:, :, here.start, None]                   # (B, H, 1, D)
+                q_tile = q[:, :, rows]
+                q_far = q_tile * (sums[:, :, here] - origin).exp().to(q.dtype)
+                k_far = k * (origin - sums).clamp(max=0).exp().to(k.dtype)
+                tile = q_far @ k_far.mT                                 # (B, H, rows, Tk)
+                between = sums[:, :, here, None] - sums[:, :, None, here]       # (B, H, rows, rows, D)
+                near = torch.einsum("bhic,bhjc,bhijc->bhij", q_tile, k[:, :, here],
+                                    between.clamp(max=0).exp().to(q.dtype))
+                found.append(torch.cat((tile[..., :here.start], near, tile[..., here.stop:]), dim=-1))
+        return (torch.cat(found, dim=2) / D**0.5).masked_fill(logits.isneginf(), -torch.inf)

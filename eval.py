@@ -30,8 +30,9 @@ Each --extend METHOD[:key=value,...] adds a curve of the same model under a meth
 METHOD+METHOD applies both. Every forward pass computes the whole window; no keys are cached.
 `torchrun --nproc_per_node=N eval.py RUN ...` divides the windows among N processes; the sums stay the same.
 
-Writes RUN/eval/DATA.json (records, and of which checkpoint), .npz (sums of each window) and .png (picture). A
-second call adds its records to that file, or replaces those of the same method, protocol and length. Both
+Writes RUN/eval/DATA.json (records, and of which checkpoint), .npz (sums of each window) and .png (picture).
+The first two are written after each length, so the same command continues an interrupted evaluation. A second
+call adds to that file what it lacks, and does not measure again what it holds; --replace does. Both calls
 must have the same targets: the same text, checkpoint, dtype and --seed and, for each protocol that both
 measure, the same --longest, --targets, --windows, --tokens and --stride where the protocol depends on them.
 Otherwise eval.py refuses before it computes anything: give --json FILE to write another file, or --replace.
@@ -55,7 +56,15 @@ from data.tasks import ALGORITHMS, RETRIEVAL, TASKS
 from evaluation import results
 from evaluation.extension import describe_extensions
 from evaluation.pictures import draw_evaluation
-from evaluation.protocols import DEFAULT_PROTOCOLS, PROBES, PROTOCOLS, Evaluation, Settings, open_extensions
+from evaluation.protocols import (
+    DEFAULT_PROTOCOLS,
+    PROBES,
+    PROTOCOLS,
+    Evaluation,
+    Settings,
+    open_extensions,
+    spec_of,
+)
 from evaluation.show import table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from runtime import parallel
@@ -83,9 +92,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", metavar="DIR_OR_FILE",
                         help="corpus or text file (default: the run's corpus; a Hugging Face folder has "
                         "none)")
+    parser.add_argument("--train-length", type=int, metavar="L",
+                        help="take this as L, where config.json names more than the model was trained on")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
+                        help="of matrix products (default: train.dtype; for a Hugging Face folder auto, "
+                        "bfloat16 if the chip supports it)")
     parser.add_argument("--longest", type=int, metavar="TOKENS",
                         help="use only documents with more tokens than this, and targets with at least this "
-                        "many tokens before them (default: the longest of --lengths and L)")
+                        "many tokens before them (default: the longest of --lengths, and L for fixed)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
     parser.add_argument("--windows", type=int, default=32,
                         help="fixed, position, repeat, copy: number of windows; algorithms: trials; passkey, "
@@ -118,12 +132,13 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
     generated = 0                               # if no protocol needs the text: the largest multiple of L
     if set(protocols) <= {*RETRIEVAL, *ALGORITHMS}:
         generated = MOST_SYMBOLS if set(protocols) & set(ALGORITHMS) else MULTIPLES[-1]
-    lengths = choose_lengths(args.lengths, L, text, generated)
-    needed, available = max(*lengths, L), max(map(len, text.documents), default=0) - 1
+    needs_L = "fixed" in protocols              # for its control, truncated
+    lengths = choose_lengths(args.lengths, L, text, generated, needs_L)
+    needed, available = max(*lengths, L * needs_L), max(map(len, text.documents), default=0) - 1
     longest = needed if args.longest is None else args.longest
     if not generated and not needed <= longest <= available:
         raise UserError(f"--longest {longest}: must be in {needed} ... {available}, from the longest of "
-                        f"--lengths and L to the longest document of {text.name}")
+                        f"--lengths{' and L' * needs_L} to the longest document of {text.name}")
     targets = max(1, min(256, L // 4)) if args.targets is None else args.targets
     counts = [n for n in (args.windows, args.tokens, args.stride, args.seed + 1) if n is not None]
     if not 0 < targets <= min(lengths) or min(counts) < 1:
@@ -139,6 +154,8 @@ def main() -> None:
     process = parallel.start_evaluation()
     run = open_run(args.run)
     model, config, tokenizer = run[:3]
+    config = config.model_copy(update={"train": config.train.model_copy(update={
+        key: value for key, value in (("seq_len", args.train_length), ("dtype", args.dtype)) if value})})
     encoding, L = config.position.encoding, config.train.seq_len
     protocols = choose_protocols(args.protocol, args.run)
     needs_text = not set(protocols) <= {*RETRIEVAL, *ALGORITHMS}
@@ -153,8 +170,9 @@ def main() -> None:
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
             "data": text.name, "data_sha256": text.sha256(), "weights_sha256": weights_sha256(model),
-            **run.origin(), "dtype": dtype_name(config.train, next(model.parameters()).device),
-            "seed": settings.seed, "settings": evaluation.deciding()}
+            **run.origin(), "position": config.position.model_dump(mode="json"),
+            "dtype": dtype_name(config.train, next(model.parameters()).device), "seed": settings.seed,
+            "settings": evaluation.deciding()}
     # such as another checkpoint, while the run is being trained
     parallel.require_agreement(process, {**head, "lengths": settings.lengths, "extend": args.extend})
     measured = "generated documents"
@@ -171,28 +189,43 @@ def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluati
     encoding, L, name = head["encoding"], head["seq_len"], head["data"]
     earlier = None if args.replace else results.read_mergeable(path, head)
     trained = f"{encoding}, {'dropped, ' if evaluation.model.is_dropped else ''}trained at L = {L}"
-    print(f"{args.run}: {trained}, on {measured}", flush=True)
-    records = evaluation.run()
-    if not records:
-        raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: too short for "
-                        f"{', '.join(evaluation.settings.protocols)}; nothing was measured, give longer ones")
-    if text.sha256() != head["data_sha256"]:
-        raise UserError(f"data {text.name}: was overwritten during the evaluation; nothing was written, "
-                        "evaluate again")
+    print(f"{args.run}: {trained}, on {measured}, in {head['dtype']}", flush=True)
+    for extend in evaluation.extends[1:]:
+        same = [length for length in evaluation.possible if evaluation.is_as_without(extend, length)]
+        if same:
+            print(f"--extend {extend.spec}: factor 1 at {', '.join(map(str, same))}: as without"
+                  + f"; give lengths beyond L, such as --lengths {L},{2 * L},{4 * L}"
+                  * (same == evaluation.possible))
+    parallel.barrier(process)                       # all have read what rank 0 is going to write
+    found = None
+    for _ in evaluation.measure(results.reusable(earlier, head)):
+        if text.sha256() != head["data_sha256"]:
+            raise UserError(f"data {name}: was overwritten during the evaluation; nothing was written since, "
+                            "evaluate again")
+        found = results.Results(head, evaluation.records, evaluation.per_window)
+        if not process.rank and found.records:
+            found = results.merge(earlier, found) if earlier else found
+            results.write(path, found)              # after each place: an interruption loses no more
     parallel.shut_down()
     if process.rank:
         return
+    specs, settings = [spec_of(extend) for extend in evaluation.extends], evaluation.settings
+    records = [r for r in evaluation.records if r["extend"] in specs and r["length"] in evaluation.lengths
+               and r["protocol"] in settings.protocols]
+    if not records:
+        raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: too short for "
+                        f"{', '.join(settings.protocols)}; nothing was measured, give longer ones")
     print("\n".join(table(records, evaluation.lengths, L)))
     limit = evaluation.model.active().max_length
     if limit and limit < max(evaluation.lengths):
         print(f"{encoding} is not defined beyond position {limit - 1}: empty cells")
-    found = results.Results(head, records, evaluation.per_window)
-    if earlier:
+    if found and earlier:
         print(f"added to the {len(earlier.records)} records of {path}")
-        found = results.merge(earlier, found)
-    results.write(path, found)
-    draw_evaluation(found.records, f"{trained}, evaluated on {name}", L, path.with_suffix(".png"))
-    print(f"wrote {path}, .npz and .png")
+    elif not found:
+        print(f"{path} holds all of this already; --replace measures it again")
+    everything = found.records if found else records
+    is_drawn = draw_evaluation(everything, f"{trained}, evaluated on {name}", L, path.with_suffix(".png"))
+    print(f"wrote {path}, .npz and .png" if is_drawn else f"wrote {path} and .npz")
 
 
 if __name__ == "__main__":

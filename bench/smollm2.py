@@ -27,7 +27,7 @@ def convert(path: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
-    model.hf_quantizer = None                   # else save_pretrained refuses, though no weight is quantised
+    model.hf_quantizer = None  # type: ignore[assignment]  # else save_pretrained refuses
     del model.config.quantization_config
     model.save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -50,6 +50,10 @@ class Extension(BaseModel):
         """One line about options that are allowed but probably a mistake, if any."""
         return None
 
+    def changes_nothing(self, model: GPT, config: Config, T: int) -> bool:
+        """Whether it is known that the model is the same without it at T tokens."""
+        return False
+
     def apply(self, model: GPT, config: Config, T: int) -> None:
         """Change the model for evaluation at T tokens."""
         raise NotImplementedError
@@ -66,6 +70,10 @@ class Rescaled(Extension):
         """The method for T tokens, from the frequencies before any scaling that the run was trained with."""
         L = getattr(rotary(model).scaling, "original_length", None) or config.train.seq_len
         return self.method.for_context(L, T, self.given)
+
+    def changes_nothing(self, model: GPT, config: Config, T: int) -> bool:
+        scaling = self.scaling(model, config, T)
+        return rotary(model).scaling is None and scaling.changes_nothing(config.train.seq_len, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         rotary(model).scaling = self.scaling(model, config, T)

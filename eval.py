@@ -51,6 +51,7 @@ from typing import Any
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
+from config import Config
 from data.loader import read_meta
 from data.tasks import ALGORITHMS, RETRIEVAL, TASKS
 from evaluation import results
@@ -149,6 +150,12 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
                     args.stride, args.seed)
 
 
+def length_before(config: Config) -> int | None:
+    """The training length before the context was extended, if a scaling names one other than L."""
+    L = getattr(getattr(config.position, "scaling", None), "original_length", None)
+    return None if L == config.train.seq_len else L
+
+
 def main() -> None:
     args = parse_arguments()
     process = parallel.start_evaluation()
@@ -169,7 +176,7 @@ def main() -> None:
                         "positions; give a shorter one")
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
-            "data": text.name, "data_sha256": text.sha256(), "weights_sha256": weights_sha256(model),
+            "before_extension": length_before(config), "data": text.name, "data_sha256": text.sha256(), "weights_sha256": weights_sha256(model),
             **run.origin(), "position": config.position.model_dump(mode="json"),
             "dtype": dtype_name(config.train, next(model.parameters()).device), "seed": settings.seed,
             "settings": evaluation.deciding()}
@@ -189,6 +196,8 @@ def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluati
     encoding, L, name = head["encoding"], head["seq_len"], head["data"]
     earlier = None if args.replace else results.read_mergeable(path, head)
     trained = f"{encoding}, {'dropped, ' if evaluation.model.is_dropped else ''}trained at L = {L}"
+    if head["before_extension"]:
+        trained += f" after L = {head['before_extension']} before its extension"
     print(f"{args.run}: {trained}, on {measured}, in {head['dtype']}", flush=True)
     for extend in evaluation.extends[1:]:
         same = [length for length in evaluation.possible if evaluation.is_as_without(extend, length)]

@@ -321,7 +321,8 @@ def make(name: str, arguments: str, spec: str) -> Extension:
     try:
         given = tomllib.loads(f"x = {{{arguments}}}")["x"]
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., values as in TOML") from error
+        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., such as factor=4 or "
+                        "long_factor=[1.0,2.0]") from error
     try:
         if name not in SCALINGS:
             return EXTENSIONS[name].model_validate(given)
@@ -329,6 +330,12 @@ def make(name: str, arguments: str, spec: str) -> Extension:
         return Rescaled(method=SCALINGS[name], given=given)
     except ValidationError as error:
         first = error.errors()[0]
+        missing = [str(one["loc"][0]) for one in error.errors() if one["type"] == "missing"]
+        if missing:
+            fields = SCALINGS[name].model_fields
+            form = {key: "[...]" if "list" in str(fields[key].annotation) else "..." for key in missing}
+            raise UserError(f"--extend {spec}: needs {' and '.join(missing)}; write --extend '{name}:"
+                            f"{','.join(f'{key}={value}' for key, value in form.items())}'") from error
         raise UserError(explain(f"--extend {name}.{first['loc'][0]}", [first], f"in {spec!r}",
                                 SCALINGS.get(name, EXTENSIONS[name]), name)) from error
 

@@ -487,6 +487,19 @@ def test_the_dtype_can_be_chosen_is_printed_and_recorded(evaluated, run_dir: Pat
     assert exact != rounded.records[0]["nll_sum"] == pytest.approx(exact, rel=1e-2)
 
 
+def test_a_fine_tuned_model_shows_the_length_before_its_extension_too(tiny, tmp_path: Path, capsys,
+                                                                      monkeypatch) -> None:
+    scaling = "position.scaling={method='yarn',factor=4.0,original_length=%d,beta_fast=2.0}"
+    for original, expected in ((64, "trained at L = 32 after L = 64 before its extension, on words"),
+                               (32, "trained at L = 32, on words")):
+        run_dir = tmp_path / f"run-{original}"
+        train(tiny("rope", "train.steps=1", scaling % original, f"run.dir={run_dir}"), [])
+        monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), *SHORT, "--lengths", "64", "--protocol",
+                                          "rolling"])
+        main()
+        assert expected in capsys.readouterr().out
+
+
 def test_probes_alone_have_no_picture(run_dir: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), "--lengths", "64", "--protocol", "copy"])
     main()
@@ -606,6 +619,11 @@ def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypa
     (["RUN", "--extend", "longrope:long_factor=[1.5],short_factor=[1.0]"], "--extend longrope"),
     (["RUN", "--targets", "999"], "--targets"),
     (["nowhere"], "run nowhere: no run there"),
+    (["nobody/model"], "hf download nobody/model --local-dir models/model"),
+    (["GGUF"], "GGUF files are not read; convert the model by transformers"),
+    (["RUN", "--extend", "longrope"], "needs short_factor and long_factor; write --extend 'longrope:short_f"),
+    (["RUN", "--extend", "base"], "--extend base: needs base; write --extend 'base:base=...'"),
+    (["RUN", "--dtype", "fp16"], "argument --dtype: invalid choice: 'fp16'"),
     (["RUN", "--data", "nowhere"], "--data nowhere: neither"),
     (["RUN", "--lenghts", "16"], "unrecognized arguments"),
     (["RUN", "--windows", "x"], "invalid int value"),
@@ -618,7 +636,9 @@ def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, r
     empty.mkdir()
     for name in ("config.toml", "corpus.json"):
         (empty / name).write_bytes((run_dir / name).read_bytes())
-    places = {"RUN": str(run_dir), "EMPTY": str(empty)}
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").touch()
+    places = {"RUN": str(run_dir), "EMPTY": str(empty), "GGUF": str(tmp_path / "gguf")}
     monkeypatch.setattr(sys, "argv", ["eval.py", *(places.get(a, a) for a in arguments)])
     with pytest.raises(SystemExit) as end:
         run_command(main)

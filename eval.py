@@ -153,7 +153,7 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
 def length_before(config: Config) -> int | None:
     """The training length before the context was extended, if a scaling names one other than L."""
     L = getattr(getattr(config.position, "scaling", None), "original_length", None)
-    return None if L == config.train.seq_len else L
+    return None if config.train.seq_len == L else L
 
 
 def main() -> None:
@@ -176,7 +176,8 @@ def main() -> None:
                         "positions; give a shorter one")
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
-            "before_extension": length_before(config), "data": text.name, "data_sha256": text.sha256(), "weights_sha256": weights_sha256(model),
+            "before_extension": length_before(config), "data": text.name, "data_sha256": text.sha256(),
+            "weights_sha256": weights_sha256(model),
             **run.origin(), "position": config.position.model_dump(mode="json"),
             "dtype": dtype_name(config.train, next(model.parameters()).device), "seed": settings.seed,
             "settings": evaluation.deciding()}

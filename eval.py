@@ -54,7 +54,7 @@ if __name__ == "__main__":
 from config import Config
 from data.loader import read_meta
 from data.tasks import ALGORITHMS, RETRIEVAL, TASKS
-from evaluation import results
+from evaluation import advice, results
 from evaluation.extension import describe_extensions
 from evaluation.pictures import draw_evaluation
 from evaluation.protocols import (
@@ -68,8 +68,10 @@ from evaluation.protocols import (
 )
 from evaluation.show import table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
+from hf.export import export, write_extended
+from hf.pretrained import is_pretrained
 from runtime import parallel
-from runtime.checkpoint import open_run, weights_sha256
+from runtime.checkpoint import Opened, open_run, weights_sha256
 from runtime.command import argument_parser, run_command
 from runtime.device import dtype_name
 from runtime.errors import UserError
@@ -93,6 +95,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", metavar="DIR_OR_FILE",
                         help="corpus or text file (default: the run's corpus; a Hugging Face folder has "
                         "none)")
+    parser.add_argument("--advise", action="store_true",
+                        help="measure every method that fits at L, 2 L and 4 L (fixed targets and passkey; "
+                        "--extend, --lengths and --windows change that), and end in a table of what to use")
+    parser.add_argument("--write", type=Path, metavar="OUT",
+                        help="with --advise: write the model as a Hugging Face folder, with the method in its "
+                        "config.json that has the lowest loss at the longest length")
     parser.add_argument("--train-length", type=int, metavar="L",
                         help="take this as L, where config.json names more than the model was trained on")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
@@ -102,9 +110,9 @@ def parse_arguments() -> argparse.Namespace:
                         help="use only documents with more tokens than this, and targets with at least this "
                         "many tokens before them (default: the longest of --lengths, and L for fixed)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
-    parser.add_argument("--windows", type=int, default=32,
+    parser.add_argument("--windows", type=int,
                         help="fixed, position, repeat, copy: number of windows; algorithms: trials; passkey, "
-                        "needles, variables: trials at each depth are a quarter of it (default 32)")
+                        "needles, variables: trials at each depth are a quarter of it (default 32; with --advise 8)")
     parser.add_argument("--tokens", type=int, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=int, help="sliding: S in tokens (default a quarter of each length)")
@@ -112,6 +120,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
     args = parser.parse_args()
+    args.windows = args.windows if args.windows is not None else advice.WINDOWS if args.advise else 32
+    if args.advise:
+        args.protocol = args.protocol or ",".join(advice.PROTOCOLS)
+        args.skip_unfit, args.extend = not args.extend, args.extend or list(advice.METHODS)
+        if "fixed" not in args.protocol.split(","):
+            raise UserError(f"--advise --protocol {args.protocol}: needs fixed among them; add it")
+    if args.write and (not args.advise or args.write.exists()):
+        raise UserError(f"--write {args.write}: " + ("exists; give a new folder" if args.advise else
+                                                     "needs --advise; add it"))
     for protocol in args.protocol.split(",") if args.protocol is not None else ():
         if protocol not in (*PROTOCOLS, *PROBES, *TESTED_BY):
             raise UserError(f"--protocol {protocol}: unknown; choose from {known}")
@@ -168,6 +185,9 @@ def main() -> None:
     needs_text = not set(protocols) <= {*RETRIEVAL, *ALGORITHMS}
     text = Text("tasks", []) if not (needs_text or args.data or config.data.dir) else \
         open_text(args.data, config.data.dir, tokenizer, run.corpus)
+    if args.advise and not args.lengths:
+        longest = max(map(len, text.documents)) - 1
+        args.lengths = ",".join(str(m * L) for m in advice.MULTIPLES if m * L <= longest)
     settings = choose_settings(args, protocols, L, text)
     extends = open_extensions(args.extend, model, config, settings.lengths, args.skip_unfit)
     evaluation = Evaluation(model, config, tokenizer, text, settings, extends, process)
@@ -189,6 +209,8 @@ def main() -> None:
         measured = f"{text.name}: {n_documents} documents of more than {settings.longest} tokens"
     with nullcontext() if process.rank else results.claimed(path):
         measure(args, path, head, evaluation, process, text, measured)
+        if args.advise and not process.rank:
+            advise(args, run, evaluation, results.read(path))
 
 
 def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluation: Evaluation,
@@ -236,6 +258,30 @@ def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluati
     everything = found.records if found else records
     is_drawn = draw_evaluation(everything, f"{trained}, evaluated on {name}", L, path.with_suffix(".png"))
     print(f"wrote {path}, .npz and .png" if is_drawn else f"wrote {path} and .npz")
+
+
+def advise(args: argparse.Namespace, run: Opened, evaluation: Evaluation, found: results.Results) -> None:
+    """Print which method to use, and write the model with it."""
+    rows = advice.rows(found, evaluation.extends, evaluation.possible, run.model, evaluation.config)
+    if not rows:
+        raise UserError("--advise: no length is beyond L; give a longer text, or --lengths beyond L")
+    print("\n".join(advice.table(rows, evaluation.L)))
+    if not args.write:
+        return
+    row = advice.to_write(rows)
+    if row is None or row.fields is None:
+        raise UserError(f"--write {args.write}: config.json has no form for any of these methods; nothing was "
+                        "written")
+    source = Path(args.run)
+    if is_pretrained(source):
+        write_extended(source, args.write, row.fields)
+    else:
+        extend = next(one for one in evaluation.extends if one.spec == row.name)
+        scaling = extend.methods[0].scaling(run.model, evaluation.config, row.length)   # type: ignore[attr-defined]
+        position = run.config.position.model_copy(update={"scaling": scaling})
+        export(source, args.write, run.model, run.config.model_copy(update={"position": position}),
+               run.tokenizer, run.state, row.fields["max_position_embeddings"])
+    print(f"wrote {args.write}: {row.name} for {row.length} tokens")
 
 
 if __name__ == "__main__":

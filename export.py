@@ -26,8 +26,8 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train.py made")
     parser.add_argument("out", metavar="OUT_DIR", type=Path, help="the folder to write; must be new or empty")
     parser.add_argument("--max-length", type=int, metavar="N",
-                        help="max_position_embeddings of the folder (default: that of training, or of the model "
-                        "that the run began from if that is longer)")
+                        help="max_position_embeddings of the folder (default: that of training, or of the "
+                        "model that the run began from if that is longer)")
     args = parser.parse_args()
     architecture = export(args.run, args.out, *open_run(args.run)[:4], args.max_length)
     print(f"wrote {args.out}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")

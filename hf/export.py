@@ -14,11 +14,13 @@ from config import Config, load_config, to_toml
 from data.tokenizer import Tokenizer
 from hf.architectures import choose
 from hf.pretrained import is_pretrained
+from hf.rope_parameters import Fields, rope_parameters
 from hf.tokenizer import separator_name, tokenizer_json
 from model import GPT
 from positions.rotary import RotaryOptions
+from positions.scaling import Scaling
 from runtime.errors import UserError
-from runtime.files import is_fixed, read_json
+from runtime.files import is_fixed, read_json, write_whole
 
 KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
         "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -100,6 +102,32 @@ def origin_of(run: Path) -> Path | None:
                   "not those of that model")
             return None
     return run
+
+
+def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:
+    """What config.json needs for a model under a scaling, for T tokens; None if it cannot express it."""
+    position = config.position
+    if not isinstance(position, RotaryOptions):
+        return None
+    position = position.model_copy(update={"scaling": scaling})
+    try:
+        choose(config.model_copy(update={"position": position}))
+    except UserError:
+        return None
+    parameters, length = rope_parameters(position, position.rotary_dim(config.model.head_width),
+                                         config.train.seq_len)
+    # a base says nothing of the length; vLLM multiplies the length of "linear" by its factor
+    return {"rope_parameters": parameters, "max_position_embeddings": T if scaling.method == "ntk" else length}
+
+
+def write_extended(folder: Path, out: Path, fields: Fields) -> None:
+    """Copy a Hugging Face folder, with other fields in its config.json. Raises UserError."""
+    if out.exists():
+        raise UserError(f"--write {out}: exists; give a new folder")
+    older = {"rope_scaling", "rope_theta"}              # of transformers 4: now in rope_parameters
+    content = {key: value for key, value in read_json(folder / "config.json").items() if key not in older}
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("eval", ".*"))
+    write_whole(out / "config.json", json.dumps({**content, **fields}, indent=2) + "\n")
 
 
 def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str,

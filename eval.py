@@ -99,8 +99,8 @@ def parse_arguments() -> argparse.Namespace:
                         help="measure every method that fits at L, 2 L and 4 L (fixed targets and passkey; "
                         "--extend, --lengths and --windows change that), and end in a table of what to use")
     parser.add_argument("--write", type=Path, metavar="OUT",
-                        help="with --advise: write the model as a Hugging Face folder, with the method in its "
-                        "config.json that has the lowest loss at the longest length")
+                        help="with --advise: write the model as a Hugging Face folder whose config.json has "
+                        "the method that has the lowest loss at the longest length")
     parser.add_argument("--train-length", type=int, metavar="L",
                         help="take this as L, where config.json names more than the model was trained on")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
@@ -112,7 +112,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
     parser.add_argument("--windows", type=int,
                         help="fixed, position, repeat, copy: number of windows; algorithms: trials; passkey, "
-                        "needles, variables: trials at each depth are a quarter of it (default 32; with --advise 8)")
+                        "needles, variables: trials at each depth are a quarter of it (default 32, or 8 with "
+                        "--advise)")
     parser.add_argument("--tokens", type=int, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=int, help="sliding: S in tokens (default a quarter of each length)")
@@ -270,8 +271,8 @@ def advise(args: argparse.Namespace, run: Opened, evaluation: Evaluation, found:
         return
     row = advice.to_write(rows)
     if row is None or row.fields is None:
-        raise UserError(f"--write {args.write}: config.json has no form for any of these methods; nothing was "
-                        "written")
+        raise UserError(f"--write {args.write}: config.json has no form for any of these methods; nothing "
+                        "was written")
     source = Path(args.run)
     if is_pretrained(source):
         write_extended(source, args.write, row.fields)

@@ -133,6 +133,15 @@ class PretrainedTokenizer:
     def encode(self, text: bytes) -> np.ndarray:
         return self._encode(text, is_inside=False)
 
+    def encode_special(self, text: str) -> list[int]:
+        """Ids of a text in which the names of added tokens stand for these tokens."""
+        with no_panic(self.path):
+            self.library.encode_special_tokens = False
+            try:
+                return self.library.encode(text, add_special_tokens=False).ids
+            finally:
+                self.library.encode_special_tokens = True
+
     def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
         ids = []
         for i, text in enumerate(texts):

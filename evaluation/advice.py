@@ -49,7 +49,8 @@ def rows(found: Results, extends: Sequence[Extend], lengths: Sequence[int], mode
             worse = Estimate(-fixed["gain"]) if units is None else \
                 two_way(units.sums(difference[None]), units.sums(column["tokens"].astype(float)))
             asked = [r for r in here if r["protocol"] == "passkey"]
-            needles = f"{sum(r['correct'] for r in asked)}/{sum(r['trials'] for r in asked)}" if asked else "-"
+            correct, trials = (sum(r[key] for r in asked) for key in ("correct", "trials"))
+            needles = f"{correct}/{trials}" if asked else "-"
             made.append(Row(length, extend.spec, worse, needles, fixed["seconds"],
                             fields_of(extend, model, config, length)))
     return sorted(made, key=lambda row: (row.length, row.worse.value))
@@ -70,7 +71,8 @@ def table(made: Sequence[Row], L: int) -> Iterator[str]:
     for row in made:
         low, high = row.worse.low, row.worse.high
         between = "" if low is None or high is None else f" ({low:+.4f} ... {high:+.4f})"
-        written = json.dumps(row.fields) if row.fields else "no such field" if row.name != "plain" else "as it is"
+        no_form = "as it is" if row.name == "plain" else "no such field"
+        written = json.dumps(row.fields) if row.fields else no_form
         yield (f"{row.length:7}  {row.name:16} {f'{row.worse.value:+.4f}{between}':33} {row.needles:>7} "
                f"{row.seconds:7.1f}  {written}")
     for length in dict.fromkeys(row.length for row in made):

@@ -117,7 +117,8 @@ def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:
     parameters, length = rope_parameters(position, position.rotary_dim(config.model.head_width),
                                          config.train.seq_len)
     # a base says nothing of the length; vLLM multiplies the length of "linear" by its factor
-    return {"rope_parameters": parameters, "max_position_embeddings": T if scaling.method == "ntk" else length}
+    length = T if scaling.method == "ntk" else length
+    return {"rope_parameters": parameters, "max_position_embeddings": length}
 
 
 def write_extended(folder: Path, out: Path, fields: Fields) -> None:

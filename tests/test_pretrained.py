@@ -25,7 +25,7 @@ from evaluation.windows import open_text
 from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables, read_tables
-from hf.tokenizer import tokenizer_json
+from hf.tokenizer import chat_ids, tokenizer_json
 from runtime.checkpoint import load_run
 from runtime.device import autocast
 from runtime.errors import UserError
@@ -414,7 +414,7 @@ def test_the_advice_is_in_one_table_and_what_it_writes_has_the_same_loss(saved: 
         wanted = {r["length"]: r["nll_sum"] for r in results.read(folder / "eval" / "book.json").records
                   if (r["extend"], r["protocol"]) == (chosen, "fixed")}
         # the folder's own L may be that of the extension, and a factor of 4 serves 256 tokens alone
-        call(out, *common, "--protocol", "fixed", "--lengths", "256", "--train-length", "64", "--longest", "256")
+        call(out, *common, "--protocol", "fixed", "--lengths", "256", "--train-length", "64")
         (written,) = results.read(out / "eval" / "book.json").records
         assert written["nll_sum"] == pytest.approx(wanted[256], rel=1e-6), chosen
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
@@ -428,3 +428,36 @@ def test_the_advice_is_in_one_table_and_what_it_writes_has_the_same_loss(saved: 
         call(folder, *common, "--advise", "--extend", "window", "--write", tmp_path / "no", "--replace")
     with pytest.raises(UserError, match="--write .*: needs --advise; add it"):
         call(folder, *common, "--write", tmp_path / "no")
+
+
+def test_chat_uses_the_template_and_sampling_ends_at_eos(saved: Saved, tmp_path: Path, monkeypatch,
+                                                         capsys) -> None:
+    folder = shutil.copytree(saved("llama")[0], tmp_path / "model")
+    content = tokenizer_json(ByteTokenizer())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<|im_end|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>",
+                "eos_token": {"content": "<|im_end|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 256]}')
+    tokenizer = load_run(folder)[2]
+    with pytest.raises(UserError, match="has no chat template; leave --chat out"):
+        chat_ids(folder, tokenizer, "hi")
+    template = ("{% for m in messages %}\n{{ bos_token + m['role'] }}: {{ m['content'] + eos_token }}\n"
+                "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    (folder / "chat_template.jinja").write_text(template)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template([{"role": "user", "content": "hé"}], add_generation_prompt=True,
+                                          return_dict=False)
+    assert chat_ids(folder, tokenizer, "hé") == expected and expected[0] == 256 and 257 in expected
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(UserError, match="its chat template fails .*; leave --chat out"):
+        chat_ids(folder, tokenizer, "hi")
+    (folder / "chat_template.jinja").write_text(template)
+    for flags, expected in (([], "hiab\n"), (["--chat"], "ab\n")):      # the prompt of a chat is not repeated
+        drawn = iter(torch.tensor([[[97]], [[98]], [[257]], [[99]]]))
+        monkeypatch.setattr(sample, "stream", lambda *_, drawn=drawn: drawn)
+        monkeypatch.setattr(sys, "argv", ["sample.py", str(folder), "--prompt", "hi", *flags])
+        sample.main()
+        assert capsys.readouterr().out == expected
+        assert next(drawn).item() == 99         # nothing is drawn after the end

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from config import Config
 from model import GPT, Attention, shape_of
-from positions.contract import At, Encoding
+from positions.contract import At, Encoding, NoPE
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.temperature import Constant, LogN, Temperature
@@ -92,6 +92,10 @@ class Regrouping(Extension):
 
     hides: ClassVar[bool] = False   # does it mask some keys?
 
+    def n_first(self) -> int:
+        """With `hides`: how many first keys a query sees from far away."""
+        raise NotImplementedError
+
     def near(self, L: int) -> int:
         """Distance in tokens from which a pair is far."""
         raise NotImplementedError
@@ -99,10 +103,6 @@ class Regrouping(Extension):
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         """Positions of queries m (1 or B, Tq), keys n (1 or B, Tk) -> those for far pairs: `near` apart."""
         return torch.full_like(m, self.near(L)), torch.zeros_like(n)
-
-    def is_seen(self, n: Tensor) -> Tensor | None:
-        """Which keys (1 or B, Tk) a query sees from far away; None: all."""
-        return None
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         scaling = getattr(model.active(), "scaling", None)
@@ -128,6 +128,8 @@ class Regrouped(Encoding):
         self.max_length, self.applies_temperature = inner.max_length, inner.applies_temperature
         self.embed, self.tables = inner.embed, inner.tables     # type: ignore[method-assign]
         self.features, self.rotate = inner.features, inner.rotate   # type: ignore[method-assign]
+        if method.hides and type(inner) in (RoPE, NoPE) and not inner.tau:  # others may count the masked keys
+            self.reach = method.n_first(), method.near(L)
 
     @classmethod
     def has_scores(cls) -> bool:
@@ -135,17 +137,24 @@ class Regrouped(Encoding):
 
     def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         is_near = at.distance() < self.method.near(self.L)              # (1 or B, 1, Tq, Tk)
-        is_seen = self.method.is_seen(at.k_pos)
-        if is_seen is not None:     # masked before `scores`: an encoding may count the keys that it sees
-            logits = logits.masked_fill(~(is_near | is_seen[:, None, None]), -torch.inf)
+        if self.method.hides:       # masked before `scores`: an encoding may count the keys that it sees
+            logits = logits.masked_fill(
+                ~(is_near | (at.k_pos < self.method.n_first())[:, None, None]), -torch.inf)
         near = self.inner.final_logits(logits, q, k, at)                # (B, H, Tq, Tk)
         if not self.inner.is_relative:                                  # far positions have no meaning
             return near
         q_pos, k_pos = self.method.far(at.q_pos, at.k_pos, self.L, self.T)
+        if self.reach and k_pos.shape[0] == 1:      # only the first keys are seen from far away
+            first = at.k_pos[0] < self.reach[0]
+            k, k_pos = k[:, :, first], k_pos[:, first]
+            logits, is_near = logits[..., first], is_near[..., first]
         far_at = at._replace(q_pos=q_pos, k_pos=k_pos, tables=self.inner.tables(q_pos, k_pos))
         far_q, far_k = self.inner.rotate(q, k, far_at)
         far = (far_q @ far_k.mT).to(logits.dtype) / q.shape[-1]**0.5
         far = self.inner.final_logits(far.masked_fill(logits.isneginf(), -torch.inf), q, k, far_at)
+        if far.shape[-1] < near.shape[-1]:
+            near[..., first] = torch.where(is_near, near[..., first], far)
+            return near
         return torch.where(is_near, near, far)
 
 
@@ -227,8 +236,8 @@ class Sinks(Regrouping):
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         return m.clamp(max=self.sinks + self.near(L) - 1), n
 
-    def is_seen(self, n: Tensor) -> Tensor:
-        return n < self.sinks
+    def n_first(self) -> int:
+        return self.sinks
 
 
 class LMInfinite(Regrouping):
@@ -248,8 +257,8 @@ class LMInfinite(Regrouping):
     def near(self, L: int) -> int:
         return self.window or L
 
-    def is_seen(self, n: Tensor) -> Tensor:
-        return n < self.first
+    def n_first(self) -> int:
+        return self.first
 
 
 class LogNTemperature(Extension):

@@ -176,9 +176,10 @@ def warn_about_size(config: Config, model: GPT, process: Process) -> Iterator[st
         available = torch.cuda.get_device_properties(process.device).total_memory
     if needed > available or (process.device.type == "cpu" and flops > SLOW_STEP):
         yield (f"warning: a step of {t.batch_size} x {t.seq_len} tokens needs about "
-               f"{needed / 2**30:,.1f} GiB of {available / 2**30:,.1f} for activations, and {flops:.1g} FLOPs "
-               "(a CPU core does 1e11 a second); set train.batch_size or train.seq_len lower, and train.accumulate higher for less memory; "
-               "train.pose_length trains far positions on short sequences")
+               f"{needed / 2**30:,.1f} GiB of {available / 2**30:,.1f} for activations and {flops:.1g} FLOPs "
+               "(a CPU core does 1e11 a second); set train.batch_size or train.seq_len lower, and "
+               "train.accumulate higher for less memory; train.pose_length trains far positions on short "
+               "sequences")
 
 
 def write_summary(run_dir: Path, config: Config, model: GPT, state: dict[str, Any], log: Log) -> None:

@@ -437,7 +437,7 @@ def test_chat_uses_the_template_and_sampling_ends_at_eos(saved: Saved, tmp_path:
     content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<|im_end|>"})
     (folder / "tokenizer.json").write_text(json.dumps(content))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>",
-                "eos_token": {"content": "<|im_end|>"}}
+                "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text('{"eos_token_id": [257, 256]}')
     tokenizer = load_run(folder)[2]

@@ -86,14 +86,19 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     Tk = k.shape[2]
     n_each = 2 if encoding.changes_logits() else 1      # it holds more numbers per logit
     limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
-    n_blocks = math.ceil(Tq / max(1, limit // (B * H * Tk)))
+    is_whole = mask.in_order and Tq == Tk and mask.documents is None and mask.window is None
+    reach = encoding.reach if mask.is_causal and is_whole else None
+    width = min(Tk, reach[0] + 2 * reach[1]) if reach else Tk           # most keys of a block
+    n_blocks = math.ceil(Tq / max(1, min(reach[1] if reach else Tq, limit // (B * H * width))))
     n_rows = math.ceil(Tq / n_blocks)                                   # blocks of equal size
     q_rotated, k_rotated = encoding.rotate(q, k, at)                    # (B, H or G, T, D or wider)
     k_rotated, k, v = (for_each_head(x, H) for x in (k_rotated, k, v))
 
-    def attend_rows(rows: slice, keys: slice) -> Tensor:
+    def attend_rows(rows: slice, keys: Any) -> Tensor:
+        seen = visible(rows, keys, Tk - Tq, mask, q.device) if reach is None else None
+        if reach:
+            keys, seen = keys_in_reach(rows, reach, q.device)
         logits = q_rotated[:, :, rows] @ k_rotated[:, :, keys].mT       # (B, H, rows, keys)
-        seen = visible(rows, keys, Tk - Tq, mask, q.device)
         unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
         logits = torch.add(unseen, logits, alpha=D**-0.5)               # masked, scaled and fp32, in one pass
         logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, keys], at.block(rows, keys))
@@ -106,6 +111,14 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     if Tq >= RECOMPUTE_FROM and torch.is_grad_enabled():                # else all blocks' weights are kept
         attend_block = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
     return torch.cat([attend_block(*block) for block in row_blocks(Tq, Tk, n_rows, mask)], dim=2)
+
+
+def keys_in_reach(rows: slice, reach: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The keys that any of these queries sees, (keys,), and which of them are not after the query."""
+    start = max(0, rows.start + 1 - reach[1])
+    keys = torch.cat((torch.arange(min(reach[0], start), device=device),
+                      torch.arange(start, rows.stop, device=device)))
+    return keys, keys <= torch.arange(rows.start, rows.stop, device=device)[:, None]
 
 
 def for_each_head(x: Tensor, n_head: int) -> Tensor:

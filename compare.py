@@ -39,7 +39,8 @@ from runtime.errors import UserError
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of train.py, evaluated")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path,
+                        help="folders of train.py, or Hugging Face folders, evaluated")
     parser.add_argument("--label", metavar="NAME", action="append", default=[],
                         help="name of a run's curve; give one for each run, in the same order")
     parser.add_argument("--baseline", metavar="NAME", help="curve to compare with (default: the first)")

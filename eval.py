@@ -30,8 +30,9 @@ Each --extend METHOD[:key=value,...] adds a curve of the same model under a meth
 METHOD+METHOD applies both. Every forward pass computes the whole window; no keys are cached.
 `torchrun --nproc_per_node=N eval.py RUN ...` divides the windows among N processes; the sums stay the same.
 
-Writes RUN/eval/DATA.json (records, and of which checkpoint), .npz (sums of each window) and .png (picture). A
-second call adds its records to that file, or replaces those of the same method, protocol and length. Both
+Writes RUN/eval/DATA.json (records, and of which checkpoint), .npz (sums of each window) and .png (picture).
+The first two are written after each length, so the same command continues an interrupted evaluation. A second
+call adds to that file what it lacks, and does not measure again what it holds; --replace does. Both calls
 must have the same targets: the same text, checkpoint, dtype and --seed and, for each protocol that both
 measure, the same --longest, --targets, --windows, --tokens and --stride where the protocol depends on them.
 Otherwise eval.py refuses before it computes anything: give --json FILE to write another file, or --replace.
@@ -50,16 +51,27 @@ from typing import Any
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
+from config import Config
 from data.loader import read_meta
 from data.tasks import ALGORITHMS, RETRIEVAL, TASKS
-from evaluation import results
+from evaluation import advice, results
 from evaluation.extension import describe_extensions
 from evaluation.pictures import draw_evaluation
-from evaluation.protocols import DEFAULT_PROTOCOLS, PROBES, PROTOCOLS, Evaluation, Settings, open_extensions
+from evaluation.protocols import (
+    DEFAULT_PROTOCOLS,
+    PROBES,
+    PROTOCOLS,
+    Evaluation,
+    Settings,
+    open_extensions,
+    spec_of,
+)
 from evaluation.show import table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
+from hf.export import export, write_extended
+from hf.pretrained import is_pretrained
 from runtime import parallel
-from runtime.checkpoint import open_run, weights_sha256
+from runtime.checkpoint import Opened, open_run, weights_sha256
 from runtime.command import argument_parser, run_command
 from runtime.device import dtype_name
 from runtime.errors import UserError
@@ -83,13 +95,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", metavar="DIR_OR_FILE",
                         help="corpus or text file (default: the run's corpus; a Hugging Face folder has "
                         "none)")
+    parser.add_argument("--advise", action="store_true",
+                        help="measure every method that fits at L, 2 L and 4 L (fixed targets and passkey; "
+                        "--extend, --lengths and --windows change that), and end in a table of what to use")
+    parser.add_argument("--write", type=Path, metavar="OUT",
+                        help="with --advise: write the model as a Hugging Face folder whose config.json has "
+                        "the method that has the lowest loss at the longest length")
+    parser.add_argument("--train-length", type=int, metavar="L",
+                        help="take this as L, where config.json names more than the model was trained on")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
+                        help="of matrix products (default: train.dtype; for a Hugging Face folder auto, "
+                        "bfloat16 if the chip supports it)")
     parser.add_argument("--longest", type=int, metavar="TOKENS",
                         help="use only documents with more tokens than this, and targets with at least this "
-                        "many tokens before them (default: the longest of --lengths and L)")
+                        "many tokens before them (default: the longest of --lengths, and L for fixed)")
     parser.add_argument("--targets", type=int, help="fixed: k, tokens scored (default min(256, L/4))")
-    parser.add_argument("--windows", type=int, default=32,
+    parser.add_argument("--windows", type=int,
                         help="fixed, position, repeat, copy: number of windows; algorithms: trials; passkey, "
-                        "needles, variables: trials at each depth are a quarter of it (default 32)")
+                        "needles, variables: trials at each depth are a quarter of it (default 32, or 8 with "
+                        "--advise)")
     parser.add_argument("--tokens", type=int, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=int, help="sliding: S in tokens (default a quarter of each length)")
@@ -97,6 +121,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
     args = parser.parse_args()
+    args.windows = args.windows if args.windows is not None else advice.WINDOWS if args.advise else 32
+    if args.advise:
+        args.protocol = args.protocol or ",".join(advice.PROTOCOLS)
+        args.skip_unfit, args.extend = not args.extend, args.extend or list(advice.METHODS)
+        if "fixed" not in args.protocol.split(","):
+            raise UserError(f"--advise --protocol {args.protocol}: needs fixed among them; add it")
+    if args.write and (not args.advise or args.write.exists()):
+        raise UserError(f"--write {args.write}: " + ("exists; give a new folder" if args.advise else
+                                                     "needs --advise; add it"))
     for protocol in args.protocol.split(",") if args.protocol is not None else ():
         if protocol not in (*PROTOCOLS, *PROBES, *TESTED_BY):
             raise UserError(f"--protocol {protocol}: unknown; choose from {known}")
@@ -118,12 +151,13 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
     generated = 0                               # if no protocol needs the text: the largest multiple of L
     if set(protocols) <= {*RETRIEVAL, *ALGORITHMS}:
         generated = MOST_SYMBOLS if set(protocols) & set(ALGORITHMS) else MULTIPLES[-1]
-    lengths = choose_lengths(args.lengths, L, text, generated)
-    needed, available = max(*lengths, L), max(map(len, text.documents), default=0) - 1
+    needs_L = "fixed" in protocols              # for its control, truncated
+    lengths = choose_lengths(args.lengths, L, text, generated, needs_L)
+    needed, available = max(*lengths, L * needs_L), max(map(len, text.documents), default=0) - 1
     longest = needed if args.longest is None else args.longest
     if not generated and not needed <= longest <= available:
         raise UserError(f"--longest {longest}: must be in {needed} ... {available}, from the longest of "
-                        f"--lengths and L to the longest document of {text.name}")
+                        f"--lengths{' and L' * needs_L} to the longest document of {text.name}")
     targets = max(1, min(256, L // 4)) if args.targets is None else args.targets
     counts = [n for n in (args.windows, args.tokens, args.stride, args.seed + 1) if n is not None]
     if not 0 < targets <= min(lengths) or min(counts) < 1:
@@ -134,16 +168,27 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
                     args.stride, args.seed)
 
 
+def length_before(config: Config) -> int | None:
+    """The training length before the context was extended, if a scaling names one other than L."""
+    L = getattr(getattr(config.position, "scaling", None), "original_length", None)
+    return None if config.train.seq_len == L else L
+
+
 def main() -> None:
     args = parse_arguments()
     process = parallel.start_evaluation()
     run = open_run(args.run)
     model, config, tokenizer = run[:3]
+    config = config.model_copy(update={"train": config.train.model_copy(update={
+        key: value for key, value in (("seq_len", args.train_length), ("dtype", args.dtype)) if value})})
     encoding, L = config.position.encoding, config.train.seq_len
     protocols = choose_protocols(args.protocol, args.run)
     needs_text = not set(protocols) <= {*RETRIEVAL, *ALGORITHMS}
     text = Text("tasks", []) if not (needs_text or args.data or config.data.dir) else \
         open_text(args.data, config.data.dir, tokenizer, run.corpus)
+    if args.advise and not args.lengths:
+        longest = max(map(len, text.documents)) - 1
+        args.lengths = ",".join(str(m * L) for m in advice.MULTIPLES if m * L <= longest)
     settings = choose_settings(args, protocols, L, text)
     extends = open_extensions(args.extend, model, config, settings.lengths, args.skip_unfit)
     evaluation = Evaluation(model, config, tokenizer, text, settings, extends, process)
@@ -152,11 +197,12 @@ def main() -> None:
                         "positions; give a shorter one")
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
-            "data": text.name, "data_sha256": text.sha256(), "weights_sha256": weights_sha256(model),
-            **run.origin(), "positions": config.train.positions,
-            "position_range": config.train.position_range,
-            "dtype": dtype_name(config.train, next(model.parameters()).device),
-            "seed": settings.seed, "settings": evaluation.deciding()}
+            "before_extension": length_before(config), "data": text.name, "data_sha256": text.sha256(),
+            "weights_sha256": weights_sha256(model),
+            **run.origin(), "position": config.position.model_dump(mode="json"),
+            "positions": config.train.positions, "position_range": config.train.position_range,
+            "dtype": dtype_name(config.train, next(model.parameters()).device), "seed": settings.seed,
+            "settings": evaluation.deciding()}
     # such as another checkpoint, while the run is being trained
     parallel.require_agreement(process, {**head, "lengths": settings.lengths, "extend": args.extend})
     measured = "generated documents"
@@ -165,6 +211,8 @@ def main() -> None:
         measured = f"{text.name}: {n_documents} documents of more than {settings.longest} tokens"
     with nullcontext() if process.rank else results.claimed(path):
         measure(args, path, head, evaluation, process, text, measured)
+        if args.advise and not process.rank:
+            advise(args, run, evaluation, results.read(path))
 
 
 def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluation: Evaluation,
@@ -173,32 +221,73 @@ def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluati
     encoding, L, name = head["encoding"], head["seq_len"], head["data"]
     earlier = None if args.replace else results.read_mergeable(path, head)
     trained = f"{encoding}, {'dropped, ' if evaluation.model.is_dropped else ''}trained at L = {L}"
+    if head["before_extension"]:
+        trained += f" after L = {head['before_extension']} before its extension"
     if head["positions"] != "plain":
         trained += f" and {head['positions']} positions below {head['position_range']}"
-    print(f"{args.run}: {trained}, on {measured}", flush=True)
+    print(f"{args.run}: {trained}, on {measured}, in {head['dtype']}", flush=True)
     if head["positions"] != "plain":
         print(f"evaluated at {'equidistant positions' if evaluation.model.span else 'positions 0, 1, 2 ...'}")
-    records = evaluation.run()
-    if not records:
-        raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: too short for "
-                        f"{', '.join(evaluation.settings.protocols)}; nothing was measured, give longer ones")
-    if text.sha256() != head["data_sha256"]:
-        raise UserError(f"data {text.name}: was overwritten during the evaluation; nothing was written, "
-                        "evaluate again")
+    for extend in evaluation.extends[1:]:
+        same = [length for length in evaluation.possible if evaluation.is_as_without(extend, length)]
+        if same:
+            print(f"--extend {extend.spec}: factor 1 at {', '.join(map(str, same))}: as without"
+                  + f"; give lengths beyond L, such as --lengths {L},{2 * L},{4 * L}"
+                  * (same == evaluation.possible))
+    parallel.barrier(process)                       # all have read what rank 0 is going to write
+    found = None
+    for _ in evaluation.measure(results.reusable(earlier, head)):
+        if text.sha256() != head["data_sha256"]:
+            raise UserError(f"data {name}: was overwritten during the evaluation; nothing was written since, "
+                            "evaluate again")
+        found = results.Results(head, evaluation.records, evaluation.per_window)
+        if not process.rank and found.records:
+            found = results.merge(earlier, found) if earlier else found
+            results.write(path, found)              # after each place: an interruption loses no more
     parallel.shut_down()
     if process.rank:
         return
+    specs, settings = [spec_of(extend) for extend in evaluation.extends], evaluation.settings
+    records = [r for r in evaluation.records if r["extend"] in specs and r["length"] in evaluation.lengths
+               and r["protocol"] in settings.protocols]
+    if not records:
+        raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: too short for "
+                        f"{', '.join(settings.protocols)}; nothing was measured, give longer ones")
     print("\n".join(table(records, evaluation.lengths, L)))
     limit = evaluation.model.active().max_length
     if limit and limit < max(evaluation.lengths):
         print(f"{encoding} is not defined beyond position {limit - 1}: empty cells")
-    found = results.Results(head, records, evaluation.per_window)
-    if earlier:
+    if found and earlier:
         print(f"added to the {len(earlier.records)} records of {path}")
-        found = results.merge(earlier, found)
-    results.write(path, found)
-    draw_evaluation(found.records, f"{trained}, evaluated on {name}", L, path.with_suffix(".png"))
-    print(f"wrote {path}, .npz and .png")
+    elif not found:
+        print(f"{path} holds all of this already; --replace measures it again")
+    everything = found.records if found else records
+    is_drawn = draw_evaluation(everything, f"{trained}, evaluated on {name}", L, path.with_suffix(".png"))
+    print(f"wrote {path}, .npz and .png" if is_drawn else f"wrote {path} and .npz")
+
+
+def advise(args: argparse.Namespace, run: Opened, evaluation: Evaluation, found: results.Results) -> None:
+    """Print which method to use, and write the model with it."""
+    rows = advice.rows(found, evaluation.extends, evaluation.possible, run.model, evaluation.config)
+    if not rows:
+        raise UserError("--advise: no length is beyond L; give a longer text, or --lengths beyond L")
+    print("\n".join(advice.table(rows, evaluation.L)))
+    if not args.write:
+        return
+    row = advice.to_write(rows)
+    if row is None or row.fields is None:
+        raise UserError(f"--write {args.write}: config.json has no form for any of these methods; nothing "
+                        "was written")
+    source = Path(args.run)
+    if is_pretrained(source):
+        write_extended(source, args.write, row.fields)
+    else:
+        extend = next(one for one in evaluation.extends if one.spec == row.name)
+        scaling = extend.methods[0].scaling(run.model, evaluation.config, row.length)   # type: ignore[attr-defined]
+        position = run.config.position.model_copy(update={"scaling": scaling})
+        export(source, args.write, run.model, run.config.model_copy(update={"position": position}),
+               run.tokenizer, run.state, row.fields["max_position_embeddings"])
+    print(f"wrote {args.write}: {row.name} for {row.length} tokens")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Writes config.json, model.safetensors (fp32), tokenizer.json, tokenizer_config.json, generation_config.json
 and a model card, README.md. AutoModelForCausalLM and AutoTokenizer load the folder without this repository.
 The supported encodings and architectures are in hf/architectures.py; export fails with one error that lists
-every setting in the way. To go the other way, give a Hugging Face folder to eval.py, sample.py or
+every setting in the way. A run that began from a Hugging Face folder keeps its tokenizer, special tokens,
+chat template and generation_config. To go the other way, give a Hugging Face folder to eval.py, sample.py or
 train.init_from.
 """
 
@@ -24,8 +25,11 @@ def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train.py made")
     parser.add_argument("out", metavar="OUT_DIR", type=Path, help="the folder to write; must be new or empty")
+    parser.add_argument("--max-length", type=int, metavar="N",
+                        help="max_position_embeddings of the folder (default: that of training, or of the "
+                        "model that the run began from if that is longer)")
     args = parser.parse_args()
-    architecture = export(args.run, args.out, *open_run(args.run)[:4])
+    architecture = export(args.run, args.out, *open_run(args.run)[:4], args.max_length)
     print(f"wrote {args.out}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")
 
 

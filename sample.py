@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import signal
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, takewhile
+from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
+from hf.pretrained import is_pretrained
+from hf.tokenizer import chat_ids, eos_ids
 from model import GPT
 from runtime.checkpoint import load_run
 from runtime.command import argument_parser, run_command
@@ -72,6 +75,8 @@ def main() -> None:
                         help="0: always the most likely token (default %(default)s)")
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
+    parser.add_argument("--chat", action="store_true",
+                        help="the prompt is a message to a model with a chat template, which answers")
     args = parser.parse_args()
     if args.tokens < 1 or (args.top_k is not None and args.top_k < 1):
         raise UserError(f"--tokens and --top-k must be at least 1, got {args.tokens} and {args.top_k}")
@@ -80,14 +85,18 @@ def main() -> None:
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must be 0 ... 2^63 - 1")
     model, config, tokenizer = load_run(args.run)
-    prompt = [tokenizer.eot, *tokenizer.encode(args.prompt.encode()).tolist()]
+    folder = Path(args.run)
+    prompt = chat_ids(folder, tokenizer, args.prompt) if args.chat else \
+        [tokenizer.eot, *tokenizer.encode(args.prompt.encode()).tolist()]
+    ends = eos_ids(folder) if is_pretrained(folder) else set()
     limit = model.active().max_length
     if limit and len(prompt) + args.tokens > limit + 1:     # the last token is drawn, but not fed
         raise UserError(f"--tokens {args.tokens}: {config.position.encoding} ends at {limit} positions and "
                         f"the prompt takes {len(prompt)}; ask for at most {max(0, limit + 1 - len(prompt))}")
     start = torch.tensor([prompt], device=next(model.parameters()).device)
     drawn = stream(model, start, args.tokens, args.temperature, args.top_k, args.seed)
-    for text in text_of(tokenizer, chain(prompt, map(int, drawn))):
+    written = takewhile(lambda token: token not in ends, map(int, drawn))
+    for text in text_of(tokenizer, chain([] if args.chat else prompt, written)):
         print(text, end="", flush=True)
     print()
 

@@ -15,7 +15,8 @@ from data.journal import Position
 from data.loader import SPLITS
 from data.pieces import pieces
 from data.sources import Generated, Part, Shard
-from data.tokenizer import CorpusTokenizer
+from data.tokenizer import CorpusTokenizer, Tokenizer
+from runtime.errors import UserError
 
 
 class Piece(NamedTuple):
@@ -79,7 +80,14 @@ def encode(chunk: list[Piece], tokenizer: CorpusTokenizer, lengths: np.ndarray, 
         made = [piece.text.make(tokenizer) for piece in found if isinstance(piece.text, Generated)]
         mask = np.zeros(0, dtype=bool)
         if texts:
-            ids = tokenizer.encode_documents(texts, continues=not found[0].opens)
+            try:
+                ids = tokenizer.encode_documents(texts, continues=not found[0].opens)
+            except UserError as error:
+                places = ((piece, first_unknown(piece.text, tokenizer)) for piece in found
+                          if isinstance(piece.text, bytes))
+                where = next((f"{piece.where}, byte {piece.end.n_bytes - len(piece.text) + offset}: "
+                              for piece, offset in places if offset is not None), "")
+                raise UserError(f"{where}{error}") from error
             starts = np.flatnonzero(ids == tokenizer.eot)
             if tokenizer.is_lossless:
                 assert lengths[ids].sum() == sum(map(len, texts)), f"{found[0].where}: bytes were lost"
@@ -89,6 +97,21 @@ def encode(chunk: list[Piece], tokenizer: CorpusTokenizer, lengths: np.ndarray, 
         assert int(ids.max()) < tokenizer.vocab_size
         encoded.append(Encoded(split, ids.astype(dtype), starts, mask))
     return encoded
+
+
+def first_unknown(text: bytes, tokenizer: Tokenizer) -> int | None:
+    """The offset in bytes of the first character that this tokenizer cannot encode, if there is one."""
+    def is_unknown(character: str) -> bool:
+        try:
+            tokenizer.encode(character.encode(errors="surrogateescape"))
+        except UserError:
+            return True
+        return False
+
+    characters = text.decode(errors="surrogateescape")
+    unknown = set(filter(is_unknown, set(characters)))
+    first = next((i for i, character in enumerate(characters) if character in unknown), None)
+    return None if first is None else len(characters[:first].encode(errors="surrogateescape"))
 
 
 def in_order(function: Callable[[list[Piece]], list[Encoded]], chunks: Iterator[list[Piece]],

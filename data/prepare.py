@@ -60,6 +60,7 @@ from data.sources import (
 )
 from data.tasks import TASKS
 from data.tokenizer import TOKENIZERS, CorpusTokenizer, byte_lengths, load_tokenizer, tokenizer_of
+from data.tokenizer_json import PretrainedTokenizer
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 from runtime.command import argument_parser, run_command
@@ -78,6 +79,7 @@ class Options(NamedTuple):
     val_share: float | None = None
     limit_tokens: int | None = None
     length: int | None = None
+    unknown_bytes: str = "error"
 
 
 DEFAULTS = Options()
@@ -130,6 +132,8 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
     """Write a corpus to the folder `out`, complete or not at all, and return its meta.json."""
     check_replaceable(out)
     given = find_tokenizer(tokenizer_name)
+    if isinstance(given, PretrainedTokenizer):      # the others have an id for every byte
+        given.on_unknown = options.unknown_bytes
     out.parent.mkdir(parents=True, exist_ok=True)
     found = open_source(source, out, options)
     changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
@@ -336,6 +340,9 @@ def main() -> None:
                         help="tasks: inputs of a training window, train.seq_len (default "
                              f"{TASKS['needles'].length}; algorithms {TASKS['parity'].length}, with up to a "
                              "quarter of it in symbols)")
+    parser.add_argument("--unknown-bytes", choices=("error", "skip", "replace"), default="error",
+                        help="what to do with characters for which the tokenizer of a Hugging Face model has "
+                             "no id: stop, leave them out, or put U+FFFD (or ?) there (default error)")
     parser.add_argument("--workers", type=int, help="threads (default: one per core); the result is the same")
     args = parser.parse_args()
     if args.check:
@@ -355,7 +362,7 @@ def main() -> None:
         print("left out of stdlib: "
               + ", ".join(f"{pattern} ({why})" for pattern, why in STDLIB_LEFT_OUT.items()))
     options = Options(args.revision, args.text_column, args.articles, args.val_share, args.limit_tokens,
-                      args.length)
+                      args.length, args.unknown_bytes)
     meta = prepare(args.source, out, args.tokenizer, options, args.workers)
     for line in describe(meta, out):
         print(line)

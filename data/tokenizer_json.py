@@ -43,6 +43,8 @@ class PretrainedTokenizer:
     to the changed text: for Llama 2, one byte too many per document.
     """
 
+    on_unknown = "error"        # a character without an id: an error; "skip"; or "replace" by U+FFFD or "?"
+
     def __init__(self, path: Path, eot: int) -> None:
         from tokenizers import Tokenizer as Library  # here: most runs do not need the package
 
@@ -131,6 +133,15 @@ class PretrainedTokenizer:
     def encode(self, text: bytes) -> np.ndarray:
         return self._encode(text, is_inside=False)
 
+    def encode_special(self, text: str) -> list[int]:
+        """Ids of a text in which the names of added tokens stand for these tokens."""
+        with no_panic(self.path):
+            self.library.encode_special_tokens = False
+            try:
+                return self.library.encode(text, add_special_tokens=False).ids
+            finally:
+                self.library.encode_special_tokens = True
+
     def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
         ids = []
         for i, text in enumerate(texts):
@@ -161,23 +172,41 @@ class PretrainedTokenizer:
         if self.is_byte_level and len(self.byte_ids) < 256:     # the package drops bytes that have no id
             changed = library.normalizer.normalize_str(text) if library.normalizer else text
             if lost := changed.encode().translate(None, self.known_bytes):
-                raise UserError(f"text has the byte 0x{lost[0]:02X}, for which this tokenizer has no id; "
-                                "remove the byte, or use a tokenizer that has all 256")
+                if self.on_unknown == "error":
+                    raise UserError(f"text has the byte 0x{lost[0]:02X}, for which this tokenizer has no id; "
+                                    "remove the byte, or prepare the text with --unknown-bytes skip or "
+                                    "replace")
+                text = "".join(c if self._is_known(c) else self._stand_in for c in text)
         with no_panic(self.path):
             encoded = library.encode(text, add_special_tokens=False)
-        if self._unknown in encoded.ids:
+        if self._unknown in encoded.ids and self.on_unknown == "skip":
+            return [token for token in encoded.ids if token != self._unknown]
+        if self._unknown in encoded.ids and self.on_unknown == "error":
             start, end = encoded.offsets[encoded.ids.index(self._unknown)]
             raise UserError(f"text has {text[start:end][:20]!r}, for which this tokenizer has no id; remove "
-                            "it, or use a tokenizer with ids for bytes")
+                            "it, or prepare the text with --unknown-bytes skip or replace")
         return encoded.ids
 
     def _single_bytes(self, escaped: str) -> list[int]:
-        values = escaped.encode("utf-8", errors="surrogateescape")
-        for value in values:
-            if bytes([value]) not in self.byte_ids:
+        ids: list[int] = []
+        for value in escaped.encode("utf-8", errors="surrogateescape"):
+            known = self.byte_ids.get(bytes([value]))
+            if known is None and self.on_unknown == "error":
                 raise UserError(f"text is not UTF-8, and this tokenizer has no id for its byte "
-                                f"0x{value:02X}; convert the text to UTF-8")
-        return [self.byte_ids[bytes([value])] for value in values]
+                                f"0x{value:02X}; convert the text to UTF-8, or prepare it with "
+                                "--unknown-bytes skip or replace")
+            ids += self._ids(self._stand_in, is_inside=True) if known is None else [known]
+        return ids
+
+    def _is_known(self, text: str) -> bool:
+        return not text.encode().translate(None, self.known_bytes)
+
+    @property
+    def _stand_in(self) -> str:
+        """What a character without an id becomes."""
+        if self.on_unknown == "skip":
+            return ""
+        return "\N{REPLACEMENT CHARACTER}" if self._is_known("\N{REPLACEMENT CHARACTER}") else "?"
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of an id; empty for special tokens and for ids that do not exist."""

@@ -12,5 +12,6 @@ intervals    intervals over seeds and text, and Holm's correction
 report       the report of compare.py, in Markdown and HTML, and the palette of all pictures
 pictures     the pictures of eval.py and compare.py
 sweeping     many runs: train, evaluate, resume
+advice       which method to use for a longer context (--advise)
 trials       the values that sweep.py tries for each config, the choice among them, and how much it matters
 """

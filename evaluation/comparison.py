@@ -24,6 +24,7 @@ from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, 
 from evaluation.measures import FOUND, GAIN, LOSS, MEASURES, Measure, Score
 from evaluation.report import Cell, Map, Table
 from evaluation.results import TARGETS, Record
+from hf.pretrained import is_pretrained, pretrained_config
 from runtime import checkpoint
 from runtime.errors import UserError, shortened
 from runtime.files import read_text
@@ -90,11 +91,12 @@ TRAINING = {"loss": "Training loss", "val_loss": "Validation loss during trainin
 
 def find_eval(folder: Path, data: str | None) -> Path:
     """RUN/eval/DATA.json; without data the only one there is. Raises UserError."""
-    checkpoint.check_links(folder)
-    if not (folder / "config.toml").is_file():
-        raise UserError(f"run {folder}: no run there (no config.toml); give folders made by train.py")
+    if not is_pretrained(folder):
+        checkpoint.check_links(folder)
+        if not (folder / "config.toml").is_file():
+            raise UserError(f"run {folder}: no run there (no config.toml); {checkpoint.remedy_for(folder)}")
     found = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
-    if not found and not any((folder / "checkpoints").glob("[0-9]*")):
+    if not found and not is_pretrained(folder) and not any((folder / "checkpoints").glob("[0-9]*")):
         raise UserError(f"run {folder}: no checkpoint yet; train and evaluate it first")
     if not found:
         raise UserError(f"run {folder}: no eval/*.json; run `python eval.py {folder}` first")
@@ -109,7 +111,8 @@ def find_eval(folder: Path, data: str | None) -> Path:
 def read_run(folder: Path, data: str | None) -> Run:
     """A run's config, its eval JSON and the sums of each window. Raises UserError."""
     path = find_eval(folder, data)
-    config = load_config(folder / "config.toml")
+    is_run = not is_pretrained(folder)
+    config = load_config(folder / "config.toml") if is_run else pretrained_config(folder)
     try:
         found = results.read(path)
         check_head(found.head)
@@ -119,7 +122,8 @@ def read_run(folder: Path, data: str | None) -> Run:
         raise UserError(f"{path} or its .npz: damaged, or of another version of eval.py ({error}); "
                         f"run `python eval.py {folder} --replace`") from error
     run = Run(folder, config, head, found.records, found.windows, found.head.get("settings", {}))
-    check_checkpoint(run, path)
+    if is_run:
+        check_checkpoint(run, path)
     return run
 
 
@@ -192,7 +196,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
         if dtypes[0] != dtypes[1] and None not in dtypes:
             print(f"warning: {pair}: evaluated in {dtypes[0]} and {dtypes[1]}, which differ by rounding",
                   file=sys.stderr)
-        if corpus != corpora[0]:
+        if corpus != corpora[0] and corpus and corpora[0]:
             raise UserError(f"{pair}: trained on different text; compare runs on the same corpus")
         for r in run.records:
             place = (r["protocol"], r["length"], column_of(r), r.get("depth"))
@@ -218,7 +222,9 @@ def other_targets(a: Run, b: Run, protocol: str, length: int | str) -> UserError
 
 
 def trained_on(run: Run) -> list[Any]:
-    """The contents of a run's corpora: its own, and those of a mixture."""
+    """The contents of a run's corpora: its own, and those of a mixture; [] for a Hugging Face folder."""
+    if is_pretrained(run.path):
+        return []
     meta = read_meta(run.path / "corpus.json")
     return [about["splits"] for about in (meta, *meta.get("mixture", {}).values())]
 
@@ -237,7 +243,8 @@ def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
                         "same order")
     groups: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
-        groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True), []).append(i)
+        own = str(run.path) if is_pretrained(run.path) else ""      # has no seed: never a second sample
+        groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True) + own, []).append(i)
     if names:
         found = [{names[i] for i in group} for group in groups.values()]
         if any(len(label) > 1 for label in found) or len(set.union(*found)) < len(groups):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from config import Config
 from model import GPT, Attention, shape_of
-from positions.contract import At, Encoding
+from positions.contract import At, Encoding, NoPE
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.temperature import Constant, LogN, Temperature
@@ -52,6 +52,10 @@ class Extension(BaseModel):
         """One line about options that are allowed but probably a mistake, if any."""
         return None
 
+    def changes_nothing(self, model: GPT, config: Config, T: int) -> bool:
+        """Whether it is known that the model is the same without it at T tokens."""
+        return False
+
     def apply(self, model: GPT, config: Config, T: int) -> None:
         """Change the model for evaluation at T tokens."""
         raise NotImplementedError
@@ -68,6 +72,10 @@ class Rescaled(Extension):
         """The method for T tokens, from the frequencies before any scaling that the run was trained with."""
         L = getattr(rotary(model).scaling, "original_length", None) or config.train.seq_len
         return self.method.for_context(L, T, self.given)
+
+    def changes_nothing(self, model: GPT, config: Config, T: int) -> bool:
+        scaling = self.scaling(model, config, T)
+        return rotary(model).scaling is None and scaling.changes_nothing(config.train.seq_len, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         rotary(model).scaling = self.scaling(model, config, T)
@@ -88,6 +96,10 @@ class Regrouping(Extension):
 
     hides: ClassVar[bool] = False   # does it mask some keys?
 
+    def n_first(self) -> int:
+        """With `hides`: how many first keys a query sees from far away."""
+        raise NotImplementedError
+
     def near(self, L: int) -> int:
         """Distance in tokens from which a pair is far."""
         raise NotImplementedError
@@ -95,10 +107,6 @@ class Regrouping(Extension):
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         """Positions of queries m (1 or B, Tq), keys n (1 or B, Tk) -> those for far pairs: `near` apart."""
         return torch.full_like(m, self.near(L)), torch.zeros_like(n)
-
-    def is_seen(self, n: Tensor) -> Tensor | None:
-        """Which keys (1 or B, Tk) a query sees from far away; None: all."""
-        return None
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         scaling = getattr(model.active(), "scaling", None)
@@ -125,6 +133,8 @@ class Regrouped(Encoding):
         self.embed, self.tables = inner.embed, inner.tables     # type: ignore[method-assign]
         self.features, self.mix = inner.features, inner.mix     # type: ignore[method-assign]
         self.rotate = inner.rotate                              # type: ignore[method-assign]
+        if method.hides and type(inner) in (RoPE, NoPE) and not inner.tau:  # others may count the masked keys
+            self.reach = method.n_first(), method.near(L)
 
     @classmethod
     def has_scores(cls) -> bool:
@@ -132,17 +142,24 @@ class Regrouped(Encoding):
 
     def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         is_near = at.distance() < self.method.near(self.L)              # (1 or B, 1, Tq, Tk)
-        is_seen = self.method.is_seen(at.k_pos)
-        if is_seen is not None:     # masked before `scores`: an encoding may count the keys that it sees
-            logits = logits.masked_fill(~(is_near | is_seen[:, None, None]), -torch.inf)
+        if self.method.hides:       # masked before `scores`: an encoding may count the keys that it sees
+            logits = logits.masked_fill(
+                ~(is_near | (at.k_pos < self.method.n_first())[:, None, None]), -torch.inf)
         near = self.inner.final_logits(logits, q, k, at)                # (B, H, Tq, Tk)
         if not self.inner.is_relative:                                  # far positions have no meaning
             return near
         q_pos, k_pos = self.method.far(at.q_pos, at.k_pos, self.L, self.T)
+        if self.reach and k_pos.shape[0] == 1:      # only the first keys are seen from far away
+            first = at.k_pos[0] < self.reach[0]
+            k, k_pos = k[:, :, first], k_pos[:, first]
+            logits, is_near = logits[..., first], is_near[..., first]
         far_at = at._replace(q_pos=q_pos, k_pos=k_pos, tables=self.inner.tables(q_pos, k_pos))
         far_q, far_k = self.inner.rotate(q, k, far_at)
         far = (far_q @ far_k.mT).to(logits.dtype) / q.shape[-1]**0.5
         far = self.inner.final_logits(far.masked_fill(logits.isneginf(), -torch.inf), q, k, far_at)
+        if far.shape[-1] < near.shape[-1]:
+            near[..., first] = torch.where(is_near, near[..., first], far)
+            return near
         return torch.where(is_near, near, far)
 
 
@@ -224,8 +241,8 @@ class Sinks(Regrouping):
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         return m.clamp(max=self.sinks + self.near(L) - 1), n
 
-    def is_seen(self, n: Tensor) -> Tensor:
-        return n < self.sinks
+    def n_first(self) -> int:
+        return self.sinks
 
 
 class LMInfinite(Regrouping):
@@ -245,8 +262,8 @@ class LMInfinite(Regrouping):
     def near(self, L: int) -> int:
         return self.window or L
 
-    def is_seen(self, n: Tensor) -> Tensor:
-        return n < self.first
+    def n_first(self) -> int:
+        return self.first
 
 
 class LogNTemperature(Extension):
@@ -318,7 +335,8 @@ def make(name: str, arguments: str, spec: str) -> Extension:
     try:
         given = tomllib.loads(f"x = {{{arguments}}}")["x"]
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., values as in TOML") from error
+        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., such as factor=4 or "
+                        "long_factor=[1.0,2.0]") from error
     try:
         if name not in SCALINGS:
             return EXTENSIONS[name].model_validate(given)
@@ -326,6 +344,12 @@ def make(name: str, arguments: str, spec: str) -> Extension:
         return Rescaled(method=SCALINGS[name], given=given)
     except ValidationError as error:
         first = error.errors()[0]
+        missing = [str(one["loc"][0]) for one in error.errors() if one["type"] == "missing"]
+        if missing:
+            fields = SCALINGS[name].model_fields
+            form = {key: "[...]" if "list" in str(fields[key].annotation) else "..." for key in missing}
+            raise UserError(f"--extend {spec}: needs {' and '.join(missing)}; write --extend '{name}:"
+                            f"{','.join(f'{key}={value}' for key, value in form.items())}'") from error
         raise UserError(explain(f"--extend {name}.{first['loc'][0]}", [first], f"in {spec!r}",
                                 SCALINGS.get(name, EXTENSIONS[name]), name)) from error
 

@@ -32,10 +32,11 @@ class Line(NamedTuple):
 # eval.py
 
 
-def draw_evaluation(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> None:
-    """Perplexity against context, and loss against position, with the training length marked."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+def draw_evaluation(records: Sequence[dict[str, Any]], title: str, L: int, path: Path) -> bool:
+    """Perplexity against context, and loss against position, with the training length marked.
+
+    False if the records have neither: then there is no picture.
+    """
     by_length = ("nonoverlap", "rolling", "sliding", "fixed")
     curves = dict.fromkeys((r["extend"], r["protocol"]) for r in records
                            if r["protocol"] in (*by_length, "position"))
@@ -53,22 +54,32 @@ def draw_evaluation(records: Sequence[dict[str, Any]], title: str, L: int, path:
             label = f"{protocol}, {extend}" if extend else protocol
             points = [(r["length"], Cell(perplexity(r["nll_sum"] / r["tokens"]))) for r in found]
             contexts.append(Line(label, points, colour, kind, kind))
-    fixed = [r for r in records if r["protocol"] == "fixed"]
-    if fixed:
-        truncated = perplexity(fixed[0]["truncated_nll_sum"] / fixed[0]["tokens"])
-        if math.isfinite(truncated):
-            left.axhline(truncated, color="black", linestyle=":", label="fixed, truncated to L")
-    lengths = sorted({r["length"] for r in records if r["protocol"] in by_length}) or [L]
-    draw_lines(left, contexts, "log", L, {length: str(length) for length in lengths})
-    draw_lines(right, positions, "linear", L)
-    left.set(xlabel="context (tokens)", ylabel="perplexity per token", title="Perplexity against context")
-    right.set(xlabel="position in the window (tokens of context)", ylabel="loss (nats per token)",
-              title="Loss by position")
-    if left.get_legend_handles_labels()[0]:
+    if not curves:
+        return False
+    plt = pyplot()
+    n_panels = bool(contexts) + bool(positions)
+    figure, axes = plt.subplots(1, n_panels, figsize=(5.5 * n_panels, 4.6), squeeze=False,
+                                layout="constrained")
+    if contexts:
+        axis = axes[0, 0]
+        fixed = [r for r in records if r["protocol"] == "fixed"]
+        if fixed:
+            truncated = perplexity(fixed[0]["truncated_nll_sum"] / fixed[0]["tokens"])
+            if math.isfinite(truncated):
+                axis.axhline(truncated, color="black", linestyle=":", label="fixed, truncated to L")
+        lengths = sorted({r["length"] for r in records if r["protocol"] in by_length})
+        draw_lines(axis, contexts, "log", L, {length: str(length) for length in lengths})
+        axis.set(xlabel="context (tokens)", ylabel="perplexity per token", title="Perplexity against context")
         figure.legend(loc="outside lower center", ncols=4)
+    if positions:
+        axis = axes[0, -1]
+        draw_lines(axis, positions, "linear", L)
+        axis.set(xlabel="position in the window (tokens of context)", ylabel="loss (nats per token)",
+                 title="Loss by position")
     figure.suptitle(plain_tex(title))
     figure.savefig(path, dpi=130)
     plt.close(figure)
+    return True
 
 
 # -----------------------------------------------------------------------------------------------------------

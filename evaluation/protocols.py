@@ -27,7 +27,7 @@ from data.tasks import ALGORITHMS, RETRIEVAL, Made
 from data.tokenizer import Tokenizer, byte_lengths
 from evaluation import probes
 from evaluation.extension import Extend, extended, parse
-from evaluation.results import Record, perplexity
+from evaluation.results import Record, Results, perplexity
 from evaluation.windows import (
     Text,
     Window,
@@ -56,7 +56,10 @@ DECIDING = {        # protocol -> the settings that decide its targets, in addit
 PLAIN = Extend("plain", [])
 CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
+BLOCK = 256                                     # most targets of fixed in a row of the .npz
 SECONDS_PER_LINE = 30                           # of progress, if the output is not a terminal
+SECONDS_TO_BAR = 3                              # on a terminal
+LONG = 1800                                     # seconds of an evaluation that is announced
 ALONE = Process(torch.device("cpu"))
 
 
@@ -80,7 +83,10 @@ class Settings:
 
 
 class Evaluation:
-    """Measures one model on one text, without and with each extension."""
+    """Measures one model on one text, without and with each extension.
+
+    `known` are results on the same targets: what they hold is not measured again.
+    """
 
     def __init__(self, model: GPT, config: Config, tokenizer: Tokenizer, text: Text, settings: Settings,
                  extends: Sequence[Extend] = (), process: Process = ALONE) -> None:
@@ -95,26 +101,79 @@ class Evaluation:
         self.ends = fixed_ends(self.text, settings.longest, settings.targets, settings.windows, settings.seed)
         self.extends = [PLAIN, *extends]
         self.extend = PLAIN                             # the one that is being measured
+        self.records: list[Record] = []
         self.per_window: dict[str, np.ndarray] = {}     # as Results.windows
         self._ended: dict[tuple[str, int], tuple[list[np.ndarray], float]] = {}
-        self._progress = Progress(process.rank == 0, len(self.extends) * len(settings.protocols))
+        self._progress = Progress(process.rank == 0)
 
     def run(self) -> list[Record]:
-        """All records, in the order of extensions and protocols."""
-        records: list[Record] = []
-        for extend, protocol in itertools.product(self.extends, self.settings.protocols):
-            self.extend = extend
-            self._progress.part += 1
-            if self.possible:
-                records += self._measure(protocol)
-        return records
+        """All records, in the order of extensions, protocols and lengths."""
+        return [r for found in self.measure() for r in found]
 
-    def _measure(self, protocol: str) -> Iterator[Record]:
+    def measure(self, known: Results | None = None) -> Iterator[list[Record]]:
+        """The records of each place, that is of a method, protocol and length, as soon as it is measured.
+
+        `known` are results on the same targets. Their places are left out.
+        """
+        if known:
+            self.records, self.per_window = list(known.records), dict(known.windows)
+        done = {(r["extend"], r["protocol"], r["length"]) for r in self.records}
+        left = [(extend, protocol, length) for extend in self.extends for protocol in self.settings.protocols
+                for length in (self.possible[-1:] if protocol == "position" else self.possible)
+                if (spec_of(extend), protocol, length) not in done]
+        self._progress.left = sum(self._work(*place) for place in left)
+        for self.extend, protocol, length in left:
+            found = self._as_without(protocol, length) or self._measure(protocol, length)
+            self.records += found
+            yield found
+
+    def _as_without(self, protocol: str, length: int) -> list[Record]:
+        """The figures without a method where it changes nothing, as with a factor of 1; else nothing."""
+        if not self.is_as_without(self.extend, length):
+            return []
+        for name, column in list(self.per_window.items()):
+            if name.startswith(f"plain/{protocol}/{length}/"):
+                self.per_window[self.extend.spec + name.removeprefix("plain")] = column
+        return [{**r, "extend": self.extend.spec} for r in self.records
+                if (r["extend"], r["protocol"], r["length"]) == (None, protocol, length)]
+
+    def is_as_without(self, extend: Extend, length: int) -> bool:
+        """Whether a method changes nothing at this length."""
+        return extend is not PLAIN and all(
+            method.changes_nothing(self.model, self.config, length) for method in extend.methods)
+
+    def _work(self, extend: Extend, protocol: str, length: int) -> float:
+        """How much work a place is, in FLOPs up to a factor."""
+        is_shared = protocol == "position" and "fixed" in self.settings.protocols
+        if is_shared or self.is_as_without(extend, length):
+            return 0.0
         if protocol in RETRIEVAL:
-            return self.retrieval(protocol)
+            n_inputs = len(probes.DEPTHS) * max(1, self.settings.windows // 4) * length
+        elif protocol in ALGORITHMS:
+            n_inputs = self.settings.windows * length
+        else:
+            n_inputs = sum(w.end - w.start for w in self._windows(protocol, length))
+        return n_inputs * self.model.flops_per_token(length)
+
+    def _measure(self, protocol: str, length: int) -> list[Record]:
+        if protocol in RETRIEVAL:
+            return self.retrieval(protocol, length)
         if protocol in ALGORITHMS:
-            return self.algorithm(protocol)
-        return getattr(self, protocol)()
+            return self.algorithm(protocol, length)
+        if protocol in ("nonoverlap", "rolling", "sliding"):
+            return self.tiled(protocol, length)
+        return getattr(self, protocol)(length)
+
+    def _windows(self, protocol: str, length: int) -> list[Window]:
+        """The windows that a protocol scores at a length; for the probes repeat and copy, their places."""
+        s = self.settings
+        if protocol == "nonoverlap":
+            return nonoverlap_windows(self.text, s.longest, [length], s.tokens, s.seed)[length]
+        if protocol == "rolling":
+            return rolling_windows(self.text, length)
+        if protocol == "sliding":
+            return sliding_windows(self.text, s.longest, [length], s.stride, s.tokens, s.seed)[length]
+        return ended_windows(self.ends, length, min(length, s.targets) if protocol == "fixed" else length)
 
     def deciding(self) -> dict[str, dict[str, int | None]]:
         """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
@@ -124,110 +183,105 @@ class Evaluation:
         return deciding
 
     # -------------------------------------------------------------------------------------------------------
-    # Protocols; each yields its records
+    # Protocols: the records of each at one length
 
-    def nonoverlap(self) -> Iterator[Record]:
-        """One record for each length."""
-        s = self.settings
-        windows = nonoverlap_windows(self.text, s.longest, self.lengths, s.tokens, s.seed)
-        for length in self.possible:
-            losses, seconds = self._score("nonoverlap", length, windows[length])
-            yield self._record("nonoverlap", length, windows[length], losses, seconds)
+    def tiled(self, protocol: str, length: int) -> list[Record]:
+        """nonoverlap, rolling, sliding: one record."""
+        windows = self._windows(protocol, length)
+        losses, seconds = self._score(protocol, length, windows)
+        more = {"stride": max(w.n_scored for w in windows)} if protocol == "sliding" else {}
+        return [self._record(protocol, length, windows, losses, seconds, **more)]
 
-    def rolling(self) -> Iterator[Record]:
-        """One record for each length."""
-        for length in self.possible:
-            windows = rolling_windows(self.text, length)
-            losses, seconds = self._score("rolling", length, windows)
-            yield self._record("rolling", length, windows, losses, seconds)
+    def fixed(self, length: int) -> list[Record]:
+        """One record, with the truncated control and the gain over it."""
+        truncated = self._truncated()                                   # (blocks,)
+        losses, seconds = self._score_ended(self.extend, length)
+        total = float(truncated.sum())
+        blocks, losses = self._in_blocks(length, losses)
+        gain = (total - float(sum(x.sum() for x in losses))) / sum(w.n_scored for w in blocks)
+        self._keep("fixed", length, {"truncated_nll": truncated})
+        return [self._record("fixed", length, blocks, losses, seconds, truncated_nll_sum=total, gain=gain)]
 
-    def sliding(self) -> Iterator[Record]:
-        """One record for each length."""
-        s = self.settings
-        windows = sliding_windows(self.text, s.longest, self.lengths, s.stride, s.tokens, s.seed)
-        for length in self.possible:
-            losses, seconds = self._score("sliding", length, windows[length])
-            yield self._record("sliding", length, windows[length], losses, seconds,
-                               stride=max(w.n_scored for w in windows[length]))
+    def _truncated(self) -> np.ndarray:
+        """Loss of each block of targets without a method, at L."""
+        known = (column for name, column in self.per_window.items() if name.endswith("/truncated_nll"))
+        found = next(known, None)
+        if found is None:
+            losses = self._in_blocks(self.L, self._score_ended(PLAIN, self.L)[0])[1]
+            found = np.array([x.sum() for x in losses])
+        return found
 
-    def fixed(self) -> Iterator[Record]:
-        """One record for each length, with the truncated control and the gain over it."""
+    def _in_blocks(self, length: int, losses: Sequence[np.ndarray]) -> tuple[list[Window], list[np.ndarray]]:
+        """The targets of fixed in blocks of at most BLOCK, so that few long windows have an interval too."""
         k = self.settings.targets
-        truncated = np.array([x[-k:].sum() for x in self._score_ended(PLAIN, self.L)[0]])       # (windows,)
-        for length in self.possible:
-            losses, seconds = self._score_ended(self.extend, length)
-            losses = [x[-k:] for x in losses]
-            total = float(truncated.sum())
-            gain = (total - float(sum(x.sum() for x in losses))) / (len(self.ends) * k)
-            windows = ended_windows(self.ends, length, k)
-            yield self._record("fixed", length, windows, losses, seconds, truncated_nll_sum=total, gain=gain)
-            self.per_window[f"{self.extend.spec}/fixed/{length}/truncated_nll"] = truncated
+        bounds = [(i, min(i + BLOCK, k)) for i in range(0, k, BLOCK)]
+        windows = [Window(d, end - length, end - k + stop, stop - start)
+                   for d, end in self.ends for start, stop in bounds]
+        return windows, [x[-k:][start:stop] for x in losses for start, stop in bounds]
 
-    def position(self) -> Iterator[Record]:
+    def position(self, longest: int) -> list[Record]:
         """One record for each bucket of positions in the longest windows."""
-        longest = max(self.possible)
         losses, seconds = self._score_ended(self.extend, longest)
-        windows = ended_windows(self.ends, longest, longest)
+        windows = self._windows("position", longest)
         n_bytes = np.array([self._bytes(window) for window in windows]).sum(axis=0)     # (longest,)
-        documents = {w.document for w in windows}
-        for start, end in position_buckets(longest):
-            nll = np.array([x[start:end] for x in losses])              # (windows, bucket)
-            yield record(self.extend, "position", longest, nll, nll.size, int(n_bytes[start:end].sum()),
-                         len(documents), seconds, bucket=[start, end])
+        n_documents = len({w.document for w in windows})
+        return [record(self.extend, "position", longest, nll, nll.size, int(n_bytes[start:end].sum()),
+                       n_documents, seconds, bucket=[start, end])
+                for start, end in position_buckets(longest)
+                for nll in [np.array([x[start:end] for x in losses])]]  # (windows, bucket)
 
-    def repeat(self) -> Iterator[Record]:
-        """One record for each distance between the two copies of a passage of the text."""
+    def repeat(self, length: int) -> list[Record]:
+        """One record: two copies of a passage of the text, at the distance that this length has room for."""
         stretches = [self.text.documents[d][end - self.settings.longest:end] for d, end in self.ends]
-        yield from self._repeated("repeat", stretches)
+        return self._repeated("repeat", length, stretches)
 
-    def copy(self) -> Iterator[Record]:
+    def copy(self, length: int) -> list[Record]:
         """The same on shuffled text, where only the first copy can help."""
         rng = np.random.default_rng(self.settings.seed)
         stretches = [rng.choice(self.text.documents[d][1:], self.settings.longest) for d, _ in self.ends]
-        yield from self._repeated("copy", stretches)
+        return self._repeated("copy", length, stretches)
 
-    def _repeated(self, protocol: str, stretches: list[np.ndarray]) -> Iterator[Record]:
-        for length in self.possible:
-            distance = probes.distance(length, self.L)
-            if distance is None:
-                continue
-            tokens, first, second = probes.repeated(stretches, length, self.L)
-            (losses, _), seconds = self._probe(protocol, length, tokens, np.concatenate((first, second)))
-            nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
-            self._keep(protocol, length, {"nll": nll.sum(axis=1), "first_nll": nll_first.sum(axis=1),
-                                          "tokens": np.full(len(nll), nll.shape[1]),
-                                          "document": np.array([d for d, _ in self.ends])})
-            n_bytes = int(self.byte_lengths[tokens[:, second]].sum()) if protocol == "repeat" else None
-            yield record(self.extend, protocol, length, nll, nll.size, n_bytes,
-                         len({d for d, _ in self.ends}) if n_bytes else None, seconds, distance=distance,
-                         first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()))
+    def _repeated(self, protocol: str, length: int, stretches: list[np.ndarray]) -> list[Record]:
+        distance = probes.distance(length, self.L)
+        if distance is None:
+            return []
+        tokens, first, second = probes.repeated(stretches, length, self.L)
+        (losses, _), seconds = self._probe(protocol, length, tokens, np.concatenate((first, second)))
+        nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
+        self._keep(protocol, length, {"nll": nll.sum(axis=1), "first_nll": nll_first.sum(axis=1),
+                                      "tokens": np.full(len(nll), nll.shape[1]),
+                                      "document": np.array([d for d, _ in self.ends])})
+        n_bytes = int(self.byte_lengths[tokens[:, second]].sum()) if protocol == "repeat" else None
+        return [record(self.extend, protocol, length, nll, nll.size, n_bytes,
+                       len({d for d, _ in self.ends}) if n_bytes else None, seconds, distance=distance,
+                       first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()))]
 
-    def retrieval(self, kind: str) -> Iterator[Record]:
-        """One record for each length and depth: in how many trials the answer is correct."""
+    def retrieval(self, kind: str, length: int) -> list[Record]:
+        """One record for each depth: in how many trials the answer is correct."""
         trials, seed = max(1, self.settings.windows // 4), self.settings.seed
-        least = max(tasks.shortest(kind, self.tokenizer, np.random.default_rng([seed, trial]))
-                    for trial in range(trials))
-        for length in (length for length in self.possible if length >= least):
-            columns = []
-            for depth in probes.DEPTHS:
-                made = probes.hidden(kind, self.tokenizer, length, depth, trials, seed)
-                answers, seconds = self._answers(kind, length, made)
-                yield self._answer_record(kind, length, answers, seconds, depth=depth)
-                columns.append(answers)
-            self._keep(kind, length, {name: np.concatenate([answers[name] for answers in columns])
-                                      for name in columns[0]})
+        if length < max(tasks.shortest(kind, self.tokenizer, np.random.default_rng([seed, trial]))
+                        for trial in range(trials)):
+            return []
+        records, columns = [], []
+        for depth in probes.DEPTHS:
+            made = probes.hidden(kind, self.tokenizer, length, depth, trials, seed)
+            answers, seconds = self._answers(kind, length, made)
+            records.append(self._answer_record(kind, length, answers, seconds, depth=depth))
+            columns.append(answers)
+        self._keep(kind, length, {name: np.concatenate([answers[name] for answers in columns])
+                                  for name in columns[0]})
+        return records
 
-    def algorithm(self, name: str) -> Iterator[Record]:
-        """One record for each length, with a quarter of it in symbols: in how many trials all is correct."""
-        for length in self.possible:
-            n, seed = tasks.n_symbols(length), self.settings.seed
-            if n < 1:
-                continue
-            made = [tasks.algorithm(name, self.tokenizer, n, np.random.default_rng([seed, trial, n]))
-                    for trial in range(self.settings.windows)]
-            answers, seconds = self._answers(name, length, made)
-            yield self._answer_record(name, length, answers, seconds, symbols=n)
-            self._keep(name, length, answers)
+    def algorithm(self, name: str, length: int) -> list[Record]:
+        """One record, with a quarter of the length in symbols: in how many trials all is correct."""
+        n, seed = tasks.n_symbols(length), self.settings.seed
+        if n < 1:
+            return []
+        made = [tasks.algorithm(name, self.tokenizer, n, np.random.default_rng([seed, trial, n]))
+                for trial in range(self.settings.windows)]
+        answers, seconds = self._answers(name, length, made)
+        self._keep(name, length, answers)
+        return [self._answer_record(name, length, answers, seconds, symbols=n)]
 
     # -------------------------------------------------------------------------------------------------------
     # Forward passes, and the records of their losses
@@ -237,8 +291,9 @@ class Evaluation:
         began = time.perf_counter()
         with extended(self.model, self.config, self.extend.methods, length):
             scores = score(self.model, self.text, windows, self.config.train, self.process, self.bos)
-            what = f"{self.extend.spec} {protocol} {length}"
-            return list(self._progress(scores, what, "windows", len(windows))), time.perf_counter() - began
+            work = [(w.end - w.start) * self.model.flops_per_token(w.end - w.start) for w in windows]
+            scored = list(self._progress(scores, f"{self.extend.spec} {protocol} {length}", work))
+        return scored, time.perf_counter() - began
 
     def _score_ended(self, extend: Extend, length: int) -> tuple[list[np.ndarray], float]:
         """Losses of at least the last `targets` tokens of the windows that end at self.ends, and the seconds.
@@ -262,8 +317,8 @@ class Evaluation:
         with extended(self.model, self.config, self.extend.methods, length):
             turns = parallel.round_robin(self.process, batches, lambda batch: probes.losses_at(
                 self.model, self.config.train, batch, at))
-            what = f"{self.extend.spec} {protocol} {length}"
-            scored = list(self._progress(turns, what, "batches", len(batches)))
+            work = [batch.size * self.model.flops_per_token(length) for batch in batches]
+            scored = list(self._progress(turns, f"{self.extend.spec} {protocol} {length}", work))
         losses, is_top = (np.concatenate(parts) for parts in zip(*scored, strict=True))
         return (losses, is_top), time.perf_counter() - began
 
@@ -305,6 +360,11 @@ class Evaluation:
         return self.byte_lengths[tokens[window.end + 1 - window.n_scored:window.end + 1]]
 
 
+def spec_of(extend: Extend) -> str | None:
+    """The method as records name it: None without one."""
+    return None if extend is PLAIN else extend.spec
+
+
 def record(extend: Extend, protocol: str, length: int, nll: np.ndarray, n_tokens: int, n_bytes: int | None,
            n_documents: int | None, seconds: float, **more: Any) -> Record:
     """One record of the JSON: perplexity = exp(nll / tokens), bits per byte = nll / ln 2 / bytes.
@@ -315,7 +375,7 @@ def record(extend: Extend, protocol: str, length: int, nll: np.ndarray, n_tokens
     if not math.isfinite(nll_sum):
         raise UserError(f"{protocol} at {length} tokens, --extend {extend.spec}: the loss is {nll_sum}, so "
                         "the model has no probabilities there; evaluate another checkpoint, method or length")
-    return {"extend": None if extend is PLAIN else extend.spec, "protocol": protocol, "length": length,
+    return {"extend": spec_of(extend), "protocol": protocol, "length": length,
             "nll_sum": nll_sum, "tokens": n_tokens, "bytes": n_bytes, "documents": n_documents,
             "ppl": finite(perplexity(nll_sum / n_tokens)),
             "bpb": nll_sum / math.log(2) / n_bytes if n_bytes else None,
@@ -367,27 +427,48 @@ def token_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Progress:
-    """Shows how far an evaluation is: a bar on a terminal, elsewhere a line every 30 seconds, on stderr."""
+    """Shows how far an evaluation is: a bar on a terminal, elsewhere a line every 30 seconds, on stderr.
 
-    def __init__(self, is_shown: bool, n_parts: int) -> None:
-        self.is_shown, self.part, self.n_parts = is_shown, 0, n_parts
-        self.shown_at = time.monotonic()
+    Times are estimated from `left`, the work of all that is still to be measured.
+    """
 
-    def __call__(self, things: Iterable[Any], what: str, unit: str, total: int) -> Iterator[Any]:
-        """Yield the things, `total` of them."""
-        from tqdm import tqdm
+    def __init__(self, is_shown: bool) -> None:
+        self.is_shown, self.done, self.left = is_shown, 0.0, 0.0
+        self.began = self.shown_at = time.monotonic()
+        self.is_long = False
 
-        began = time.monotonic()
-        bar = tqdm(things, total=total, unit=f" {unit}", desc=what, delay=3, leave=False,
-                   disable=None if self.is_shown else True)             # None: shown on a terminal only
-        for done, thing in enumerate(bar, start=1):
+    def __call__(self, things: Iterable[Any], what: str, work: Sequence[float]) -> Iterator[Any]:
+        """Yield the things, which are as much work as this."""
+        for number, (thing, amount) in enumerate(zip(things, work, strict=True), start=1):
             yield thing
-            now = time.monotonic()
-            if self.is_shown and bar.disable and now - self.shown_at >= SECONDS_PER_LINE:
-                left = (now - began) / done * (total - done)
-                print(f"part {self.part} of {self.n_parts}, {what}: {done} of {total} {unit}, about "
-                      f"{left:.0f} s left at this length", file=sys.stderr, flush=True)
-                self.shown_at = now
+            self.done, self.left = self.done + amount, max(0.0, self.left - amount)
+            if self.is_shown:
+                self.show(f"{what}: {number} of {len(work)}", number == len(work))
+
+    def show(self, what: str, is_end: bool) -> None:
+        """Show it if it is time."""
+        now = time.monotonic()
+        seconds_left = (now - self.began) / self.done * self.left
+        if not self.is_long and seconds_left > LONG:
+            self.is_long = True
+            print(f"this will take about {in_words(seconds_left)} on this machine; for less give --lengths, "
+                  "--windows, --tokens or --protocol. Each length is kept once it is measured: the same "
+                  "command goes on from there", file=sys.stderr, flush=True)
+        line = f"{self.done / (self.done + self.left):4.0%}, {in_words(seconds_left)} left, {what}"
+        if sys.stderr.isatty() and now - self.began >= SECONDS_TO_BAR:
+            n_full = round(20 * self.done / (self.done + self.left))
+            ends = "\r\x1b[K" if is_end and not self.left else ""
+            print(f"\r\x1b[K|{'█' * n_full:20}|{line}{ends}", end="", file=sys.stderr, flush=True)
+        elif not sys.stderr.isatty() and now - self.shown_at >= SECONDS_PER_LINE:
+            print(line.lstrip(), file=sys.stderr, flush=True)
+            self.shown_at = now
+
+
+def in_words(seconds: float) -> str:
+    """40 s, 12 min or 3.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int],

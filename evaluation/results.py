@@ -29,7 +29,7 @@ TARGETS = ("document", "end", "tokens", "bytes")            # columns of the .np
 SAME = {                                                    # keys of the JSON that must agree, in words
     "weights_sha256": "another checkpoint", "data_sha256": "another text",
     "tokenizer": "another tokenizer", "encoding": "another encoding", "seq_len": "another training length",
-    "seed": "another --seed", "dtype": "another dtype"}
+    "seed": "another --seed", "dtype": "another --dtype"}
 # what numpy and zipfile also raise for a file with an invalid header or member
 FROM_NUMPY = (MemoryError, OverflowError, RecursionError, SyntaxError, NotImplementedError, AttributeError,
               TokenError, zlib.error, struct.error)
@@ -129,6 +129,8 @@ def read_mergeable(path: Path, head: dict[str, Any]) -> Results | None:
     for key, difference in SAME.items():
         if earlier.head.get(key) != head[key]:
             raise UserError(f"{path}: holds an evaluation of {difference}; {remedy}")
+    if earlier.head.get("position", head["position"]) != head["position"]:      # older files lack it
+        raise UserError(f"{path}: holds an evaluation of another [position]; {remedy}")
     for protocol, settings in head["settings"].items():
         before = earlier.head["settings"].get(protocol, settings)
         if before != settings:
@@ -139,6 +141,16 @@ def read_mergeable(path: Path, head: dict[str, Any]) -> Results | None:
             raise UserError(f"{path}: holds {protocol} on other targets; give {flags} to measure on the same "
                             f"ones, or {remedy.removeprefix('give ')}")
     return earlier
+
+
+def reusable(earlier: Results | None, head: dict[str, Any]) -> Results | None:
+    """The part of a mergeable evaluation that need not be measured again.
+
+    An older one did not record [position]; a method with a list is not known by its name.
+    """
+    if earlier is None or "position" not in earlier.head:
+        return None
+    return earlier._replace(records=[r for r in earlier.records if "[...]" not in (r["extend"] or "")])
 
 
 def flag(name: str, value: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.encode import first_unknown
 from data.loader import Corpus
 from data.sources import SUFFIXES
 from data.tokenizer import Tokenizer
@@ -62,7 +63,11 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer,
             raise UserError(f"--data {path}: not plain text; prepare it first with data/prepare.py, and give "
                             "the prepared folder")
         name = path.name.removesuffix(".txt")       # not its stem: books-0.5 and books-0.75 differ
-        return Text(name, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
+        text = path.read_bytes()
+        try:
+            return Text(name, [np.concatenate(([tokenizer.eot], tokenizer.encode(text)))])
+        except UserError as error:
+            raise UserError(f"--data {path}, byte {first_unknown(text, tokenizer)}: {error}") from error
     if source and not (path / "meta.json").exists():
         raise UserError(f"--data {path}: neither a prepared corpus (no meta.json) nor a text file; give one "
                         "of these")
@@ -78,8 +83,11 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer,
     return Text(path.name, corpus.documents("val"))
 
 
-def choose_lengths(wanted: str | None, L: int, text: Text, generated: int = 0) -> list[int]:
+def choose_lengths(wanted: str | None, L: int, text: Text, generated: int = 0,
+                   needs_L: bool = True) -> list[int]:
     """The lengths of --lengths, or L/2 ... 64 L as far as the documents go. Raises UserError.
+
+    The documents must have L tokens too if `needs_L`, or if the lengths follow from it.
 
     If nothing but generated documents is measured, the default is up to `generated` times L.
     """
@@ -88,16 +96,18 @@ def choose_lengths(wanted: str | None, L: int, text: Text, generated: int = 0) -
         lengths = [int(m * L) for m in MULTIPLES if m * L <= longest and m <= (generated or max(MULTIPLES))]
         if L not in lengths:
             raise UserError(f"data {text.name}: its longest document has {longest} tokens, fewer than the "
-                            f"training length {L}; give a longer text with --data")
+                            f"training length {L}; give a longer text with --data, or --train-length with "
+                            "the length that the model was really trained at")
         return lengths
     try:
         lengths = [int(part) for part in wanted.split(",")]
     except ValueError as error:
         raise UserError(f"--lengths {shortened(wanted)}: must be integers and commas, such as "
                         "256,512") from error
-    if min(lengths) < 1 or max(*lengths, L) > longest:
-        raise UserError(f"--lengths {wanted}: the lengths and the training length {L} must be in 1 ... "
-                        f"{longest}, the longest document of {text.name}")
+    if min(lengths) < 1 or max(*lengths, L * needs_L) > longest:
+        with_L = f" and the training length {L} (--train-length overrules it)" if needs_L else ""
+        raise UserError(f"--lengths {wanted}: the lengths{with_L} must be in 1 ... {longest}, the longest "
+                        f"document of {text.name}")
     return lengths
 
 

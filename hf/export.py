@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from config import Config, to_toml
+from config import Config, load_config, to_toml
 from data.tokenizer import Tokenizer
 from hf.architectures import choose
+from hf.pretrained import is_pretrained
+from hf.rope_parameters import Fields, rope_parameters
 from hf.tokenizer import separator_name, tokenizer_json
 from model import GPT
+from positions.rotary import RotaryOptions
+from positions.scaling import Scaling
 from runtime.errors import UserError
-from runtime.files import is_fixed
+from runtime.files import is_fixed, read_json, write_whole
+
+KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+        "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
 def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenizer,
-           state: dict[str, Any] | None = None) -> str:
+           state: dict[str, Any] | None = None, max_length: int | None = None) -> str:
     """Write the folder `out`, complete or not at all; return the architecture's name. Raises UserError.
 
     Model, config and tokenizer are those of `run`, whose name is on the model card; so are step and loss of
-    the exported checkpoint, if its state is given.
+    the exported checkpoint, if its state is given. If the run began from a Hugging Face folder, its
+    tokenizer, special tokens, chat template and generation_config are copied from there.
+
+    The folder's number of positions is `max_length`, by default that of training or of that folder, whichever
+    is larger.
     """
     if is_fixed(out) or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise UserError(f"OUT_DIR {out}: exists and is not empty, or is the current folder or a mount point; "
@@ -33,10 +45,20 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     except UserError as error:
         raise UserError(*(f"{run}: {problem}" for problem in error.problems)) from error
     fields = architecture.config_json(config)
+    source = origin_of(run)
+    before = read_json(source / "config.json") if source else {}
+    is_dynamic = getattr(getattr(config.position, "scaling", None), "is_dynamic", False)
+    if isinstance(config.position, RotaryOptions) and not is_dynamic:   # else the field has another meaning
+        fields[architecture.length] = max_length or max(
+            fields[architecture.length], before.get(architecture.length) or 0)
+    elif max_length:
+        raise UserError(f"--max-length: {architecture.length} is a part of the encoding here; omit it")
     eot = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+    special = {key: before.get(key) for key in (*eot, "pad_token_id")} if source else \
+        {**eot, "pad_token_id": None}
     separator, longest = separator_name(tokenizer), fields[architecture.length]
     files: dict[str, Any] = {
-        "config.json": {**fields, **eot, "pad_token_id": None, "use_cache": True, "torch_dtype": "float32"},
+        "config.json": {**fields, **special, "use_cache": True, "torch_dtype": "float32"},
         "generation_config.json": {**eot, "pad_token_id": tokenizer.eot},
         "tokenizer.json": tokenizer_json(tokenizer),
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator,
@@ -48,6 +70,10 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         new = Path(temporary) / "new"
         new.mkdir()
+        for name in KEPT if source else ():
+            if (source / name).is_file():
+                files.pop(name, None)
+                shutil.copyfile(source / name, new / name)
         for name, content in files.items():
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (new / name).write_text(text, encoding="utf-8")
@@ -58,6 +84,51 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
             out.rmdir()
         new.rename(out)
     return architecture.class_name
+
+
+def origin_of(run: Path) -> Path | None:
+    """The Hugging Face folder that a run began from, perhaps over other runs, if it is still there."""
+    seen = set()
+    while not is_pretrained(run):
+        if run in seen or not (run / "config.toml").is_file():
+            return None
+        seen.add(run)
+        init_from = load_config(run / "config.toml").train.init_from
+        if not init_from:
+            return None
+        run = Path(init_from)
+        if not run.exists():
+            print(f"warning: {run}: is gone, from which the run began; special tokens and chat template are "
+                  "not those of that model")
+            return None
+    return run
+
+
+def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:
+    """What config.json needs for a model under a scaling, for T tokens; None if it cannot express it."""
+    position = config.position
+    if not isinstance(position, RotaryOptions):
+        return None
+    position = position.model_copy(update={"scaling": scaling})
+    try:
+        choose(config.model_copy(update={"position": position}))
+    except UserError:
+        return None
+    parameters, length = rope_parameters(position, position.rotary_dim(config.model.head_width),
+                                         config.train.seq_len)
+    # a base says nothing of the length; vLLM multiplies the length of "linear" by its factor
+    length = T if scaling.method == "ntk" else length
+    return {"rope_parameters": parameters, "max_position_embeddings": length}
+
+
+def write_extended(folder: Path, out: Path, fields: Fields) -> None:
+    """Copy a Hugging Face folder, with other fields in its config.json. Raises UserError."""
+    if out.exists():
+        raise UserError(f"--write {out}: exists; give a new folder")
+    older = {"rope_scaling", "rope_theta"}              # of transformers 4: now in rope_parameters
+    content = {key: value for key, value in read_json(folder / "config.json").items() if key not in older}
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("eval", ".*"))
+    write_whole(out / "config.json", json.dumps({**content, **fields}, indent=2) + "\n")
 
 
 def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str,
@@ -73,15 +144,15 @@ pipeline_tag: text-generation
 {architecture}, {model.n_parameters():,} parameters, position encoding {config.position.encoding}, trained at
 {config.train.seq_len} tokens.{results_of(config, state)}
 
-Every training document opens with `{separator}` (id {tokenizer.eot}), which is both bos_token and eos_token
-here, even if the tokenizer had another eos_token before. The tokenizer does not add it: begin a prompt with
-`tokenizer.bos_token`.
+Every training document opens with `{separator}` (id {tokenizer.eot}); begin a prompt with it, because the
+tokenizer may not add it. It is bos_token and eos_token, unless the model began from another one, whose tokens
+it keeps.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 model = AutoModelForCausalLM.from_pretrained("FOLDER")
-prompt = tokenizer(tokenizer.bos_token + "Once", return_tensors="pt")
+prompt = tokenizer("{separator}Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 

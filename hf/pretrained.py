@@ -70,15 +70,19 @@ def tables_of(folder: str | Path, architecture: Architecture, hf_config: dict[st
                         f"({error}); get it again") from error
 
 
+def pretrained_config(folder: Path) -> Config:
+    """The config of a folder, without a corpus. Raises UserError."""
+    tables = {**read_tables(folder), "run": {"dir": str(folder)}, "data": {"dir": ""}}
+    return config_from(tables, f"in {folder}/config.json")
+
+
 def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
     """Model (fp32, on the CPU), config and tokenizer. Raises UserError if files are missing or do not fit.
 
     train.seq_len is the training length before any scaling, according to config.json. The config names no
     corpus.
     """
-    architecture, hf_config = read_config(folder)
-    tables = {**tables_of(folder, architecture, hf_config), "run": {"dir": str(folder)}, "data": {"dir": ""}}
-    config = config_from(tables, f"in {folder}/config.json")
+    (architecture, hf_config), config = read_config(folder), pretrained_config(folder)
     with torch.device("meta"):      # no initialisation and no memory: all weights come from the files
         model = GPT(config)
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}

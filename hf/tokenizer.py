@@ -12,7 +12,7 @@ from data.bpe import CHARACTERS, SEPARATOR
 from data.tokenizer import BytePairTokenizer, ByteTokenizer, Tokenizer
 from data.tokenizer_json import PretrainedTokenizer, checked, types_of
 from runtime.errors import UserError
-from runtime.files import read_json
+from runtime.files import read_json, read_text
 
 TEMPLATES = {"TemplateProcessing", "BertProcessing", "RobertaProcessing"}      # these add special tokens
 
@@ -114,6 +114,37 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer 
         return ByteTokenizer() if _is_byte_tokenizer(tokenizer) else tokenizer
 
     return checked(read, folder)
+
+
+def eos_ids(folder: Path) -> set[int]:
+    """The ids that end a text, from generation_config.json or else config.json; empty for other folders."""
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if found is not None:
+            return set(found) if isinstance(found, list) else {found}
+    return set()
+
+
+def chat_ids(folder: Path, tokenizer: Tokenizer, message: str) -> list[int]:
+    """A user's message in the folder's chat template, up to where the answer begins. Raises UserError."""
+    from jinja2 import TemplateError  # a dependency of torch
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    settings = read_json(folder / "tokenizer_config.json")
+    path, template = folder / "chat_template.jinja", settings.get("chat_template")
+    if path.is_file():
+        template = read_text(path)
+    if not isinstance(template, str) or not isinstance(tokenizer, PretrainedTokenizer):
+        raise UserError(f"--chat: {folder} has no chat template; leave --chat out")
+    names = {f"{kind}_token": token.get("content") if isinstance(token, dict) else token or ""
+             for kind in ("bos", "eos", "pad", "unk") for token in [settings.get(f"{kind}_token")]}
+    try:
+        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        text = sandbox.from_string(template).render(
+            messages=[{"role": "user", "content": message}], add_generation_prompt=True, **names)
+    except TemplateError as error:
+        raise UserError(f"--chat: {folder}: its chat template fails ({error}); leave --chat out") from error
+    return tokenizer.encode_special(text)
 
 
 def _separator(folder: Path, config: dict[str, Any], tokenizer: PretrainedTokenizer) -> int:

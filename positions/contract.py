@@ -111,6 +111,8 @@ class Encoding(nn.Module):
     widening: ClassVar[int] = 1  # how many times wider `rotate` returns q and k (tested)
     can_fold: bool = False  # does `fold` give the same result as `scores`?
     tau: float = 0.0  # position.scale_invariant
+    # (a, b): at positions 0, 1, 2 ... `scores` masks all but the first a and the last b keys of a query
+    reach: tuple[int, int] | None = None
     # FlexAttention may serve it: `scores` adds f(head, layer, distance), then applies at.temperature if any
     by_distance: ClassVar[bool] = False
 

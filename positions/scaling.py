@@ -53,6 +53,10 @@ class Scaling(BaseModel):
         """What is wrong with these options for `dim` channels, or None."""
         return None
 
+    def changes_nothing(self, L: int, T: int) -> bool:
+        """Whether it is RoPE itself for T tokens: with a factor of 1."""
+        return getattr(self, "factor", None) == 1
+
     def unless_above(self, upper: str, lower: str) -> str | None:
         """The problem if the option `upper` is not above the option `lower`."""
         high, low = getattr(self, upper), getattr(self, lower)
@@ -103,6 +107,9 @@ class DynamicNTK(NTKAware):
     factor: float = Field(
         1.0, ge=1, description="a; 1: T tokens are rotated as by ntk with s = T / L; larger stretches more")
 
+    def changes_nothing(self, L: int, T: int) -> bool:
+        return (self.original_length or L) >= T
+
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         T = int(k_pos.max()) + 1
         base = rope.dynamic_ntk_base(dim, base, self.factor, self.original_length or L, T)
@@ -130,6 +137,9 @@ class YaRN(Scaling):
         f = rope.yarn(rope.inv_freq(dim, base, device=k_pos.device), base, self.factor,
                       self.original_length or L, self.beta_fast, self.beta_slow, self.truncate)
         return f, self.attention_factor or rope.yarn_attention_factor(self.factor)
+
+    def changes_nothing(self, L: int, T: int) -> bool:
+        return self.factor == 1 and self.attention_factor in (None, 1.0)
 
     def problem(self, dim: int) -> str | None:
         return self.unless_above("beta_fast", "beta_slow")
@@ -181,6 +191,9 @@ class LongRoPE(Scaling):
     factor: Factor
     short_factor: LongRoPEFactors = Field(description="lambda_i at T <= L, one for each of the R/2 pairs")
     long_factor: LongRoPEFactors = Field(description="lambda_i at T > L, one for each of the R/2 pairs")
+
+    def changes_nothing(self, L: int, T: int) -> bool:
+        return False
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         L = self.original_length or L

@@ -214,8 +214,7 @@ def open_run(run_dir: str | Path) -> Opened:
         return Opened(model.to(pick_device(config.train)).eval(), config, tokenizer)
     check_links(run_dir)
     if not (run_dir / "config.toml").is_file():
-        raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
-                        "such as runs/quick, or a Hugging Face folder with a config.json")
+        raise UserError(f"run {run_dir}: no run there (no config.toml); {remedy_for(run_dir)}")
     config, corpus = load_config(run_dir / "config.toml"), read_meta(run_dir / "corpus.json")
     tokenizer = tokenizer_of(corpus, run_dir)
     model = make_model(config)
@@ -225,6 +224,19 @@ def open_run(run_dir: str | Path) -> Opened:
     check_identity(state, run_dir, config, corpus)
     model.is_dropped = is_dropped(config, state["step"])
     return Opened(model.to(pick_device(config.train)).eval(), config, tokenizer, state, corpus)
+
+
+def remedy_for(run_dir: Path) -> str:
+    """What to do about a path that is neither a run nor a Hugging Face folder."""
+    if run_dir.suffix == ".gguf" or any(run_dir.glob("*.gguf")):
+        return ("GGUF files are not read; convert the model by transformers, in a few lines: "
+                "docs/hugging-face.md")
+    remedy = ("give a folder that train.py made, such as runs/quick, or a Hugging Face folder with a "
+              "config.json")
+    if not run_dir.parent.exists() and len(run_dir.parts) == 2:         # ORG/NAME
+        remedy += (f"; a model of the hub must be downloaded first: hf download {run_dir} --local-dir "
+                   f"models/{run_dir.name}")
+    return remedy
 
 
 def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer) -> str:

@@ -6,6 +6,7 @@ metrics.jsonl and checkpoints/ beside them are written by log.py and checkpoint.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -31,6 +32,8 @@ from runtime.files import flush, read_json, temporary_path, write_whole
 from runtime.folder import LOCK
 from runtime.log import Log, shown
 from runtime.parallel import Process
+
+SLOW_STEP = 1e14            # FLOPs: a quarter of an hour on one core
 
 
 def open_corpus(config: Config) -> tuple[Config, Corpus]:
@@ -141,11 +144,44 @@ def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
         yield f"warning: {warning}"
     yield (f"data      {corpus.folder}, {n_corpus:,} tokens; {n_tokens:,} to train on "
            f"({n_tokens / n_corpus:.2f} epochs)")
+    yield from warn_about_size(config, model, process)
     machine = str(process.device)
     if process.world_size > 1:
         machine = f"{process.world_size} x {process.device.type} by {t.parallel}"
     yield (f"machine   {machine}, {dtype_name(t, process.device)}, compile {'on' if is_compiled else 'off'}, "
            f"seed {t.seed}")
+
+
+def activation_bytes(model: GPT, n_tokens: int) -> int:
+    """About how much a forward pass of n_tokens in fp32 keeps for the backward pass, without T x T logits.
+
+    A layer keeps the inputs of its norms, projections and products: 2 of width C in each sublayer, queries,
+    keys, values and their outcome, and 4 of the MLP's width (3 without a gate).
+    """
+    width = 0
+    for block in model.blocks:
+        attention, mlp = block.attention, block.mlp
+        C, inner = attention.q.in_features, mlp.up.out_features
+        width += 4 * C + 2 * (attention.q.out_features + attention.k.out_features + attention.v.out_features)
+        width += attention.o.in_features + (4 if mlp.gate is not None else 3) * inner
+    return 4 * width * n_tokens
+
+
+def warn_about_size(config: Config, model: GPT, process: Process) -> Iterator[str]:
+    """A line if a step needs more memory than there is, or on a CPU more than about a quarter of an hour."""
+    t = config.train
+    n_tokens = t.batch_size // t.accumulate // process.world_size * t.seq_len
+    needed, flops = activation_bytes(model, n_tokens), \
+        model.flops_per_token(t.seq_len) * t.batch_size * t.seq_len
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if process.device.type == "cuda":
+        available = torch.cuda.get_device_properties(process.device).total_memory
+    if needed > available or (process.device.type == "cpu" and flops > SLOW_STEP):
+        yield (f"warning: a step of {t.batch_size} x {t.seq_len} tokens needs about "
+               f"{needed / 2**30:,.1f} GiB of {available / 2**30:,.1f} for activations and {flops:.1g} FLOPs "
+               "(a CPU core does 1e11 a second); set train.batch_size or train.seq_len lower, and "
+               "train.accumulate higher for less memory; train.pose_length trains far positions on short "
+               "sequences")
 
 
 def write_summary(run_dir: Path, config: Config, model: GPT, state: dict[str, Any], log: Log) -> None:

@@ -690,3 +690,29 @@ def test_different_targets_are_named_by_the_flags_that_eval_takes() -> None:
             for name, n in (("a", 256), ("b", 128)))
     assert ("--longest 256 and --longest 128, --lengths up to 256 and --lengths up to 128"
             in str(compare.other_targets(a, b, "position", 256)))
+
+
+def test_methods_on_a_pretrained_model_have_paired_intervals(tmp_path: Path, monkeypatch) -> None:
+    """Of Hugging Face folders that eval.py wrote into. Two of one config are two curves, not two seeds."""
+    fields = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads":
+              2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 257, "rms_norm_eps": 1e-5,
+              "tie_word_embeddings": False, "max_position_embeddings": 128}
+    folders = []
+    for name, better in (("base", 0.0), ("tuned", 0.5)):
+        folder = fabricate(tmp_path / name, extends=(None, "yarn"), better=better, lengths=(128, 256),
+                           protocols=("fixed",), documents=12)
+        for file in ("config.toml", "corpus.json"):
+            (folder / file).unlink()
+        (folder / "config.json").write_text(json.dumps(fields))
+        folders.append(folder)
+    run = fabricate(tmp_path / "run", lengths=(128, 256), protocols=("fixed",), L=128)
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, (*folders, run)), "--out",
+                                      str(tmp_path / "out")])
+    command.main()
+    report_csv = (tmp_path / "out" / "report.csv").read_text()
+    assert {row["label"] for row in csv.DictReader(report_csv.splitlines())} >= {
+        "rope (base)", "rope (base) + yarn", "rope (tuned)", "rope (tuned) + yarn"}
+    curves = compare.make_curves([compare.read_run(folder, None) for folder in folders])
+    tables = {table.key: table for table in compare.make_tables(curves, curves[0], 128)}
+    cell = tables["fixed-gain"].rows["rope (tuned)"][0]
+    assert cell.value == pytest.approx(0.5) and cell.low <= 0.5 <= cell.high and cell.beats

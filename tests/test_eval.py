@@ -385,6 +385,128 @@ def test_a_second_evaluation_on_the_same_targets_is_added(evaluated) -> None:
     assert all(np.array_equal(array, at_once[key]) for key, array in arrays.items())
 
 
+PLACES = ("--lengths", "16,32,64", "--protocol", "fixed,position", "--extend", "pi")
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was(evaluated, run_dir: Path, monkeypatch,
+                                                        capsys) -> None:
+    """Each length is in the file as soon as it is measured, and is not measured again."""
+    measure, done = Evaluation._measure, []
+
+    def interrupted(self: Evaluation, protocol: str, length: int) -> list:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append((self.extend.spec, protocol, length))
+        return measure(self, protocol, length)
+
+    monkeypatch.setattr(Evaluation, "_measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(*PLACES)
+    kept = results.read(run_dir / "eval" / "words.json").records
+    assert [(r["protocol"], r["length"]) for r in kept] == [("fixed", 16), ("fixed", 32), ("fixed", 64)]
+    done.clear()
+    with pytest.raises(KeyboardInterrupt):          # at 16 and 32, pi is as without
+        evaluated(*PLACES, "--extend", "ntk")
+    assert done == [("plain", "position", 64), ("pi", "fixed", 64), ("pi", "position", 64)]
+    done.clear()
+    resumed, arrays = evaluated(*PLACES)
+    assert done == [] and "holds all of this already" in capsys.readouterr().out
+    monkeypatch.setattr(Evaluation, "_measure", measure)
+    whole, at_once = evaluated(*PLACES, "--extend", "ntk", "--replace")
+    ours = [place for place in whole if place[0] != "ntk"]
+    for place in ours:                              # a shared forward pass rounds otherwise
+        assert resumed[place]["nll_sum"] == pytest.approx(whole[place]["nll_sum"], rel=1e-5)
+    assert set(arrays) <= set(at_once) and len(resumed) > len(ours)
+
+
+def test_a_factor_of_1_reuses_the_figures_and_says_so(evaluated, capsys) -> None:
+    records, arrays = evaluated("--lengths", "16,32,64", "--protocol", "fixed", "--extend", "dynamic_ntk",
+                                "--extend", "yarn:beta_fast=2", "--extend", "yarn:beta_fast=2,factor=4")
+    out = capsys.readouterr().out
+    for spec in ("yarn:beta_fast=2", "dynamic_ntk"):
+        assert f"--extend {spec}: factor 1 at 16, 32: as without\n" in out
+        for length in ("16", "32"):
+            one = records[spec, "fixed", length, "None"]
+            assert one == {**records["None", "fixed", length, "None"], "extend": spec}
+            assert np.array_equal(arrays[f"{spec}/fixed/{length}/nll"], arrays[f"plain/fixed/{length}/nll"])
+        beyond = [records[name, "fixed", "64", "None"]["nll_sum"] for name in (spec, "None")]
+        assert beyond[0] != beyond[1]
+    assert "factor=4: factor 1" not in out
+    assert records["yarn:beta_fast=2,factor=4", "fixed", "32", "None"]["gain"] != 0
+    evaluated("--lengths", "16", "--longest", "64", "--protocol", "fixed", "--extend", "pi")
+    assert "factor 1 at 16: as without; give lengths beyond L, such as --lengths 32,64,128" in \
+        capsys.readouterr().out
+
+
+def test_many_targets_of_a_window_are_kept_in_blocks(tiny, corpus_dir: Path, monkeypatch) -> None:
+    monkeypatch.setattr(protocols, "BLOCK", 10)
+    whole, blocks = [], []
+    for found, size in ((whole, 999), (blocks, 10)):
+        monkeypatch.setattr(protocols, "BLOCK", size)
+        evaluation = evaluate(lively(tiny()), tiny(), text_of(corpus_dir), ["fixed"], [32, 64], targets=24)
+        found += [evaluation.run(), evaluation.per_window]
+    keys = [{key: r[key] for key in ("length", "tokens", "bytes", "documents")} for r in whole[0]]
+    assert keys == [{key: r[key] for key in keys[0]} for r in blocks[0]]
+    for a, b in zip(whole[0], blocks[0], strict=True):
+        assert a["nll_sum"] == pytest.approx(b["nll_sum"]) and a["gain"] == pytest.approx(b["gain"], abs=1e-7)
+    for length in (32, 64):
+        place = f"plain/fixed/{length}/"
+        assert blocks[1][place + "tokens"].tolist() == [10, 10, 4] * 6
+        for name in ("nll", "bytes", "truncated_nll"):
+            summed = np.add.reduceat(blocks[1][place + name], range(0, 18, 3))
+            assert summed == pytest.approx(whole[1][place + name])
+        assert blocks[1][place + "end"][2::3].tolist() == whole[1][place + "end"].tolist()
+
+
+def test_L_is_needed_for_truncation_alone_and_can_be_overruled(evaluated, run_dir: Path, tmp_path: Path,
+                                                               capsys) -> None:
+    short = tmp_path / "short.txt"
+    short.write_bytes(b"a text of thirty bytes or less")
+    for arguments in ((), ("--train-length", "31")):
+        with pytest.raises(UserError, match="--train-length"):
+            evaluated("--data", str(short), "--lengths", "8", "--protocol", "fixed", *arguments)
+    evaluated("--lengths", "16")                    # so that words.json exists
+    evaluated("--data", str(short), "--lengths", "8,16", "--protocol", "rolling,nonoverlap,sliding")
+    evaluated("--data", str(short), "--train-length", "16", "--protocol", "fixed", "--json",
+              str(tmp_path / "L.json"))
+    found = results.read(tmp_path / "L.json")
+    assert found.head["seq_len"] == 16 and [r["length"] for r in found.records] == [8, 16]
+    assert found.records[1]["gain"] == 0 != found.records[0]["gain"]
+    assert "trained at L = 16, on short" in capsys.readouterr().out
+
+
+def test_the_dtype_can_be_chosen_is_printed_and_recorded(evaluated, run_dir: Path, capsys) -> None:
+    evaluated("--lengths", "32", "--protocol", "fixed", "--dtype", "float32")
+    assert ", in float32\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="holds an evaluation of another --dtype"):
+        evaluated("--lengths", "32", "--protocol", "fixed", "--dtype", "bfloat16")
+    exact = results.read(run_dir / "eval" / "words.json").records[0]["nll_sum"]
+    evaluated("--lengths", "32", "--protocol", "fixed", "--dtype", "bfloat16", "--replace")
+    rounded = results.read(run_dir / "eval" / "words.json")
+    assert ", in bfloat16\n" in capsys.readouterr().out and rounded.head["dtype"] == "bfloat16"
+    assert exact != rounded.records[0]["nll_sum"] == pytest.approx(exact, rel=1e-2)
+
+
+def test_a_fine_tuned_model_shows_the_length_before_its_extension_too(tiny, tmp_path: Path, capsys,
+                                                                      monkeypatch) -> None:
+    scaling = "position.scaling={method='yarn',factor=4.0,original_length=%d,beta_fast=2.0}"
+    for original, expected in ((64, "trained at L = 32 after L = 64 before its extension, on words"),
+                               (32, "trained at L = 32, on words")):
+        run_dir = tmp_path / f"run-{original}"
+        train(tiny("rope", "train.steps=1", scaling % original, f"run.dir={run_dir}"), [])
+        monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), *SHORT, "--lengths", "64", "--protocol",
+                                          "rolling"])
+        main()
+        assert expected in capsys.readouterr().out
+
+
+def test_probes_alone_have_no_picture(run_dir: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), "--lengths", "64", "--protocol", "copy"])
+    main()
+    assert not (run_dir / "eval" / "words.png").exists()
+    assert "words.json and .npz\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("arguments", "expected"), [
     (["--lengths", "16,32"], "holds fixed on other targets; give --longest 64 to measure"),
     (["--windows", "5"], "holds fixed on other targets; give --windows 4 to measure"),
@@ -399,7 +521,7 @@ def test_an_evaluation_on_other_targets_is_refused_before_it_is_computed(
     before = evaluated("--lengths", "32,64", "--protocol", "fixed,position")[0]
     text = tmp_path / "words.txt"
     text.write_bytes(b"another text " * 20)                             # of the same name
-    monkeypatch.setattr(Evaluation, "run", lambda self: pytest.fail("computed"))
+    monkeypatch.setattr(Evaluation, "measure", lambda *_: pytest.fail("computed"))
     with pytest.raises(UserError, match="--json FILE to keep both, or --replace to discard") as error:
         evaluated("--lengths", "32,64", "--protocol", "fixed",
                   *(str(text) if argument == "TEXT" else argument for argument in arguments))
@@ -472,13 +594,13 @@ def test_a_method_that_does_not_fit_is_an_error_or_skipped(skip: bool, tiny, cap
 def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypatch, capsys) -> None:
     clock = iter(range(0, 10_000, 10))                                  # 10 s pass at each look
     monkeypatch.setattr(protocols.time, "monotonic", lambda: next(clock))
-    progress = protocols.Progress(True, 3)
-    progress.part = 2
-    assert list(progress(range(12), "pi fixed 64", "windows", 12)) == list(range(12))
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 4
-    assert lines[0] == "part 2 of 3, pi fixed 64: 2 of 12 windows, about 100 s left at this length"
-    assert list(protocols.Progress(False, 1)(range(99), "x", "windows", 99)) == list(range(99))
+    progress = protocols.Progress(True)
+    progress.left = 12 + 3000                                           # of work: 3,000 of it later
+    assert list(progress(range(12), "pi fixed 64", [1] * 12)) == list(range(12))
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith("this will take about 8.4 h on this machine; for less give --lengths")
+    assert len(lines) == 4 and lines[0].endswith(", pi fixed 64: 3 of 12") and " h left" in lines[0]
+    assert list(protocols.Progress(False)(range(99), "x", [1] * 99)) == list(range(99))
     assert capsys.readouterr().err == ""                                # only one process shows it
 
 
@@ -497,6 +619,11 @@ def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypa
     (["RUN", "--extend", "longrope:long_factor=[1.5],short_factor=[1.0]"], "--extend longrope"),
     (["RUN", "--targets", "999"], "--targets"),
     (["nowhere"], "run nowhere: no run there"),
+    (["nobody/model"], "hf download nobody/model --local-dir models/model"),
+    (["GGUF"], "GGUF files are not read; convert the model by transformers"),
+    (["RUN", "--extend", "longrope"], "needs short_factor and long_factor; write --extend 'longrope:short_f"),
+    (["RUN", "--extend", "base"], "--extend base: needs base; write --extend 'base:base=...'"),
+    (["RUN", "--dtype", "fp16"], "argument --dtype: invalid choice: 'fp16'"),
     (["RUN", "--data", "nowhere"], "--data nowhere: neither"),
     (["RUN", "--lenghts", "16"], "unrecognized arguments"),
     (["RUN", "--windows", "x"], "invalid int value"),
@@ -509,7 +636,9 @@ def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, r
     empty.mkdir()
     for name in ("config.toml", "corpus.json"):
         (empty / name).write_bytes((run_dir / name).read_bytes())
-    places = {"RUN": str(run_dir), "EMPTY": str(empty)}
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").touch()
+    places = {"RUN": str(run_dir), "EMPTY": str(empty), "GGUF": str(tmp_path / "gguf")}
     monkeypatch.setattr(sys, "argv", ["eval.py", *(places.get(a, a) for a in arguments)])
     with pytest.raises(SystemExit) as end:
         run_command(main)

@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 
 import rope
 from config import load_config
-from data.prepare import prepare
+from data.prepare import Options, prepare
+from data.tokenizer import ByteTokenizer
 from hf.architectures import ARCHITECTURES, choose
 from hf.export import export
-from hf.pretrained import load_pretrained
+from hf.pretrained import load_pretrained, resolve_config
+from hf.tokenizer import tokenizer_json
 from positions import ENCODINGS
 from runtime.checkpoint import load_run
 from runtime.device import autocast
@@ -279,3 +281,50 @@ def test_out_dir_is_never_overwritten(tiny, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run there"):
         export_run(tmp_path / "nothing", tmp_path / "new")
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
+
+
+def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tmp_path: Path, capsys) -> None:
+    """bos is not eos; the tokenizer adds bos; what is copied is what transformers reads there."""
+    source, run = tmp_path / "instruct", tmp_path / "run"
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=512, bos_token_id=256, eos_token_id=257, pad_token_id=257)
+    ).save_pretrained(source)
+    content = tokenizer_json(ByteTokenizer())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<|im_end|>"})
+    (source / "tokenizer.json").write_text(json.dumps(content))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>",
+                "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    (source / "generation_config.json").write_text('{"eos_token_id": [257, 256], "temperature": 0.2}')
+    prepare("parity", tmp_path / "corpus", str(source),
+            Options(length=32, limit_tokens=4000))
+    path = tmp_path / "tune.toml"
+    path.write_text(f'[data]\ndir = "{tmp_path / "corpus"}"\n[train]\ninit_from = "{source}"\n')
+    yarn = 'position.scaling={method="yarn",factor=4.0,original_length=512}'
+    for name, overrides, longest in (("plain", (), 512), ("yarn", (yarn,), 2048)):
+        tiny = [one for one in TINY if not one.startswith(("model.", "train.steps"))]
+        with torch.enable_grad():
+            train(resolve_config(path, [*tiny, "train.steps=1", f"run.dir={run}-{name}", *overrides]), [])
+        out = tmp_path / name
+        export_run(Path(f"{run}-{name}"), out)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+                     "generation_config.json"):
+            assert (out / file).read_bytes() == (source / file).read_bytes(), file
+        written = json.loads((out / "config.json").read_text())
+        assert [written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")] == [256, 257, 257]
+        assert written["max_position_embeddings"] == longest
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+        assert tokenizer.eos_token == "<|im_end|>"
+        chat = [{"role": "user", "content": "hi"}]
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == "hi<|im_end|>"
+        x = tokens((1, 40))
+        ours = load_run(f"{run}-{name}")[0](x)
+        torch.testing.assert_close(theirs_of(out)(x).logits, ours, atol=1e-4, rtol=0)
+    export(Path(f"{run}-plain"), tmp_path / "asked", *load_run(f"{run}-plain"), max_length=64)
+    assert json.loads((tmp_path / "asked" / "config.json").read_text())["max_position_embeddings"] == 64
+    source.rename(tmp_path / "elsewhere")
+    export_run(Path(f"{run}-plain"), tmp_path / "lost")
+    assert f"warning: {source}: is gone" in capsys.readouterr().out

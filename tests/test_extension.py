@@ -172,7 +172,7 @@ def test_two_methods_at_once_are_both_applied(tiny) -> None:
     ("window:size=0", "window.size"), ("window:sise=3", "did you mean size"),
     ("sinks:sinks=1.5", "an integer"),
     ("rerope+self_extend", "same thing"),
-    ("window+sinks", "same thing"), ("dynamic_ntk+sinks", "depend on"), ("base", "base.base"),
+    ("window+sinks", "same thing"), ("dynamic_ntk+sinks", "depend on"), ("base", "needs base; write"),
     ("yarn:factor=inf", "factor"),
 ])
 def test_specs_are_checked(spec: str, expected: str | None) -> None:
@@ -266,3 +266,28 @@ def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> No
         assert r["gain"] == pytest.approx((r["truncated_nll_sum"] - r["nll_sum"]) / r["tokens"])
         assert evaluation.per_window[f"{spec}/fixed/128/truncated_nll"].sum() == pytest.approx(
             r["truncated_nll_sum"])
+
+
+@pytest.mark.parametrize("spec", ["sinks:sinks=3,window=7", "lm_infinite:first=3,window=7", "sinks"])
+@pytest.mark.parametrize("overrides", [(), ("model.n_kv_head=1",), ("position.layers=[0]",)])
+def test_sinks_and_lm_infinite_compute_only_what_they_see(spec: str, overrides: tuple[str, ...], tiny,
+                                                          monkeypatch) -> None:
+    """In blocks of any size, the same as with all T x T logits; never more keys than in reach of a block."""
+    config = tiny("rope", *overrides)
+    model, x = lively(config).double(), tokens((2, 150))
+    widths, softmax = [], torch.Tensor.softmax
+
+    def counted(logits: torch.Tensor, dim: int) -> torch.Tensor:
+        widths.append(logits.shape[-1])
+        return softmax(logits, dim)
+
+    monkeypatch.setattr(torch.Tensor, "softmax", counted)
+    with torch.no_grad(), extended(model, config, parse(spec).methods, 150):
+        got = model(x)
+        first, last = model.encoding.reach
+        assert max(widths) <= first + 2 * last < 150
+        monkeypatch.setattr(type(model.encoding), "reach", property(lambda _: None, lambda *_: None))
+        model.encoding.__dict__.pop("reach", None), model.no_encoding.__dict__.pop("reach", None)
+        widths.clear()
+        torch.testing.assert_close(got, model(x))
+        assert max(widths) == 150

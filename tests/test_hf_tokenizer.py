@@ -12,9 +12,12 @@ import pytest
 import tiktoken
 from conftest import needs
 
+from data.loader import Corpus
 from data.pieces import pieces
+from data.prepare import Options, prepare
 from data.tokenizer import BytePairTokenizer, ByteTokenizer, Tokenizer, decode, load_tokenizer
 from data.tokenizer_json import PretrainedTokenizer
+from evaluation.windows import open_text
 from hf.tokenizer import merges, oniguruma, read_tokenizer, tokenizer_json
 from runtime.errors import UserError
 
@@ -214,6 +217,41 @@ def test_text_without_an_id_is_an_error_not_dropped(tmp_path: Path) -> None:
     content["model"]["byte_fallback"] = False
     with pytest.raises(UserError, match="'Z'.* no id"):
         opened(content).encode(b"the Zat")
+
+
+def without_bytes(*values: int) -> dict:
+    """tokenizer.json of bytes, some of which have no id."""
+    content = tokenizer_json(ByteTokenizer())
+    content["model"]["vocab"] = {piece: token for piece, token in content["model"]["vocab"].items()
+                                 if token not in values}
+    return content
+
+
+def test_a_byte_without_an_id_names_file_and_place_or_is_skipped_or_replaced(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "tokenizer.json").write_text(json.dumps(without_bytes(ord("Z"), 0xC3, 0xFF)))
+    (model / "tokenizer_config.json").write_text('{"bos_token": "<|endoftext|>"}')
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    books = tmp_path / "books"
+    texts = {"a": b"no such byte", "b": "aé Z".encode(), "c": b"x\xffZ end"}
+    for split in ("train", "val"):
+        (books / split).mkdir(parents=True)
+        for name, text in texts.items():
+            (books / split / f"{name}.txt").write_bytes(text)
+    with pytest.raises(UserError, match=r"train/b\.txt, byte 1: text has the byte 0xC3.*--unknown-bytes"):
+        prepare(str(books), tmp_path / "error", str(model))
+    for chosen, expected in (("skip", [b"no such byte", b"a ", b"x end"]),
+                             ("replace", [b"no such byte", "a� �".encode(), "x�� end".encode()])):
+        prepare(str(books), tmp_path / chosen, str(model), Options(unknown_bytes=chosen))
+        documents = Corpus(tmp_path / chosen).documents("val")
+        assert [bytes(document[1:].astype(np.uint8)) for document in documents] == expected
+    tokenizer = read_tokenizer(model, {})
+    with pytest.raises(UserError, match=r"c\.txt, byte 1: text is not UTF-8.*0xFF"):
+        open_text(str(books / "val" / "c.txt"), "", tokenizer)
+    tokenizer = PretrainedTokenizer(model / "tokenizer.json", 256)
+    tokenizer.on_unknown, tokenizer.known_bytes = "replace", b"?az "    # not even U+FFFD: the ids of "?"
+    assert tokenizer.encode("a é".encode()).tolist() == [*b"a ?"]
 
 
 def test_only_the_start_of_a_document_gets_the_space_prefix(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow_except, tokens
+from conftest import slow_except, tokens, words
 from safetensors.torch import load_file, save_file
 
 import eval as eval_command
@@ -19,12 +19,13 @@ import sample
 from config import load_config
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
+from evaluation import advice, results
 from evaluation.extension import EXTENSIONS, extended, parse
 from evaluation.windows import open_text
 from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables, read_tables
-from hf.tokenizer import tokenizer_json
+from hf.tokenizer import chat_ids, tokenizer_json
 from runtime.checkpoint import load_run
 from runtime.device import autocast
 from runtime.errors import UserError
@@ -391,3 +392,72 @@ def test_every_way_to_extend_applies(saved: Saved) -> None:
         with extended(model, config, extend.methods, 200):
             assert (model(x) - plain).abs().max() > 1e-3, name
         assert torch.equal(model(x), plain)
+
+
+@pytest.mark.slow
+def test_the_advice_is_in_one_table_and_what_it_writes_has_the_same_loss(saved: Saved, tmp_path: Path, capsys,
+                                                                        monkeypatch) -> None:
+    book = tmp_path / "book.txt"
+    book.write_bytes(words(3, 4000))
+    folder = shutil.copytree(saved("llama")[0], tmp_path / "model")
+
+    def call(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, arguments)])
+        eval_command.main()
+        return capsys.readouterr().out
+
+    common = ("--data", book, "--windows", "8", "--dtype", "float32")
+    for chosen in ("yarn", "ntk", "pi", "dynamic_ntk", "llama3"):
+        out = tmp_path / chosen
+        said = call(folder, *common, "--advise", "--extend", chosen, "--write", out, "--replace")
+        assert f"wrote {out}: {chosen} for 256 tokens" in said
+        wanted = {r["length"]: r["nll_sum"] for r in results.read(folder / "eval" / "book.json").records
+                  if (r["extend"], r["protocol"]) == (chosen, "fixed")}
+        # the folder's own L may be that of the extension, and a factor of 4 serves 256 tokens alone
+        call(out, *common, "--protocol", "fixed", "--lengths", "256", "--train-length", "64")
+        (written,) = results.read(out / "eval" / "book.json").records
+        assert written["nll_sum"] == pytest.approx(wanted[256], rel=1e-6), chosen
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+        x = tokens((1, 256), vocab_size=300)
+        torch.testing.assert_close(load_run(out)[0](x), theirs(x).logits, atol=1e-4, rtol=0)
+    said = call(folder, *common, "--advise", "--replace")
+    rows = [line.split()[:2] for line in said.split("in config.json\n")[1].splitlines()]
+    assert {method for length, method in rows if length == "256"} == {"plain", *advice.METHODS}
+    assert said.splitlines()[-1].startswith("at 256 tokens ")
+    with pytest.raises(UserError, match="config.json has no form for any of these methods"):
+        call(folder, *common, "--advise", "--extend", "window", "--write", tmp_path / "no", "--replace")
+    with pytest.raises(UserError, match="--write .*: needs --advise; add it"):
+        call(folder, *common, "--write", tmp_path / "no")
+
+
+def test_chat_uses_the_template_and_sampling_ends_at_eos(saved: Saved, tmp_path: Path, monkeypatch,
+                                                         capsys) -> None:
+    folder = shutil.copytree(saved("llama")[0], tmp_path / "model")
+    content = tokenizer_json(ByteTokenizer())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<|im_end|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>",
+                "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [257, 256]}')
+    tokenizer = load_run(folder)[2]
+    with pytest.raises(UserError, match="has no chat template; leave --chat out"):
+        chat_ids(folder, tokenizer, "hi")
+    template = ("{% for m in messages %}\n{{ bos_token + m['role'] }}: {{ m['content'] + eos_token }}\n"
+                "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    (folder / "chat_template.jinja").write_text(template)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = theirs.apply_chat_template([{"role": "user", "content": "hé"}], add_generation_prompt=True,
+                                          return_dict=False)
+    assert chat_ids(folder, tokenizer, "hé") == expected and expected[0] == 256 and 257 in expected
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(UserError, match="its chat template fails .*; leave --chat out"):
+        chat_ids(folder, tokenizer, "hi")
+    (folder / "chat_template.jinja").write_text(template)
+    for flags, expected in (([], "hiab\n"), (["--chat"], "ab\n")):      # the prompt of a chat is not repeated
+        drawn = iter(torch.tensor([[[97]], [[98]], [[257]], [[99]]]))
+        monkeypatch.setattr(sample, "stream", lambda *_, drawn=drawn: drawn)
+        monkeypatch.setattr(sys, "argv", ["sample.py", str(folder), "--prompt", "hi", *flags])
+        sample.main()
+        assert capsys.readouterr().out == expected
+        assert next(drawn).item() == 99         # nothing is drawn after the end

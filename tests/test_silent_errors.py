@@ -138,7 +138,7 @@ def test_evaluations_in_different_dtypes_are_named_and_never_merged(run_dir: Pat
     command(eval_command, run_dir, *SHORT)
     path = run_dir / "eval" / "words.json"
     path.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
-    with pytest.raises(UserError, match="holds an evaluation of another dtype"):
+    with pytest.raises(UserError, match="holds an evaluation of another --dtype"):
         command(eval_command, run_dir, *SHORT)
     runs = [comparison.read_run(run_dir, None)]
     runs.append(runs[0]._replace(head={**runs[0].head, "dtype": "float32"}))

@@ -30,6 +30,7 @@ from runtime.log import Log
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
 from runtime.progress import Run
+from runtime.run import activation_bytes, warn_about_size
 from train import learning_rate, train, training_loop
 
 CPU = Process(torch.device("cpu"))
@@ -537,3 +538,31 @@ def test_train_and_model_import_without_the_optional_packages() -> None:
     code = ("import sys\nfor name in ('wandb', 'datasets', 'matplotlib', 'tqdm', 'tiktoken', 'tokenizers'):\n"
             "    sys.modules[name] = None\nimport train, model\n")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("overrides", [(), ("model.mlp=gelu", "model.bias=true", "model.norm=layernorm"),
+                                       ("model.n_head=4", "model.n_kv_head=1", "model.n_hidden=200")])
+def test_the_memory_of_a_step_is_known_before_it_starts(overrides: tuple[str, ...], tiny) -> None:
+    """Against the tensors that autograd keeps in 8 layers, each storage counted once."""
+    config = tiny("rope", "model.n_layer=8", "model.n_embd=64", *overrides)
+    model, kept = GPT(config), {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    x = torch.zeros((2, 1024), dtype=torch.long)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor      # holds it: no address occurs twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = model.hidden(x)
+    counted = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert hidden.requires_grad and 0.7 < activation_bytes(model, 2048) / counted < 1.4
+
+
+def test_an_absurd_step_is_announced_with_what_to_set(tiny) -> None:
+    small, huge = tiny(), tiny("rope", "train.batch_size=4096", "train.seq_len=65536")
+    assert not list(warn_about_size(small, GPT(small), Process(torch.device("cpu"))))
+    (line,) = warn_about_size(huge, GPT(huge), Process(torch.device("cpu")))
+    assert line.startswith("warning: a step of 4096 x 65536 tokens needs about ")
+    assert "set train.batch_size or train.seq_len lower, and train.accumulate" in line

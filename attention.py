@@ -87,7 +87,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     q_rotated, k_rotated = encoding.rotate(q, k, at)                    # (B, H or G, T, D or wider)
     k_rotated, k, v = (for_each_head(x, H) for x in (k_rotated, k, v))
     outputs = []
-    for rows, keys, seen in row_blocks(Tq, Tk, n_rows, mask, q.device):
+    for rows, columns, seen in row_blocks(Tq, Tk, n_rows, mask, q.device):
+        keys: slice | Tensor = columns
         if reach:
             keys, seen = keys_in_reach(rows, reach, q.device)
         logits = q_rotated[:, :, rows] @ k_rotated[:, :, keys].mT       # (B, H, rows, keys)

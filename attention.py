@@ -94,10 +94,9 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     q_rotated, k_rotated = encoding.rotate(q, k, at)                    # (B, H or G, T, D or wider)
     k_rotated, k, v = (for_each_head(x, H) for x in (k_rotated, k, v))
 
-    def attend_rows(rows: slice, keys: Any) -> Tensor:
-        seen = visible(rows, keys, Tk - Tq, mask, q.device) if reach is None else None
-        if reach:
-            keys, seen = keys_in_reach(rows, reach, q.device)
+    def attend_rows(rows: slice, columns: slice) -> Tensor:
+        keys, seen = (keys_in_reach(rows, reach, q.device) if reach else
+                      (columns, visible(rows, columns, Tk - Tq, mask, q.device)))
         logits = q_rotated[:, :, rows] @ k_rotated[:, :, keys].mT       # (B, H, rows, keys)
         unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
         logits = torch.add(unseen, logits, alpha=D**-0.5)               # masked, scaled and fp32, in one pass

@@ -7,6 +7,7 @@ evaluation      a forward pass over a long context
 loss            the chunked loss
 prepare         preparing a corpus, against nanoGPT's way
 speedrun        the time to nanoGPT's loss on Shakespeare
+smollm2         a pretrained model out of a Python package, as a Hugging Face folder
 soak            faults, again and again: `make soak`
 measuring       what the others share: steps, fresh processes, peak memory, tables
 """

@@ -58,8 +58,7 @@ def rows(found: Results, extends: Sequence[Extend], lengths: Sequence[int], mode
 
 def fields_of(extend: Extend, model: GPT, config: Config, length: int) -> dict[str, Any] | None:
     """What a method at this length is in config.json; None if it has no such form."""
-    (method, *others) = extend.methods or [None]
-    if others or not isinstance(method, Rescaled):
+    if len(extend.methods) != 1 or not isinstance(method := extend.methods[0], Rescaled):
         return None
     return rope_fields(config, method.scaling(model, config, length), length)
 

@@ -70,8 +70,8 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         new = Path(temporary) / "new"
         new.mkdir()
-        for name in KEPT if source else ():
-            if (source / name).is_file():
+        for name in KEPT:
+            if source and (source / name).is_file():
                 files.pop(name, None)
                 shutil.copyfile(source / name, new / name)
         for name, content in files.items():

@@ -43,7 +43,7 @@ class At(NamedTuple):
         """
         return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)[:, None]
 
-    def block(self, rows: slice, keys: slice) -> At:
+    def block(self, rows: slice, keys: slice | Tensor) -> At:
         """The same for a block of queries and the keys that they may see, with the tables as they are."""
         features = None if self.features is None else self.features[:, :, keys]
         temperature = None if self.temperature is None else self.temperature[:, :, rows]

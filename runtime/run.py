@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from config import Config, differences, load_config, to_toml
+from config import Config, ModelConfig, differences, load_config, to_toml
 from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import Corpus, read_meta
 from data.tokenizer import Tokenizer
-from model import GPT
+from model import GPT, hidden_width
 from positions import ENCODINGS
 from runtime import checkpoint, parallel
 from runtime.device import dtype_name
@@ -152,26 +152,22 @@ def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
            f"seed {t.seed}")
 
 
-def activation_bytes(model: GPT, n_tokens: int) -> int:
+def activation_bytes(config: ModelConfig, n_tokens: int) -> int:
     """About how much a forward pass of n_tokens in fp32 keeps for the backward pass, without T x T logits.
 
-    A layer keeps the inputs of its norms, projections and products: 2 of width C in each sublayer, queries,
-    keys, values and their outcome, and 4 of the MLP's width (3 without a gate).
+    A layer keeps 2 tensors of width C in each sublayer, queries, keys and values before and after rotation,
+    what attention returns, and 4 of the MLP's width (3 without a gate).
     """
-    width = 0
-    for block in model.blocks:
-        attention, mlp = block.attention, block.mlp
-        C, inner = attention.q.in_features, mlp.up.out_features
-        width += 4 * C + 2 * (attention.q.out_features + attention.k.out_features + attention.v.out_features)
-        width += attention.o.in_features + (4 if mlp.gate is not None else 3) * inner
-    return 4 * width * n_tokens
+    of_queries, of_keys = (n * config.head_width for n in (config.n_head, config.n_kv_head or config.n_head))
+    of_mlp = (4 if config.mlp == "swiglu" else 3) * hidden_width(config)
+    return 4 * n_tokens * config.n_layer * (4 * config.n_embd + 3 * of_queries + 4 * of_keys + of_mlp)
 
 
 def warn_about_size(config: Config, model: GPT, process: Process) -> Iterator[str]:
     """A line if a step needs more memory than there is, or on a CPU more than about a quarter of an hour."""
     t = config.train
     n_tokens = t.batch_size // t.accumulate // process.world_size * t.seq_len
-    needed, flops = activation_bytes(model, n_tokens), \
+    needed, flops = activation_bytes(config.model, n_tokens), \
         model.flops_per_token(t.seq_len) * t.batch_size * t.seq_len
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if process.device.type == "cuda":

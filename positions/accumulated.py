@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import rope
 from positions.content import Forgetting
-from positions.contract import At, Encoding, Options, Shape
+from positions.contract import At, Encoding, Options, Shape, odd_head
 
 CHUNK = 64      # keys whose reflections are applied at once
 TILE = 32       # queries whose sums of gates have one origin
@@ -134,10 +134,7 @@ class SelectiveRoPEOptions(Options):
                                              "rotations without one")
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        if head_dim % 2:
-            return {"encoding": "needs an even number of channels of a head (head_dim, or n_embd / n_head), "
-                                f"got {head_dim}"}
-        return {}
+        return odd_head(head_dim)
 
 
 class SelectiveRoPE(Encoding):
@@ -184,6 +181,40 @@ class SelectiveRoPE(Encoding):
         cos, sin = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (angle.cos(), angle.sin()))
         k = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return rope.turn(q, cos[:, :, -q.shape[2]:], sin[:, :, -q.shape[2]:]), rope.turn(k, cos, sin)
+
+
+class RePoOptions(Options):
+    base: float = Field(10_000.0, gt=1, description="pair i turns by base^(-2i / D) per unit of z")
+
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        return odd_head(head_dim)
+
+
+class RePo(SelectiveRoPE):
+    """RoPE at positions that tokens choose: z_t = w (silu(G x_t) * V x_t) instead of t. arXiv:2512.14391.
+
+    "Context repositioning", 2025. One real number per head and token, in any order; x is the layer's
+    normalised input, G and V are (C / 8, C). Only the causal mask tells the true order. Angles are z f_i,
+    f_i = base^(-2i / D). The authors add it to a pretrained model.
+    """
+
+    Options = RePoOptions
+
+    def __init__(self, shape: Shape, options: RePoOptions) -> None:
+        Encoding.__init__(self, shape, options)
+        n_layer, H, C, R = shape.n_layer, shape.n_head, shape.n_embd, max(1, shape.n_embd // 8)
+        self.base, self.head_dim = options.base, shape.head_dim
+        self.gate, self.value, self.out = (
+            nn.Parameter(fan_in**-0.5 * (2 * torch.rand(n_layer, n, fan_in) - 1))
+            for n, fan_in in ((R, C), (R, C), (H, R)))
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        hidden = F.silu(F.linear(x, self.gate[layer])) * F.linear(x, self.value[layer])
+        return F.linear(hidden, self.out[layer]).transpose(1, 2)[..., None]     # z, (B, H, T, 1)
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        f = rope.inv_freq(self.head_dim, self.base, dtype=torch.float64, device=features.device)
+        return features.double() * f                                    # (B, H, Tk, D/2)
 
 
 class Wall(Encoding):

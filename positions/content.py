@@ -6,8 +6,6 @@ table. Angles in radians.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 import rope
 from positions.absolute import EvenWidthOptions
-from positions.contract import At, Encoding, Options, Shape, odd_head
+from positions.contract import At, Encoding, Options, Shape
 
 KEYS_AT_A_TIME = 256    # keys whose products with a table are held in memory at once
 
@@ -186,36 +184,3 @@ class Forgetting(Encoding):
         c = (c - c[..., -q.shape[2], None]).to(logits.dtype)
         bias = c[..., -q.shape[2]:, None] - c[..., None, :]             # (B, H, Tq, Tk): queries come last
         return logits + bias.clamp(max=0)                               # for keys ahead: an empty sum
-
-
-class TAPAOptions(Options):
-    alpha: float = Field(0.1, gt=0, le=1, description="exponent of the distance in the phase")
-
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        return odd_head(head_dim)
-
-
-class TAPA(Encoding):
-    """Content as amplitude and phase: logits a cos(2 pi (i - j)^0.1 p), a and p of half of q . k each.
-
-    Token-aware phase attention, 2025, arXiv:2509.12635. a = q_A . k_A / sqrt(D / 2) of the first half of the
-    channels, p = q_P . k_P / sqrt(D / 2) of the second. No parameters. At distance 0 the logit is a. A
-    temperature multiplies the logits: on q it would change the phase.
-    """
-
-    Options = TAPAOptions
-    applies_temperature = True
-
-    def __init__(self, shape: Shape, options: TAPAOptions) -> None:
-        super().__init__(shape, options)
-        self.alpha = options.alpha
-
-    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            (q_a, q_p), (k_a, k_p) = (x.to(logits.dtype).chunk(2, dim=-1) for x in (q, k))
-            scale = q_a.shape[-1]**-0.5
-            phase = 2 * math.pi * scale * at.distance().to(logits.dtype) ** self.alpha * (q_p @ k_p.mT)
-            found = scale * (q_a @ k_a.mT) * phase.cos()
-        if at.temperature is not None:
-            found = found * at.temperature
-        return found.masked_fill(logits.isneginf(), -torch.inf)

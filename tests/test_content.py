@@ -220,24 +220,3 @@ def test_cope_starts_as_no_encoding_and_leaves_at_once(tiny) -> None:
     torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-5)
     model(x, tokens((2, 32), 1)).backward()
     assert (model.encoding.table.grad != 0).any()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("alpha", [0.1, 0.5])
-def test_tapa_is_an_amplitude_times_the_cosine_of_a_phase(alpha: float, shape: tuple[int, int], case) -> None:
-    c = case("tapa", shape, f"position.alpha={alpha}")
-
-    def term(b: int, h: int, i: int, j: int) -> float:
-        q, k, d = c.q[b, h, i - c.past], c.k[b, h, j], int(c.pos[b, i] - c.pos[b, j])
-        a, p = (sum(q[n] * k[n] for n in half).item() / math.sqrt(D / 2)
-                for half in (range(D // 2), range(D // 2, D)))
-        return a * math.cos(2 * math.pi * d**alpha * p) - (q @ k).item() / math.sqrt(D)
-
-    same(c.bias(), c.loop(term))
-
-
-def test_a_temperature_of_tapa_leaves_the_phase(case) -> None:
-    c = case("tapa", (4, 9))
-    plain = c.encoding.scores(c.logits, c.q, c.k, c.at())
-    twice = c.encoding.scores(c.logits, c.q, c.k, c.at()._replace(temperature=torch.full((1, 1, 4, 1), 2.0)))
-    torch.testing.assert_close(twice, 2 * plain)

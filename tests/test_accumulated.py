@@ -131,9 +131,12 @@ def test_wall_survives_gates_that_close_at_once(tiny) -> None:
     encoding = lively(tiny("wall")).encoding.requires_grad_(False)
     c = Case(encoding, 70, 70)
     encoding.float().b.fill_(-200.0)
-    c.q, c.k, c.x, c.logits = c.q.float(), c.k.float(), c.x.float(), c.logits.float()
+    c.q, c.k, c.x, c.logits = (x.float().requires_grad_() for x in (c.q, c.k, c.x, c.logits))
     own = torch.einsum("bhic,bhic->bhi", c.q, c.k) / math.sqrt(D)
-    torch.testing.assert_close(logits_of(c), torch.diag_embed(own), atol=1e-5, rtol=1e-5)
+    found = logits_of(c)
+    torch.testing.assert_close(found, torch.diag_embed(own), atol=1e-5, rtol=1e-5)
+    found.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (c.q, c.k, c.x))
 
 
 def test_wall_is_that_of_flash_linear_attention(tiny, monkeypatch) -> None:

@@ -7,7 +7,7 @@ scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, ya
                 base
 distance.py     biases by distance: alibi, t5, kerple, bam, fire, sandwich
 content.py      biases by content: relative_key, transformer_xl, cope, forgetting
-accumulated.py  by the tokens in between: path, path_fox, selective_rope, wall
+accumulated.py  by the tokens in between: path, path_fox, selective_rope, repo, wall
 temperature.py  factors on the queries, under any encoding: log_n, ssmax
 invariance.py   scale-invariant attention, under any encoding
 
@@ -16,7 +16,7 @@ To add one: a class in a file here, a line in ENCODINGS, a config (see the READM
 """
 
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal
-from positions.accumulated import PaTH, PaTHFoX, SelectiveRoPE, Wall
+from positions.accumulated import PaTH, PaTHFoX, RePo, SelectiveRoPE, Wall
 from positions.content import CoPE, Forgetting, RelativeKey, RelativeKeyQuery, TransformerXL
 from positions.contract import At, Encoding, NoPE, Options, Shape
 from positions.distance import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
@@ -51,5 +51,6 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "path": PaTH,
     "path_fox": PaTHFoX,
     "selective_rope": SelectiveRoPE,
+    "repo": RePo,
     "wall": Wall,
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import rope
 from positions.content import Forgetting
-from positions.contract import At, Encoding, Options, Shape
+from positions.contract import At, Encoding, Options, Shape, odd_head
 
 CHUNK = 64      # keys whose reflections are applied at once
 TILE = 32       # queries whose sums of gates have one origin
@@ -126,6 +126,17 @@ class PaTHFoX(PaTH):
         return self.gates.scores(logits, q, k, at._replace(features=gate))
 
 
+class Turned(Encoding):
+    """What turns q and k by the angles that `mix` returns, (B, H, Tk, D/2)."""
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        assert at.features is not None
+        angle = at.features - at.features[:, :, -q.shape[2], None]      # only differences matter
+        cos, sin = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (angle.cos(), angle.sin()))
+        k = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return rope.turn(q, cos[:, :, -q.shape[2]:], sin[:, :, -q.shape[2]:]), rope.turn(k, cos, sin)
+
+
 class SelectiveRoPEOptions(Options):
     rank: int = Field(32, ge=1, description="R of the matrix that makes the angles from the layer's input")
     base: float = Field(
@@ -134,13 +145,10 @@ class SelectiveRoPEOptions(Options):
                                              "rotations without one")
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        if head_dim % 2:
-            return {"encoding": "needs an even number of channels of a head (head_dim, or n_embd / n_head), "
-                                f"got {head_dim}"}
-        return {}
+        return odd_head(head_dim)
 
 
-class SelectiveRoPE(Encoding):
+class SelectiveRoPE(Turned):
     """RoPE by angles that tokens choose: pair i of q, k at t turns by f_i sum_{l<=t} phi_l. arXiv:2511.17388.
 
     Movahedi et al. 2025. phi = convolution of W x / |x| over 4 tokens, per head and pair, W of rank R, x the
@@ -178,12 +186,39 @@ class SelectiveRoPE(Encoding):
         D = 2 * phi.shape[-1]
         return phi.cumsum(dim=2) * rope.inv_freq(D, self.base, dtype=torch.float64, device=phi.device)
 
-    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        assert at.features is not None
-        angle = at.features - at.features[:, :, -q.shape[2], None]      # only differences matter
-        cos, sin = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (angle.cos(), angle.sin()))
-        k = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        return rope.turn(q, cos[:, :, -q.shape[2]:], sin[:, :, -q.shape[2]:]), rope.turn(k, cos, sin)
+
+class RePoOptions(Options):
+    base: float = Field(10_000.0, gt=1, description="pair i turns by base^(-2i / D) per unit of z")
+
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        return odd_head(head_dim)
+
+
+class RePo(Turned):
+    """RoPE at positions that tokens choose: z_t = w (silu(G x_t) * V x_t) instead of t. arXiv:2512.14391.
+
+    "Context repositioning", 2025. One real number per head and token, in any order; x is the layer's
+    normalised input, G and V are (C / 8, C). Only the causal mask tells the true order. Angles are z f_i,
+    f_i = base^(-2i / D). The authors add it to a pretrained model.
+    """
+
+    Options = RePoOptions
+
+    def __init__(self, shape: Shape, options: RePoOptions) -> None:
+        super().__init__(shape, options)
+        n_layer, H, C, R = shape.n_layer, shape.n_head, shape.n_embd, max(1, shape.n_embd // 8)
+        self.base, self.head_dim = options.base, shape.head_dim
+        self.gate, self.value, self.out = (
+            nn.Parameter(fan_in**-0.5 * (2 * torch.rand(n_layer, n, fan_in) - 1))
+            for n, fan_in in ((R, C), (R, C), (H, R)))
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        hidden = F.silu(F.linear(x, self.gate[layer])) * F.linear(x, self.value[layer])
+        return F.linear(hidden, self.out[layer]).transpose(1, 2)[..., None]     # z, (B, H, T, 1)
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        f = rope.inv_freq(self.head_dim, self.base, dtype=torch.float64, device=features.device)
+        return features.double() * f                                    # (B, H, Tk, D/2)
 
 
 class Wall(Encoding):

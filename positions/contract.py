@@ -86,6 +86,12 @@ class Options(BaseModel):
         return {}
 
 
+def odd_head(head_dim: int) -> dict[str, str]:
+    """The `problems` of an encoding that pairs channels, if their number is odd."""
+    return {"encoding": "needs an even number of channels of a head (head_dim, or n_embd / n_head), "
+                        f"got {head_dim}"} if head_dim % 2 else {}
+
+
 AnyOptions = Options    # inside Encoding the name Options means the attribute
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.contract import At, Encoding, Options, Shape
+from positions.contract import At, Encoding, Options, Shape, odd_head
 from positions.scaling import AnyScaling, Scaling
 
 
@@ -34,10 +34,7 @@ class RotaryOptions(Options):
         return head_dim
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        if head_dim % 2:
-            return {"encoding": "needs an even number of channels of a head (head_dim, or n_embd / n_head), "
-                                f"got {head_dim}"}
-        return self.scaling_problems(head_dim)
+        return odd_head(head_dim) or self.scaling_problems(head_dim)
 
     def scaling_problems(self, dim: int) -> dict[str, str]:
         """The `problems` of position.scaling for `dim` rotated channels."""

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attention
+import rope
 from positions import ENCODINGS, At, Shape, accumulated
 
 FLA = importlib.util.find_spec("fla")
@@ -130,9 +131,12 @@ def test_wall_survives_gates_that_close_at_once(tiny) -> None:
     encoding = lively(tiny("wall")).encoding.requires_grad_(False)
     c = Case(encoding, 70, 70)
     encoding.float().b.fill_(-200.0)
-    c.q, c.k, c.x, c.logits = c.q.float(), c.k.float(), c.x.float(), c.logits.float()
+    c.q, c.k, c.x, c.logits = (x.float().requires_grad_() for x in (c.q, c.k, c.x, c.logits))
     own = torch.einsum("bhic,bhic->bhi", c.q, c.k) / math.sqrt(D)
-    torch.testing.assert_close(logits_of(c), torch.diag_embed(own), atol=1e-5, rtol=1e-5)
+    found = logits_of(c)
+    torch.testing.assert_close(found, torch.diag_embed(own), atol=1e-5, rtol=1e-5)
+    found.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (c.q, c.k, c.x))
 
 
 def test_wall_is_that_of_flash_linear_attention(tiny, monkeypatch) -> None:
@@ -187,15 +191,15 @@ def test_selective_rope_turns_by_the_sum_of_what_the_tokens_say(n_taps: int, sha
 
 def test_equal_angles_are_rope(tiny, monkeypatch) -> None:
     """If every token says 1, the angle of pair i is its frequency times the distance."""
-    model, rope = lively(tiny("selective_rope", "position.base=10000")), lively(tiny("rope"))
+    model, plain = lively(tiny("selective_rope", "position.base=10000")), lively(tiny("rope"))
     monkeypatch.setattr(model.encoding, "features",
                         lambda x, layer: torch.ones(len(x), H, x.shape[1], D // 2))
     with torch.no_grad():
         model.encoding.convolution.zero_()[..., -1] = 1.0
     weights = model.state_dict()
-    rope.load_state_dict({key: weights[key] for key in rope.state_dict()})
+    plain.load_state_dict({key: weights[key] for key in plain.state_dict()})
     x = tokens((2, 40))
-    torch.testing.assert_close(model(x), rope(x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(model(x), plain(x), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["path", "wall", "selective_rope"])
@@ -221,3 +225,19 @@ def test_no_T_by_T_at_evaluation(name: str) -> None:
         attention.attend(q, q, q, encoding, At(at, at, 0, features=features, tables=None),
                          attention.Mask(in_order=True), 0.0)
     assert T < largest <= T * T / 4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_repo_is_rope_at_the_positions_that_the_tokens_choose(shape: tuple[int, int], tiny) -> None:
+    c = Case(lively(tiny("repo")).encoding, *shape)
+    e = c.encoding
+    q, k = e.rotate(c.q, c.k, c.at())
+    found = (q @ k.mT / math.sqrt(D)).masked_fill(c.logits.isneginf(), 0)
+
+    def term(b: int, h: int, i: int, j: int) -> float:
+        z = [e.out[LAYER, h] @ (F.silu(e.gate[LAYER] @ x) * (e.value[LAYER] @ x)) for x in c.x[b, [i, j]]]
+        q_i, k_j = (rope.rotate(x, rope.angles(z_t, rope.inv_freq(D, dtype=torch.float64)))
+                    for x, z_t in zip((c.q[b, h, i - c.past], c.k[b, h, j]), z, strict=True))
+        return (q_i @ k_j).item() / math.sqrt(D)
+
+    same(found, c.loop(term), 1e-6)

@@ -144,7 +144,7 @@ def two_dogs(name: str, tiny, *overrides: str) -> float:
 @every_encoding
 def test_without_a_causal_mask_only_the_encoding_shows_the_order(name: str, tiny) -> None:
     distance = two_dogs(name, tiny)
-    assert distance < 1e-12 if name == "none" else distance > 1e-5
+    assert distance < 1e-12 if name in ("none", "repo") else distance > 1e-5    # repo's positions are content
 
 
 def test_without_mask_and_encoding_the_model_is_permutation_equivariant(tiny) -> None:

@@ -433,7 +433,7 @@ CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this nam
     "own_config": tested("hugging_face", SILENT),
     "same_text": tested("prepared_again", SILENT),
     "belongs": tested("checkpoint and not evaluation or edited or corpus_json or summary or move or "
-                      "json_that or names_with or other_code or seed", SILENT),
+                      "json_that or names_with or other_code or seed or replace", SILENT),
     "same_start": tested("would_not_train or agree", PARALLEL),
     "overwritten": tested("overwritten and not peoples or files_of or sampled or any_change or copied "
                           "or while_it_is", SILENT, DATA),

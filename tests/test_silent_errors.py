@@ -158,6 +158,21 @@ def test_a_json_that_would_overwrite_another_file_is_refused(run_dir: Path, tmp_
         (tmp_path / beside).unlink()
 
 
+def test_replace_discards_evaluations_alone(run_dir: Path, command) -> None:
+    """Even damaged ones, but no other JSON, such as the run's own."""
+    for path in (run_dir / "summary.json", run_dir / "corpus.json"):
+        before = path.read_bytes()
+        with pytest.raises(UserError, match="was not written by eval.py"):
+            command(eval_command, run_dir, *SHORT, "--replace", "--json", path)
+        assert path.read_bytes() == before
+    command(eval_command, run_dir, *SHORT)
+    path = run_dir / "eval" / "words.json"
+    for damaged in (path.read_text()[:100], ""):
+        path.write_text(damaged)
+        command(eval_command, run_dir, *SHORT, "--replace")
+        assert comparison.read_run(run_dir, None).records
+
+
 @pytest.mark.parametrize("name", ["words-{}", "words-{}.txt"])
 def test_names_with_a_dot_share_no_files(name: str, run_dir: Path, tmp_path: Path, command) -> None:
     """In a corpus, a text and a --json: words-0.5 and words-0.75."""

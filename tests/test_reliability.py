@@ -225,7 +225,8 @@ def test_what_a_kill_leaves_behind_is_cleared(tiny, tmp_path: Path) -> None:
         (run_dir / "checkpoints" / name).mkdir()
         (run_dir / "checkpoints" / name / "model.safetensors").write_bytes(b"half")
     (run_dir / "checkpoints" / "00000012").mkdir()          # renamed, but its files were lost
-    (run_dir / "metrics.jsonl").open("ab").write(bytes(40) + b'\n{"step": 9, "lo\n[3]\n\xff\n{"step": 1')
+    torn = b'\n{"step": 9, "lo\n[3]\n{"step": 1e999}\n\xff\n{"step": 1'
+    (run_dir / "metrics.jsonl").open("ab").write(bytes(40) + torn)
     assert train(config, []) == 0
     assert_equal_runs(run_dir, tmp_path / "straight", 12)
     assert set(everything(run_dir)) == {run_dir / path.relative_to(tmp_path / "straight")

@@ -702,7 +702,7 @@ def test_wandb_offline_looks_up_no_host(environment: dict[str, str], tiny, tmp_p
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Attempts of a second round
+# Further cases
 
 
 def test_a_new_folder_in_the_place_of_a_renamed_run_is_left_alone(tiny, tmp_path: Path,

@@ -66,7 +66,7 @@ lock:
 	rm -rf .lock
 	$(PYTHON) -m venv .lock
 	.lock/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
-	{ grep '^#' constraints.txt; .lock/bin/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > .lock/new
+	{ grep '^#' constraints.txt; .lock/bin/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > .lock/new
 	mv .lock/new constraints.txt
 	rm -rf .lock
 

@@ -219,7 +219,7 @@ def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluati
             process: Process, text: Text, measured: str) -> None:
     """Evaluate what `measured` says; print the table and write the files, merged with what they hold."""
     encoding, L, name = head["encoding"], head["seq_len"], head["data"]
-    earlier = None if args.replace else results.read_mergeable(path, head)
+    earlier = results.read_mergeable(path, head, args.replace)
     trained = f"{encoding}, {'dropped, ' if evaluation.model.is_dropped else ''}trained at L = {L}"
     if head["before_extension"]:
         trained += f" after L = {head['before_extension']} before its extension"

@@ -32,7 +32,7 @@ import torch
 
 import train
 from model import GPT
-from runtime.command import argument_parser, run_command
+from runtime.command import SIGNALS, argument_parser, run_command
 from runtime.errors import UserError
 from runtime.run import git_revision
 
@@ -433,7 +433,7 @@ CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this nam
     "own_config": tested("hugging_face", SILENT),
     "same_text": tested("prepared_again", SILENT),
     "belongs": tested("checkpoint and not evaluation or edited or corpus_json or summary or move or "
-                      "json_that or names_with or other_code or seed", SILENT),
+                      "json_that or names_with or other_code or seed or replace", SILENT),
     "same_start": tested("would_not_train or agree", PARALLEL),
     "overwritten": tested("overwritten and not peoples or files_of or sampled or any_change or copied "
                           "or while_it_is", SILENT, DATA),
@@ -469,6 +469,9 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME,...", help=f"from {', '.join(CASES)} (default: all)")
     parser.add_argument("--kills", type=int, default=100, help="of sigkill (default %(default)s)")
     args = parser.parse_args()
+    for number in SIGNALS:                  # nohup and & ignore some, which commands would inherit
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     names, n_lost = args.only.split(",") if args.only else list(CASES), 0
     if set(names) - set(CASES) or args.kills < 1:
         raise UserError(f"--only {args.only} --kills {args.kills}: choose from {', '.join(CASES)}; 1 or more")

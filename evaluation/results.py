@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,11 +107,17 @@ def check_windows(windows: dict[str, np.ndarray]) -> None:
             raise ValueError(f"{key} has a number that is not positive")
 
 
-def read_mergeable(path: Path, head: dict[str, Any]) -> Results | None:
-    """The evaluation in FILE, if one with this head can be merged into it; None if there is no file.
+def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Results | None:
+    """The evaluation in FILE, if one with this head can be merged into it; None if there is none to keep.
 
-    Raises UserError if the targets or the model differ.
+    Raises UserError if the targets or the model differ. An evaluation that `is_replaced` may have any, and be
+    damaged, but another file is not replaced.
     """
+    if is_replaced:
+        if path.is_file() and not re.match(rb'\s*({\s*"run"|$)', path.read_bytes()[:1000]):
+            raise UserError(f"{path}: was not written by eval.py, so --replace does not discard it; give "
+                            "another --json FILE")
+        return None
     remedy = "give --json FILE to keep both, or --replace to discard the old one"
     try:
         earlier = read(path)

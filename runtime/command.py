@@ -64,8 +64,13 @@ def run_command(main: Callable[[], int | None], needs_output: bool = False) -> N
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run main and return its code, or print in one line what ended it and return 2 or 128 + n."""
     try:
-        end_with_parent()
-        return main() or 0
+        try:
+            end_with_parent()
+            return main() or 0
+        finally:                        # nothing is left to undo: a further signal ends the process at once
+            for number in SIGNALS:
+                if signal.getsignal(number) is interrupt:
+                    signal.signal(number, signal.SIG_DFL)
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

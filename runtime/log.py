@@ -102,7 +102,7 @@ def step_of(line: str) -> int:
     """The step of a line of metrics.jsonl; 0 if the line is torn."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0
 
 

@@ -2,10 +2,14 @@
 
 import re
 import subprocess
+import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from positions import ENCODINGS
 
@@ -53,3 +57,23 @@ def test_the_readme_shows_only_files_that_exist() -> None:
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout
     assert {name for name in tracked.split() if "/" not in name} <= set(names)
     assert all((ROOT / name).exists() for name in names)
+
+
+def test_constraints_pin_every_package_within_the_ranges() -> None:
+    """Direct or not: each one that the requirements lead to here, apart from CUDA's, which torch pins."""
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()
+                if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    left = [(line, "") for line in (*project["dependencies"], *project["optional-dependencies"]["test"])]
+    seen = set(left)
+    for line, extra in left:                                # grows
+        wanted = Requirement(line)
+        name = canonicalize_name(wanted.name)
+        is_needed = not wanted.marker or wanted.marker.evaluate({"extra": extra})
+        if not is_needed or re.match("nvidia|cuda|triton", name):
+            continue
+        assert name in pins and pins[name] in wanted.specifier, f"{wanted}: run make lock"
+        found = {(line, extra) for line in requires(name) or [] for extra in ("", *wanted.extras)} - seen
+        left += found
+        seen |= found
+    assert len({name for name in pins if any(line.startswith(name) for line, _ in left)}) > 30

@@ -138,6 +138,25 @@ def test_a_second_signal_during_the_save_changes_nothing(first: int, second: int
     assert_equal_runs(tmp_path / "run", tmp_path / "straight", 12)
 
 
+SIGNALLED_TWICE = """
+import os, signal, sys
+from runtime.command import run_command
+class Signalling:
+    def __getattr__(self, name): return getattr(sys.__stderr__, name)
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return sys.__stderr__.write(text)
+sys.stderr = Signalling()
+run_command(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_signal_while_the_first_is_reported_shows_no_traceback() -> None:
+    done = python("-c", SIGNALLED_TWICE)
+    assert done.returncode == -signal.SIGTERM and "Traceback" not in done.stderr, done.stderr
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Standard output
 
@@ -683,7 +702,7 @@ def test_wandb_offline_looks_up_no_host(environment: dict[str, str], tiny, tmp_p
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Attempts of a second round
+# Further cases
 
 
 def test_a_new_folder_in_the_place_of_a_renamed_run_is_left_alone(tiny, tmp_path: Path,

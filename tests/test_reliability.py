@@ -23,7 +23,7 @@ from test_train import assert_equal_runs, metrics, stop_after, weights
 
 import eval as eval_command
 import train as train_module
-from config import Config, to_toml
+from config import Config
 from data.loader import Corpus
 from evaluation import protocols as eval_module
 from model import GPT
@@ -225,7 +225,8 @@ def test_what_a_kill_leaves_behind_is_cleared(tiny, tmp_path: Path) -> None:
         (run_dir / "checkpoints" / name).mkdir()
         (run_dir / "checkpoints" / name / "model.safetensors").write_bytes(b"half")
     (run_dir / "checkpoints" / "00000012").mkdir()          # renamed, but its files were lost
-    (run_dir / "metrics.jsonl").open("ab").write(bytes(40) + b'\n{"step": 9, "lo\n[3]\n\xff\n{"step": 1')
+    torn = b'\n{"step": 9, "lo\n[3]\n{"step": 1e999}\n\xff\n{"step": 1'
+    (run_dir / "metrics.jsonl").open("ab").write(bytes(40) + torn)
     assert train(config, []) == 0
     assert_equal_runs(run_dir, tmp_path / "straight", 12)
     assert set(everything(run_dir)) == {run_dir / path.relative_to(tmp_path / "straight")
@@ -467,21 +468,6 @@ def test_a_fine_tuning_resumes_bit_for_bit(tiny, tmp_path: Path) -> None:
     assert [train(config, stop_after(n)) for n in (18, 8)] == [130, 130]
     assert train(config, []) == 0
     assert_equal_runs(tmp_path / "run", tmp_path / "straight", 10)
-
-
-@pytest.mark.slow
-def test_sigusr1_saves_and_exits_138(tiny, tmp_path: Path) -> None:
-    path = tmp_path / "signal.toml"
-    path.write_text(to_toml(tiny("rope", "train.steps=100000", "run.save_every=100000")))
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), str(path)], stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 138 and "stopped by SIGUSR1, saved at step" in out
-    assert checkpoint.newest(tmp_path / "run")
 
 
 @pytest.mark.parametrize("script", ["train.py", *(pytest.param(script, marks=pytest.mark.slow) for script in (

@@ -158,6 +158,21 @@ def test_a_json_that_would_overwrite_another_file_is_refused(run_dir: Path, tmp_
         (tmp_path / beside).unlink()
 
 
+def test_replace_discards_evaluations_alone(run_dir: Path, command) -> None:
+    """Even damaged ones, but no other JSON, such as the run's own."""
+    for path in (run_dir / "summary.json", run_dir / "corpus.json"):
+        before = path.read_bytes()
+        with pytest.raises(UserError, match="was not written by eval.py"):
+            command(eval_command, run_dir, *SHORT, "--replace", "--json", path)
+        assert path.read_bytes() == before
+    command(eval_command, run_dir, *SHORT)
+    path = run_dir / "eval" / "words.json"
+    for damaged in (path.read_text()[:100], ""):
+        path.write_text(damaged)
+        command(eval_command, run_dir, *SHORT, "--replace")
+        assert comparison.read_run(run_dir, None).records
+
+
 @pytest.mark.parametrize("name", ["words-{}", "words-{}.txt"])
 def test_names_with_a_dot_share_no_files(name: str, run_dir: Path, tmp_path: Path, command) -> None:
     """In a corpus, a text and a --json: words-0.5 and words-0.75."""
@@ -252,15 +267,16 @@ def test_a_checkpoint_of_another_seed_is_refused(run_dir: Path, tmp_path: Path) 
 @pytest.mark.parametrize(("old", "new"), [("base = 10000.0", "base = 500.0"), ("lr = 0.001", "lr = 0.1"),
                                           ("seed = 0", "seed = 3")])
 def test_a_config_edited_in_the_run_is_refused(old: str, new: str, run_dir: Path) -> None:
-    """Even if the command is changed in the same way."""
+    """Even if the command is changed in the same way, and although the run is finished."""
     path = run_dir / "config.toml"
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(UserError, match="saved by a run with another config"):
         checkpoint.load_run(run_dir)
-    (run_dir / "summary.json").unlink()
-    with pytest.raises(UserError, match="saved by a run with another config"):
-        train(load_config(path, [f"run.dir={run_dir}"]), [])
+    for _ in ("finished", "unfinished"):
+        with pytest.raises(UserError, match="saved by a run with another config"):
+            train(load_config(path, [f"run.dir={run_dir}"]), [])
+        (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 def test_a_run_may_move_to_another_machine(run_dir: Path, tmp_path: Path, corpus_dir: Path) -> None:
@@ -434,16 +450,7 @@ def test_a_source_changed_while_it_is_prepared_makes_no_corpus(when: str, tmp_pa
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Further attempts
-
-
-def test_an_edited_copy_of_a_finished_run_is_not_finished(run_dir: Path, tmp_path: Path) -> None:
-    """cp -r runs/a runs/b, another seed in its config.toml: it would report the results of seed 0."""
-    copy = shutil.copytree(run_dir, tmp_path / "copy")
-    path = copy / "config.toml"
-    path.write_text(path.read_text().replace("seed = 0", "seed = 1"))
-    with pytest.raises(UserError, match="saved by a run with another config: train.seed: 0 -> 1"):
-        train(load_config(path, [f"run.dir={copy}"]), [])
+# Further cases
 
 
 def test_a_resume_in_another_dtype_or_by_other_code_is_named(run_dir: Path, tmp_path: Path, monkeypatch,

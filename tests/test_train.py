@@ -310,7 +310,7 @@ def test_a_real_signal_saves_and_exits_130_and_the_same_command_goes_on(tiny, tm
     path = tmp_path / "signal.toml"
     path.write_text(to_toml(tiny("rope", "train.steps=100000", "run.save_every=100000")))
     command = [sys.executable, str(ROOT / "train.py"), str(path)]
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+    for number, code in ((signal.SIGINT, 130), (signal.SIGUSR1, 138)):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for line in process.stdout:
             if line.startswith("step"):

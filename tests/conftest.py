@@ -1,6 +1,7 @@
 """What the tests share: a small corpus, small configs and models whose logits are far from zero."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,10 @@ from config import Config, load_config
 from data.prepare import prepare
 from model import GPT
 from positions import ENCODINGS, Encoding
+
+for number in (signal.SIGHUP, signal.SIGQUIT):      # nohup and a shell's & ignore them, and commands inherit that
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("NANOROPE_TEST_DATA", ROOT.parent / "shared" / "data"))

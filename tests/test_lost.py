@@ -514,8 +514,10 @@ def test_a_tilde_that_no_shell_expands_is_the_home(monkeypatch) -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prompt")
     monkeypatch.setenv("HOME", "/home/me")
-    args = parser.parse_intermixed_args(["run.dir=~/runs/x", "--out=~/y", "a=~", "--prompt=a=~/b"])
-    assert args.overrides == ["run.dir=/home/me/runs/x", "a=~"] and args.out == Path("/home/me/y")
+    words = ["run.dir=~/runs/x", "data.dir=~root/x", "--out=~/y", "a=~", "--prompt=a=~/b"]
+    args = parser.parse_intermixed_args(words)
+    assert args.overrides == ["run.dir=/home/me/runs/x", f"data.dir={os.path.expanduser('~root/x')}", "a=~"]
+    assert args.out == Path("/home/me/y")
     assert args.prompt == "a=~/b"
 
 

@@ -119,7 +119,7 @@ class TrainConfig(Section):
     """Length, batch, schedule, optimiser and device of the training."""
 
     steps: int = Field(1000, ge=1, description="optimiser steps in total")
-    batch_size: int = Field(32, ge=1, description="sequences per step")
+    batch_size: int = Field(32, ge=1, le=10**6, description="sequences per step")
     accumulate: int = Field(1, ge=1, description="micro-batches per step, to save memory; divides batch_size")
     seq_len: int = Field(256, ge=2, le=MOST_TOKENS, description="tokens per sequence: the training length L")
     init_from: str = Field(

@@ -119,7 +119,7 @@ def argument_parser(description: str, epilog: str | None = None,
             words = sys.argv[1:] if args is None else args
             if odd := [word for word in words if re.search("[\udc80-\udcff]", word)]:
                 raise UserError(f"argument {shortened(odd[0])}: is not UTF-8; rename that file or folder")
-            expanded = [f"{key}={os.path.expanduser(value)}" if value.startswith("~/") else word
+            expanded = [f"{key}={os.path.expanduser(value)}" if re.match("~[a-z0-9_-]*/", value) else word
                         for word in words for key, _, value in [word.partition("=")]]
             return super().parse_known_args(expanded, namespace)
 

@@ -514,8 +514,10 @@ def test_a_tilde_that_no_shell_expands_is_the_home(monkeypatch) -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prompt")
     monkeypatch.setenv("HOME", "/home/me")
-    args = parser.parse_intermixed_args(["run.dir=~/runs/x", "--out=~/y", "a=~", "--prompt=a=~/b"])
-    assert args.overrides == ["run.dir=/home/me/runs/x", "a=~"] and args.out == Path("/home/me/y")
+    words = ["run.dir=~/runs/x", "data.dir=~root/x", "--out=~/y", "a=~", "--prompt=a=~/b"]
+    args = parser.parse_intermixed_args(words)
+    assert args.overrides == ["run.dir=/home/me/runs/x", f"data.dir={os.path.expanduser('~root/x')}", "a=~"]
+    assert args.out == Path("/home/me/y")
     assert args.prompt == "a=~/b"
 
 
@@ -563,6 +565,7 @@ def test_a_latin_1_locale_changes_no_file_and_ends_no_command(tmp_path: Path) ->
 @pytest.mark.parametrize(("override", "expected"), [
     ("model.n_layer=9007199254740992", "n_layer .*<= 10000"),
     ("model.n_embd=10000000", "n_embd .*<= 1000000"),
+    ("train.batch_size=10000000", "batch_size .*<= 1000000"),
     ("model.vocab_size=9007199254740992", "vocab_size"), ("train.seq_len=9007199254740992", "seq_len")])
 def test_sizes_that_are_a_typo_are_refused(override: str, expected: str, tiny) -> None:
     with pytest.raises(UserError, match=expected):

@@ -16,7 +16,7 @@ from data.prepare import prepare
 from model import GPT
 from positions import ENCODINGS, Encoding
 
-for number in (signal.SIGHUP, signal.SIGQUIT):      # nohup and a shell's & ignore them, and commands inherit that
+for number in (signal.SIGHUP, signal.SIGQUIT):    # nohup and a shell's       # nohup and a shell's & ignore them, and commands inherit that ignore them, and commands inherit it
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 

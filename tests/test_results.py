@@ -58,24 +58,21 @@ class Source(NamedTuple):
         return f"{text} ± {statistics.stdev(values):{self.form.lstrip('+')}}" if has_spread else text
 
 
-STUDY = "extrapolation/records"
+STUDY, TO_64L = "extrapolation/records", "extrapolation/to-64L"
 NEEDLES = {name: f"needles-{name}" for name in ("rope", "alibi", "p-rope-ssmax", "scale-invariant")}
-ROPE_ON_BOOKS = Source("cpu-books/records", {}, "fixed", methods_of="rope")
+METHODS = Source(STUDY, {}, "fixed", form=".1f", methods_of="rope-extended")
 TABLES: dict[str, list[Source]] = {             # in the order of each page
-    "README.md": [Source(STUDY, {}, "fixed", form=".1f"), ROPE_ON_BOOKS],
+    "README.md": [Source(STUDY, {}, "fixed", form=".1f"), METHODS],
     "results/extrapolation/README.md": [
         Source(STUDY, {}, "fixed", form=".1f"), Source(STUDY, {}, "nonoverlap", form=".1f"),
-        Source(STUDY, {}, "repeat", "gain", "+.2f"), Source(STUDY, NEEDLES, "needle", "correct", "d"),
-        Source(STUDY, NEEDLES, "multi_key", "correct", "d")],
-    "docs/longer-contexts.md": [ROPE_ON_BOOKS],
+        Source(STUDY, {}, "repeat", "gain", "+.2f"), METHODS,
+        Source(STUDY, {}, "repeat", "gain", "+.2f", methods_of="rope-extended"),
+        Source(TO_64L, {}, "fixed", form=".1f"), Source(TO_64L, {}, "nonoverlap", form=".1f"),
+        Source(TO_64L, {}, "repeat", "gain", "+.2f"), Source(TO_64L, NEEDLES, "needle", "correct", "d"),
+        Source(TO_64L, NEEDLES, "multi_key", "correct", "d")],
+    "docs/longer-contexts.md": [METHODS],
     "results/quick/README.md": [Source("quick", QUICK, "fixed"), Source("quick", QUICK, "nonoverlap")],
     "results/every-encoding/README.md": [Source("every-encoding", {}, "fixed", form=".4g")],
-    "results/cpu-books/README.md": [
-        Source("cpu-books/records", {}, "fixed"), Source("cpu-books/records", {}, "nonoverlap"),
-        Source("cpu-books/records", {"rope": "rope-sliding", "alibi": "alibi-sliding"}, "sliding"),
-        ROPE_ON_BOOKS, Source("cpu-books/records", {}, "repeat", "gain", "+.2f"),
-        Source("cpu-books/records", {"rope": "passkey-rope", "alibi": "passkey-alibi", "t5": "passkey-t5"},
-               "passkey", "correct", "d")],
 }
 
 

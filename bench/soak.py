@@ -206,7 +206,7 @@ def signals(bench: Bench) -> Outcome:
             ended = time.time()
             seconds = ended - float(re.findall(r"signalled at ([\d.]+)", out)[0])
             longest, n_tried = max(longest, seconds), n_tried + 1
-            check(seconds < 30, f"{name}: took {seconds:.0f} s")
+            check(seconds < 40, f"{name}: took {seconds:.0f} s, as long as a step")
             check(f"stopped by {number.name}" in out, out[-500:])
             bench.call("train.py", *command)
             check_equal(bench.folder / "runs" / name, alone)

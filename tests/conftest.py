@@ -16,7 +16,7 @@ from data.prepare import prepare
 from model import GPT
 from positions import ENCODINGS, Encoding
 
-for number in (signal.SIGHUP, signal.SIGQUIT):  # nohup and a background job ignore them; commands inherit that
+for number in (signal.SIGHUP, signal.SIGQUIT):  # nohup ignores them, and commands inherit that
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 

@@ -545,6 +545,7 @@ def test_another_checkpoint_an_older_file_and_a_damaged_one_are_refused_and_can_
         with pytest.raises(UserError, match=expected):
             evaluated(*short)
     path.with_suffix(".npz").unlink()
+    path.write_text(json.dumps(good)[:99])
     with pytest.raises(UserError, match="damaged or no evaluation"):
         evaluated(*short)
     assert len(evaluated(*short, "--replace")[0]) == 1

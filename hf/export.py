@@ -77,7 +77,8 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
         for name, content in files.items():
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (new / name).write_text(text, encoding="utf-8")
-        card = model_card(run, config, model, tokenizer, architecture.class_name, state)
+        card = model_card(run, config, model, tokenizer, architecture.class_name, state,
+                          opens_texts(new / "tokenizer.json", tokenizer.eot))
         (new / "README.md").write_text(card, encoding="utf-8")
         save_file(architecture.export_tensors(weights, config), new / "model.safetensors", {"format": "pt"})
         if out.exists():
@@ -131,10 +132,18 @@ def write_extended(folder: Path, out: Path, fields: Fields) -> None:
     write_whole(out / "config.json", json.dumps({**content, **fields}, indent=2) + "\n")
 
 
+def opens_texts(path: Path, separator: int) -> bool:
+    """Whether this tokenizer.json puts the separator before a text by itself, as Llama's do."""
+    from tokenizers import Tokenizer as Library  # here: train.py does not need the package
+
+    return Library.from_file(str(path)).encode("a").ids[:1] == [separator]
+
+
 def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str,
-               state: dict[str, Any] | None) -> str:
+               state: dict[str, Any] | None, is_opened: bool) -> str:
     """README.md: what the model is, how to load it, and the config of its training."""
     separator = separator_name(tokenizer)
+    how = "the tokenizer adds it to a prompt" if is_opened else "begin a prompt with it"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -144,15 +153,14 @@ pipeline_tag: text-generation
 {architecture}, {model.n_parameters():,} parameters, position encoding {config.position.encoding}, trained at
 {config.train.seq_len} tokens.{results_of(config, state)}
 
-Every training document opens with `{separator}` (id {tokenizer.eot}); begin a prompt with it, because the
-tokenizer may not add it. It is bos_token and eos_token, unless the model began from another one, whose tokens
-it keeps.
+Every training document opens with `{separator}` (id {tokenizer.eot}); {how}. It is bos_token and
+eos_token, unless the model began from another one, whose tokens it keeps.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 model = AutoModelForCausalLM.from_pretrained("FOLDER")
-prompt = tokenizer("{separator}Once", return_tensors="pt")
+prompt = tokenizer("{'' if is_opened else separator}Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```
 

@@ -16,9 +16,9 @@ from data.prepare import prepare
 from model import GPT
 from positions import ENCODINGS, Encoding
 
-for number in (signal.SIGHUP, signal.SIGQUIT):  # nohup ignores them, and commands inherit that
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):   # nohup and & ignore some; commands inherit it
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("NANOROPE_TEST_DATA", ROOT.parent / "shared" / "data"))

@@ -177,7 +177,7 @@ def test_parameters_and_flops_with_grouped_heads_and_head_dim(tiny) -> None:
 
 
 @pytest.mark.parametrize("positions", [
-    torch.tensor([3]), torch.arange(20), torch.arange(10)[None].expand(3, -1), torch.arange(10).float()])
+    torch.tensor([3]), torch.arange(20), torch.arange(10)[None].expand(3, -1)])
 def test_positions_that_do_not_fit_the_tokens_are_refused(positions: torch.Tensor, tiny) -> None:
     with pytest.raises(ValueError, match="position"):
         lively(tiny())(tokens((2, 10)), positions=positions)

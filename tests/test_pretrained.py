@@ -326,9 +326,10 @@ def test_a_corpus_of_the_folders_own_tokenizer(saved: Saved, tmp_path: Path) -> 
     open_text(None, config.data.dir, tokenizer)
     export(tmp_path / "run", tmp_path / "out", *load_run(tmp_path / "run"))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs("<s>the\n\n").input_ids == [259, 258, *b"e", 257]     # as the card says: opened once
-    assert theirs.bos_token == theirs.eos_token == "<s>"
-    assert "even if the tokenizer had another eos_token" in (tmp_path / "out" / "README.md").read_text()
+    assert theirs("the\n\n").input_ids == [259, 258, *b"e", 257]        # as the card says: opened once
+    assert (theirs.bos_token, theirs.eos_token) == ("<s>", "<|endoftext|>")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "the tokenizer adds it to a prompt" in card and 'tokenizer("Once"' in card
     open_text(None, config.data.dir, load_run(tmp_path / "out")[2])
     (tmp_path / "run" / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer())))
     with pytest.raises(UserError, match="made with another hf:259 tokenizer"):

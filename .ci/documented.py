@@ -23,8 +23,8 @@ import pyarrow
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "data", "longer-contexts", "hugging-face", "comparing", "fair-comparisons", "probes", "speed", "scaling",
-    "reliability", "encodings"))]
+    "data", "longer-contexts", "hugging-face", "comparing", "speed", "scaling", "reliability",
+    "encodings"))]
 BLOCK = re.compile(r"(?:`(?P<path>[\w./-]+)`:\s*\n\s*)?^(?P<indent> *)```(?P<language>\w*)\n(?P<content>.*?)"
                    r"^(?P=indent)```$|`(?P<inline>(?:python|make) [^`]+)`", re.MULTILINE | re.DOTALL)
 TRAIN = "train.steps=2 train.warmup=1 train.batch_size=4 train.val_windows=4"
@@ -44,6 +44,7 @@ SKIPPED = [                                     # pattern, reason why it is not 
     (r"^make (compare|bench|soak)|-m bench\.", "takes minutes or hours"),
     (r"https?://|hf:|tinyshakespeare|^pip ", "needs the network"),
     (r"gpt2-124m|-m gpu", "needs a GPU"),
+    (r"smol|--advise", "needs a pretrained model; test_pretrained.py and test_smollm2.py have one"),
     (r"--nnodes|--submitit", "needs several nodes, or a cluster"),
     (r"^lm_eval", "tests/test_lm_eval.py runs this task"),
 ]

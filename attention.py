@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from positions import At, Encoding
+from positions.contract import for_each_head
 from runtime import flex
 
 MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
@@ -80,7 +81,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     """Explicit softmax in blocks of query rows: T x T logits never exist at once. As in `attend`.
 
     Training on long sequences does not keep the weights of the blocks, but computes them again in the
-    backward pass, as fused kernels do: it takes O(T) memory, and a third more time.
+    backward pass, as fused kernels do: it takes O(T) memory, and their products and softmax twice.
     """
     B, H, Tq, D = q.shape
     Tk = k.shape[2]
@@ -118,14 +119,6 @@ def keys_in_reach(rows: slice, reach: tuple[int, int], device: torch.device) -> 
     keys = torch.cat((torch.arange(min(reach[0], start), device=device),
                       torch.arange(start, rows.stop, device=device)))
     return keys, keys <= torch.arange(rows.start, rows.stop, device=device)[:, None]
-
-
-def for_each_head(x: Tensor, n_head: int) -> Tensor:
-    """Keys or values (B, G, T, D) -> (B, H, T, D): query head h uses head h // (H / G).
-
-    This copies: kernels that do not take fewer heads of keys fall back to holding T x T logits.
-    """
-    return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
 
 
 def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask) -> Iterator[tuple[slice, slice]]:

@@ -282,9 +282,7 @@ def advise(args: argparse.Namespace, run: Opened, evaluation: Evaluation, found:
     if is_pretrained(source):
         write_extended(source, args.write, row.fields)
     else:
-        extend = next(one for one in evaluation.extends if one.spec == row.name)
-        scaling = extend.methods[0].scaling(run.model, evaluation.config, row.length)   # type: ignore[attr-defined]
-        position = run.config.position.model_copy(update={"scaling": scaling})
+        position = run.config.position.model_copy(update={"scaling": row.scaling})
         export(source, args.write, run.model, run.config.model_copy(update={"position": position}),
                run.tokenizer, run.state, row.fields["max_position_embeddings"])
     print(f"wrote {args.write}: {row.name} for {row.length} tokens")

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 from config import Config
 from evaluation.extension import Extend, Rescaled
 from evaluation.intervals import Estimate, two_way, units_of
+from evaluation.protocols import spec_of
 from evaluation.results import Results
 from hf.export import rope_fields
 from model import GPT
+from positions.scaling import Scaling
 
 METHODS = ("yarn", "ntk", "dynamic_ntk", "pi", "llama3", "rerope", "self_extend", "sinks", "window")
 PROTOCOLS = ("fixed", "passkey")
@@ -30,7 +32,8 @@ class Row(NamedTuple):
     worse: Estimate         # its loss minus that of truncation to L, on the same targets
     needles: str            # found, of how many
     seconds: float
-    fields: dict[str, Any] | None       # of config.json
+    scaling: Scaling | None             # what the method is to RoPE; None if it is something else
+    fields: dict[str, Any] | None       # of config.json; None if it has no such form
 
 
 def rows(found: Results, extends: Sequence[Extend], lengths: Sequence[int], model: GPT,
@@ -39,8 +42,7 @@ def rows(found: Results, extends: Sequence[Extend], lengths: Sequence[int], mode
     made = []
     for length in (length for length in lengths if length > config.train.seq_len):
         for extend in extends:
-            spec = None if extend.spec == "plain" else extend.spec
-            here = [r for r in found.records if (r["extend"], r["length"]) == (spec, length)]
+            here = [r for r in found.records if (r["extend"], r["length"]) == (spec_of(extend), length)]
             fixed = next(r for r in here if r["protocol"] == "fixed")
             column = {name: found.windows[f"{extend.spec}/fixed/{length}/{name}"]
                       for name in ("nll", "truncated_nll", "tokens", "document")}
@@ -51,16 +53,17 @@ def rows(found: Results, extends: Sequence[Extend], lengths: Sequence[int], mode
             asked = [r for r in here if r["protocol"] == "passkey"]
             correct, trials = (sum(r[key] for r in asked) for key in ("correct", "trials"))
             needles = f"{correct}/{trials}" if asked else "-"
-            made.append(Row(length, extend.spec, worse, needles, fixed["seconds"],
-                            fields_of(extend, model, config, length)))
+            scaling = scaling_of(extend, model, config, length)
+            made.append(Row(length, extend.spec, worse, needles, fixed["seconds"], scaling,
+                            rope_fields(config, scaling, length) if scaling else None))
     return sorted(made, key=lambda row: (row.length, row.worse.value))
 
 
-def fields_of(extend: Extend, model: GPT, config: Config, length: int) -> dict[str, Any] | None:
-    """What a method at this length is in config.json; None if it has no such form."""
+def scaling_of(extend: Extend, model: GPT, config: Config, length: int) -> Scaling | None:
+    """The scaling of RoPE that a method is at this length; None if it is something else."""
     if len(extend.methods) != 1 or not isinstance(method := extend.methods[0], Rescaled):
         return None
-    return rope_fields(config, method.scaling(model, config, length), length)
+    return method.scaling(model, config, length)
 
 
 def table(made: Sequence[Row], L: int) -> Iterator[str]:

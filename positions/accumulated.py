@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import rope
 from positions.content import Forgetting
-from positions.contract import At, Encoding, Options, Shape, odd_head
+from positions.contract import At, Encoding, Options, Shape, for_each_head, odd_head
 
 CHUNK = 64      # keys whose reflections are applied at once
 TILE = 32       # queries whose sums of gates have one origin
@@ -133,7 +133,7 @@ class Turned(Encoding):
         assert at.features is not None
         angle = at.features - at.features[:, :, -q.shape[2], None]      # only differences matter
         cos, sin = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (angle.cos(), angle.sin()))
-        k = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        k = for_each_head(k, q.shape[1])
         return rope.turn(q, cos[:, :, -q.shape[2]:], sin[:, :, -q.shape[2]:]), rope.turn(k, cos, sin)
 
 

@@ -86,6 +86,14 @@ class Options(BaseModel):
         return {}
 
 
+def for_each_head(x: Tensor, n_head: int) -> Tensor:
+    """Keys or values (B, G, T, D) -> (B, H, T, D): query head h uses head h // (H / G).
+
+    This copies: kernels that do not take fewer heads of keys fall back to holding T x T logits.
+    """
+    return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
+
+
 def odd_head(head_dim: int) -> dict[str, str]:
     """The `problems` of an encoding that pairs channels, if their number is odd."""
     return {"encoding": "needs an even number of channels of a head (head_dim, or n_embd / n_head), "

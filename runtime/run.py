@@ -167,8 +167,8 @@ def warn_about_size(config: Config, model: GPT, process: Process) -> Iterator[st
     """A line if a step needs more memory than there is, or on a CPU more than about a quarter of an hour."""
     t = config.train
     n_tokens = t.batch_size // t.accumulate // process.world_size * t.seq_len
-    needed, flops = activation_bytes(config.model, n_tokens), \
-        model.flops_per_token(t.seq_len) * t.batch_size * t.seq_len
+    needed = activation_bytes(config.model, n_tokens)
+    flops = model.flops_per_token(t.seq_len) * t.batch_size * t.seq_len
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if process.device.type == "cuda":
         available = torch.cuda.get_device_properties(process.device).total_memory
@@ -176,8 +176,8 @@ def warn_about_size(config: Config, model: GPT, process: Process) -> Iterator[st
         yield (f"warning: a step of {t.batch_size} x {t.seq_len} tokens needs about "
                f"{needed / 2**30:,.1f} GiB of {available / 2**30:,.1f} for activations and {flops:.1g} FLOPs "
                "(a CPU core does 1e11 a second); set train.batch_size or train.seq_len lower, and "
-               "train.accumulate higher for less memory; train.pose_length trains far positions on short "
-               "sequences")
+               "train.accumulate higher for less memory; train.positions = pose trains far positions on "
+               "short sequences")
 
 
 def write_summary(run_dir: Path, config: Config, model: GPT, state: dict[str, Any], log: Log) -> None:

@@ -124,15 +124,18 @@ class Regrouping(Extension):
 
 
 class Regrouped(Encoding):
-    """An encoding whose far pairs are scored at the positions that a Regrouping gives them."""
+    """An encoding whose far pairs are scored at the positions that a Regrouping gives them.
+
+    Attention scores every pair once: at its far positions, or, if the method hides far pairs, at its own.
+    The keys for which that is wrong in some row of a block, the near or the first ones, are scored again.
+    """
 
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
         nn.Module.__init__(self)
         self.inner, self.method, self.L, self.T = inner, method, L, T
         self.max_length, self.applies_temperature = inner.max_length, inner.applies_temperature
-        self.embed, self.tables = inner.embed, inner.tables     # type: ignore[method-assign]
+        self.embed = inner.embed                                # type: ignore[method-assign]
         self.features, self.mix = inner.features, inner.mix     # type: ignore[method-assign]
-        self.rotate = inner.rotate                              # type: ignore[method-assign]
         if method.hides and type(inner) in (RoPE, NoPE) and not inner.tau:  # others may count the masked keys
             self.reach = method.n_first(), method.near(L)
 
@@ -140,27 +143,41 @@ class Regrouped(Encoding):
     def has_scores(cls) -> bool:
         return True
 
-    def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        is_near = at.distance() < self.method.near(self.L)              # (1 or B, 1, Tq, Tk)
-        if self.method.hides:       # masked before `scores`: an encoding may count the keys that it sees
-            logits = logits.masked_fill(
-                ~(is_near | (at.k_pos < self.method.n_first())[:, None, None]), -torch.inf)
-        near = self.inner.final_logits(logits, q, k, at)                # (B, H, Tq, Tk)
-        if not self.inner.is_relative:                                  # far positions have no meaning
-            return near
+    def far(self, at: At) -> At:
+        """The same pairs at their far positions, with the tables as they are."""
         q_pos, k_pos = self.method.far(at.q_pos, at.k_pos, self.L, self.T)
-        if self.reach and k_pos.shape[0] == 1:      # only the first keys are seen from far away
-            first = at.k_pos[0] < self.reach[0]
-            k, k_pos = k[:, :, first], k_pos[:, first]
-            logits, is_near = logits[..., first], is_near[..., first]
-        far_at = at._replace(q_pos=q_pos, k_pos=k_pos, tables=self.inner.tables(q_pos, k_pos))
-        far_q, far_k = self.inner.rotate(q, k, far_at)
-        far = (far_q @ far_k.mT).to(logits.dtype) / q.shape[-1]**0.5
-        far = self.inner.final_logits(far.masked_fill(logits.isneginf(), -torch.inf), q, k, far_at)
-        if far.shape[-1] < near.shape[-1]:
-            near[..., first] = torch.where(is_near, near[..., first], far)
-            return near
-        return torch.where(is_near, near, far)
+        return at._replace(q_pos=q_pos, k_pos=k_pos)
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
+        at = At(q_pos, k_pos, 0, None)
+        return self.inner.tables(*(at if self.method.hides else self.far(at))[:2])
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        return self.inner.rotate(q, k, at if self.method.hides else self.far(at))
+
+    def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        near, hides = self.method.near(self.L), self.method.hides
+        if hides:       # masked before `scores`: an encoding may count the keys that it sees
+            is_first = at.k_pos < self.method.n_first()                 # (1 or B, Tk)
+            logits = logits.masked_fill(~(is_first[:, None, None] | (at.distance() < near)), -torch.inf)
+            again = is_first if self.reach else torch.ones_like(is_first)
+        else:
+            again = at.q_pos.amin(-1, keepdim=True) - at.k_pos < near
+        first, second = (at, self.far(at)) if hides else (self.far(at), at)
+        scored = self.inner.final_logits(logits, q, k, first)           # (B, H, Tq, Tk)
+        if not self.inner.is_relative:                                  # far positions have no meaning
+            return scored
+        indices = again.any(0).nonzero()[:, 0].tolist()
+        keys = slice(indices[0], indices[-1] + 1) if indices else slice(0)
+        at, second, k = at.block(slice(None), keys), second.block(slice(None), keys), k[:, :, keys]
+        second = second._replace(tables=self.inner.tables(second.q_pos, second.k_pos))
+        q_rotated, k_rotated = self.inner.rotate(q, k, second)
+        other = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
+        other = other.masked_fill(logits[..., keys].isneginf(), -torch.inf)
+        other = self.inner.final_logits(other, q, k, second)
+        is_kept = (at.distance() < near) == hides
+        scored[..., keys] = torch.where(is_kept, scored[..., keys], other)
+        return scored
 
 
 class ReRoPE(Regrouping):

@@ -351,20 +351,20 @@ def read_only(bench: Bench) -> Outcome:
     """A disk that becomes read-only in mid-run, then writable."""
     alone, log = bench.straight("writable", "train.steps=300"), bench.folder / "read-only.log"
     for _ in range(5):
-        with small_disk(bench.folder / "disk", 2**26) as remount, log.open("w") as file:
+        with small_disk(bench.folder / "disk", 2**26), log.open("w") as file:
             command = ["train.py", "soak.toml", "train.steps=300", "run.dir=disk/run"]
             process = bench.start(*command, output=file.fileno())
             wait_for(log, "\nstep ", process)
-            while True:
-                try:
-                    remount("ro")
-                    break
-                except subprocess.CalledProcessError:       # a file is being written at this moment
-                    time.sleep(0.003)
+            # a second mount over the first: the process has its lock open for writing, so that making the
+            # first one read-only is refused
+            disk = str(bench.folder / "disk")
+            subprocess.run(["mount", "--bind", disk, disk], check=True)
+            while subprocess.call(["mount", "-o", "remount,bind,ro", disk], stderr=subprocess.DEVNULL):
+                time.sleep(0.003)                           # a file is being written at this moment
             _, err = process.communicate(timeout=600)
             check(process.returncode == 2 and "read-only file system; make it writable" in err, err)
             bench.call(*command, expected=(2,))
-            remount("rw")
+            subprocess.run(["umount", disk], check=True)
             bench.call(*command)
             check_equal(bench.folder / "disk" / "run", alone)
     return Outcome("5")

@@ -58,7 +58,7 @@ CHUNK = 128                                     # tokens whose logits exist at a
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
 BLOCK = 256                                     # most targets of fixed in a row of the .npz
 SECONDS_PER_LINE = 30                           # of progress, if the output is not a terminal
-SECONDS_TO_BAR = 3                              # on a terminal
+SECONDS_TO_BAR = 3                              # on a terminal; before that the rest cannot be estimated
 LONG = 1800                                     # seconds of an evaluation that is announced
 ALONE = Process(torch.device("cpu"))
 
@@ -448,6 +448,8 @@ class Progress:
     def show(self, what: str, is_end: bool) -> None:
         """Show it if it is time."""
         now = time.monotonic()
+        if now - self.began < SECONDS_TO_BAR:
+            return
         seconds_left = (now - self.began) / self.done * self.left
         if not self.is_long and seconds_left > LONG:
             self.is_long = True
@@ -455,11 +457,11 @@ class Progress:
                   "--windows, --tokens or --protocol. Each length is kept once it is measured: the same "
                   "command goes on from there", file=sys.stderr, flush=True)
         line = f"{self.done / (self.done + self.left):4.0%}, {in_words(seconds_left)} left, {what}"
-        if sys.stderr.isatty() and now - self.began >= SECONDS_TO_BAR:
+        if sys.stderr.isatty():
             n_full = round(20 * self.done / (self.done + self.left))
             ends = "\r\x1b[K" if is_end and not self.left else ""
             print(f"\r\x1b[K|{'█' * n_full:20}|{line}{ends}", end="", file=sys.stderr, flush=True)
-        elif not sys.stderr.isatty() and now - self.shown_at >= SECONDS_PER_LINE:
+        elif now - self.shown_at >= SECONDS_PER_LINE:
             print(line.lstrip(), file=sys.stderr, flush=True)
             self.shown_at = now
 

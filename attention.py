@@ -31,21 +31,28 @@ RECOMPUTE_FROM = 2048   # queries: from here on training does not keep explicit 
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees: those up to its own index, within its window and its document."""
+    """Which keys a query sees: those up to its own index, within its window, its chunk and its document."""
 
     is_causal: bool = True
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
+    chunk: int | None = None  # size of the chunks of tokens that see only themselves; None: no chunks
     documents: Tensor | None = None  # the document of each packed token, (B, T)
     in_order: bool = False  # positions are known to grow with the index, which `fold` needs
-    flex: dict[int | None, Any] = {}  # window -> the same mask for FlexAttention, where it may be used
+    # (window, chunk) -> the same mask for FlexAttention, where it may be used
+    flex: dict[tuple[int | None, int | None], Any] = {}
+
+    def limit(self, Tk: int) -> int | None:
+        """The most keys that a query sees by its window and its chunk, if that is fewer than Tk."""
+        return min((n for n in (self.window, self.chunk) if n and n < Tk), default=None)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask, dropout: float) -> Tensor:
     """softmax(encoding(q k^T / sqrt(D))) v. Unrotated q (B, H, Tq, D), k and v (B, G, Tk, D) -> as q."""
-    if mask.window in mask.flex and mask.is_causal and not dropout:
-        is_masked = mask.window is not None or mask.documents is not None
+    limits = mask.window, mask.chunk
+    if limits in mask.flex and mask.is_causal and not dropout:
+        is_masked = any(limits) or mask.documents is not None
         if flex.serves(q, encoding, is_masked):
-            return flex.attend_flex(q, k, v, encoding, at, mask.flex[mask.window])
+            return flex.attend_flex(q, k, v, encoding, at, mask.flex[limits])
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
     if encoding.changes_logits():
         can_fold = encoding.can_fold and not encoding.tau
@@ -67,10 +74,10 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, ma
         v = F.pad(v, (0, q.shape[-1] - D))
     k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
     kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
-    window = mask.window if mask.window and mask.window < Tk else None
-    if window is None and mask.documents is None and Tq in (1, Tk):     # a single query is the last: sees all
+    limit = mask.limit(Tk)
+    if limit is None and mask.documents is None and Tq in (1, Tk):      # a single query is the last: sees all
         return kernel(q, k, v, is_causal=mask.is_causal and Tq > 1)[..., :D]
-    n_rows = max(window, MIN_ROWS) if window else Tq
+    n_rows = max(limit, MIN_ROWS) if limit else Tq
     return torch.cat([kernel(q[:, :, rows], k[:, :, keys], v[:, :, keys],
                              visible(rows, keys, Tk - Tq, mask, q.device))[..., :D]
                       for rows, keys in row_blocks(Tq, Tk, n_rows, mask)], dim=2)
@@ -87,7 +94,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     Tk = k.shape[2]
     n_each = 2 if encoding.changes_logits() else 1      # it holds more numbers per logit
     limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
-    is_whole = mask.in_order and Tq == Tk and mask.documents is None and mask.window is None
+    is_whole = mask.in_order and Tq == Tk and mask.documents is None and mask.limit(Tk) is None
     reach = encoding.reach if mask.is_causal and is_whole else None
     width = min(Tk, reach[0] + 2 * reach[1]) if reach else Tk           # most keys of a block
     n_blocks = math.ceil(Tq / max(1, min(reach[1] if reach else Tq, limit // (B * H * width))))
@@ -126,11 +133,12 @@ def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask) -> Iterator[tuple[slic
 
     The queries are the last Tq of the Tk tokens.
     """
-    offset, window = Tk - Tq, mask.window
+    offset, window, chunk = Tk - Tq, mask.window or Tk, mask.chunk or Tk
     for start in range(0, Tq, n_rows):
         rows, keys = slice(start, min(start + n_rows, Tq)), slice(0, Tk)
         if mask.is_causal:
-            keys = slice(max(0, offset + start + 1 - window) if window else 0, offset + rows.stop)
+            first = offset + start
+            keys = slice(max(0, first + 1 - window, first // chunk * chunk), offset + rows.stop)
         yield rows, keys
 
 
@@ -141,6 +149,7 @@ def visible(rows: slice, keys: slice, offset: int, mask: Mask, device: torch.dev
         i = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=device)
         seen = (j <= i) & (j > i - window) if window else j <= i        # (rows, keys)
+        seen = seen & (j // mask.chunk == i // mask.chunk) if mask.chunk else seen
     if documents is not None:
         same = documents[:, None, rows, None] == documents[:, None, None, keys]
         seen = same if seen is None else same & seen                    # (B, 1, rows, keys)

@@ -90,8 +90,10 @@ class ModelConfig(Section):
     qkv_bias: bool = Field(False, description="biases of q, k and v even if bias is off (Qwen2)")
     tied: bool = Field(False, description="the output matrix is the token embedding")
     window: int | None = Field(None, ge=1, description="keys a query sees, its own included (default: all)")
+    chunk: int | None = Field(None, ge=1, description="a query sees only keys of its own chunk of as many "
+                                                      "tokens (Llama 4: 8192; default: no chunks)")
     full_every: int = Field(
-        0, ge=0, description="k: layers k, 2k, 3k ... (counted from 1) have no window (Cohere2: 4). 0: none")
+        0, ge=0, description="k: layers k, 2k, 3k ... (from 1) have no window, no chunks (Cohere2: 4). 0: no")
     flex: bool = Field(
         False, description="on CUDA, use FlexAttention for windows, packed documents, biases by distance and "
                            "position.scale_invariant; not with dropout or where train.positions is not plain")
@@ -110,8 +112,8 @@ class ModelConfig(Section):
             broken["n_kv_head"] = f"must divide model.n_head = {self.n_head}, got {self.n_kv_head}"
         if self.head_dim is None and self.n_embd % self.n_head:
             broken["n_head"] = f"must divide model.n_embd = {self.n_embd}, got {self.n_head}; or set head_dim"
-        if self.full_every and self.window is None:
-            broken["full_every"] = "chooses the layers without a window; set model.window too"
+        if self.full_every and self.window is None and self.chunk is None:
+            broken["full_every"] = "chooses the layers without a window; set model.window or model.chunk too"
         return checked(self, broken)
 
 

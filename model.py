@@ -26,7 +26,9 @@ from runtime.loss import mean_loss
 def shape_of(config: Config) -> Shape:
     """The sizes from which an encoding and a temperature are made."""
     c = config.model
-    return Shape(c.n_layer, c.n_head, c.n_embd, c.head_width, config.train.seq_len)
+    is_local = c.window is not None or c.chunk is not None
+    local = frozenset(n for n in range(c.n_layer) if is_local and not is_every(c.full_every, n))
+    return Shape(c.n_layer, c.n_head, c.n_embd, c.head_width, config.train.seq_len, local)
 
 
 def hidden_width(config: ModelConfig) -> int:
@@ -109,14 +111,16 @@ class Attention(nn.Module):
     Ainslie et al. 2023, arXiv:2305.13245. The cache then holds G heads.
 
     The mask is causal by index, for any positions; `is_causal = False` removes it. With a window W a query
-    sees at most W keys, its own included (Hugging Face's convention).
+    sees at most W keys, its own included (Hugging Face's convention). With chunks of W, it sees those of
+    tokens n W ... n W + W - 1 of the row that are not after it (Llama 4). `is_local = False` ignores both.
     """
 
-    def __init__(self, config: ModelConfig, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, is_local: bool) -> None:
         super().__init__()
         C, H, G, D = config.n_embd, config.n_head, config.n_kv_head or config.n_head, config.head_width
         self.head_dim, self.dropout = D, config.dropout
-        self.is_causal, self.window = True, window
+        self.is_causal = True
+        self.window, self.chunk = (config.window, config.chunk) if is_local else (None, None)
         self.q = nn.Linear(C, H * D, bias=config.bias or config.qkv_bias)
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.v = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
@@ -138,7 +142,7 @@ class Attention(nn.Module):
         if features is not None:
             features = encoding.mix(features, at.layer, mask.documents)
         at = at._replace(features=features, temperature=temperature)
-        mask = mask._replace(is_causal=self.is_causal, window=self.window)
+        mask = mask._replace(is_causal=self.is_causal, window=self.window, chunk=self.chunk)
         y = attend(q, k, v, encoding, at, mask, self.dropout if self.training else 0.0)     # (B, H, T, D)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -165,9 +169,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, is_local: bool) -> None:
         super().__init__()
-        self.attention_norm, self.attention = make_norm(config), Attention(config, window)
+        self.attention_norm, self.attention = make_norm(config), Attention(config, is_local)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -195,8 +199,7 @@ class GPT(nn.Module):
                              "runtime.run.with_vocabulary(config, corpus)")
         self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
         self.dropout, self.flex = nn.Dropout(c.dropout), c.flex
-        self.blocks = nn.ModuleList(Block(c, None if is_every(c.full_every, layer) else c.window)
-                                    for layer in range(c.n_layer))
+        self.blocks = nn.ModuleList(Block(c, layer in shape.local_layers) for layer in range(c.n_layer))
         self.norm = make_norm(c)
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self._init_weights()
@@ -249,8 +252,8 @@ class GPT(nn.Module):
         is_plain = positions is None and not self.span
         mask = Mask(documents=documents, in_order=is_plain)
         if self.flex and is_plain and cache is None and tokens.device.type in flex.DEVICES:
-            windows = {m.window for m in self.modules() if isinstance(m, Attention)}
-            mask = mask._replace(flex=flex.block_masks(windows, tokens.shape[1], documents, tokens.device))
+            limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
+            mask = mask._replace(flex=flex.block_masks(limits, tokens.shape[1], documents, tokens.device))
         x = self.dropout(active.embed(self.embedding(tokens), q_pos))   # (B, T, C)
         for layer, block in enumerate(self.blocks):
             encoding = active if layer in self.encoded_layers else self.no_encoding

@@ -112,8 +112,8 @@ class Regrouping(Extension):
         scaling = getattr(model.active(), "scaling", None)
         if scaling is not None and scaling.is_dynamic:
             return f"cannot be combined with {scaling.method}, whose frequencies depend on the length"
-        if self.hides and any(a.window for a in attentions(model)):
-            return "needs model.window unset: no token before a window is seen"
+        if self.hides and any(a.window or a.chunk for a in attentions(model)):
+            return "needs model.window and model.chunk unset: no token before a window is seen"
         return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
@@ -290,7 +290,7 @@ class LogNTemperature(Extension):
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         is_free = type(model.temperature) in (Temperature, LogN)
-        return None if is_free else "would replace the learned temperature of this run"
+        return None if is_free else "would replace the temperature of this run"
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         model.temperature = LogN(shape_of(config))

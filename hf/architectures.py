@@ -17,8 +17,8 @@ from torch import Tensor
 
 import rope
 from config import MOST_LAYERS, Config, ModelConfig
-from hf.rope_parameters import LENGTH, ROPE_TYPES, UNKNOWN, Fields, read_rope_parameters, rope_parameters
-from model import encoded_layers, hidden_width
+from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters, rope_type
+from model import encoded_layers, hidden_width, is_every, shape_of
 from positions import Options
 from positions.rotary import RoPEOptions, RotaryOptions
 from runtime.errors import UserError, shortened
@@ -54,6 +54,8 @@ class Architecture:
     encodings: ClassVar[Mapping[str, set[str]]]         # name -> keys of [position] with any value
     fields: ClassVar[Mapping[str, str]] = SHAPE         # key of [model] -> field; any value
     block: ClassVar[Fields] = {}                        # keys of [model] with other values than our defaults
+    position: ClassVar[Fields] = {}                     # the same for [position]
+    rope_types: ClassVar[set[str]] = {"default", *ROPE_TYPES.values()}      # of scalings
     constants: ClassVar[Fields] = {}                    # fields for which only this value is supported
     defaults: ClassVar[Fields] = {}                     # fields that may be missing
     optional: ClassVar[tuple[str, ...]] = ()            # fields that may be null
@@ -68,7 +70,7 @@ class Architecture:
         found: Fields = {"position.encoding": position.encoding}
         if position.encoding in self.encodings:
             found = {f"position.{key}": getattr(position, key)
-                     for key in differing(position, type(position), {})
+                     for key in differing(position, type(position), self.position)
                      if key not in self.encodings[position.encoding] | {"encoding", "lr_scale"}}
         free = {*self.fields, "head_dim", "dropout"}
         found |= {f"model.{key}": getattr(model, key) for key in differing(model, ModelConfig, self.block)
@@ -78,7 +80,7 @@ class Architecture:
         if "head_dim" not in self.fields and model.head_width * model.n_head != model.n_embd:
             found["model.head_dim"] = model.head_width
         scaling = getattr(position, "scaling", None)
-        if scaling is not None and scaling.method in UNKNOWN:
+        if scaling is not None and rope_type(scaling.method) not in self.rope_types:
             found["position.scaling"] = scaling.method
         if config.train.positions == "rfs":     # positions between the integers
             found["train.positions"] = "rfs"
@@ -126,7 +128,8 @@ class Architecture:
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
         """[position] and L."""
-        return {"encoding": next(iter(self.encodings))}, hf_config.get(LENGTH) or hf_config[self.length]
+        return ({"encoding": next(iter(self.encodings)), **self.position},
+                hf_config.get(LENGTH) or hf_config[self.length])
 
     # Tensors
 
@@ -141,8 +144,8 @@ class Architecture:
                         yield f"{module.replace('.N.', f'.{n}.')}.{kind}", sources
 
     def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-        """Our weights under Hugging Face's names, in layout half."""
-        weights = in_half_layout(weights, config)
+        """Our weights under Hugging Face's names, in its layout."""
+        weights = in_layout(self.position.get("layout", "half"), weights, config)
         names = list(self.names(weights))
         assert {part for _, parts in names for part in parts} == set(weights), "a weight has no name"
         return {name: self._turned(name, torch.cat([weights[part] for part in parts])).contiguous()
@@ -187,19 +190,20 @@ def differing(options: ModelConfig | Options, schema: type[ModelConfig] | type[O
             if getattr(options, key) != block.get(key, field.default)]
 
 
-def in_half_layout(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Weights with the channels of queries and keys reordered from layout "interleaved" to "half".
+def in_layout(layout: str, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Weights with the channels of queries and keys reordered from the config's layout to this one.
 
     Both are reordered in the same way, so the logits stay the same.
     """
     position, model = config.position, config.model
     weights = dict(weights)
-    if not isinstance(position, RotaryOptions) or position.layout == "half":
+    if not isinstance(position, RotaryOptions) or position.layout == layout:
         return weights
+    reorder = rope.to_half if layout == "half" else rope.to_interleaved
     R, D = position.rotary_dim(model.head_width), model.head_width
     for name, weight in weights.items():
         if name.rpartition(".")[0].endswith(("attention.q", "attention.k", "q_norm", "k_norm")):
-            weights[name] = rope.to_half(weight, len(weight) // D, R)
+            weights[name] = reorder(weight, len(weight) // D, R)
     return weights
 
 
@@ -247,7 +251,7 @@ class Llama(Architecture):
         if not position.keys() <= free:
             raise UserError(f"config.json: partial_rotary_factor {position['fraction']} is not "
                             f"supported for {self.class_name}, which rotates all channels")
-        return {"encoding": encoding, **position}, L
+        return {"encoding": encoding, **self.position, **position}, L
 
 
 class Qwen2(Llama):
@@ -303,14 +307,116 @@ class SmolLM3(Llama):
         flags = [int(layer in rotates) for layer in range(config.model.n_layer)]
         return {"no_rope_layers": flags, **super().positions_json(config)}
 
-    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+    def rotating(self, hf_config: Fields) -> list[int]:
+        """The layers that rotate."""
         n_layer, every = hf_config["num_hidden_layers"], hf_config.get("no_rope_layer_interval", 4)
         rotates = hf_config.get("no_rope_layers") or [(layer + 1) % every for layer in range(n_layer)]
-        layers = [layer for layer, is_on in enumerate(rotates[:n_layer]) if is_on]
+        return [layer for layer, is_on in enumerate(rotates[:n_layer]) if is_on]
+
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        layers = self.rotating(hf_config)
         position, L = super().position_table(hf_config)
         if not layers:
             return {"encoding": list(self.encodings)[1]}, L
-        return position | ({} if len(layers) == n_layer else {"layers": layers}), L
+        return position | ({} if len(layers) == hf_config["num_hidden_layers"] else {"layers": layers}), L
+
+
+class Llama4(SmolLM3):
+    """Llama 4 without experts: chunks in layers that rotate, a temperature in those that do not.
+
+    Its L is floor_scale, the length of that temperature and of its chunks.
+    """
+
+    model_type, class_name = "llama4_text", "Llama4ForCausalLM"
+    modules = {name.replace(".mlp.", ".feed_forward."): parts for name, parts in LLAMA.items()}
+    encodings = {"rope": {"base", "layout", "scaling", "layers", "skip_every", "temperature",
+                          "temperature_layers"}, "none": {"temperature"}}
+    fields = SHAPE | {"n_hidden": "intermediate_size_mlp", "head_dim": "head_dim",
+                      "chunk": "attention_chunk_size"}
+    constants = {"hidden_act": "silu", "attention_bias": False, "use_qk_norm": False, "moe_layers": [],
+                 "attn_scale": 0.1}
+    defaults = Llama.defaults | {
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+        "intermediate_size_mlp": 16_384, "attention_chunk_size": 8192, "floor_scale": 8192,
+        "use_qk_norm": True, "moe_layers": None}
+    position = {"layout": "interleaved"}
+    theta = 500_000.0
+
+    def obstacles(self, config: Config) -> list[str]:
+        position, model = config.position, config.model
+        found = [text for text in Architecture.obstacles(self, config) if "full_every" not in text]
+        if position.temperature not in ("none", "llama4"):
+            found.append(f"position.temperature = {position.temperature!r}")
+        elif position.temperature == "llama4" and position.temperature_layers != (
+                "unencoded" if isinstance(position, RotaryOptions) else "all"):
+            found.append(f"position.temperature_layers = {position.temperature_layers!r}")
+        return found + ["model.chunk = None"] * (model.chunk is None)
+
+    def positions_json(self, config: Config) -> Fields:
+        local = shape_of(config).local_layers
+        kinds = ["chunked_attention" if n in local else "full_attention" for n in range(config.model.n_layer)]
+        return {"layer_types": kinds, "floor_scale": config.train.seq_len,
+                "attn_temperature_tuning": config.position.temperature == "llama4",
+                **super().positions_json(config)}
+
+    def tables(self, hf_config: Fields) -> Tables:
+        n_layer = hf_config["num_hidden_layers"]
+        kinds = hf_config.get("layer_types")
+        full = [n for n in range(n_layer) if (kinds[n] == "full_attention" if kinds else
+                                              n not in self.rotating(hf_config))]
+        every = full[0] + 1 if full else 0
+        if full != [n for n in range(n_layer) if is_every(every, n)]:
+            raise UserError("config.json: layer_types: only every k-th layer may have full_attention, from "
+                            "the k-th on (model.full_every)")
+        tables = super().tables({**hf_config, "layer_types": None})
+        tables["model"] |= {"full_every": every} if every else {}
+        return tables
+
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        position, L = super().position_table(hf_config)
+        if not hf_config.get("attn_temperature_tuning", True):
+            return position, L
+        layers = {} if position["encoding"] == "none" else {"temperature_layers": "unencoded"}
+        return position | {"temperature": "llama4"} | layers, hf_config["floor_scale"]
+
+
+class Ministral3(Mistral):
+    """Mistral with a temperature that grows in steps of L."""
+
+    model_type, class_name = "ministral3", "Ministral3ForCausalLM"
+    position = {"temperature": "ministral3"}
+    rope_types = {"default", "yarn"}                            # those whose L is that of the temperature
+    defaults = Mistral.defaults | {
+        "rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": None, "max_position_embeddings": 262_144,
+        "rope_parameters": {"type": "yarn", "rope_theta": 1e6, "factor": 16.0, LENGTH: 16_384, "mscale": 1.0,
+                            "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                            "llama_4_scaling_beta": 0.1}}
+
+    def obstacles(self, config: Config) -> list[str]:
+        original = getattr(getattr(config.position, "scaling", None), "original_length", None)
+        is_other = original not in (None, config.train.seq_len)
+        return super().obstacles(config) + [f"position.scaling.original_length = {original}"] * is_other
+
+    def positions_json(self, config: Config) -> Fields:
+        fields = super().positions_json(config)
+        fields["rope_parameters"] |= {LENGTH: config.train.seq_len, "llama_4_scaling_beta": 0.1}
+        return fields
+
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        given = {"llama_4_scaling_beta": None, **hf_config["rope_parameters"]}
+        given.pop(self.length, None)
+        beta, L = given.pop("llama_4_scaling_beta"), given.get(LENGTH)
+        if beta != 0.1 or not L:
+            raise UserError("config.json: rope_parameters: must have llama_4_scaling_beta = 0.1 and "
+                            f"{LENGTH}, got {beta!r} and {L!r}")
+        if given.get("mscale") and given.get("mscale") == given.get("mscale_all_dim"):      # their quotient
+            given = {"attention_factor": 1.0} | given
+            del given["mscale"], given["mscale_all_dim"]
+        position, found = super().position_table({**hf_config, "rope_parameters": given})
+        if "scaling" in position and position["scaling"]["method"] not in self.rope_types:
+            raise UserError(f"config.json: rope_parameters: {position['scaling']['method']} is not supported "
+                            f"for {self.class_name}")
+        return position, L
 
 
 class Phi3(Llama):
@@ -327,14 +433,7 @@ class Phi3(Llama):
     encodings = {"rope": {"base", "layout", "scaling", "fraction"}}
     fields = SHAPE | {"window": "sliding_window"}
     defaults = Llama.defaults | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-    rope_types: ClassVar[tuple[str, ...]] = ("default", "longrope")
-
-    def obstacles(self, config: Config) -> list[str]:
-        found = super().obstacles(config)
-        scaling = getattr(config.position, "scaling", None)
-        if scaling and ROPE_TYPES.get(scaling.method, "default") not in self.rope_types:
-            found.append(f"position.scaling = {scaling.method!r}")
-        return found
+    rope_types = {"default", "longrope"}
 
     def positions_json(self, config: Config) -> Fields:
         position, D = config.position, config.model.head_width
@@ -432,7 +531,8 @@ class MPT(Architecture):
 
 # the first that fits is chosen, so the most widely supported come first
 ARCHITECTURES: dict[str, Architecture] = {
-    a.model_type: a for a in (Llama(), Qwen2(), Qwen3(), Mistral(), SmolLM3(), Phi3(), GPT2(), MPT())}
+    a.model_type: a for a in (Llama(), Qwen2(), Qwen3(), Mistral(), SmolLM3(), Phi3(), GPT2(), MPT(),
+                              Llama4(), Ministral3())}
 
 
 def choose(config: Config) -> Architecture:

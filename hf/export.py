@@ -14,7 +14,7 @@ from config import Config, load_config, to_toml
 from data.tokenizer import Tokenizer
 from hf.architectures import choose
 from hf.pretrained import is_pretrained
-from hf.rope_parameters import Fields, rope_parameters
+from hf.rope_parameters import LENGTH, Fields
 from hf.tokenizer import separator_name, tokenizer_json
 from model import GPT
 from positions.rotary import RotaryOptions
@@ -107,19 +107,19 @@ def origin_of(run: Path) -> Path | None:
 
 def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:
     """What config.json needs for a model under a scaling, for T tokens; None if it cannot express it."""
-    position = config.position
-    if not isinstance(position, RotaryOptions):
+    if not isinstance(config.position, RotaryOptions):
         return None
-    position = position.model_copy(update={"scaling": scaling})
+    position = config.position.model_copy(update={"scaling": scaling})
+    extended = config.model_copy(update={"position": position})
     try:
-        choose(config.model_copy(update={"position": position}))
+        fields = choose(extended).positions_json(extended)
     except UserError:
         return None
-    parameters, length = rope_parameters(position, position.rotary_dim(config.model.head_width),
-                                         config.train.seq_len)
     # a base says nothing of the length; vLLM multiplies the length of "linear" by its factor
-    length = T if scaling.method == "ntk" else length
-    return {"rope_parameters": parameters, "max_position_embeddings": length}
+    if scaling.method == "ntk":
+        fields["max_position_embeddings"] = T
+    return {key: fields[key] for key in ("rope_parameters", "max_position_embeddings", LENGTH)
+            if key in fields}
 
 
 def write_extended(folder: Path, out: Path, fields: Fields) -> None:

@@ -16,8 +16,12 @@ Fields = dict[str, Any]         # of a config.json
 LENGTH = "original_max_position_embeddings"
 ROPE_TYPES = {"pi": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn", "llama3": "llama3",
               "longrope": "longrope"}
-UNKNOWN = set(SCALINGS) - {*ROPE_TYPES, "ntk", "base"}    # config.json cannot name them
 STORE_L = ("yarn", "llama3", "longrope")        # types that store the length before the extension
+
+
+def rope_type(method: str) -> str | None:
+    """What config.json calls a scaling; None if it has no name for it."""
+    return ROPE_TYPES.get(method, "default" if method in ("ntk", "base") else None)
 
 
 def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, int]:

@@ -24,6 +24,7 @@ class Shape:
     n_embd: int
     head_dim: int
     seq_len: int  # the training length in tokens, L
+    local_layers: frozenset[int] = frozenset()  # those with a window or chunks, from 0
 
 
 class At(NamedTuple):
@@ -62,13 +63,13 @@ class Options(BaseModel):
                            "from 0. The other layers have no encoding")
     skip_every: int = Field(
         0, ge=0, description="k: every k-th layer has no encoding, from the k-th on (SmolLM3: 4); 0: none")
-    temperature: Literal["none", "log_n", "ssmax"] = Field(
-        "none", description="factor on the query at position m, in all layers. log_n: "
-                            "max(1, ln(m + 1) / ln L) (Su); ssmax: s ln(m + 1), with a learned s for each "
-                            "layer and head (Nakanishi 2025)")
+    temperature: Literal["none", "log_n", "ssmax", "llama4", "ministral3"] = Field(
+        "none", description="factor on the query at position m. log_n: max(1, ln(m + 1) / ln L) (Su); ssmax: "
+                            "s ln(m + 1), with a learned s for each layer and head (Nakanishi 2025); llama4: "
+                            "1 + 0.1 ln(1 + floor((m + 1) / L)); ministral3: the same with m / L")
     temperature_layers: Literal["all", "encoded", "unencoded"] = Field(
         "all", description="layers in which a temperature, also one of --extend, acts: all, those with the "
-                           "encoding, or those without (SWAN-GPT, 2025: log_n there alone)")
+                           "encoding, or those without (Llama 4; SWAN-GPT, 2025: log_n there alone)")
     scale_invariant: float = Field(
         0.0, ge=0, description="tau in tokens, 10 in the paper: scale-invariant attention, logit <- a logit "
                                "+ 1 - a^2, a = sqrt(2 ln(1 + distance / tau) + 1), in all layers (Anson "

@@ -48,6 +48,9 @@ class RoPEOptions(RotaryOptions):
                                  "less than one turn in L = train.seq_len stand still (Chen 2024); rope_id: "
                                  "geometric steps from a turn in 32 positions to two turns in L, meant for "
                                  "fraction = 0.5 (Frayed RoPE, 2026)")
+    local_base: float | None = Field(
+        None, gt=1, description="the base in layers with model.window or model.chunk, where no scaling acts "
+                                "(Gemma 3: 10,000, and base = 1,000,000 in the others). Default: base")
     fraction: float = Field(
         1.0, gt=0, le=1, description="share of each head's channels that rotate, R of them: GPT-NeoX 0.25, "
                                      "ChatGLM2 0.5; the rest carry no position")
@@ -62,6 +65,8 @@ class RoPEOptions(RotaryOptions):
                                 f"(head_dim, or n_embd / n_head), got {R:g}"}
         if self.spectrum == "rope_id" and self.scaling:
             return {"scaling": "changes a base, which spectrum = rope_id does not have; remove one of them"}
+        if self.spectrum != "geometric" and self.local_base:
+            return {"local_base": f"needs spectrum = geometric, got {self.spectrum}; remove one of them"}
         return self.scaling_problems(int(R))
 
 
@@ -81,8 +86,12 @@ class RoPE(Encoding):
         self.seq_len = shape.seq_len
         self.spectrum = getattr(options, "spectrum", "geometric")       # of `rope` alone
         self.scaling: Scaling | None = options.scaling       # may be set on a trained model
+        self.local_base: float | None = getattr(options, "local_base", None)    # of `rope` alone
+        self.local_layers = shape.local_layers if self.local_base else frozenset()
 
     def warning(self) -> str | None:
+        if self.local_base and not self.local_layers:
+            return "position.local_base: no layer has a window or chunks; set model.window or model.chunk"
         warning = self.scaling.warning(self.rotary_dim, self.base, self.seq_len) if self.scaling else None
         return f"position.scaling: {warning}" if warning else None
 
@@ -103,14 +112,21 @@ class RoPE(Encoding):
         return rope.angles(positions, inv_freq)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
-        f, factor = self.frequencies(k_pos)
-        q_angle, k_angle = (self.angles(p, f)[:, None] for p in (q_pos, k_pos))     # (1 or B, 1, T, R/2)
+        tables = self.cos_and_sin(q_pos, k_pos, *self.frequencies(k_pos))
+        if not self.local_base:
+            return tables
+        f = rope.inv_freq(self.rotary_dim, self.local_base, device=k_pos.device)
+        return *tables, *self.cos_and_sin(q_pos, k_pos, f, 1.0)
+
+    def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Tensor, ...]:
+        """Of the angles of queries, then of keys, (1 or B, 1, T, R/2) each, times the factor."""
+        q_angle, k_angle = (self.angles(p, f)[:, None] for p in (q_pos, k_pos))
         tables = q_angle.cos(), q_angle.sin(), k_angle.cos(), k_angle.sin()
         # as_strided makes torch.compile store the cosines; otherwise it recomputes them in every layer
         return tuple((x * factor).as_strided(x.shape, x.stride()) for x in tables)
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        q_cos, q_sin, k_cos, k_sin = at.tables
+        q_cos, q_sin, k_cos, k_sin = at.tables[4:] if at.layer in self.local_layers else at.tables[:4]
         return rope.turn(q, q_cos, q_sin, self.layout), rope.turn(k, k_cos, k_sin, self.layout)
 
 

@@ -75,4 +75,29 @@ class SSMax(Temperature):
         return [s[:, None, None] * log_n[:, None, :, None] for s in self.s]
 
 
-TEMPERATURES: dict[str, type[Temperature]] = {"none": Temperature, "log_n": LogN, "ssmax": SSMax}
+class Llama4(Temperature):
+    """q *= 1 + 0.1 ln(1 + floor((m + 1) / L)): steps at multiples of L. Llama 4's code, 2025.
+
+    There L is 8192, and it acts in the layers without an encoding alone. Below L it is 1.
+    """
+
+    first = 1
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.seq_len = shape.seq_len
+
+    def forward(self, q_pos: Tensor) -> list[Tensor] | list[None]:
+        steps = ((q_pos + self.first) / self.seq_len).floor().clamp(min=0)
+        factor = 1 + 0.1 * steps.log1p()                                # (1 or B, T)
+        return [factor[:, None, :, None]] * self.n_layer
+
+
+class Ministral3(Llama4):
+    """q *= 1 + 0.1 ln(1 + floor(m / L)): Llama 4's, a position later, in all layers. arXiv:2601.08584, code."""
+
+    first = 0
+
+
+TEMPERATURES: dict[str, type[Temperature]] = {
+    "none": Temperature, "log_n": LogN, "ssmax": SSMax, "llama4": Llama4, "ministral3": Ministral3}

@@ -19,31 +19,33 @@ from positions import At, Encoding
 from positions.invariance import factor_and_bias
 
 DEVICES = {"cuda"}      # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
+Limits = tuple[int | None, int | None]      # window and chunk of a layer
 MIN_WIDTH = 16          # smallest number of channels of a head that the kernel takes
 
 
-def block_masks(windows: Iterable[int | None], T: int, documents: Tensor | None,
-                device: torch.device) -> dict[int | None, Any]:
-    """Window -> which blocks of keys each block of queries sees. Made once per forward pass, not layer."""
+def block_masks(limits: Iterable[Limits], T: int, documents: Tensor | None,
+                device: torch.device) -> dict[Limits, Any]:
+    """Limits -> which blocks of keys each block of queries sees. Made once per forward pass, not layer."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     B = None if documents is None else len(documents)
     # compiled, making it does not hold T x T either; inside torch.compile it is compiled anyway
     is_alone = device.type == "cuda" and not torch.compiler.is_compiling()
-    return {window: create_block_mask(seen(window or T, documents), B, None, T, T, device, _compile=is_alone)
-            for window in set(windows)}
+    return {each: create_block_mask(seen(*each, documents), B, None, T, T, device, _compile=is_alone)
+            for each in set(limits)}
 
 
-def seen(width: int, documents: Tensor | None) -> Callable[..., Tensor]:
-    """The mask function: query i of row b sees key j at most width - 1 tokens back, in the same document."""
-    def within_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j <= i) & (i - j < width)
+def seen(window: int | None, chunk: int | None, documents: Tensor | None) -> Callable[..., Tensor]:
+    """The mask function: whether query i of row b sees key j by window, chunk and document."""
+    def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        mask = j <= i
+        if window:
+            mask = mask & (i - j < window)
+        if chunk:
+            mask = mask & (i // chunk == j // chunk)
+        return mask if documents is None else mask & (documents[b, i] == documents[b, j])
 
-    def within_both(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert documents is not None
-        return (j <= i) & (i - j < width) & (documents[b, i] == documents[b, j])
-
-    return within_window if documents is None else within_both
+    return is_seen
 
 
 def serves(q: Tensor, encoding: Encoding, is_masked: bool) -> bool:

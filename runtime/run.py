@@ -134,8 +134,7 @@ def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
     defaults["lr_scale"] = ENCODINGS[config.position.encoding].lr_scale
     changed = [f"{key} {value}" for key, value in config.position.model_dump(exclude={"encoding"}).items()
                if value != defaults[key]]
-    if m.window:
-        changed.append(f"window {m.window}")
+    changed += [f"{key} {value}" for key, value in (("window", m.window), ("chunk", m.chunk)) if value]
     if t.positions != "plain":
         changed.append(f"{t.positions} positions below {t.position_range}")
     yield "position  " + ", ".join([config.position.encoding, *changed, f"trained at L = {t.seq_len}"])

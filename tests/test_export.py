@@ -54,6 +54,11 @@ CASES = {       # name -> architecture, encoding, what else
     "longrope": ("llama", "rope", f'position.scaling={{method="longrope",factor=4.0,short_factor={[1.0] * 8},'
                                   f"long_factor={LONG}}}"),
     "window": ("mistral", "rope", "model.window=7", "model.head_dim=12"),
+    "chunks": ("llama4_text", "rope", *GQA, "model.n_layer=3", "model.chunk=9", "model.full_every=2",
+               "position.skip_every=2", "position.temperature=llama4",
+               "position.temperature_layers=unencoded"),
+    "steps": ("ministral3", "rope", *GQA, "model.window=40", "position.temperature=ministral3",
+              'position.scaling={method="yarn",factor=4.0,beta_fast=2.0,attention_factor=1.0}'),
     "qwen2": ("qwen2", "rope", *GQA, "model.qkv_bias=true", "model.tied=true"),
     "qwen3": ("qwen3", "rope", *GQA, "model.qk_norm=true", "model.head_dim=24",
               "position.layout=interleaved"),
@@ -176,11 +181,13 @@ def test_there_and_back_is_the_same_bits(case: str, exported: Exported) -> None:
     assert tokenizer_back.sha256 == tokenizer.sha256
     before, after = ours.state_dict(), back.state_dict()
     assert before.keys() == after.keys()
-    if getattr(config.position, "layout", "half") == "interleaved":
+    mine, hf = (getattr(c.position, "layout", "half") for c in (config, config_back))
+    if mine != hf:
         D, R = config.model.head_width, ours.encoding.rotary_dim
+        reorder = rope.to_interleaved if mine == "interleaved" else rope.to_half
         for name in after:
             if name.split(".")[-2] in ("q", "k", "q_norm", "k_norm"):
-                after[name] = rope.to_interleaved(after[name], len(after[name]) // D, R)
+                after[name] = reorder(after[name], len(after[name]) // D, R)
     for name, weight in before.items():
         assert torch.equal(after[name], weight), name
     x = tokens((2, 32))
@@ -235,6 +242,9 @@ def test_every_encoding_leaves_or_is_refused_by_name(encoding: str, tiny) -> Non
     (["position.scale_invariant=10.0", "position.drop_at=0.5"],
      ["position.scale_invariant = 10.0", "position.drop_at = 0.5"]),
     (["model.window=5", "model.full_every=2"], ["model.full_every = 2"]),
+    (["model.window=5", "position.local_base=9.0"], ["position.local_base = 9.0"]),
+    (["model.chunk=5", "position.temperature=llama4"], ["position.temperature_layers = 'all'"]),
+    (["model.chunk=5", "position.temperature=log_n"], ["position.temperature = 'log_n'"]),
     (["model.norm=layernorm", "model.mlp=relu2"], ["model.norm = 'layernorm'", "model.mlp = 'relu2'"]),
     (["position.fraction=0.5", "model.qk_norm=true"], ["position.fraction = 0.5"]),
     (["position.fraction=0.5", 'position.scaling={method="pi",factor=2.0}'], []),
@@ -247,6 +257,13 @@ def test_what_stands_in_the_way_is_named_all_at_once(overrides: list[str], named
         choose(tiny("rope", *overrides))
     (problem,) = caught.value.problems
     assert "\n" not in problem and all(text in problem for text in named), problem
+
+
+def test_a_temperature_and_a_scaling_must_have_the_same_l_for_ministral(tiny) -> None:
+    for L, expected in ((8, ["position.scaling.original_length = 8"]), (32, [])):
+        config = tiny("rope", "position.temperature=ministral3",
+                      f'position.scaling={{method="yarn",factor=2.0,original_length={L}}}')
+        assert ARCHITECTURES["ministral3"].obstacles(config) == expected
 
 
 @pytest.mark.parametrize("encoding", ["learned", "alibi"])

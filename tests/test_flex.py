@@ -15,6 +15,7 @@ from runtime import flex
 
 FLEXIBLE = [name for name, encoding in ENCODINGS.items() if encoding.by_distance]
 OPTIONS = {"plain": (), "window": ("model.window=9", "model.full_every=2"),
+           "chunks": ("model.chunk=9", "model.full_every=2"),
            "grouped": ("model.n_head=4", "model.n_kv_head=2", "model.head_dim=16"),
            "sharp": ("position.temperature=ssmax",), "invariant": ("position.scale_invariant=10",),
            "all of it": ("model.window=20", "model.n_kv_head=1", "position.temperature=ssmax",
@@ -56,7 +57,7 @@ def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tin
     expected, n_none = values(model, documents, monkeypatch, False)
     found, n_taken = values(model, documents, monkeypatch, True)
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-7)
-    n_windows = sum(block.attention.window is not None for block in model.blocks)
+    n_windows = sum(bool(block.attention.window or block.attention.chunk) for block in model.blocks)
     is_always = ENCODINGS[name].by_distance or packed or model.encoding.tau
     assert n_none == 0 and n_taken == (2 if is_always else n_windows)
 
@@ -71,7 +72,8 @@ def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     torch._dynamo.reset()
-    options = ("model.flex=true", "model.window=100", "model.full_every=2", "model.n_kv_head=1")
+    options = ("model.flex=true", "model.window=100", "model.chunk=130", "model.full_every=2",
+               "model.n_kv_head=1")
     model, x, found = lively(tiny("t5", *options)).double(), tokens((2, 201)), []
     documents = (x[:, :-1] < 3).cumsum(-1)
     for devices, call in ((set(), model), ({"cpu"}, torch.compile(model, backend="eager", fullgraph=True))):

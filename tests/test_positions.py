@@ -80,9 +80,10 @@ def test_every_parameter_learns(name: str, dtype: str, tiny) -> None:
 
 
 @every_encoding
-@pytest.mark.parametrize("window", [None, 1, 7, 24])
-def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int | None, tiny,
-                                                         monkeypatch) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [
+    (None, None), (1, None), (7, None), (24, None), (None, 7), (4, 9)])
+def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int | None, chunk: int | None,
+                                                         tiny, monkeypatch) -> None:
     encoding = lively(tiny(name)).double().encoding
     q, k, v = torch.randn(3, 2, 2, 24, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -91,7 +92,7 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
     turned_q, turned_k = encoding.rotate(q, k, at)
     logits = torch.einsum("bhid,bhjd->bhij", turned_q, turned_k) / math.sqrt(16)
     i, j = torch.arange(24)[:, None], torch.arange(24)
-    mask = (j <= i) & (i - j < (window or 99))                          # W keys, the query's own included
+    mask = (j <= i) & (i - j < (window or 99)) & (i // (chunk or 99) == j // (chunk or 99))
     logits = encoding.final_logits(logits.masked_fill(~mask, -torch.inf), q, k, at)
     expected = torch.einsum("bhij,bhjd->bhid", logits.exp() / logits.exp().sum(-1, keepdim=True), v)
     # blocks of 5 rows, the last one shorter
@@ -99,7 +100,7 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
     monkeypatch.setattr(attention, "MIN_ROWS", 5)
     paths = [attend_in_blocks] if encoding.changes_logits() else [attend_in_blocks, attend_fused]
     for path in paths:
-        found = path(q, k, v, encoding, at, Mask(window=window), 0.0)
+        found = path(q, k, v, encoding, at, Mask(window=window, chunk=chunk), 0.0)
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -53,6 +54,8 @@ LLAMA3 = rope_parameters("llama3", factor=8.0, low_freq_factor=1.0, high_freq_fa
                          original_max_position_embeddings=32)
 YARN = rope_parameters("yarn", factor=4.0, original_max_position_embeddings=16)
 FACTORS = {"short_factor": [1.0] * 3, "long_factor": [1.5, 2.0, 4.0]}
+LLAMA4 = GROUPED | {"intermediate_size_mlp": 88, "head_dim": 16, "use_qk_norm": False, "moe_layers": [],
+                    "attention_chunk_size": 11, "floor_scale": 7}
 CASES = {       # name -> class, config, L
     "llama": ("Llama", SIZE | {"tie_word_embeddings": False}, 64),
     "llama, tied, grouped, llama3": ("Llama", GROUPED | LLAMA3 | {"tie_word_embeddings": True}, 32),
@@ -62,6 +65,14 @@ CASES = {       # name -> class, config, L
                                                     "mlp_bias": True}, 64),
     "mistral": ("Mistral", GROUPED | {"sliding_window": 11, "head_dim": 10}, 64),
     "smollm3": ("SmolLM3", GROUPED | YARN | {"no_rope_layers": [1, 0, 1]}, 16),
+    "llama4_text": ("Llama4", LLAMA4 | {"num_hidden_layers": 4, "no_rope_layer_interval": 2}, 7),
+    "llama4, untuned": ("Llama4", LLAMA4 | {"no_rope_layers": [1, 1, 0], "attn_temperature_tuning": False,
+                                            "layer_types": ["chunked_attention"] * 3}, 64),
+    "ministral3": ("Ministral3", GROUPED | {"head_dim": 16, "sliding_window": 13} | rope_parameters(
+        "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.1), 16),
+    "ministral3, plain": ("Ministral3", GROUPED | {"head_dim": 12} | rope_parameters(
+        "default", original_max_position_embeddings=8, llama_4_scaling_beta=0.1), 8),
     "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}, 64),
     "qwen3": ("Qwen3", GROUPED | YARN | {"head_dim": 16}, 16),
     "phi3": ("Phi3", GROUPED | {"sliding_window": 13, "original_max_position_embeddings": 64}
@@ -86,8 +97,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         if case not in done:
             name, config, _ = CASES[case]
             torch.manual_seed(0)
-            theirs = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(
-                getattr(transformers, f"{name}Config")(**config)).eval()
+            kind = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")
+            theirs = kind(kind.config_class(**config)).eval()
             for weight in theirs.parameters():          # norms and biases that do nothing would hide mistakes
                 if weight.dim() == 1:
                     weight.copy_(1 + 0.3 * torch.randn_like(weight))
@@ -177,10 +188,12 @@ LONG_OLD = {"rope_scaling": {"type": "longrope", **FACTORS}, "rope_theta": 10_00
 
 
 @pytest.mark.parametrize("more", [{}, {"num_key_value_heads": None}, LONG_OLD])
-@pytest.mark.parametrize("case", ["llama", "mistral", "smollm3", "qwen2", "qwen3", "phi3", "gpt2", "mpt"])
+@pytest.mark.parametrize("case", ["llama", "mistral", "ministral3", "smollm3", "qwen2", "qwen3", "phi3",
+                                  "gpt2", "mpt"])
 def test_what_config_json_leaves_out_is_what_transformers_takes(case: str, more: dict,
                                                                 tmp_path: Path) -> None:
-    if more is LONG_OLD and case != "phi3" or more and case == "mistral":       # null is no number there
+    null_is_no_number = case in ("mistral", "ministral3")
+    if more is LONG_OLD and case != "phi3" or more and null_is_no_number:
         return
     fields = {key: value for key, value in CASES[case][1].items() if key in NEEDED}
     kind = ARCHITECTURES[case]
@@ -217,6 +230,20 @@ def problem_of(folder: Path) -> str:
     (problem,) = caught.value.problems
     assert "\n" not in problem and str(folder) in problem, problem
     return problem
+
+
+@pytest.mark.parametrize(("case", "fields", "expected"), [
+    ("llama4_text", {"moe_layers": [1]}, r"moe_layers = \[1\] is not supported .*; only \[\] is"),
+    ("llama4_text", {"moe_layers": None}, "moe_layers = None is not supported"),
+    ("llama4_text", {"layer_types": ["chunked_attention"] + ["full_attention"] * 3}, "only every k-th layer"),
+    ("ministral3", rope_parameters("default"), "llama_4_scaling_beta = 0.1 and .* got None and None"),
+    ("ministral3", rope_parameters("linear", factor=2.0, llama_4_scaling_beta=0.1,
+                                   original_max_position_embeddings=8), "pi is not supported"),
+])
+def test_what_two_architectures_cannot_be_is_named(case: str, fields: dict, expected: str, saved: Saved,
+                                                   tmp_path: Path) -> None:
+    folder, _ = saved(case)
+    assert re.search(expected, problem_of(changed(folder, tmp_path / "changed", **fields)))
 
 
 @pytest.mark.parametrize(("fields", "expected"), [

@@ -237,6 +237,23 @@ def test_a_power_cut_after_a_checkpoint_keeps_its_lines(tiny, tmp_path: Path, mo
     assert train(tiny(), []) == 0
 
 
+def test_a_power_cut_after_a_preparation_keeps_every_file(tmp_path: Path, monkeypatch) -> None:
+    """Whatever is in the folder of the corpus, its tokenizer included, is on disk."""
+    synced, fsync = set[int](), os.fsync
+
+    def noted_fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    (tmp_path / "a.txt").write_bytes(words(0, 3000))
+    prepare(str(tmp_path / "a.txt"), tmp_path / "learned", "bpe:270")
+    prepare(str(tmp_path / "a.txt"), tmp_path / "copied", str(tmp_path / "learned"))
+    for out in (tmp_path / "learned", tmp_path / "copied"):
+        assert (out / "tokenizer.json").exists()
+        assert {path.stat().st_ino for path in (tmp_path, out, *out.iterdir())} <= synced
+
+
 @pytest.mark.parametrize("lost", ["all", "some", "none"])
 def test_a_resume_says_that_lines_are_missing(lost: str, tiny, tmp_path: Path, capsys) -> None:
     config = tiny("rope", "run.log_every=2")
@@ -515,11 +532,13 @@ def test_a_tilde_that_no_shell_expands_is_the_home(monkeypatch) -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prompt")
     monkeypatch.setenv("HOME", "/home/me")
-    words = ["run.dir=~/runs/x", "data.dir=~root/x", "--out=~/y", "a=~", "--prompt=a=~/b"]
+    words = ["run.dir=~/runs/x", "data.dir=~root/x", "--out=~/y", "a=~", "--prompt=~/b"]
     args = parser.parse_intermixed_args(words)
     assert args.overrides == ["run.dir=/home/me/runs/x", f"data.dir={os.path.expanduser('~root/x')}", "a=~"]
     assert args.out == Path("/home/me/y")
-    assert args.prompt == "a=~/b"
+    assert args.prompt == "~/b"                                         # text
+    args = parser.parse_intermixed_args(["~/c.toml", "--out", "~/y", "--prompt", "~/b"])     # of a program
+    assert (args.overrides, args.out, args.prompt) == (["/home/me/c.toml"], Path("/home/me/y"), "~/b")
 
 
 def test_every_text_file_is_opened_with_its_encoding() -> None:

@@ -293,7 +293,8 @@ def check_links(run_dir: Path) -> None:
               for pattern in ("*", "checkpoints/*", "checkpoints/*/*", "eval/*"))
     for path in itertools.chain([run_dir], map(run_dir.joinpath, itertools.chain(*inside))):
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise UserError(f"run {run_dir}: {path} is neither a file nor a folder; remove it")
+            raise UserError(f"run {run_dir}: {path} is neither a file nor a folder; give another "
+                            "path, or remove it")
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise UserError(f"run {run_dir}: {path} is a link that leads out of {root}; replace it by the "
                             "file or folder, or give the path of that folder")

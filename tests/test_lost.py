@@ -50,6 +50,7 @@ from runtime import checkpoint, parallel
 from runtime.command import SIGNALS, argument_parser, run_command
 from runtime.device import make_model
 from runtime.errors import UserError
+from runtime.folder import LOCK, RunFolder
 from runtime.lock import lock
 from train import train
 
@@ -306,6 +307,25 @@ def test_a_lock_ends_with_its_process(tiny, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").write_text("process 1 on nowhere")
     assert train(tiny(), []) == 0
+
+
+def test_a_lock_whose_file_is_deleted_is_taken_again(tmp_path: Path) -> None:
+    """Before or after another process takes a new one: never do both train."""
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    first.take()
+    (tmp_path / "run" / LOCK).unlink()
+    assert first.find()
+    with pytest.raises(UserError, match="is being trained by process"):
+        second.take()
+    (tmp_path / "run" / LOCK).unlink()
+    second.take()
+    with pytest.raises(UserError, match="is being trained by process"):
+        first.find()
+    assert second.find()
+    first.close()
+    assert second.find() and (tmp_path / "run" / LOCK).exists()
+    second.close()
+    assert not (tmp_path / "run" / LOCK).exists()
 
 
 def test_a_file_system_without_locks_gets_a_warning(tmp_path: Path, monkeypatch, capsys) -> None:

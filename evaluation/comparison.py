@@ -122,6 +122,8 @@ def read_run(folder: Path, data: str | None) -> Run:
         raise UserError(f"{path} or its .npz: damaged, or of another version of eval.py ({error}); "
                         f"run `python eval.py {folder} --replace`") from error
     run = Run(folder, config, head, found.records, found.windows, found.head.get("settings", {}))
+    if is_run:          # its config.toml may have been edited since, such as the seed
+        checkpoint.check_checkpoints(folder, config, read_meta(folder / "corpus.json"))
     check_checkpoint(run, path)
     return run
 

@@ -199,6 +199,29 @@ def test_a_lost_output_loses_no_step(tiny, tmp_path: Path, monkeypatch, handlers
         assert len(metrics(tmp_path / str(number))) == 2
 
 
+STALLED = """
+import os, signal, sys, threading
+from runtime.command import interrupt
+from runtime.signals import deferred_signals
+read, write = os.pipe()
+os.dup2(write, 1)
+signal.signal(signal.SIGTERM, interrupt)
+signal.alarm(60)
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+stop = []
+with deferred_signals(stop):
+    while not stop:
+        os.write(1, b"x" * 999)
+print(stop, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_for_a_reader_of_the_output_that_reads_no_more() -> None:
+    done = python("-c", STALLED)
+    assert (done.returncode, done.stderr) == (0, "[15]\n")
+
+
 @pytest.mark.slow
 def test_a_dropped_terminal_saves(tiny, tmp_path: Path) -> None:
     """SIGHUP arrives when nothing can be printed any more."""

@@ -304,6 +304,15 @@ def test_a_config_edited_in_the_run_is_refused(old: str, new: str, run_dir: Path
         (run_dir / "summary.json").unlink(missing_ok=True)
 
 
+def test_a_config_edited_after_the_evaluation_is_not_compared(run_dir: Path, command) -> None:
+    """A copy with another seed would count as a second sample."""
+    command(eval_command, run_dir, *SHORT)
+    path = run_dir / "config.toml"
+    path.write_text(path.read_text().replace("seed = 0", "seed = 1"))
+    with pytest.raises(UserError, match="train.seed: 0 -> 1"):
+        comparison.read_run(run_dir, None)
+
+
 def test_a_run_may_move_to_another_machine(run_dir: Path, tmp_path: Path, corpus_dir: Path) -> None:
     """Its folder, its corpus' folder and its device are no part of what was trained."""
     shutil.copytree(corpus_dir, tmp_path / "moved")

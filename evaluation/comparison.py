@@ -139,7 +139,7 @@ def check_checkpoint(run: Run, path: Path) -> None:
         print(f"warning: {path}: by an older eval.py, which did not record its checkpoint: it may be of an "
               "earlier step", file=sys.stderr)
     elif is_pretrained(run.path):
-        if files_sha256(run.path) != sha256:
+        if any(run.path.glob("*.safetensors")) and files_sha256(run.path) != sha256:
             raise UserError(f"{path}: is of another config.json, tokenizer.json or weights than "
                             f"{run.path} now has; run `python eval.py {run.path} --replace` with the same "
                             "flags")

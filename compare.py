@@ -32,9 +32,10 @@ from evaluation.comparison import (
     write_csv,
 )
 from evaluation.pictures import draw
-from evaluation.report import check_replaceable, html, markdown, to_wandb
+from evaluation.report import check_replaceable, html, markdown, signed, to_wandb
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
+from runtime.files import write_whole
 
 
 def main() -> None:
@@ -66,6 +67,8 @@ def main() -> None:
 
     check_replaceable(args.out, [*(table.key for table in tables), *(m.key for m in maps)])
     args.out.mkdir(parents=True, exist_ok=True)
+    # ours from now on, so that the next call may replace what a killed one leaves
+    write_whole(args.out / "report.md", signed("compare.py has not finished this report: call it again"))
     n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     title = f"{n_runs}, trained at L = {L}, evaluated on {runs[0].head['data']}"
     about = {curve.label: [curve.runs[0].config.position.encoding, curve.extend or "",
@@ -73,8 +76,8 @@ def main() -> None:
                            ", ".join(run.name for run in curve.runs)] for curve in curves}
     pictures = draw(tables, [m for m in maps if m.cells], list(about), args.out)
     write_csv(curves, args.out / "report.csv")
-    (args.out / "report.md").write_text(markdown(title, notes, about, tables, pictures), encoding="utf-8")
-    (args.out / "report.html").write_text(html(title, notes, about, tables, pictures), encoding="utf-8")
+    write_whole(args.out / "report.html", html(title, notes, about, tables, pictures))
+    write_whole(args.out / "report.md", markdown(title, notes, about, tables, pictures))
     if args.wandb:
         to_wandb(args.out, baseline.runs[0].config, tables, pictures)
     print(f"{title}: {len(curves)} curves, compared with {baseline.label}", *notes, sep="\n")

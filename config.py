@@ -139,7 +139,7 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: Muon for the matrices of the layers, AdamW for the rest; fewer, slower "
                              "steps. Its updates have the size of AdamW's: lr and weight_decay suit both")
-    lr: float = Field(1e-3, gt=0, description="peak learning rate")
+    lr: float = Field(1e-3, gt=0, le=1e6, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end; at most lr")
     warmup: int = Field(100, ge=0, description="steps of linear warm-up")
     schedule: Literal["cosine", "wsd"] = Field(

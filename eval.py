@@ -133,6 +133,8 @@ def parse_arguments() -> argparse.Namespace:
     for protocol in args.protocol.split(",") if args.protocol is not None else ():
         if protocol not in (*PROTOCOLS, *PROBES, *TESTED_BY):
             raise UserError(f"--protocol {protocol}: unknown; choose from {known}")
+    if args.train_length is not None and args.train_length < 1:
+        raise UserError(f"--train-length {args.train_length}: must be at least 1")
     if args.json and args.json.suffix != ".json":       # .npz and .png are written beside it
         raise UserError(f"--json {args.json}: must end in .json, such as {args.json}.json")
     return args

@@ -19,6 +19,7 @@ if __name__ == "__main__":
 from hf.export import export
 from runtime.checkpoint import open_run
 from runtime.command import argument_parser, run_command
+from runtime.errors import UserError
 
 
 def main() -> None:
@@ -29,6 +30,8 @@ def main() -> None:
                         help="max_position_embeddings of the folder (default: that of training, or of the "
                         "model that the run began from if that is longer)")
     args = parser.parse_args()
+    if args.max_length is not None and not 1 <= args.max_length < 2**31:
+        raise UserError(f"--max-length {args.max_length}: must be 1 ... 2^31 - 1")
     architecture = export(args.run, args.out, *open_run(args.run)[:4], args.max_length)
     print(f"wrote {args.out}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")
 

@@ -11,6 +11,7 @@ forward USR1.
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import sys
@@ -179,7 +180,8 @@ def train(config: Config, stop: list[int]) -> int:
     process = parallel.start(config.train)
     config, corpus = open_corpus(config)
     run_dir, is_writer = Path(config.run.dir), process.rank == 0
-    parallel.require_agreement(process, {"config": to_toml(config), "corpus": corpus.meta["splits"]})
+    parallel.require_agreement(process, {
+        "config": to_toml(config), "corpus": json.dumps(corpus.meta, indent=1)})     # with those of a mixture
     if not is_finished(run_dir, config, corpus):
         corpus.require_windows(config.train.seq_len)
         with claimed(run_dir, is_writer) as folder:

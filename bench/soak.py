@@ -430,7 +430,7 @@ CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this nam
     "hostile": tested("not wandb", SECURITY),
     "fuzzing": fuzzing,
     "evaluations": tested("evaluation and not overwritten and not prepared", SILENT),
-    "own_config": tested("hugging_face", SILENT),
+    "own_config": tested("hugging_face_folder_that", SILENT),
     "same_text": tested("prepared_again", SILENT),
     "belongs": tested("checkpoint and not evaluation or edited or corpus_json or summary or move or "
                       "json_that or names_with or other_code or seed or replace", SILENT),

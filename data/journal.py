@@ -26,7 +26,7 @@ from data.bpe import FILE as TOKENIZER_FILE
 from data.integrity import FILE as VERIFIED_FILE
 from data.loader import SPLITS
 from runtime.errors import UserError
-from runtime.files import is_fixed
+from runtime.files import flush, is_fixed, write_whole
 from runtime.lock import Locked, lock
 
 SAVE_EVERY_S = 10.0
@@ -186,30 +186,32 @@ class Journal:
             return
         state = {"plan": self.plan, "tokenizer": self._tokenizer, "position": position,
                  "splits": {split: files.state() for split, files in self.splits.items()}}
-        temporary = self.folder / ".progress.json.tmp"
-        write_flushed(temporary, json.dumps(state))
-        temporary.replace(self.folder / "progress.json")
+        write_whole(self.folder / "progress.json", json.dumps({**state, "check": check_of(state)}))
         self._saved_at = time.monotonic()
 
     def publish(self, meta: dict[str, Any]) -> None:
         """Write meta.json and move the corpus to `out`, replacing an older one."""
         check_replaceable(self.out)                                     # once more: hours may have passed
         integrity.record(self.corpus, [name for about in meta["splits"].values() for name in about["sha256"]])
-        write_flushed(self.corpus / "meta.json", json.dumps(meta, indent=1))
+        write_whole(self.corpus / "meta.json", json.dumps(meta, indent=1))
         old = self.folder / "old"
         shutil.rmtree(old, ignore_errors=True)
         if self.out.exists():
             self.out.rename(old)
         self.corpus.rename(self.out)
+        flush(self.out.parent)
 
     def _read(self) -> dict[str, Any] | None:
         """The content of progress.json; None if it is missing or has another plan."""
         try:
             saved = json.loads((self.folder / "progress.json").read_text(encoding="utf-8"))
-            if saved["plan"] == json.loads(json.dumps(self.plan)):
-                return saved
-            print(f"{self.folder}: from another command, or the source has changed; starting again",
-                  flush=True)
+            if saved["plan"] != json.loads(json.dumps(self.plan)):
+                print(f"{self.folder}: from another command, or the source has changed; starting again",
+                      flush=True)
+                return None
+            if saved.pop("check", None) not in (None, check_of(saved)):     # older ones have none
+                raise ValueError("progress.json: checksum differs")
+            return saved
         except FileNotFoundError:
             pass
         except (ValueError, KeyError, TypeError) as error:
@@ -222,7 +224,12 @@ class Journal:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        write_flushed(self.folder / "progress.json", json.dumps({"plan": self.plan}))
+        write_whole(self.folder / "progress.json", json.dumps({"plan": self.plan}))
+
+
+def check_of(state: dict[str, Any]) -> str:
+    """The checksum that progress.json holds of itself."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def check_replaceable(out: Path) -> None:
@@ -239,10 +246,3 @@ def check_replaceable(out: Path) -> None:
         raise UserError(f"--out {out}: would be replaced, but has {others[0]!r}, which is not part of a "
                         "corpus; give another folder")
 
-
-def write_flushed(path: Path, text: str) -> None:
-    """Write a file and flush it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

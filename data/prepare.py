@@ -23,7 +23,6 @@ same command resumes unless the source has changed. `--check DIR` compares a cor
 """
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -65,6 +64,7 @@ from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
+from runtime.files import write_whole
 
 LEARN_BYTES = 2**27             # most text that bpe:N learns from
 LEARN_PIECE = 2**14             # bytes that are learned from at a time
@@ -130,6 +130,7 @@ def learn_from(source: Source) -> Iterator[bytes]:
 def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFAULTS,
             workers: int | None = None) -> dict[str, Any]:
     """Write a corpus to the folder `out`, complete or not at all, and return its meta.json."""
+    out = out.resolve() if out.is_symlink() else out        # such as one to another disk: it stays a link
     check_replaceable(out)
     given = find_tokenizer(tokenizer_name)
     if isinstance(given, PretrainedTokenizer):      # the others have an id for every byte
@@ -143,7 +144,8 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
     with Journal(out, plan) as journal:
         tokenizer = given or learn_tokenizer(tokenizer_name, found, journal.corpus)
         if given and (Path(tokenizer_name) / bpe.FILE).exists():
-            shutil.copyfile(Path(tokenizer_name) / bpe.FILE, journal.corpus / bpe.FILE)
+            write_whole(journal.corpus / bpe.FILE,
+                        (Path(tokenizer_name) / bpe.FILE).read_text(encoding="utf-8"))
         dtype, task = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32", TASKS.get(source)
         has_mask = task is not None and task.has_mask
         journal.open_splits(dtype, tokenizer.sha256, has_mask)
@@ -188,9 +190,7 @@ def learn_tokenizer(name: str, source: Source, folder: Path) -> CorpusTokenizer:
     if not (folder / bpe.FILE).exists():
         print(f"learning {name} from {source.name}", flush=True)
         content = bpe.learn(learn_from(source), size)
-        temporary = folder / f".{bpe.FILE}.tmp"
-        temporary.write_text(content, encoding="ascii")
-        temporary.rename(folder / bpe.FILE)
+        write_whole(folder / bpe.FILE, content)
     return load_tokenizer(name, folder)
 
 

@@ -106,12 +106,13 @@ def open_dataset(source: str, rows: Rows, revision: str | None, joins: bool) -> 
     joins = joins or name in LINE_BY_LINE
     found, split, revision = _load(source, name, config, split, None if is_local else (revision or "main"),
                                    joins)
-    identity = revision or identity_of(sorted(p for p in Path(name).rglob("*") if p.is_file()))
+    files = [] if revision else sorted(p for p in Path(name).rglob("*") if p.is_file())
     shards = [part for of_split, key in choose_splits(source, found, split).items()
               for part in _parts(f"{source} [{key}]", found[key], of_split, rows, joins)]
     sizes = [_about(found[key], "num_bytes") for key in found]
     return Source(f"hf:{Path(name).name}" + source[3 + len(name):] if is_local else source, revision, shards,
-                  identity, None if None in sizes else int(sum(filter(None, sizes))))
+                  revision or identity_of(files), None if None in sizes else int(sum(filter(None, sizes))),
+                  files)
 
 
 def _load(source: str, name: str, config: str | None, split: str | None,

@@ -24,7 +24,7 @@ from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, 
 from evaluation.measures import FOUND, GAIN, LOSS, MEASURES, Measure, Score
 from evaluation.report import Cell, Map, Table
 from evaluation.results import TARGETS, Record
-from hf.pretrained import is_pretrained, pretrained_config
+from hf.pretrained import files_sha256, is_pretrained, pretrained_config
 from runtime import checkpoint
 from runtime.errors import UserError, shortened
 from runtime.files import read_text
@@ -122,20 +122,27 @@ def read_run(folder: Path, data: str | None) -> Run:
         raise UserError(f"{path} or its .npz: damaged, or of another version of eval.py ({error}); "
                         f"run `python eval.py {folder} --replace`") from error
     run = Run(folder, config, head, found.records, found.windows, found.head.get("settings", {}))
-    if is_run:
-        check_checkpoint(run, path)
+    if is_run:          # its config.toml may have been edited since, such as the seed
+        checkpoint.check_checkpoints(folder, config, read_meta(folder / "corpus.json"))
+    check_checkpoint(run, path)
     return run
 
 
 def check_checkpoint(run: Run, path: Path) -> None:
     """Raise UserError if the evaluation is not of the run's newest checkpoint; name an unfinished run.
 
-    Older evaluations do not record their checkpoint: a warning says so.
+    Of a Hugging Face folder it must be of the files that are there now. Older evaluations do not record
+    their checkpoint: a warning says so.
     """
     sha256 = run.head["checkpoint_sha256"]
     if sha256 is None:
         print(f"warning: {path}: by an older eval.py, which did not record its checkpoint: it may be of an "
               "earlier step", file=sys.stderr)
+    elif is_pretrained(run.path):
+        if any(run.path.glob("*.safetensors")) and files_sha256(run.path) != sha256:
+            raise UserError(f"{path}: is of another config.json, tokenizer.json or weights than "
+                            f"{run.path} now has; run `python eval.py {run.path} --replace` with the same "
+                            "flags")
     elif not checkpoint.is_newest(run.path, str(sha256)):
         raise UserError(f"{path}: evaluated at step {shortened(run.head['step'])}, but the run has another "
                         f"checkpoint now; run `python eval.py {run.path} --replace` with the same flags")

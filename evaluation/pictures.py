@@ -7,6 +7,7 @@ line style, from report.py. L = train.seq_len.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,8 +183,7 @@ def draw_grids(grids: dict[str, list[list[float]]], shown: Map, x: tuple[list[st
 
 def pyplot() -> Any:
     """Matplotlib without a display. Imported late: it takes a second, which other commands need not spend."""
-    import matplotlib
-    matplotlib.use("Agg")
+    os.environ["MPLBACKEND"] = "agg"    # not that of a notebook, which this command may lack
     from matplotlib import pyplot as plt
     return plt
 

@@ -21,7 +21,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from runtime.errors import UserError
-from runtime.files import flush, name_in_errors, read_json, write_whole
+from runtime.files import flush, name_in_errors, read_json, temporary_path, write_whole
 from runtime.lock import Locked, lock
 
 WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed")    # protocols with sums of each window
@@ -203,10 +203,11 @@ def write(path: Path, results: Results) -> None:
 
     The .npz comes first: a kill in between leaves one that holds all that the records of the old JSON need.
     """
-    temporary = path.with_suffix(".tmp.npz")
+    temporary = temporary_path(path.with_suffix(".npz"))
     try:
         with name_in_errors(temporary):
-            np.savez(temporary, **results.windows)  # type: ignore[arg-type]
+            with temporary.open("wb") as file:
+                np.savez(file, **results.windows)   # type: ignore[arg-type]
             flush(temporary)
             temporary.replace(path.with_suffix(".npz"))
         write_whole(path, json.dumps({**results.head, "records": results.records}, indent=1) + "\n")

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,8 +164,10 @@ def is_evaluated(job: Job) -> bool:
 def state(job: Job) -> dict[str, Any]:
     """What an evaluation depends on: the checkpoint (its checksum), the arguments, the files they name."""
     newest = max((job.run_dir / "checkpoints").glob("[0-9]*/state.json"), default=None)
-    found = {"checkpoint": newest and json.loads(newest.read_text(encoding="utf-8"))["check"],
-             "arguments": job.eval_arguments}
+    found: dict[str, Any] = {"checkpoint": None, "arguments": job.eval_arguments}
+    if newest:
+        with suppress(ValueError, KeyError, TypeError):     # damaged: eval.py takes the one before
+            found["checkpoint"] = json.loads(newest.read_text(encoding="utf-8"))["check"]
     # --data FILE, --data=FILE, or a prepared corpus, whose meta.json has the checksums of its files
     named = [Path(text) for argument in job.eval_arguments for text in argument.split("=")]
     files = [file for path in named for file in (path, path / "meta.json") if file.is_file()]

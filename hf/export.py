@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from safetensors.torch import save_file
 from config import Config, load_config, to_toml
 from data.tokenizer import Tokenizer
 from hf.architectures import choose
-from hf.pretrained import is_pretrained
+from hf.pretrained import is_pretrained, read_config
 from hf.rope_parameters import LENGTH, Fields
-from hf.tokenizer import separator_name, tokenizer_json
+from hf.tokenizer import read_tokenizer, separator_name, tokenizer_json
 from model import GPT
 from positions.rotary import RotaryOptions
 from positions.scaling import Scaling
@@ -45,7 +46,7 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     except UserError as error:
         raise UserError(*(f"{run}: {problem}" for problem in error.problems)) from error
     fields = architecture.config_json(config)
-    source = origin_of(run)
+    source = origin_of(run, tokenizer)
     before = read_json(source / "config.json") if source else {}
     is_dynamic = getattr(getattr(config.position, "scaling", None), "is_dynamic", False)
     if isinstance(config.position, RotaryOptions) and not is_dynamic:   # else the field has another meaning
@@ -87,9 +88,12 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     return architecture.class_name
 
 
-def origin_of(run: Path) -> Path | None:
-    """The Hugging Face folder that a run began from, perhaps over other runs, if it is still there."""
-    seen = set()
+def origin_of(run: Path, tokenizer: Tokenizer) -> Path | None:
+    """The Hugging Face folder that a run began from, perhaps over other runs, if it is still there.
+
+    Not if it has another tokenizer by now: its ids are not those of the run.
+    """
+    not_kept, seen = ", from which the run began: special tokens and chat template are not those of it", set()
     while not is_pretrained(run):
         if run in seen or not (run / "config.toml").is_file():
             return None
@@ -99,10 +103,13 @@ def origin_of(run: Path) -> Path | None:
             return None
         run = Path(init_from)
         if not run.exists():
-            print(f"warning: {run}: is gone, from which the run began; special tokens and chat template are "
-                  "not those of that model")
+            print(f"warning: {run}: is gone{not_kept}")
             return None
-    return run
+    with suppress(UserError):               # damaged
+        if read_tokenizer(run, read_config(run)[1]).sha256 == tokenizer.sha256:
+            return run
+    print(f"warning: {run}: has another tokenizer now, or is damaged{not_kept}")
+    return None
 
 
 def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:

@@ -6,6 +6,7 @@ read, no code of the folder is run, and nothing is downloaded. hf/architectures.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,24 +114,39 @@ def read_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors, from one file or from the files that an index lists."""
+    """All tensors of the folder."""
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        try:
+            tensors |= load_file(path)
+        except SafetensorError as error:
+            raise UserError(f"{path.name}: damaged ({error}); get it again") from error
+    return tensors
+
+
+def files_sha256(folder: Path) -> str:
+    """Checksum of config, weights and tokenizer: tells whether another model was put into the folder."""
+    digest = hashlib.sha256()
+    for path in (folder / "config.json", folder / "tokenizer.json", *_weight_files(folder)):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """One file, or else the files that an index lists: the order in which transformers looks for them."""
     names = [WEIGHTS]
-    if (folder / PARTS).is_file():
+    if not (folder / WEIGHTS).is_file() and (folder / PARTS).is_file():
         index = _read_json(folder / PARTS).get("weight_map")
         names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else [""]
     elif not (folder / WEIGHTS).is_file():
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         found = f"only {pickles[0]}, a pickle, which is not read" if pickles else "no weights at all"
         raise UserError(f"no {WEIGHTS}, {found}; save the model again as safetensors")
-    tensors: dict[str, Tensor] = {}
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise UserError(f"{PARTS} lists {name}, which is missing; download the whole folder again")
-        try:
-            tensors |= load_file(folder / name)
-        except SafetensorError as error:
-            raise UserError(f"{name}: damaged ({error}); get it again") from error
-    return tensors
+    return [folder / name for name in names]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -41,8 +41,11 @@ def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, 
 
 
 def read_rope_parameters(hf_config: Fields, theta: float, max_length: int) -> tuple[Fields, int]:
-    """Keys of [position], and L, from rope_parameters, or rope_theta and rope_scaling (transformers 4)."""
-    given = {key: value for key, value in (hf_config.get("rope_parameters") or hf_config.get("rope_scaling")
+    """Keys of [position], and L, from rope_parameters, or rope_theta and rope_scaling (transformers 4).
+
+    Where somebody has added rope_scaling to rope_parameters, transformers takes rope_scaling.
+    """
+    given = {key: value for key, value in (hf_config.get("rope_scaling") or hf_config.get("rope_parameters")
                                            or {}).items() if value is not None}
     base = float(given.pop("rope_theta", hf_config.get("rope_theta", theta)))
     fraction = given.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))

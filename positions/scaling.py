@@ -16,7 +16,8 @@ from torch import Tensor
 
 import rope
 
-Factor = Annotated[float, Field(ge=1, description="s: how many times longer contexts become; 1: no change")]
+Factor = Annotated[float, Field(
+    ge=1, le=1e6, description="s: how many times longer contexts become; 1: no change")]
 LongRoPEFactors = list[Annotated[float, Field(ge=1)]]
 
 
@@ -105,7 +106,8 @@ class DynamicNTK(NTKAware):
 
     method: Literal["dynamic_ntk"] = "dynamic_ntk"
     factor: float = Field(
-        1.0, ge=1, description="a; 1: T tokens are rotated as by ntk with s = T / L; larger stretches more")
+        1.0, ge=1, le=1e6,
+        description="a; 1: T tokens are rotated as by ntk with s = T / L; larger stretches more")
 
     def changes_nothing(self, L: int, T: int) -> bool:
         return (self.original_length or L) >= T
@@ -125,10 +127,11 @@ class YaRN(Scaling):
     method: Literal["yarn"] = "yarn"
     factor: Factor
     beta_fast: float = Field(
-        32.0, gt=0, description="pairs with at least this many turns within L keep their frequency")
+        32.0, gt=0, le=1e6, description="pairs with at least this many turns within L keep their frequency")
     beta_slow: float = Field(
-        1.0, gt=0, description="pairs with at most this many turns within L are interpolated; between the "
-                               "two, a mix that is linear in the pair's index")
+        1.0, gt=0, le=1e6,
+        description="pairs with at most this many turns within L are interpolated; between the two, a mix "
+                    "that is linear in the pair's index")
     truncate: bool = Field(True, description="widen that mix to whole pairs, as the authors' code does")
     attention_factor: float | None = Field(
         None, gt=0, description="factor on cos and sin (default: 0.1 ln s + 1)")
@@ -164,7 +167,7 @@ class Llama3(Scaling):
     method: Literal["llama3"] = "llama3"
     factor: Factor
     low_freq_factor: float = Field(
-        1.0, gt=0, description="pairs with at most this many turns within L are interpolated")
+        1.0, gt=0, le=1e6, description="pairs with at most this many turns within L are interpolated")
     high_freq_factor: float = Field(
         4.0, gt=0, description="pairs with at least this many turns within L keep their frequency; between "
                                "the two, a mix that is linear in the number of turns")
@@ -218,8 +221,10 @@ class MrRoPE(Scaling):
 
     method: Literal["mrrope"] = "mrrope"
     factor: Factor
-    beta_fast: float = Field(32.0, gt=0, description="pairs with more turns within L keep their frequency")
-    beta_slow: float = Field(1.0, gt=0, description="pairs with fewer turns within L are interpolated")
+    beta_fast: float = Field(
+        32.0, gt=0, le=1e6, description="pairs with more turns within L keep their frequency")
+    beta_slow: float = Field(
+        1.0, gt=0, le=1e6, description="pairs with fewer turns within L are interpolated")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         f = rope.mrrope(rope.inv_freq(dim, base, device=k_pos.device), self.factor, self.original_length or L,

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from config import Config, config_from, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
-from hf.pretrained import is_pretrained, load_pretrained
+from hf.pretrained import files_sha256, is_pretrained, load_pretrained
 from model import GPT, is_dropped
 from runtime import parallel
 from runtime.device import make_model, pick_device
@@ -190,11 +190,15 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer
     state: dict[str, Any] | None = None         # of the checkpoint: its step, metrics and checksums
     corpus: dict[str, Any] | None = None        # meta.json of the corpus that it was trained on
+    files_sha256: str | None = None             # of a Hugging Face folder
 
     def origin(self) -> dict[str, Any]:
-        """Step and checksum of the checkpoint's weights, and of those that the run began from, or None."""
+        """Step and checksum of the checkpoint's weights, and of those that the run began from, or None.
+
+        Of a Hugging Face folder a checksum alone.
+        """
         return {"step": self.state and self.state["step"],
-                "checkpoint_sha256": self.state and self.state["sha256"][FILES[0]],
+                "checkpoint_sha256": self.state["sha256"][FILES[0]] if self.state else self.files_sha256,
                 "init_sha256": self.state and self.state["init_sha256"]}
 
 
@@ -211,7 +215,8 @@ def open_run(run_dir: str | Path) -> Opened:
     run_dir = Path(run_dir)
     if is_pretrained(run_dir):
         model, config, tokenizer = load_pretrained(run_dir)
-        return Opened(model.to(pick_device(config.train)).eval(), config, tokenizer)
+        return Opened(model.to(pick_device(config.train)).eval(), config, tokenizer,
+                      files_sha256=files_sha256(run_dir))
     check_links(run_dir)
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"run {run_dir}: no run there (no config.toml); {remedy_for(run_dir)}")
@@ -288,7 +293,8 @@ def check_links(run_dir: Path) -> None:
               for pattern in ("*", "checkpoints/*", "checkpoints/*/*", "eval/*"))
     for path in itertools.chain([run_dir], map(run_dir.joinpath, itertools.chain(*inside))):
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise UserError(f"run {run_dir}: {path} is neither a file nor a folder; remove it")
+            raise UserError(f"run {run_dir}: {path} is neither a file nor a folder; give another "
+                            "path, or remove it")
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
             raise UserError(f"run {run_dir}: {path} is a link that leads out of {root}; replace it by the "
                             "file or folder, or give the path of that folder")

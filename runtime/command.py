@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import itertools
 import os
 import re
 import signal
@@ -115,12 +116,14 @@ def argument_parser(description: str, epilog: str | None = None,
 
     class Parser(argparse.ArgumentParser):
         def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-            # a shell expands ~ only at the start of a word, not in --out=~/x or run.dir=~/x
+            # a shell expands ~ only at the start of a word, not in --out=~/x or run.dir=~/x, and a program
+            # that starts this one expands nothing; --prompt takes text
             words = sys.argv[1:] if args is None else args
             if odd := [word for word in words if re.search("[\udc80-\udcff]", word)]:
                 raise UserError(f"argument {shortened(odd[0])}: is not UTF-8; rename that file or folder")
-            expanded = [f"{key}={os.path.expanduser(value)}" if re.match("~[a-z0-9_-]*/", value) else word
-                        for word in words for key, _, value in [word.partition("=")]]
+            expanded = [word if "--prompt" in (before, word.partition("=")[0]) else
+                        re.sub("(^|^[^=]*=)(~[a-z0-9_-]*)(?=/)", lambda found: found[1] + os.path.expanduser(
+                            found[2]), word) for before, word in itertools.pairwise(["", *words])]
             return super().parse_known_args(expanded, namespace)
 
         def error(self, message: str) -> NoReturn:

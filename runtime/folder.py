@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from runtime.errors import UserError
-from runtime.lock import Locked, lock
+from runtime.lock import Locked, is_at, lock
 
 LOCK = ".lock"
 
@@ -19,26 +19,37 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
+        self._lock = 0
         self._held = ExitStack()
 
     def take(self) -> None:
         """Make and lock the folder. Raises UserError if another process trains this run."""
         self.path.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        self._descriptor = os.open(self.path, os.O_RDONLY)
+        self._held.callback(os.close, self._descriptor)
+
+    def _take_lock(self) -> None:
         try:
-            self._held.enter_context(lock(self.path / LOCK))
+            self._lock = self._held.enter_context(lock(self.path / LOCK))
         except Locked as holder:
             hint = "; to train with several processes, start them by torchrun" \
                 if "SLURM_PROCID" in os.environ and "LOCAL_RANK" not in os.environ else ""
             raise UserError(f"run {self.path}: is being trained by {holder}; wait for that process or stop "
                             f"it, or give another run.dir{hint}") from None
-        self._descriptor = os.open(self.path, os.O_RDONLY)
-        self._held.callback(os.close, self._descriptor)
 
     def find(self) -> bool:
         """Set `path` to where the folder is now, with a warning if it was renamed. False if it was deleted.
 
-        Only Linux tells the new name; elsewhere a renamed folder counts as deleted.
+        If the lock's file was deleted, lock a new one. Raises UserError if another process has. Only Linux
+        tells the new name; elsewhere a renamed folder counts as deleted.
         """
+        is_there = self._follow()
+        if is_there and self._descriptor is not None and not is_at(self.path / LOCK, self._lock):
+            self._take_lock()
+        return is_there
+
+    def _follow(self) -> bool:
         if self._descriptor is None:
             return True
         own = os.fstat(self._descriptor)

@@ -32,8 +32,8 @@ os.register_at_fork(after_in_child=close_inherited)
 
 
 @contextmanager
-def lock(path: Path, waits: bool = False) -> Iterator[None]:
-    """Hold a lock on the file, which is made and removed.
+def lock(path: Path, waits: bool = False) -> Iterator[int]:
+    """Hold a lock on the file, which is made and removed; yield its descriptor.
 
     If another process holds it, wait for that process, or raise Locked. On a file system without locks this
     only prints a warning.
@@ -44,9 +44,9 @@ def lock(path: Path, waits: bool = False) -> Iterator[None]:
         with name_in_errors(path):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
+        yield descriptor
     finally:
-        if _is_at(path, descriptor):        # its folder may have been renamed, and this be a new one
+        if is_at(path, descriptor):        # its folder may have been renamed, and this be a new one
             with suppress(OSError):         # a disk that has become read-only: the file is taken again later
                 path.unlink()               # still locked: nobody takes a file that is about to vanish
         _held.discard(descriptor)
@@ -60,7 +60,7 @@ def _acquire(path: Path, waits: bool) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(path, descriptor):
+            if is_at(path, descriptor):
                 return descriptor
             os.close(descriptor)            # its holder has just removed it: take the next one
         except BlockingIOError as error:
@@ -80,7 +80,7 @@ def _acquire(path: Path, waits: bool) -> int:
             raise
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
+def is_at(path: Path, descriptor: int) -> bool:
     """Whether the path leads to the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))

@@ -119,7 +119,8 @@ def resume(run_dir: Path, config: Config, corpus: Corpus, model: GPT, optimizer:
     if state["revisions"][-1:] != [revision]:
         state["revisions"] = [*state["revisions"], revision]
     parallel.require_agreement(process, {
-        "code": revision, "checkpoint": [state["step"], state.get("sha256"), state.get("init_sha256")]})
+        "code": revision, "dtype": dtype,
+        "checkpoint": [state["step"], state.get("sha256"), state.get("init_sha256")]})
     return state
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT)     # there may be room again later
@@ -55,3 +57,12 @@ class Screen:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self.stream.fileno())
         os.close(nothing)
+
+
+def drop_stalled(descriptor: int) -> None:
+    """Discard an output whose reader has stopped reading: a write that waits for it would wait for ever."""
+    with suppress(OSError, ValueError):             # closed
+        if not select.select([], [descriptor], [], 0)[1]:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, descriptor)
+            os.close(nothing)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from runtime.command import SIGNALS, interrupt
+from runtime.screen import drop_stalled
 
 
 class Stopped(Exception):
@@ -23,6 +24,8 @@ def deferred_signals(stop: list[int]) -> Iterator[None]:
     """
     def note(number: int, frame: Any) -> None:
         stop.append(number)
+        for descriptor in (1, 2):
+            drop_stalled(descriptor)
 
     handled = [number for number in SIGNALS if signal.getsignal(number) is interrupt]
     for number in handled:

@@ -339,7 +339,13 @@ def test_an_edited_report_or_one_of_others_is_not_overwritten(tmp_path: Path, mo
         shutil.rmtree(out)
     call(monkeypatch, run, "--out", out)
     call(monkeypatch, run, "--out", out)                                # its own: written anew
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("compare.write_csv", lambda *_: 1 / 0)            # stands for a kill
+        call(monkeypatch, run, "--out", tmp_path / "new")
+    assert "has not finished" in (tmp_path / "new" / "report.md").read_text()
+    call(monkeypatch, run, "--out", tmp_path / "new")                   # replaces what it left
     text = (out / "report.md").read_text()
+    assert (tmp_path / "new" / "report.md").read_text() == text
     (out / "report.md").write_text(text.replace("Perplexity", "My perplexity", 1))
     assert "edited since" in failure(monkeypatch, capsys, str(run), "--out", str(out))
     assert "My perplexity" in (out / "report.md").read_text()

@@ -342,6 +342,16 @@ def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tmp_pa
         torch.testing.assert_close(theirs_of(out)(x).logits, ours, atol=1e-4, rtol=0)
     export(Path(f"{run}-plain"), tmp_path / "asked", *load_run(f"{run}-plain"), max_length=64)
     assert json.loads((tmp_path / "asked" / "config.json").read_text())["max_position_embeddings"] == 64
+    vocabulary = json.loads((source / "tokenizer.json").read_text())
+    ids = vocabulary["model"]["vocab"]
+    a, b, *_ = ids
+    ids[a], ids[b] = ids[b], ids[a]
+    for number, content in enumerate((json.dumps(vocabulary), "{")):    # those ids are not the run's
+        (source / "tokenizer.json").write_text(content)
+        out = tmp_path / f"changed-{number}"
+        export_run(Path(f"{run}-plain"), out)
+        assert f"warning: {source}: has another tokenizer now, or is damaged" in capsys.readouterr().out
+        assert json.loads((out / "tokenizer.json").read_text())["model"]["vocab"][a] == ids[b]
     source.rename(tmp_path / "elsewhere")
     export_run(Path(f"{run}-plain"), tmp_path / "lost")
     assert f"warning: {source}: is gone" in capsys.readouterr().out

@@ -50,6 +50,7 @@ from runtime import checkpoint, parallel
 from runtime.command import SIGNALS, argument_parser, run_command
 from runtime.device import make_model
 from runtime.errors import UserError
+from runtime.folder import LOCK, RunFolder
 from runtime.lock import lock
 from train import train
 
@@ -198,6 +199,29 @@ def test_a_lost_output_loses_no_step(tiny, tmp_path: Path, monkeypatch, handlers
         assert len(metrics(tmp_path / str(number))) == 2
 
 
+STALLED = """
+import os, signal, sys, threading
+from runtime.command import interrupt
+from runtime.signals import deferred_signals
+read, write = os.pipe()
+os.dup2(write, 1)
+signal.signal(signal.SIGTERM, interrupt)
+signal.alarm(60)
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+stop = []
+with deferred_signals(stop):
+    while not stop:
+        os.write(1, b"x" * 999)
+print(stop, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_for_a_reader_of_the_output_that_reads_no_more() -> None:
+    done = python("-c", STALLED)
+    assert (done.returncode, done.stderr) == (0, "[15]\n")
+
+
 @pytest.mark.slow
 def test_a_dropped_terminal_saves(tiny, tmp_path: Path) -> None:
     """SIGHUP arrives when nothing can be printed any more."""
@@ -235,6 +259,23 @@ def test_a_power_cut_after_a_checkpoint_keeps_its_lines(tiny, tmp_path: Path, mo
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(Path, "rename", checked_rename)
     assert train(tiny(), []) == 0
+
+
+def test_a_power_cut_after_a_preparation_keeps_every_file(tmp_path: Path, monkeypatch) -> None:
+    """Whatever is in the folder of the corpus, its tokenizer included, is on disk."""
+    synced, fsync = set[int](), os.fsync
+
+    def noted_fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    (tmp_path / "a.txt").write_bytes(words(0, 3000))
+    prepare(str(tmp_path / "a.txt"), tmp_path / "learned", "bpe:270")
+    prepare(str(tmp_path / "a.txt"), tmp_path / "copied", str(tmp_path / "learned"))
+    for out in (tmp_path / "learned", tmp_path / "copied"):
+        assert (out / "tokenizer.json").exists()
+        assert {path.stat().st_ino for path in (tmp_path, out, *out.iterdir())} <= synced
 
 
 @pytest.mark.parametrize("lost", ["all", "some", "none"])
@@ -289,6 +330,25 @@ def test_a_lock_ends_with_its_process(tiny, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").write_text("process 1 on nowhere")
     assert train(tiny(), []) == 0
+
+
+def test_a_lock_whose_file_is_deleted_is_taken_again(tmp_path: Path) -> None:
+    """Before or after another process takes a new one: never do both train."""
+    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    first.take()
+    (tmp_path / "run" / LOCK).unlink()
+    assert first.find()
+    with pytest.raises(UserError, match="is being trained by process"):
+        second.take()
+    (tmp_path / "run" / LOCK).unlink()
+    second.take()
+    with pytest.raises(UserError, match="is being trained by process"):
+        first.find()
+    assert second.find()
+    first.close()
+    assert second.find() and (tmp_path / "run" / LOCK).exists()
+    second.close()
+    assert not (tmp_path / "run" / LOCK).exists()
 
 
 def test_a_file_system_without_locks_gets_a_warning(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -515,11 +575,13 @@ def test_a_tilde_that_no_shell_expands_is_the_home(monkeypatch) -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prompt")
     monkeypatch.setenv("HOME", "/home/me")
-    words = ["run.dir=~/runs/x", "data.dir=~root/x", "--out=~/y", "a=~", "--prompt=a=~/b"]
+    words = ["run.dir=~/runs/x", "data.dir=~root/x", "--out=~/y", "a=~", "--prompt=~/b"]
     args = parser.parse_intermixed_args(words)
     assert args.overrides == ["run.dir=/home/me/runs/x", f"data.dir={os.path.expanduser('~root/x')}", "a=~"]
     assert args.out == Path("/home/me/y")
-    assert args.prompt == "a=~/b"
+    assert args.prompt == "~/b"                                         # text
+    args = parser.parse_intermixed_args(["~/c.toml", "--out", "~/y", "--prompt", "~/b"])     # of a program
+    assert (args.overrides, args.out, args.prompt) == (["/home/me/c.toml"], Path("/home/me/y"), "~/b")
 
 
 def test_every_text_file_is_opened_with_its_encoding() -> None:

@@ -256,6 +256,7 @@ run_command(train.main)
     (["train.lr=RANK.5", "data.dir=words0"], ".", "different config: 'lr = 0.5' and 'lr = 1.5'"),
     (["data.dir=wordsRANK"], ".", "different config: 'dir = \"words0\"' and 'dir = \"words1\"'"),
     (["data.dir=words"], "RANK", "different corpus"),
+    (["data.dir=same", "data.mixture={words=0.5}"], "RANK", "different corpus"),
     (["data.dir=same"], "RANK", "different checkpoint: \"[8, {'model.s")])
 def test_processes_that_would_not_train_the_same_end_in_one_line(
         overrides: list[str], folder: str, expected: str, tiny, tmp_path: Path, corpus_dir: Path) -> None:
@@ -315,6 +316,14 @@ def test_processes_agree_on_each_value_or_the_first_difference_is_named(monkeypa
     for other in ("a = 1", "a = 1\nb = 2\nc = 3", ""):
         with pytest.raises(UserError, match="processes 0 and 1 have different config"):
             agree("a = 1\nb = 2", other)
+
+
+def test_processes_that_would_train_in_different_dtypes_do_not_agree(tiny, monkeypatch) -> None:
+    """With train.dtype = auto, one chip has bfloat16 and another one has not."""
+    monkeypatch.setattr(parallel, "all_gather_objects", lambda _, own: [own, {
+        key: "bfloat16" if key == "dtype" else value for key, value in own.items()}])
+    with pytest.raises(UserError, match="different dtype: 'float32' and 'bfloat16'"):
+        train(tiny(), [])
 
 
 def test_a_share_is_every_nth_row() -> None:

@@ -114,7 +114,7 @@ def test_going_on_reads_and_encodes_only_what_is_missing(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("change", slow_except(
-    ["source", "tokenizer", "options", "file", "flipped", "cut", "journal"], "source", "flipped"))
+    ["source", "tokenizer", "options", "file", "flipped", "cut", "journal", "edited"], "source", "edited"))
 def test_what_another_command_or_source_left_is_not_used(change: str, tmp_path: Path, monkeypatch, capsys,
                                                         often) -> None:
     source, out, options = write_source(tmp_path / "source"), tmp_path / "out", Options(val_share=0.3)
@@ -130,6 +130,9 @@ def test_what_another_command_or_source_left_is_not_used(change: str, tmp_path: 
         (source / "3.txt").write_bytes(b"new")
     elif change == "journal":
         (partial / "progress.json").write_text('{"plan": ')
+    elif change == "edited":
+        journal = json.loads((partial / "progress.json").read_text())
+        (partial / "progress.json").write_text(json.dumps({**journal, "position": [-1, 0, 0]}))
     else:
         content = bytearray((partial / "corpus" / "train.bin").read_bytes())
         content[100] ^= 1

@@ -180,6 +180,20 @@ def test_rotary_parameters_as_before_5_0(saved: Saved, tmp_path: Path) -> None:
     assert position.base == 500_000 and position.scaling is None and load_run(plain)[1].train.seq_len == 64
 
 
+def test_where_a_folder_says_two_things_we_take_what_transformers_takes(saved: Saved, tmp_path: Path) -> None:
+    """rope_scaling added to rope_parameters, and one file of weights beside an index of others."""
+    folder, theirs = saved("llama, grouped, yarn")
+    both = changed(folder, tmp_path / "both", rope_scaling={"type": "linear", "factor": 8.0})
+    weights = {name: torch.zeros_like(w) for path in folder.glob("*.safetensors")
+               for name, w in load_file(path).items()}
+    save_file(weights, both / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(both)
+    assert model.config.rope_parameters["rope_type"] == "linear" and not model.lm_head.weight.any()
+    ours, config, _ = load_run(both)
+    assert config.position.scaling.model_dump(exclude_none=True)["method"] == "pi"
+    assert config.position.scaling.factor == 8 and not any(p.any() for p in ours.parameters())
+
+
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "n_embd", "n_layer", "n_head", "d_model", "n_layers", "n_heads")
 LONG_OLD = {"rope_scaling": {"type": "longrope", **FACTORS}, "rope_theta": 10_000.0,

@@ -20,7 +20,7 @@ from config import load_config
 from data import prepare as prepare_module
 from data.prepare import Options, default_out, prepare
 from data.tokenizer import ByteTokenizer
-from evaluation import comparison
+from evaluation import comparison, results
 from hf.export import export
 from hf.pretrained import resolve_config
 from model import GPT
@@ -185,6 +185,13 @@ def test_names_with_a_dot_share_no_files(name: str, run_dir: Path, tmp_path: Pat
     assert default_out("books-0.5") != default_out("books-0.75")
 
 
+def test_names_with_tmp_in_them_share_no_files(tmp_path: Path) -> None:
+    """x.json was written over x.tmp.npz, and deleted it."""
+    for name in ("x.tmp.json", "x.json"):
+        results.write(tmp_path / name, results.Results({}, [], {"plain/fixed/8/nll": np.ones(3)}))
+    assert {path.name for path in tmp_path.iterdir()} == {"x.json", "x.npz", "x.tmp.json", "x.tmp.npz"}
+
+
 # -----------------------------------------------------------------------------------------------------------
 # A run needs nothing outside its folder
 
@@ -217,6 +224,24 @@ def test_a_run_stays_the_same_when_the_hugging_face_folder_that_it_began_from_ch
     again = resolve_config(run_dir / "config.toml", [f"run.dir={run_dir}"])
     assert again == config and train(again, []) == 0 and (run_dir / "summary.json").exists()
     assert checkpoint.load_run(run_dir)[1] == config
+
+
+def test_an_evaluation_of_a_hugging_face_folder_is_of_its_present_files(tmp_path: Path, command) -> None:
+    base, text = small_llama(tmp_path / "base"), tmp_path / "words.txt"
+    text.write_bytes(words(0, 4000))
+    command(eval_command, base, *SHORT, "--data", text)
+    assert comparison.read_run(base, None).records
+    config = json.loads((base / "config.json").read_text())
+    linear = {"rope_parameters": {**config["rope_parameters"], "rope_type": "linear", "factor": 4.0}}
+    other = small_llama(tmp_path / "other")
+    for name, content in (("config.json", json.dumps(config | linear).encode()),
+                          ("model.safetensors", (other / "model.safetensors").read_bytes())):
+        before = (base / name).read_bytes()
+        (base / name).write_bytes(content)
+        with pytest.raises(UserError, match="is of another config.json, tokenizer.json or weights"):
+            comparison.read_run(base, None)
+        (base / name).write_bytes(before)
+    assert comparison.read_run(base, None).records
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -277,6 +302,15 @@ def test_a_config_edited_in_the_run_is_refused(old: str, new: str, run_dir: Path
         with pytest.raises(UserError, match="saved by a run with another config"):
             train(load_config(path, [f"run.dir={run_dir}"]), [])
         (run_dir / "summary.json").unlink(missing_ok=True)
+
+
+def test_a_config_edited_after_the_evaluation_is_not_compared(run_dir: Path, command) -> None:
+    """A copy with another seed would count as a second sample."""
+    command(eval_command, run_dir, *SHORT)
+    path = run_dir / "config.toml"
+    path.write_text(path.read_text().replace("seed = 0", "seed = 1"))
+    with pytest.raises(UserError, match="train.seed: 0 -> 1"):
+        comparison.read_run(run_dir, None)
 
 
 def test_a_run_may_move_to_another_machine(run_dir: Path, tmp_path: Path, corpus_dir: Path) -> None:
@@ -407,6 +441,24 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path: Path, capsys) -
         path.unlink()
     prepare(str(source), tmp_path / "a", "byte")
     assert "left out" not in capsys.readouterr().out
+
+
+def test_a_dataset_in_a_folder_that_changed_while_it_is_prepared_makes_no_corpus(tmp_path: Path,
+                                                                                 monkeypatch) -> None:
+    files = [tmp_path / "hub" / f"train-{i}.jsonl" for i in range(3)]
+    files[0].parent.mkdir()
+    for i, path in enumerate(files):
+        path.write_text("".join(json.dumps({"text": words(i, 9 + n).decode()}) + "\n" for n in range(99)))
+    write = prepare_module.write
+
+    def changing(*arguments: Any) -> None:
+        files[2].write_text(files[2].read_text().replace("dog", "cat"))
+        write(*arguments)
+
+    monkeypatch.setattr(prepare_module, "write", changing)
+    with pytest.raises(UserError, match="was changed while it was read"):
+        prepare(f"hf:{tmp_path / 'hub'}", tmp_path / "out", "byte", Options(val_share=0.3))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("when", ["while it is read", "between a kill and a resume"])

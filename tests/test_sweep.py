@@ -83,6 +83,14 @@ def test_an_evaluation_is_repeated_when_anything_it_depends_on_changed(configs) 
     assert not sweep.is_evaluated(job(*short))
 
 
+def test_a_damaged_checkpoint_of_a_finished_run_does_not_end_the_sweep(configs) -> None:
+    folder = job().run_dir / "checkpoints" / "00000012"
+    folder.mkdir(parents=True)
+    for content in ('{"check": "a"', "[]", "{}", '{"check": "a"}'):
+        (folder / "state.json").write_text(content)
+        assert sweep.state(job())["checkpoint"] == ("a" if content.endswith('"a"}') else None)
+
+
 def test_an_evaluation_depends_on_the_content_of_the_files_that_its_arguments_name(configs) -> None:
     Path("text.txt").write_text("a")
     Path("corpus").mkdir()

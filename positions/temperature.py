@@ -94,7 +94,7 @@ class Llama4(Temperature):
 
 
 class Ministral3(Llama4):
-    """q *= 1 + 0.1 ln(1 + floor(m / L)): Llama 4's, a position later, in all layers. arXiv:2601.08584, code."""
+    """q *= 1 + 0.1 ln(1 + floor(m / L)): Llama 4's, a position later, in all layers. arXiv:2601.08584."""
 
     first = 0
 

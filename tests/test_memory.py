@@ -4,7 +4,6 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 from conftest import slow_except, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

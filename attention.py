@@ -43,7 +43,8 @@ class Mask(NamedTuple):
 
     def limit(self, Tk: int) -> int | None:
         """The most keys that a query sees by its window and its chunk, if that is fewer than Tk."""
-        return min((n for n in (self.window, self.chunk) if n and n < Tk), default=None)
+        most = min(self.window or Tk, self.chunk or Tk)         # torch.compile takes no min of a generator
+        return most if most < Tk else None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask, dropout: float) -> Tensor:

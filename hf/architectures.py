@@ -360,15 +360,14 @@ class Llama4(SmolLM3):
                 **super().positions_json(config)}
 
     def tables(self, hf_config: Fields) -> Tables:
-        n_layer = hf_config["num_hidden_layers"]
-        kinds = hf_config.get("layer_types")
-        full = [n for n in range(n_layer) if (kinds[n] == "full_attention" if kinds else
-                                              n not in self.rotating(hf_config))]
+        tables = super().tables({**hf_config, "layer_types": None})     # bounds the number of layers
+        layers, kinds = range(hf_config["num_hidden_layers"]), hf_config.get("layer_types")
+        rotating = set(self.rotating(hf_config))
+        full = [n for n in layers if (kinds[n] == "full_attention" if kinds else n not in rotating)]
         every = full[0] + 1 if full else 0
-        if full != [n for n in range(n_layer) if is_every(every, n)]:
+        if full != [n for n in layers if is_every(every, n)]:
             raise UserError("config.json: layer_types: only every k-th layer may have full_attention, from "
                             "the k-th on (model.full_every)")
-        tables = super().tables({**hf_config, "layer_types": None})
         tables["model"] |= {"full_every": every} if every else {}
         return tables
 

@@ -66,7 +66,7 @@ def tables_of(folder: str | Path, architecture: Architecture, hf_config: dict[st
         return architecture.tables(hf_config)
     except UserError as error:
         raise UserError(*(f"{folder}: {problem}" for problem in error.problems)) from error
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:   # a list, a 0 ...
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:  # a list, a 0 ...
         raise UserError(f"{folder}: config.json: a value that {architecture.class_name} cannot have "
                         f"({error}); get it again") from error
 

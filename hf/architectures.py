@@ -340,12 +340,13 @@ class Llama4(SmolLM3):
         "intermediate_size_mlp": 16_384, "attention_chunk_size": 8192, "floor_scale": 8192,
         "use_qk_norm": True, "moe_layers": None}
     position = {"layout": "interleaved"}
+    temperatures: ClassVar[set[str]] = {"none", "llama4"}
     theta = 500_000.0
 
     def obstacles(self, config: Config) -> list[str]:
         position, model = config.position, config.model
         found = [text for text in Architecture.obstacles(self, config) if "full_every" not in text]
-        if position.temperature not in ("none", "llama4"):
+        if position.temperature not in self.temperatures:
             found.append(f"position.temperature = {position.temperature!r}")
         elif position.temperature == "llama4" and position.temperature_layers != (
                 "unencoded" if isinstance(position, RotaryOptions) else "all"):
@@ -375,7 +376,7 @@ class Llama4(SmolLM3):
         position, L = super().position_table(hf_config)
         if not hf_config.get("attn_temperature_tuning", True):
             return position, L
-        layers = {} if position["encoding"] == "none" else {"temperature_layers": "unencoded"}
+        layers = {"temperature_layers": "unencoded"} if self.rotating(hf_config) else {}
         return position | {"temperature": "llama4"} | layers, hf_config["floor_scale"]
 
 

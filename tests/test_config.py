@@ -100,7 +100,8 @@ def test_all_problems_come_at_once_each_with_its_fix(tmp_path: Path) -> None:
     found = problems(path, ["train.lr.x=1", "train.bach_size=3", "nonsense", "run.lr=1"])
     expected = ["[modle]", "did you mean model?", "position.encoding", "'rop'; did you mean rope?",
                 "train.learning_rate", "unknown key", "train.steps", "must be an integer >= 1, got 2.5",
-                f"train.lr in {path}: must be a number > 0, got -1.0", "model.n_head", "must be an integer",
+                f"train.lr in {path}: must be a number > 0 and <= 1e+06, got -1.0", "model.n_head",
+                "must be an integer",
                 "train.lr is set as a whole", "train.bach_size on the command line",
                 "did you mean batch_size?", "'nonsense': must read section.key=value", "run.lr",
                 "did you mean train.lr?"]

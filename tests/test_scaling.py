@@ -412,8 +412,8 @@ def test_every_key_refuses_wrong_types_and_values(method: str, tiny) -> None:
     ('{method = "zzz"}', ["unknown method 'zzz'; choose from pi, ntk, dynamic_ntk, yarn"]),
     ('{method = "pi"}', ["position.scaling.factor on the command line: missing; add factor = ..."]),
     ('{method = "pi", facto = 2.0, factor = 0.5}',
-     ["must be a number >= 1, got 0.5", "position.scaling.facto on the command line: unknown key of "
-      "position.scaling with this method; did you mean factor?"]),
+     ["must be a number >= 1 and <= 1e+06, got 0.5", "position.scaling.facto on the command line: unknown "
+      "key of position.scaling with this method; did you mean factor?"]),
     ('{method = "yarn", factor = 2.0, beta_fast = 1.0}', ["beta_fast must be above beta_slow = 1, got 1"]),
     ('{method = "longrope", factor = 2.0, short_factor = [0.5], long_factor = [1]}',
      ["position.scaling.short_factor on the command line: must be a list of numbers >= 1, got 0.5"]),

@@ -46,6 +46,7 @@ SKIPPED = [                                     # pattern, reason why it is not 
     (r"gpt2-124m|-m gpu", "needs a GPU"),
     (r"smol|--advise", "needs a pretrained model; test_pretrained.py and test_smollm2.py have one"),
     (r"--nnodes|--submitit", "needs several nodes, or a cluster"),
+    (r"--grid train.lr|configs/none.toml --seeds", "tests/test_sweep.py runs such sweeps"),
     (r"^lm_eval", "tests/test_lm_eval.py runs this task"),
 ]
 

@@ -466,20 +466,26 @@ def test_a_fifo_in_a_run_blocks_nobody(name: str, tiny, tmp_path: Path) -> None:
 # Downloads
 
 
-def test_two_commands_share_one_download(tmp_path: Path, monkeypatch, capsys) -> None:
-    """The second waits for the first, and then finds the file; each would write under its own name."""
+def test_two_commands_share_one_download(tmp_path: Path, monkeypatch) -> None:
+    """The others wait for the first, and then find the file; each would write under its own name."""
     text, url = b"the dog chased\n" * 10**5, "http://x.invalid/a.txt"
-    n_opened, gate = [], threading.Event()
+    n_opened, waiting, all_wait = [], [], threading.Event()
 
     class Response(io.BytesIO):
         headers = {"Content-Length": str(len(text))}
 
         def read(self, size: int = -1) -> bytes:
-            gate.wait(0.2)
+            assert all_wait.wait(60)
             return super().read(size)
+
+    def note(line: str, **_: Any) -> None:
+        waiting.append(line)
+        if len(waiting) == 2:
+            all_wait.set()
 
     monkeypatch.setattr(remote.urllib.request, "urlopen",
                         lambda *_, **__: n_opened.append(1) or Response(text))
+    monkeypatch.setattr("runtime.lock.print", note, raising=False)
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(open_url(url, tmp_path, Rows(), None)))
                for _ in range(3)]
@@ -489,7 +495,7 @@ def test_two_commands_share_one_download(tmp_path: Path, monkeypatch, capsys) ->
         thread.join()
     assert len(found) == 3 and len(n_opened) == 1 and len({source.revision for source in found}) == 1
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [text]
-    assert capsys.readouterr().out.count("waiting for process") >= 2
+    assert all("waiting for" in line and "holds" in line for line in waiting)
 
 
 @pytest.mark.parametrize("way", ["cut short", "interrupted", "full disk"])

@@ -6,13 +6,15 @@ interrupted run, and an evaluation is repeated only if the checkpoint, the argum
 the same command resumes the sweep. A method of --eval="--extend METHOD" that does not fit a config is skipped
 for its runs. A run that fails is listed at the end, and the others continue. RUNS/NAME.log has the output.
 
-With --choose val_loss, each combination of values is a trial: it is trained with the first seed only. For
-each config the trial with the lowest validation loss at L = train.seq_len is chosen, and only that one is
-trained with the other seeds, evaluated and compared. A trial that diverges loses; of equal ones the first
-wins. OUT/sensitivity.md has every trial with its loss on fixed targets at L and 8 L, and how much the choice
-matters. Every config must have the same number of trials. To give each config values of its own, name a TOML
-file in --trials. It has grids for each config, by the name of its file; `others` are the configs that it does
-not name. A grid is written as for --grid, with a blank between keys. These are six trials each:
+With --choose val_loss, each combination of values is a trial. All trials are trained with the first seed; if
+there are several seeds, the better half of each config's (rounded up, at least two) also with the second. For
+each config the trial with the lowest validation loss at L = train.seq_len, the mean over these seeds, is
+chosen, and only that one is trained with all seeds, evaluated and compared. A trial that diverges loses; of
+equal ones the first wins. OUT/sensitivity.md has every trial with its loss on fixed targets at L and 8 L, and
+how much the choice matters. Every config must have the same number of trials. To give each config values of
+its own, name a TOML file in --trials. It has grids for each config, by the name of its file; `others` are the
+configs that it does not name. A grid is written as for --grid, with a blank between keys. These are six
+trials each:
 
   others = ["train.lr=5e-4,1e-3,2e-3,4e-3,8e-3,16e-3"]
   t5 = ["train.lr=1e-3,2e-3,4e-3 position.lr_scale=20", "train.lr=2e-3 position.lr_scale=2,6,60"]
@@ -99,17 +101,25 @@ def run(args: argparse.Namespace, jobs: Sequence[Job]) -> dict[str, str]:
 
 
 def run_trials(args: argparse.Namespace, points: Points) -> tuple[Points, list[str]]:
-    """Train every trial with the first seed; the chosen point of each config, and what failed."""
+    """Train the trials; the chosen point of each config, and what failed."""
     unequal = trials.check_fair(points, args.overrides)
     L = trials.load(args.configs[0], args.overrides).train.seq_len
     jobs = make_jobs(args.configs, args.overrides, args.seeds[:1], args.runs,
                      trials.trial_arguments(args.eval, L), points, are_trials=True)
     failed = run(args, jobs)
     found = trials.read_trials(jobs, failed, args.overrides)
-    chosen, problems = trials.choose_each(found)
+    halves, problems = trials.better_halves(found)
+    if args.seeds[1:]:
+        again = {half[0].config: [t.point for t in half] for half in halves.values()}
+        second = make_jobs(list(again), args.overrides, args.seeds[1:2], args.runs, None, again)
+        failed |= run(args, second)
+        found = trials.with_second_seed(found, trials.read_trials(second, failed, args.overrides))
+        halves, problems = trials.better_halves(found)
+        jobs += second
+    chosen = {name: half[0] for name, half in halves.items()}
     trials.write_sensitivity(args.out, found, chosen, L, unequal)
     for t in chosen.values():
-        print(f"chosen for {t.name}: {t.values}, {trials.VALIDATION} {t.losses[trials.VALIDATION]:.4f}")
+        print(f"chosen for {t.name}: {t.values}, {trials.VALIDATION} {t.score:.4f}")
     print(f"wrote {args.out}/sensitivity.md", flush=True)
     failed = {name: problem for name, problem in failed.items() if problem != DIVERGED}
     return {t.config: [t.point] for t in chosen.values()}, [*failures(jobs, failed), *problems]

@@ -38,7 +38,7 @@ class Job(NamedTuple):
     point: Point
     overrides: list[str]            # the point's and all others
     run_dir: Path
-    eval_arguments: list[str]
+    eval_arguments: list[str] | None    # None: this run is not evaluated
     is_trial: bool = False          # evaluated into trial.json instead of eval/
 
     @property
@@ -52,7 +52,7 @@ class Job(NamedTuple):
 
 
 def make_jobs(configs: Sequence[str], overrides: Sequence[str], seeds: Sequence[int], runs: Path,
-              eval_arguments: Sequence[str], points: Points | None = None,
+              eval_arguments: Sequence[str] | None, points: Points | None = None,
               are_trials: bool = False) -> list[Job]:
     """Every config at each of its points (a config without points: once) with every seed.
 
@@ -69,7 +69,8 @@ def make_jobs(configs: Sequence[str], overrides: Sequence[str], seeds: Sequence[
             own += [] if seed is None else [f"train.seed={seed}"]
             if name in jobs:
                 problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")
-            jobs[name] = Job(name, config, point, own, runs / name, list(eval_arguments), are_trials)
+            jobs[name] = Job(name, config, point, own, runs / name,
+                             None if eval_arguments is None else list(eval_arguments), are_trials)
             try:
                 load_config(config, own, pretrained_tables)
             except UserError as error:
@@ -100,7 +101,7 @@ def work(job: Job, show: Callable[[str], None] = lambda line: None) -> str:
     code = call(["train.py", job.config, *job.overrides], job.log, show)
     if code:
         return DIVERGED if code == 3 else f"train.py ended with {code}"
-    if not is_evaluated(job):
+    if job.eval_arguments is not None and not is_evaluated(job):
         before, depends_on = evaluations(job), state(job)
         # a method may fit only some of the configs; an evaluation with other arguments is outdated
         command = ["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments]
@@ -169,7 +170,7 @@ def state(job: Job) -> dict[str, Any]:
         with suppress(ValueError, KeyError, TypeError):     # damaged: eval.py takes the one before
             found["checkpoint"] = json.loads(newest.read_text(encoding="utf-8"))["check"]
     # --data FILE, --data=FILE, or a prepared corpus, whose meta.json has the checksums of its files
-    named = [Path(text) for argument in job.eval_arguments for text in argument.split("=")]
+    named = [Path(text) for argument in job.eval_arguments or () for text in argument.split("=")]
     files = [file for path in named for file in (path, path / "meta.json") if file.is_file()]
     return found | ({"files": {str(file): sha256(file) for file in files}} if files else {})
 

@@ -1,7 +1,8 @@
 """Trials: the values that each config is trained with, the choice among them, and how much it matters.
 
-The rule (docs/fair-comparisons.md): every config has the same number of trials, all with one seed, and the
-trial with the lowest validation loss at L = train.seq_len is chosen. No longer context has a part in it.
+The rule (docs/fair-comparisons.md): every config has the same number of trials. All are trained with the
+first seed, the better half also with the second, and the one with the lowest validation loss at
+L = train.seq_len, the mean over both seeds, is chosen. No longer context has a part in it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import csv
 import itertools
 import re
 import shlex
+import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +29,7 @@ from runtime.errors import UserError, did_you_mean, shortened
 from runtime.files import read_json, read_text, write_whole
 
 VALIDATION = "validation loss"
+SECOND = "validation loss, second seed"
 OTHERS = "others"       # in a file of trials: the configs that have no entry of their own
 EQUAL = ("data", "run", "train.steps", "train.batch_size", "train.seq_len", "train.seed", "train.val_windows",
          "train.init_from", "train.position")    # no trial may change these: tokens, their order, the loss
@@ -39,7 +42,7 @@ class Trial(NamedTuple):
     point: Point
     is_default: bool                # its values are the config's own
     problem: str                    # "" if it was trained to the end
-    losses: dict[str, float]        # VALIDATION and "loss at LENGTH", nats per token, as far as measured
+    losses: dict[str, float]        # VALIDATION, SECOND, "loss at LENGTH", as far as measured: nats per token
 
     @property
     def name(self) -> str:
@@ -50,6 +53,11 @@ class Trial(NamedTuple):
     def values(self) -> str:
         """The point as text."""
         return " ".join(self.point)
+
+    @property
+    def score(self) -> float:
+        """The validation loss, the mean over the seeds that it was trained with; lower is better."""
+        return statistics.fmean(self.losses[key] for key in (VALIDATION, SECOND) if key in self.losses)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -178,7 +186,8 @@ def read_trials(jobs: Sequence[Job], failed: Mapping[str, str], overrides: Seque
         problem, losses = failed.get(job.name, ""), dict[str, float]()
         if not problem or problem.startswith("eval.py"):    # trained: the choice needs no evaluation
             val_loss = read_json(job.run_dir / "summary.json")["val_loss"]
-            records = [] if problem else read_json(job.run_dir / "trial.json")["records"]
+            is_trained_only = problem or job.eval_arguments is None
+            records = [] if is_trained_only else read_json(job.run_dir / "trial.json")["records"]
             losses = {f"loss at {r['length']}": r["nll_sum"] / r["tokens"] for r in records}
             losses, problem = ({VALIDATION: val_loss, **losses}, "") if val_loss else ({}, DIVERGED)
         changed = differences(defaults[job.config], load(job.config, job.overrides), ["run"])
@@ -187,27 +196,44 @@ def read_trials(jobs: Sequence[Job], failed: Mapping[str, str], overrides: Seque
     return trials
 
 
-def choose(trials: Sequence[Trial]) -> Trial:
-    """The first of one config's trials with the lowest validation loss. Raises UserError if there is none."""
+def better_half(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials of one config that may still be chosen, the best first: those that were trained with both
+    seeds, or half of them (rounded up, at least two) while there was one. Raises UserError if there is none.
+    """
     config, incomplete = trials[0].config, [t.values for t in trials if t.problem not in ("", DIVERGED)]
     if incomplete:
         raise UserError(f"config {config}: nothing is chosen, because {len(incomplete)} of its {len(trials)} "
                         f"trials failed ({', '.join(incomplete)}); the same command tries them again")
-    trained = [t for t in trials if t.losses]
+    trained = sorted((t for t in trials if t.losses), key=lambda t: t.score)
     if not trained:
         raise UserError(f"config {config}: all of its {len(trials)} trials diverged; give lower rates")
-    return min(trained, key=lambda t: t.losses[VALIDATION])
+    return [t for t in trained if SECOND in t.losses] or trained[:max(2, (len(trials) + 1) // 2)]
 
 
-def choose_each(trials: Sequence[Trial]) -> tuple[dict[str, Trial], list[str]]:
-    """Config name -> the chosen trial; and a line for each config where there is none."""
-    chosen, problems = dict[str, Trial](), list[str]()
+def with_second_seed(trials: Sequence[Trial], again: Sequence[Trial]) -> list[Trial]:
+    """The trials, with the losses and problems of those that were trained with the second seed too."""
+    second = {(t.config, t.values): t for t in again}
+    merged = []
+    for t in trials:
+        other = second.get((t.config, t.values), t)
+        if other is t:
+            merged.append(t)
+        elif other.losses:
+            merged.append(t._replace(losses=t.losses | {SECOND: other.losses[VALIDATION]}))
+        else:
+            merged.append(t._replace(problem=other.problem, losses={}))
+    return merged
+
+
+def better_halves(trials: Sequence[Trial]) -> tuple[dict[str, list[Trial]], list[str]]:
+    """Config name -> its better half, the chosen trial first; and a line for each config that has none."""
+    halves, problems = dict[str, list[Trial]](), list[str]()
     for name, own in itertools.groupby(trials, key=lambda t: t.name):
         try:
-            chosen[name] = choose(list(own))
+            halves[name] = better_half(list(own))
         except UserError as error:
             problems += error.problems
-    return chosen, problems
+    return halves, problems
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -224,11 +250,12 @@ def sensitivity(trials: Sequence[Trial], chosen: Mapping[str, Trial], L: int,
     configs = {t.name: [other for other in trials if other.name == t.name] for t in trials}
     default = {t.name: t for t in reversed(trials) if t.is_default}
     heads = list(dict.fromkeys(head for t in trials for head in t.losses))
+    of_all = [head for head in heads if head != SECOND]     # of every trial
     by_config, by_trial = {}, []
     for name, own in configs.items():
         points = [plain(of[name].values) if name in of else "-" for of in (default, chosen)]
         n_diverged = sum(t.problem == DIVERGED for t in own)
-        by_config[name] = [*points, *(shown(spread(own, head)) for head in heads), str(n_diverged)]
+        by_config[name] = [*points, *(shown(spread(own, head)) for head in of_all), str(n_diverged)]
         for t in own:
             marks = [word for word, of in (("default", default), ("chosen", chosen)) if t is of.get(name)]
             cells = [name, t.values, ", ".join([*marks, t.problem] if t.problem else marks)]
@@ -237,16 +264,19 @@ def sensitivity(trials: Sequence[Trial], chosen: Mapping[str, Trial], L: int,
     apart = "; ".join(map(plain, unequal))
     return "\n".join([
         "# How much the choice of the trial matters", "",
-        f"Each config had {len(configs[trials[0].name])} trials with one seed. The trial with the lowest "
-        f"validation loss, which is measured at L = {L}, was chosen. The other losses are of fixed targets, "
-        "the same tokens at every length; they had no part in the choice. All losses are in nats per token.",
+        f"Each config had {len(configs[trials[0].name])} trials with the first seed"
+        + (", and the better half of them with the second" if SECOND in heads else "") + ". The trial with "
+        f"the lowest validation loss, which is measured at L = {L}, was chosen"
+        + (", by the mean over both seeds" if SECOND in heads else "") + ". The other losses are of the first "
+        "seed on fixed targets, the same tokens at every length; they had no part in the choice. All losses "
+        "are in nats per token.",
         "", "Apart from [position] and the keys of the trials, the configs "
         + (f"differ: {apart}." if apart else "are equal."),
         "", "## By config", "",
         "A range is the highest loss minus the lowest, over the trials of the config that did not diverge.",
-        "", *rows_of(["config", "default", "chosen", *(f"range of {head}" for head in heads), "diverged"],
+        "", *rows_of(["config", "default", "chosen", *(f"range of {head}" for head in of_all), "diverged"],
                      by_config),
-        "", *(f"- {sentence}" for head in heads for sentence in orders(head, default, chosen)),
+        "", *(f"- {sentence}" for head in of_all for sentence in orders(head, default, chosen)),
         *(f"- At the edge of its grid, so that a better value may lie beyond: {name}, {override}."
           for name, t in chosen.items() for override in edges(t, configs[name])),
         "", "## By trial", "", *rows_of(["config", "trial", "", *heads], {}), *by_trial, ""])

@@ -331,6 +331,7 @@ def test_jobs_are_configs_times_seeds_and_all_problems_come_at_once(configs) -> 
 
 def choosing(losses: dict[str, dict[int, float] | int], monkeypatch) -> list[list[str]]:
     """Replace the commands of a sweep: a run's losses at each length, the first being L; or its exit code.
+    A name without its seed stands for all seeds that are not named.
 
     Returns the commands as they come.
     """
@@ -341,7 +342,7 @@ def choosing(losses: dict[str, dict[int, float] | int], monkeypatch) -> list[lis
         log.write_text("log\n")
         folder = next((Path(json.loads(a.partition("=")[2])) for a in arguments if a.startswith("run.dir=")),
                       Path(arguments[1]))
-        found = losses.get(folder.name.partition("-seed")[0], {32: 9.0})
+        found = losses.get(folder.name, losses.get(folder.name.partition("-seed")[0], {32: 9.0}))
         if isinstance(found, int):
             return found
         (folder / "eval").mkdir(parents=True, exist_ok=True)
@@ -376,24 +377,51 @@ CHOOSE = ("--choose", "val_loss", "--grid", "train.lr=1e-3,2e-3,4e-3")
 
 
 def test_the_choice_is_by_validation_loss_at_L_alone(configs, monkeypatch, capsys) -> None:
-    """A trial that is better at 8 L but worse at L is not chosen; only the chosen one gets more seeds."""
+    """A trial that is better at 8 L but worse at L is not chosen; only the chosen one gets all seeds."""
     calls = choosing({"rope-lr-1e-3": {32: 2.0, 256: 1.0}, "rope-lr-2e-3": {32: 1.9, 256: 5.0},
                       "rope-lr-4e-3": {32: 3.0, 256: 0.5}}, monkeypatch)
-    code = sweep_here("rope.toml", *CHOOSE, "--seeds", "3,4", "--eval=--extend yarn --windows 5",
+    code = sweep_here("rope.toml", *CHOOSE, "--seeds", "3,4,5", "--eval=--extend yarn --windows 5",
                       monkeypatch=monkeypatch)
     assert code == 0
     trained = [Path(json.loads(c[-2].partition("=")[2])).name for c in calls if c[0] == "train.py"]
     assert trained[:3] == [f"rope-lr-{lr}-seed3" for lr in ("1e-3", "2e-3", "4e-3")]
-    assert trained[3:] == ["rope-lr-2e-3-seed3", "rope-lr-2e-3-seed4"]
+    assert trained[3:5] == ["rope-lr-2e-3-seed4", "rope-lr-1e-3-seed4"]     # the better half, rounded up
+    assert trained[5:] == ["rope-lr-2e-3-seed3", "rope-lr-2e-3-seed4", "rope-lr-2e-3-seed5"]
     evaluated = [c[4:] for c in calls if c[0] == "eval.py"]
     short = ["--windows", "5", "--protocol", "fixed", "--lengths", "32,256"]
     assert all(c[:6] == short for c in evaluated[:3])
-    assert evaluated[3:] == [["--extend", "yarn", "--windows", "5"]] * 2
+    assert evaluated[3:] == [["--extend", "yarn", "--windows", "5"]] * 3   # the second seed needs none
     out = capsys.readouterr().out
     assert "chosen for rope: train.lr=2e-3, validation loss 1.9000" in out
-    assert "['rope-lr-2e-3-seed3', 'rope-lr-2e-3-seed4'] ['rope', 'rope']" in out
-    assert "| rope | train.lr=2e-3 | chosen | 1.9000 | 1.9000 | 5.0000 |" in Path(
+    chosen = [f"rope-lr-2e-3-seed{seed}" for seed in (3, 4, 5)]
+    assert f"{chosen} {['rope'] * 3}" in out
+    assert "| rope | train.lr=2e-3 | chosen | 1.9000 | 1.9000 | 5.0000 | 1.9000 |" in Path(
         "runs/report/sensitivity.md").read_text()
+
+
+def test_the_mean_over_two_seeds_decides_among_the_better_half(configs, monkeypatch, capsys) -> None:
+    """One lucky seed does not decide, the worse half does not come back, and of two trials both go on."""
+    losses: dict[str, dict[int, float] | int] = {
+        "rope-lr-1e-3": {32: 1.0, 256: 1.0}, "rope-lr-2e-3": {32: 1.2, 256: 1.0},
+        "rope-lr-4e-3": {32: 1.3, 256: 1.0}, "rope-lr-8e-3": {32: 1.4, 256: 1.0},
+        "rope-lr-1e-3-seed1": {32: 1.5, 256: 1.0}, "rope-lr-4e-3-seed1": {32: 0.1, 256: 1.0}}
+    choosing(losses, monkeypatch)
+    arguments = ("rope.toml", "--choose", "val_loss", "--seeds", "0,1,2", "--grid")
+    four = "train.lr=1e-3,2e-3,4e-3,8e-3"
+    assert sweep_here(*arguments, four, monkeypatch=monkeypatch) == 0
+    assert "chosen for rope: train.lr=2e-3, validation loss 1.2000" in capsys.readouterr().out
+    page = Path("runs/report/sensitivity.md").read_text()
+    assert "| rope | train.lr=1e-3 | default | 1.0000 | 1.0000 | 1.0000 | 1.5000 |" in page
+    assert "| rope | train.lr=4e-3 |  | 1.3000 | 1.3000 | 1.0000 | - |" in page
+    assert "4 trials with the first seed, and the better half of them with the second" in page
+    losses["rope-lr-2e-3-seed1"] = 3                                        # diverged there: it loses
+    assert sweep_here(*arguments, four, monkeypatch=monkeypatch) == 0
+    assert "chosen for rope: train.lr=1e-3, validation loss 1.2500" in capsys.readouterr().out
+    losses["rope-lr-2e-3-seed1"] = 2                                        # failed: nothing is chosen
+    assert sweep_here(*arguments, four, monkeypatch=monkeypatch) == 1
+    assert "nothing is chosen, because 1 of its 4 trials failed" in capsys.readouterr().err
+    assert sweep_here(*arguments, "train.lr=1e-3,8e-3", monkeypatch=monkeypatch) == 0
+    assert "chosen for rope: train.lr=1e-3, validation loss 1.2500" in capsys.readouterr().out
 
 
 def test_a_diverged_trial_loses_a_failed_one_stops_the_choice_and_the_first_of_equals_wins(
@@ -427,7 +455,8 @@ def test_the_sensitivity_compares_default_and_chosen_orders(configs) -> None:
 
     found = [trial("rope.toml", "1e-3", 1.5, 9.0, True), trial("rope.toml", "2e-3", 1.4, 7.0, False),
              trial("t5.toml", "1e-3", 1.6, 2.0, True), trial("t5.toml", "2e-3", 1.25, 1.5, False)]
-    chosen, problems = trials.choose_each(found)
+    halves, problems = trials.better_halves(found)
+    chosen = {name: half[0] for name, half in halves.items()}
     assert not problems and {name: t.values for name, t in chosen.items()} == {
         "rope": "train.lr=2e-3", "t5": "train.lr=2e-3"}
     page = trials.sensitivity(found, chosen, 32, [])
@@ -493,7 +522,7 @@ def test_a_sweep_that_chooses_trains_nothing_twice(configs) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     assert "chosen for rope: train.lr=1e-2" in done.stdout
     logs = {path.name for path in Path("runs").glob("*.log")}
-    assert logs == {"rope-lr-1e-3-seed0.log", "rope-lr-1e-2-seed0.log", "rope-lr-1e-2-seed1.log"}
+    assert logs == {f"rope-lr-{lr}-seed{seed}.log" for lr in ("1e-3", "1e-2") for seed in (0, 1)}
     assert not Path("runs/rope-lr-1e-3-seed0/eval").exists()                # measured at L and 8 L alone
     assert "| rope | rope |  | 0, 1 |" in Path("runs/report/report.md").read_text()
     page = Path("runs/report/sensitivity.md").read_text()

@@ -267,9 +267,9 @@ def sensitivity(trials: Sequence[Trial], chosen: Mapping[str, Trial], L: int,
         f"Each config had {len(configs[trials[0].name])} trials with the first seed"
         + (", and the better half of them with the second" if SECOND in heads else "") + ". The trial with "
         f"the lowest validation loss, which is measured at L = {L}, was chosen"
-        + (", by the mean over both seeds" if SECOND in heads else "") + ". The other losses are of the first "
-        "seed on fixed targets, the same tokens at every length; they had no part in the choice. All losses "
-        "are in nats per token.",
+        + (", by the mean over both seeds" if SECOND in heads else "") + ". The other losses are of the "
+        "first seed on fixed targets, the same tokens at every length; they had no part in the choice. All "
+        "losses are in nats per token.",
         "", "Apart from [position] and the keys of the trials, the configs "
         + (f"differ: {apart}." if apart else "are equal."),
         "", "## By config", "",

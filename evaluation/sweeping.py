@@ -60,6 +60,7 @@ def make_jobs(configs: Sequence[str], overrides: Sequence[str], seeds: Sequence[
     """
     jobs: dict[str, Job] = {}
     problems: list[str] = []
+    first_with = dict[tuple[str, str], str]()   # config and all values -> name
     each_seed: list[int | None] = [*seeds] or [None]
     for config in configs:
         for point, seed in itertools.product((points or {}).get(config, [[]]), each_seed):
@@ -72,7 +73,11 @@ def make_jobs(configs: Sequence[str], overrides: Sequence[str], seeds: Sequence[
             jobs[name] = Job(name, config, point, own, runs / name,
                              None if eval_arguments is None else list(eval_arguments), are_trials)
             try:
-                load_config(config, own, pretrained_tables)
+                values = load_config(config, own, pretrained_tables).model_dump_json(exclude={"run"})
+                other = first_with.setdefault((config, values), name)
+                if other != name:               # such as 1e-3 and 0.001
+                    problems.append(f"config {config}: {other} and {name} are the same training; give each "
+                                    "value once")
             except UserError as error:
                 problems += error.problems
     if problems:

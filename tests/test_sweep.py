@@ -240,6 +240,7 @@ def test_submitit_runs_each_as_a_job(configs) -> None:
     (["rope.toml", "other/rope.toml"], "rope.toml has the same name"),
     (["rope.toml", "--grid", "train.lr"], "--grid train.lr: must read section.key=value,value"),
     (["rope.toml", "--grid", "train.lr=1,1"], "with different values"),
+    (["rope.toml", "--grid", "train.lr=1e-3,0.001"], "rope-lr-1e-3 and rope-lr-0.001 are the same training"),
     (["rope.toml", "--grid", "train.lr=1", "--grid", "train.lr=2"], "--grid train.lr: given twice"),
     (["rope.toml", "--grid", "train.sed=1,2"], "did you mean seed?"),
     (["rope.toml", "--eval", "'"], "--eval: \"'\" has no closing quotation; close the quotes"),

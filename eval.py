@@ -69,6 +69,7 @@ from evaluation.protocols import (
 from evaluation.show import table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.export import export, write_extended
+from hf.hub import pulled
 from hf.pretrained import is_pretrained
 from runtime import parallel
 from runtime.checkpoint import Opened, open_run, weights_sha256
@@ -84,7 +85,8 @@ MOST_SYMBOLS = 8        # algorithms: the default lengths have up to as many tim
 def parse_arguments() -> argparse.Namespace:
     known = ",".join((*PROTOCOLS, *PROBES, "needles"))
     parser = argument_parser(__doc__ or "", describe_extensions())
-    parser.add_argument("run", metavar="RUN", help="a folder made by train.py, or a Hugging Face folder")
+    parser.add_argument("run", metavar="RUN", help="a folder made by train.py, a Hugging Face folder, or "
+                        "hf:ORG/NAME of the hub")
     parser.add_argument("--lengths", help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L)")
     parser.add_argument("--protocol", help=f"from {known} (default {','.join(DEFAULT_PROTOCOLS)}; for a run "
                         "that was trained on a task, the protocols of that task)")
@@ -179,6 +181,7 @@ def length_before(config: Config) -> int | None:
 def main() -> None:
     args = parse_arguments()
     process = parallel.start_evaluation()
+    args.run = pulled(args.run)
     run = open_run(args.run)
     model, config, tokenizer = run[:3]
     config = config.model_copy(update={"train": config.train.model_copy(update={

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
+from hf.hub import pulled
 from hf.pretrained import is_pretrained
 from hf.tokenizer import chat_ids, eos_ids
 from model import GPT
@@ -68,7 +69,8 @@ def text_of(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, or a Hugging Face folder")
+    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, a Hugging Face folder, or "
+                        "hf:ORG/NAME of the hub")
     parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
     parser.add_argument("--tokens", type=int, default=300, help="how many to add (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8,
@@ -84,6 +86,7 @@ def main() -> None:
         raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
     if not 0 <= args.seed < 2**63:
         raise UserError(f"--seed {args.seed}: must be 0 ... 2^63 - 1")
+    args.run = pulled(args.run)
     model, config, tokenizer = load_run(args.run)
     folder = Path(args.run)
     prompt = chat_ids(folder, tokenizer, args.prompt) if args.chat else \

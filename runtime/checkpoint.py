@@ -239,8 +239,7 @@ def remedy_for(run_dir: Path) -> str:
     remedy = ("give a folder that train.py made, such as runs/quick, or a Hugging Face folder with a "
               "config.json")
     if not run_dir.parent.exists() and len(run_dir.parts) == 2:         # ORG/NAME
-        remedy += (f"; a model of the hub must be downloaded first: hf download {run_dir} --local-dir "
-                   f"models/{run_dir.name}")
+        remedy += f"; eval.py and sample.py download a model of the hub as hf:{run_dir}, to models/{run_dir}"
     return remedy
 
 

@@ -627,7 +627,7 @@ def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypa
     (["RUN", "--extend", "longrope:long_factor=[1.5],short_factor=[1.0]"], "--extend longrope"),
     (["RUN", "--targets", "999"], "--targets"),
     (["nowhere"], "run nowhere: no run there"),
-    (["nobody/model"], "hf download nobody/model --local-dir models/model"),
+    (["nobody/model"], "eval.py and sample.py download a model of the hub as hf:nobody/model"),
     (["GGUF"], "GGUF files are not read; convert the model by transformers"),
     (["RUN", "--extend", "longrope"], "needs short_factor and long_factor; write --extend 'longrope:short_f"),
     (["RUN", "--extend", "base"], "--extend base: needs base; write --extend 'base:base=...'"),

@@ -32,24 +32,28 @@ def test_windows_are_those_of_rolling() -> None:
 
 
 @pytest.mark.slow
-def test_bits_per_byte_are_the_same(tmp_path: Path, corpus_dir: Path, monkeypatch) -> None:
-    """By the task file of docs/hugging-face.md, on a text of 94 windows and a rest, not all of it ASCII."""
+@pytest.mark.parametrize(("length", "overrides"), [
+    (32, []), (128, ["position.scaling={method='yarn', factor=4.0, original_length=32}"])])
+def test_bits_per_byte_are_the_same(length: int, overrides: list[str], tmp_path: Path, corpus_dir: Path,
+                                    monkeypatch) -> None:
+    """By the task file of docs/hugging-face.md, on windows of L and, under YaRN, of 4 L. Not all is ASCII."""
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(f'[data]\ndir = "{corpus_dir}"\n[position]\nencoding = "rope"\n')
-    train(load_config("run.toml", [*TINY, "run.dir=run", "train.lr=1e-2", "train.steps=40"]), [])
+    train(load_config("run.toml", [*TINY, "run.dir=run", "train.lr=1e-2", "train.steps=40",
+                                  *overrides]), [])
     export(Path("run"), Path("out"), *load_run(Path("run")))
     text = words(99, 94 * 32 + 7) + "é\n\n".encode()
     Path("my-text.txt").write_bytes(text)
     task = (ROOT / "docs/hugging-face.md").read_text().split("```yaml\n")[1].split("```")[0]
     Path("my_text.yaml").write_text(task)
     found = lm_eval.simple_evaluate(
-        "hf", "pretrained=out,dtype=float32,max_length=32", ["my_text"], device="cpu", batch_size=16,
+        "hf", f"pretrained=out,dtype=float32,max_length={length}", ["my_text"], device="cpu", batch_size=16,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), bootstrap_iters=0)
     model, config, tokenizer = load_run("run")
     ours = open_text("my-text.txt", "", tokenizer)
-    (record,) = Evaluation(model, config, tokenizer, ours, Settings(["rolling"], [32], 32, 8)).run()
+    (record,) = Evaluation(model, config, tokenizer, ours, Settings(["rolling"], [length], length, 8)).run()
     assert record["bytes"] == len(text)
     assert found["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(record["bpb"], abs=1e-5)

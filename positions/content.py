@@ -1,10 +1,12 @@
-"""Biases on the logits that depend on the content of the query, of the key, or of the tokens in between.
+"""Logits changed by the content of the query, of the key, or of the tokens in between.
 
 Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channels of a head, P rows of a
 table. Angles in radians.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 import rope
 from positions.absolute import EvenWidthOptions
-from positions.contract import At, Encoding, Options, Shape
+from positions.contract import At, Encoding, Options, Shape, odd_head
 
 KEYS_AT_A_TIME = 256    # keys whose products with a table are held in memory at once
 
@@ -184,3 +186,37 @@ class Forgetting(Encoding):
         c = (c - c[..., -q.shape[2], None]).to(logits.dtype)
         bias = c[..., -q.shape[2]:, None] - c[..., None, :]             # (B, H, Tq, Tk): queries come last
         return logits + bias.clamp(max=0)                               # for keys ahead: an empty sum
+
+
+class TAPAOptions(Options):
+    alpha: float = Field(0.1, gt=0, description="exponent of the distance in the phase; the paper's: 0.1")
+
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        return odd_head(head_dim)
+
+
+class TAPA(Encoding):
+    """Product times phase: logits a cos(2 pi (i - j)^alpha p), a and p products of half heads each.
+
+    Token-aware phase attention, Wang et al. 2025, arXiv:2509.12635. a = q_A . k_A / sqrt(D / 2) over
+    the first half of a head's channels, p = q_P . k_P / sqrt(D / 2) over the second: the content says how
+    fast the logit swings with the distance, and at distance 0 it is a. The swing slows down: with alpha = 0.1
+    the phase at 1,024 is twice that at 1. No parameters. The formula is from a reading of the paper's text;
+    we found no code of the authors to compare with. A temperature multiplies a alone, since a factor on q
+    would change the phase.
+    """
+
+    Options = TAPAOptions
+    applies_temperature = True
+
+    def __init__(self, shape: Shape, options: TAPAOptions) -> None:
+        super().__init__(shape, options)
+        self.alpha = options.alpha
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):              # a phase in bf16 would be noise
+            q_a, q_p, k_a, k_p = (half for x in (q, k) for half in x.to(logits.dtype).chunk(2, dim=-1))
+            a, p = (x @ y.mT * (2 / q.shape[-1])**0.5 for x, y in ((q_a, k_a), (q_p, k_p)))
+        a = a if at.temperature is None else a * at.temperature
+        swing = (2 * math.pi * at.distance().to(p.dtype)**self.alpha * p).cos()        # (B, H, Tq, Tk)
+        return (a * swing).masked_fill(logits.isneginf(), -torch.inf)

@@ -12,7 +12,7 @@ from model import GPT
 from positions import ENCODINGS, At, Encoding, Options, Shape, content
 
 B, H, D, C, LAYER = 2, 2, 16, 32, 1     # what `tiny` makes, and its second layer
-CONTENT = ["relative_key", "relative_key_query", "transformer_xl", "cope", "forgetting"]
+CONTENT = ["relative_key", "relative_key_query", "transformer_xl", "cope", "forgetting", "tapa"]
 SHAPES = [(9, 9), (4, 9), (1, 9)]       # Tq, Tk: all queries, a block or a cached chunk, one token
 
 
@@ -35,11 +35,15 @@ class Case:
         return At(q_pos, self.pos, LAYER, self.encoding.tables(q_pos, self.pos),
                   features_of(self.encoding, self.x, LAYER))
 
-    def bias(self) -> Tensor:
-        """What `scores` adds; 0 for keys ahead, whose logits must stay -inf."""
+    def after(self) -> Tensor:
+        """The logits after `scores`; 0 for keys ahead, whose logits must stay -inf."""
         after = self.encoding.scores(self.logits, self.q, self.k, self.at())
         assert torch.equal(after.isneginf(), self.logits.isneginf()) and not after.isnan().any()
-        return torch.where(after.isneginf(), 0.0, after - self.logits)
+        return after.masked_fill(after.isneginf(), 0)
+
+    def bias(self) -> Tensor:
+        """What `scores` adds; 0 for keys ahead."""
+        return self.after() - self.logits.masked_fill(self.logits.isneginf(), 0)
 
     def loop(self, term) -> Tensor:
         """term(b, h, i, j) for each query i and each key j up to it, both counted from the first key."""
@@ -220,3 +224,23 @@ def test_cope_starts_as_no_encoding_and_leaves_at_once(tiny) -> None:
     torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-5)
     model(x, tokens((2, 32), 1)).backward()
     assert (model.encoding.table.grad != 0).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("alpha", [0.1, 0.5])
+def test_tapa_is_a_product_times_a_cosine(alpha: float, shape: tuple[int, int], case) -> None:
+    c = case("tapa", shape, f"position.alpha={alpha}")
+
+    def term(b: int, h: int, i: int, j: int) -> float:
+        q, k = c.q[b, h, i - c.past].tolist(), c.k[b, h, j].tolist()
+        a = sum(q[n] * k[n] for n in range(D // 2)) / math.sqrt(D / 2)
+        p = sum(q[n] * k[n] for n in range(D // 2, D)) / math.sqrt(D / 2)
+        return a * math.cos(2 * math.pi * int(c.pos[b, i] - c.pos[b, j])**alpha * p)
+
+    same(c.after(), c.loop(term))
+
+
+def test_a_temperature_changes_tapas_product_and_not_its_phase(case) -> None:
+    c = case("tapa", (4, 9))
+    hot = c.encoding.scores(c.logits, c.q, c.k, c.at()._replace(temperature=torch.full((1, 1, 4, 1), 3.0)))
+    torch.testing.assert_close(hot.masked_fill(hot.isneginf(), 0), 3 * c.after())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import rope
 from positions.absolute import EvenWidthOptions
 from positions.contract import At, Encoding, Options, Shape, odd_head
+from positions.distance import ALiBi
 
 KEYS_AT_A_TIME = 256    # keys whose products with a table are held in memory at once
 
@@ -186,6 +187,51 @@ class Forgetting(Encoding):
         c = (c - c[..., -q.shape[2], None]).to(logits.dtype)
         bias = c[..., -q.shape[2]:, None] - c[..., None, :]             # (B, H, Tq, Tk): queries come last
         return logits + bias.clamp(max=0)                               # for keys ahead: an empty sum
+
+
+class GRAPEAPOptions(Options):
+    p_dim: int = Field(8, ge=2, multiple_of=2, description="n, the numbers p of a token for each head")
+
+
+class GRAPEAP(Encoding):
+    """ALiBi with content: logits += slope[h] sum_{l=j+1..i} logsigmoid(p_i . R_l p'_l / n). arXiv:2512.07805.
+
+    GRAPE's additive path integral, Zhang et al. 2025. p_t = W x_t has n numbers per head, x the layer's
+    normalised input; p' is p over its root mean square, and R_l turns the pairs (c, c + n/2) by -l radians.
+    The slopes are ALiBi's and fixed: a step costs at most what the query agrees to. As in the authors' code
+    (github.com/model-architectures/GRAPE, GRAPE-AP v1), p_i is neither normalised nor turned, so the bias
+    depends on the positions l themselves; in the paper it does not. The authors have model.qk_norm on.
+
+    Each query sums over its own row: a block of rows needs no other, and T x T numbers never exist.
+    """
+
+    Options = GRAPEAPOptions
+    is_relative = False
+
+    def __init__(self, shape: Shape, options: GRAPEAPOptions) -> None:
+        super().__init__(shape, options)
+        n_layer, C = shape.n_layer, shape.n_embd
+        self.n_head = shape.n_head
+        self.w = nn.Parameter(0.5 * C**-0.5 * torch.randn(n_layer, self.n_head * options.p_dim, C))
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        slopes = torch.tensor(ALiBi.slopes(self.n_head)).to(q_pos.device, non_blocking=True)
+        return slopes[:, None, None]                                    # (H, 1, 1)
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        return F.linear(x, self.w[layer]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)      # (B, H, T, n)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        assert at.features is not None
+        Tq, Tk, n = q.shape[2], k.shape[2], at.features.shape[-1]
+        with torch.autocast(q.device.type, enabled=False):
+            p = at.features.to(logits.dtype)
+            # in fp64: the radians are whole positions, which may be large
+            angle = rope.angles(at.k_pos[:, None], -torch.ones(n // 2, dtype=torch.float64, device=q.device))
+            turned = rope.rotate(F.rms_norm(p, (n,)), angle)            # (B, H, Tk, n)
+            steps = at.tables * F.logsigmoid(p[:, :, -Tq:] @ turned.mT / n)         # (B, H, Tq, Tk)
+        after = F.pad(steps.tril(Tk - Tq)[..., 1:], (0, 1))             # key j: the step of j + 1
+        return logits + after.flip(-1).cumsum(dim=-1).flip(-1)          # from the query backwards
 
 
 class TAPAOptions(Options):

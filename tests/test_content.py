@@ -1,5 +1,6 @@
 """Encodings whose bias depends on content: each against loops over its formula, and other libraries."""
 
+import cmath
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from model import GPT
 from positions import ENCODINGS, At, Encoding, Options, Shape, content
 
 B, H, D, C, LAYER = 2, 2, 16, 32, 1     # what `tiny` makes, and its second layer
-CONTENT = ["relative_key", "relative_key_query", "transformer_xl", "cope", "forgetting", "tapa"]
+CONTENT = ["relative_key", "relative_key_query", "transformer_xl", "cope", "forgetting", "grape_ap", "tapa"]
 SHAPES = [(9, 9), (4, 9), (1, 9)]       # Tq, Tk: all queries, a block or a cached chunk, one token
 
 
@@ -244,3 +245,22 @@ def test_a_temperature_changes_tapas_product_and_not_its_phase(case) -> None:
     c = case("tapa", (4, 9))
     hot = c.encoding.scores(c.logits, c.q, c.k, c.at()._replace(temperature=torch.full((1, 1, 4, 1), 3.0)))
     torch.testing.assert_close(hot.masked_fill(hot.isneginf(), 0), 3 * c.after())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("p_dim", [8, 2])
+def test_grape_ap_is_the_sum_of_its_formula(p_dim: int, shape: tuple[int, int], case) -> None:
+    c = case("grape_ap", shape, f"position.p_dim={p_dim}")
+    slopes, half = [2**-4, 2**-8], p_dim // 2
+
+    def step(b: int, h: int, i: int, n: int) -> float:
+        w, turn = c.encoding.w[LAYER, h * p_dim:(h + 1) * p_dim], cmath.exp(-1j * int(c.pos[b, n]))
+        p_i, p_n = (w @ c.x[b, t] for t in (i, n))
+        p_n = p_n / p_n.square().mean().sqrt()
+        product = 0.0
+        for pair in range(half):
+            turned = complex(p_n[pair], p_n[pair + half]) * turn
+            product += float(p_i[pair]) * turned.real + float(p_i[pair + half]) * turned.imag
+        return -slopes[h] * math.log(1 + math.exp(-product / p_dim))
+
+    same(c.bias(), c.loop(lambda b, h, i, j: sum(step(b, h, i, n) for n in range(j + 1, i + 1))))

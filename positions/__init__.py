@@ -2,7 +2,7 @@
 
 contract.py     what an encoding is: its hooks, its options, and the Shape from which it is made
 absolute.py     added to the embeddings: learned, integer, binary, sinusoidal
-rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos, pope
+rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos, pope, fope
 scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, yarn, llama3, longrope, mrrope,
                 base
 distance.py     biases by distance: alibi, t5, kerple, bam, fire, sandwich
@@ -20,7 +20,7 @@ from positions.accumulated import PaTH, PaTHFoX, RePo, SelectiveRoPE, Wall
 from positions.content import GRAPEAP, TAPA, CoPE, Forgetting, RelativeKey, RelativeKeyQuery, TransformerXL
 from positions.contract import At, Encoding, NoPE, Options, Shape
 from positions.distance import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
-from positions.rotary import PoPE, PRoPE, RoPE, RoPE2D, XPos
+from positions.rotary import FoPE, PoPE, PRoPE, RoPE, RoPE2D, XPos
 
 __all__ = ["ENCODINGS", "At", "Encoding", "NoPE", "Options", "Shape"]
 
@@ -36,6 +36,7 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "p_rope": PRoPE,
     "xpos": XPos,
     "pope": PoPE,
+    "fope": FoPE,
     "alibi": ALiBi,
     "t5": T5,
     "kerple_log": KerpleLog,

@@ -6,7 +6,8 @@ rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos, pope, fop
 scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, yarn, llama3, longrope, mrrope,
                 base
 distance.py     biases by distance: alibi, t5, kerple, bam, fire, sandwich
-content.py      biases by content: relative_key, transformer_xl, cope, forgetting, grape_ap, tapa
+content.py      biases by content: relative_key, transformer_xl, cope, forgetting, grape_ap, dape,
+                tapa
 accumulated.py  by the tokens in between: path, path_fox, selective_rope, repo, wall
 temperature.py  factors on the queries, under any encoding: log_n, ssmax
 invariance.py   scale-invariant attention, under any encoding
@@ -17,7 +18,16 @@ To add one: a class in a file here, a line in ENCODINGS, a config (see the READM
 
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal
 from positions.accumulated import PaTH, PaTHFoX, RePo, SelectiveRoPE, Wall
-from positions.content import GRAPEAP, TAPA, CoPE, Forgetting, RelativeKey, RelativeKeyQuery, TransformerXL
+from positions.content import (
+    DAPE,
+    GRAPEAP,
+    TAPA,
+    CoPE,
+    Forgetting,
+    RelativeKey,
+    RelativeKeyQuery,
+    TransformerXL,
+)
 from positions.contract import At, Encoding, NoPE, Options, Shape
 from positions.distance import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
 from positions.rotary import FoPE, PoPE, PRoPE, RoPE, RoPE2D, XPos
@@ -50,6 +60,7 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "cope": CoPE,
     "forgetting": Forgetting,
     "grape_ap": GRAPEAP,
+    "dape": DAPE,
     "tapa": TAPA,
     "path": PaTH,
     "path_fox": PaTHFoX,

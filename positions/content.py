@@ -7,6 +7,7 @@ table. Angles in radians.
 from __future__ import annotations
 
 import math
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import rope
 from positions.absolute import EvenWidthOptions
 from positions.contract import At, Encoding, Options, Shape, odd_head
-from positions.distance import ALiBi
+from positions.distance import ALiBi, ALiBiOptions, KerpleLog
 
 KEYS_AT_A_TIME = 256    # keys whose products with a table are held in memory at once
 
@@ -232,6 +233,46 @@ class GRAPEAP(Encoding):
             steps = at.tables * F.logsigmoid(p[:, :, -Tq:] @ turned.mT / n)         # (B, H, Tq, Tk)
         after = F.pad(steps.tril(Tk - Tq)[..., 1:], (0, 1))             # key j: the step of j + 1
         return logits + after.flip(-1).cumsum(dim=-1).flip(-1)          # from the query backwards
+
+
+class DAPEOptions(Options):
+    bias: Literal["alibi", "kerple_log"] = Field(
+        "alibi", description="the bias by distance that the network adapts; the paper's best is kerple_log's")
+
+
+class DAPE(Encoding):
+    """A bias adapted to the logits: logits += b + MLP([logits, b]), over the heads. Zheng, arXiv:2405.14722.
+
+    Data-adaptive positional encoding (also CAPE), Zheng et al. 2024. b is ALiBi's or KERPLE's bias; the MLP
+    sees the logits and the biases of all heads for one query and key, 2 H -> 32 -> H with LeakyReLU. As in
+    the authors' code (github.com/chuanyang-Zheng/DAPE) each layer has its own, with PyTorch's start; here
+    KERPLE's p and a are shared by the layers. It holds 2 H + 64 numbers more for each query and key.
+
+    Its lr_scale is 1, unlike FIRE's: b is useful from the start, and what goes into the MLP is large already
+    (b is tens at hundreds of tokens), so its outputs move fast. We have not tuned it.
+    """
+
+    Options = DAPEOptions
+    n_hidden = 32
+
+    def __init__(self, shape: Shape, options: DAPEOptions) -> None:
+        super().__init__(shape, options)
+        H = shape.n_head
+        self.bias = (ALiBi(shape, ALiBiOptions(encoding="alibi")) if options.bias == "alibi" else
+                     KerpleLog(shape, options))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(2 * H, self.n_hidden), nn.LeakyReLU(), nn.Linear(self.n_hidden, H))
+            for _ in range(shape.n_layer))
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
+        return self.bias.tables(q_pos, k_pos)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        seen = logits.masked_fill(logits.isneginf(), 0)                 # the MLP would make NaN of -inf
+        b = self.bias.scores(logits.new_zeros(()), q, k, at).to(logits.dtype)       # (1 or B, H, Tq, Tk)
+        both = torch.cat((seen, b.expand_as(seen)), dim=1).movedim(1, -1)           # (B, Tq, Tk, 2 H)
+        with torch.autocast(logits.device.type, enabled=False):
+            return logits + b + self.mlps[at.layer](both).movedim(-1, 1)
 
 
 class TAPAOptions(Options):

@@ -13,7 +13,8 @@ from model import GPT
 from positions import ENCODINGS, At, Encoding, Options, Shape, content
 
 B, H, D, C, LAYER = 2, 2, 16, 32, 1     # what `tiny` makes, and its second layer
-CONTENT = ["relative_key", "relative_key_query", "transformer_xl", "cope", "forgetting", "grape_ap", "tapa"]
+CONTENT = ["relative_key", "relative_key_query", "transformer_xl", "cope", "forgetting", "grape_ap", "dape",
+           "tapa"]
 SHAPES = [(9, 9), (4, 9), (1, 9)]       # Tq, Tk: all queries, a block or a cached chunk, one token
 
 
@@ -264,3 +265,27 @@ def test_grape_ap_is_the_sum_of_its_formula(p_dim: int, shape: tuple[int, int], 
         return -slopes[h] * math.log(1 + math.exp(-product / p_dim))
 
     same(c.bias(), c.loop(lambda b, h, i, j: sum(step(b, h, i, n) for n in range(j + 1, i + 1))))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", ["alibi", "kerple_log"])
+def test_dape_is_its_bias_and_a_network_over_the_heads(bias: str, shape: tuple[int, int], case) -> None:
+    c = case("dape", shape, f"position.bias={bias}")
+    mlp, base = c.encoding.mlps[LAYER], c.encoding.bias
+    c.at()                                                              # kerple clamps its parameters
+    assert mlp[0].weight.shape == (32, 2 * H) and mlp[2].weight.shape == (H, 32)
+
+    def b_of(h: int, d: int) -> float:
+        return -(2**-4, 2**-8)[h] * d if bias == "alibi" else -float(base.p[h] * math.log(1 + base.a[h] * d))
+
+    def term(b: int, h: int, i: int, j: int) -> float:
+        d = int(c.pos[b, i] - c.pos[b, j])
+        given = [float(c.q[b, n, i - c.past] @ c.k[b, n, j]) / math.sqrt(D) for n in range(H)]
+        given += [b_of(n, d) for n in range(H)]
+        hidden = [sum(w * x for w, x in zip(row, given, strict=True)) + at_zero
+                  for row, at_zero in zip(mlp[0].weight.tolist(), mlp[0].bias.tolist(), strict=True)]
+        hidden = [x if x > 0 else 0.01 * x for x in hidden]
+        out = sum(w * x for w, x in zip(mlp[2].weight[h].tolist(), hidden, strict=True))
+        return b_of(h, d) + out + float(mlp[2].bias[h])
+
+    same(c.bias(), c.loop(term))

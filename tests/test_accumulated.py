@@ -102,7 +102,7 @@ def test_path_is_that_of_flash_linear_attention(name: str, tiny) -> None:
         out.square().sum().backward()
         found.append([out, *(x.grad for x in inputs)])
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -156,7 +156,7 @@ def test_wall_is_that_of_flash_linear_attention(tiny, monkeypatch) -> None:
         out.square().sum().backward()
         found.append([out, *(x.grad for x in inputs)])
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -258,8 +258,8 @@ class DAPE(Encoding):
     def __init__(self, shape: Shape, options: DAPEOptions) -> None:
         super().__init__(shape, options)
         H = shape.n_head
-        self.bias = (ALiBi(shape, ALiBiOptions.model_validate({"encoding": "alibi"})) if options.bias == "alibi" else
-                     KerpleLog(shape, options))
+        plain = ALiBiOptions.model_validate({"encoding": "alibi"})
+        self.bias = ALiBi(shape, plain) if options.bias == "alibi" else KerpleLog(shape, options)
         self.mlps = nn.ModuleList(
             nn.Sequential(nn.Linear(2 * H, self.n_hidden), nn.LeakyReLU(), nn.Linear(self.n_hidden, H))
             for _ in range(shape.n_layer))

@@ -35,7 +35,7 @@ class Mask(NamedTuple):
 
     is_causal: bool = True
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
-    chunk: int | None = None  # size of the chunks of tokens that see only themselves; None: no chunks
+    chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
     in_order: bool = False  # positions are known to grow with the index, which `fold` needs
     # (window, chunk) -> the same mask for FlexAttention, where it may be used
@@ -139,7 +139,8 @@ def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask) -> Iterator[tuple[slic
         rows, keys = slice(start, min(start + n_rows, Tq)), slice(0, Tk)
         if mask.is_causal:
             first = offset + start
-            keys = slice(max(0, first + 1 - window, first // chunk * chunk), offset + rows.stop)
+            start_of_chunk = first // chunk * chunk if mask.documents is None else first + 1 - chunk
+            keys = slice(max(0, first + 1 - window, start_of_chunk), offset + rows.stop)
         yield rows, keys
 
 
@@ -150,8 +151,11 @@ def visible(rows: slice, keys: slice, offset: int, mask: Mask, device: torch.dev
         i = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=device)
         seen = (j <= i) & (j > i - window) if window else j <= i        # (rows, keys)
-        seen = seen & (j // mask.chunk == i // mask.chunk) if mask.chunk else seen
+        seen = seen & (j // mask.chunk == i // mask.chunk) if mask.chunk and documents is None else seen
     if documents is not None:
-        same = documents[:, None, rows, None] == documents[:, None, None, keys]
+        pieces = documents
+        if mask.is_causal and mask.chunk:
+            pieces = flex.split_into_chunks(documents, mask.chunk)
+        same = pieces[:, None, rows, None] == pieces[:, None, None, keys]
         seen = same if seen is None else same & seen                    # (B, 1, rows, keys)
     return seen

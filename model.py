@@ -112,7 +112,8 @@ class Attention(nn.Module):
 
     The mask is causal by index, for any positions; `is_causal = False` removes it. With a window W a query
     sees at most W keys, its own included (Hugging Face's convention). With chunks of W, it sees those of
-    tokens n W ... n W + W - 1 of the row that are not after it (Llama 4). `is_local = False` ignores both.
+    tokens n W ... n W + W - 1 of the row, or of its packed document, that are not after it (Llama 4).
+    `is_local = False` ignores both.
     """
 
     def __init__(self, config: ModelConfig, is_local: bool) -> None:

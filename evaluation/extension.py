@@ -197,7 +197,8 @@ class ReRoPE(Regrouping):
         largest = config.train.seq_len - 2      # above it, the default step has no far distance below L
         if self.step and getattr(self, self.step) is None and (self.window or 0) > largest:
             return f"window must be at most L - 2 = {largest}, got {self.window}"
-        return super().problem(model, config, T)
+        wrong = None if model.active().is_relative else "needs an encoding that depends on distances alone"
+        return wrong or super().problem(model, config, T)
 
 
 class LeakyReRoPE(ReRoPE):

@@ -2,11 +2,12 @@
 
 contract.py     what an encoding is: its hooks, its options, and the Shape from which it is made
 absolute.py     added to the embeddings: learned, integer, binary, sinusoidal
-rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos, pope
+rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos, pope, fope
 scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, yarn, llama3, longrope, mrrope,
                 base
 distance.py     biases by distance: alibi, t5, kerple, bam, fire, sandwich
-content.py      biases by content: relative_key, transformer_xl, cope, forgetting
+content.py      biases by content: relative_key, transformer_xl, cope, forgetting, grape_ap, dape,
+                tapa
 accumulated.py  by the tokens in between: path, path_fox, selective_rope, repo, wall
 temperature.py  factors on the queries, under any encoding: log_n, ssmax
 invariance.py   scale-invariant attention, under any encoding
@@ -17,10 +18,19 @@ To add one: a class in a file here, a line in ENCODINGS, a config (see the READM
 
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal
 from positions.accumulated import PaTH, PaTHFoX, RePo, SelectiveRoPE, Wall
-from positions.content import CoPE, Forgetting, RelativeKey, RelativeKeyQuery, TransformerXL
+from positions.content import (
+    DAPE,
+    GRAPEAP,
+    TAPA,
+    CoPE,
+    Forgetting,
+    RelativeKey,
+    RelativeKeyQuery,
+    TransformerXL,
+)
 from positions.contract import At, Encoding, NoPE, Options, Shape
 from positions.distance import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
-from positions.rotary import PoPE, PRoPE, RoPE, RoPE2D, XPos
+from positions.rotary import FoPE, PoPE, PRoPE, RoPE, RoPE2D, XPos
 
 __all__ = ["ENCODINGS", "At", "Encoding", "NoPE", "Options", "Shape"]
 
@@ -36,6 +46,7 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "p_rope": PRoPE,
     "xpos": XPos,
     "pope": PoPE,
+    "fope": FoPE,
     "alibi": ALiBi,
     "t5": T5,
     "kerple_log": KerpleLog,
@@ -48,6 +59,9 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "transformer_xl": TransformerXL,
     "cope": CoPE,
     "forgetting": Forgetting,
+    "grape_ap": GRAPEAP,
+    "dape": DAPE,
+    "tapa": TAPA,
     "path": PaTH,
     "path_fox": PaTHFoX,
     "selective_rope": SelectiveRoPE,

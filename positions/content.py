@@ -1,10 +1,13 @@
-"""Biases on the logits that depend on the content of the query, of the key, or of the tokens in between.
+"""Logits changed by the content of the query, of the key, or of the tokens in between.
 
 Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channels of a head, P rows of a
 table. Angles in radians.
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +16,8 @@ from torch import Tensor, nn
 
 import rope
 from positions.absolute import EvenWidthOptions
-from positions.contract import At, Encoding, Options, Shape
+from positions.contract import At, Encoding, Options, Shape, odd_head
+from positions.distance import ALiBi, ALiBiOptions, KerpleLog
 
 KEYS_AT_A_TIME = 256    # keys whose products with a table are held in memory at once
 
@@ -184,3 +188,122 @@ class Forgetting(Encoding):
         c = (c - c[..., -q.shape[2], None]).to(logits.dtype)
         bias = c[..., -q.shape[2]:, None] - c[..., None, :]             # (B, H, Tq, Tk): queries come last
         return logits + bias.clamp(max=0)                               # for keys ahead: an empty sum
+
+
+class GRAPEAPOptions(Options):
+    p_dim: int = Field(8, ge=2, multiple_of=2, description="n, the numbers p of a token for each head")
+
+
+class GRAPEAP(Encoding):
+    """ALiBi with content: logits += slope[h] sum_{l=j+1..i} logsigmoid(p_i . R_l p'_l / n). arXiv:2512.07805.
+
+    GRAPE's additive path integral, Zhang et al. 2025. p_t = W x_t has n numbers per head, x the layer's
+    normalised input; p' is p over its root mean square, and R_l turns the pairs (c, c + n/2) by -l radians.
+    The slopes are ALiBi's and fixed: a step costs at most what the query agrees to. As in the authors' code
+    (github.com/model-architectures/GRAPE, GRAPE-AP v1), p_i is neither normalised nor turned, so the bias
+    depends on the positions l themselves; in the paper it does not. The authors have model.qk_norm on.
+
+    Each query sums over its own row: a block of rows needs no other, and T x T numbers never exist.
+    """
+
+    Options = GRAPEAPOptions
+    is_relative = False
+
+    def __init__(self, shape: Shape, options: GRAPEAPOptions) -> None:
+        super().__init__(shape, options)
+        n_layer, C = shape.n_layer, shape.n_embd
+        self.n_head = shape.n_head
+        self.w = nn.Parameter(0.5 * C**-0.5 * torch.randn(n_layer, self.n_head * options.p_dim, C))
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        slopes = torch.tensor(ALiBi.slopes(self.n_head)).to(q_pos.device, non_blocking=True)
+        return slopes[:, None, None]                                    # (H, 1, 1)
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        return F.linear(x, self.w[layer]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)      # (B, H, T, n)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        assert at.features is not None
+        Tq, Tk, n = q.shape[2], k.shape[2], at.features.shape[-1]
+        with torch.autocast(q.device.type, enabled=False):
+            p = at.features.to(logits.dtype)
+            # in fp64: the radians are whole positions, which may be large
+            angle = rope.angles(at.k_pos[:, None], -torch.ones(n // 2, dtype=torch.float64, device=q.device))
+            turned = rope.rotate(F.rms_norm(p, (n,)), angle)            # (B, H, Tk, n)
+            steps = at.tables * F.logsigmoid(p[:, :, -Tq:] @ turned.mT / n)         # (B, H, Tq, Tk)
+        after = F.pad(steps.tril(Tk - Tq)[..., 1:], (0, 1))             # key j: the step of j + 1
+        return logits + after.flip(-1).cumsum(dim=-1).flip(-1)          # from the query backwards
+
+
+class DAPEOptions(Options):
+    bias: Literal["alibi", "kerple_log"] = Field(
+        "alibi", description="the bias by distance that the network adapts; the paper's best is kerple_log's")
+
+
+class DAPE(Encoding):
+    """A bias adapted to the logits: logits += b + MLP([logits, b]), over the heads. Zheng, arXiv:2405.14722.
+
+    Data-adaptive positional encoding (also CAPE), Zheng et al. 2024. b is ALiBi's or KERPLE's bias; the MLP
+    sees the logits and the biases of all heads for one query and key, 2 H -> 32 -> H with LeakyReLU. As in
+    the authors' code (github.com/chuanyang-Zheng/DAPE) each layer has its own, with PyTorch's start; here
+    KERPLE's p and a are shared by the layers. It holds 2 H + 64 numbers more for each query and key.
+
+    Its lr_scale is 1, unlike FIRE's: b is useful from the start, and what goes into the MLP is large already
+    (b is tens at hundreds of tokens), so its outputs move fast. We have not tuned it.
+    """
+
+    Options = DAPEOptions
+    n_hidden = 32
+
+    def __init__(self, shape: Shape, options: DAPEOptions) -> None:
+        super().__init__(shape, options)
+        H = shape.n_head
+        plain = ALiBiOptions.model_validate({"encoding": "alibi"})
+        self.bias = ALiBi(shape, plain) if options.bias == "alibi" else KerpleLog(shape, options)
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(2 * H, self.n_hidden), nn.LeakyReLU(), nn.Linear(self.n_hidden, H))
+            for _ in range(shape.n_layer))
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
+        return self.bias.tables(q_pos, k_pos)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        seen = logits.masked_fill(logits.isneginf(), 0)                 # the MLP would make NaN of -inf
+        b = self.bias.scores(logits.new_zeros(()), q, k, at).to(logits.dtype)       # (1 or B, H, Tq, Tk)
+        both = torch.cat((seen, b.expand_as(seen)), dim=1).movedim(1, -1)           # (B, Tq, Tk, 2 H)
+        with torch.autocast(logits.device.type, enabled=False):
+            return logits + b + self.mlps[at.layer](both).movedim(-1, 1)
+
+
+class TAPAOptions(Options):
+    alpha: float = Field(0.1, gt=0, description="exponent of the distance in the phase; the paper's: 0.1")
+
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        return odd_head(head_dim)
+
+
+class TAPA(Encoding):
+    """Product times phase: logits a cos(2 pi (i - j)^alpha p), a and p products of half heads each.
+
+    Token-aware phase attention, Wang et al. 2025, arXiv:2509.12635. a = q_A . k_A / sqrt(D / 2) over
+    the first half of a head's channels, p = q_P . k_P / sqrt(D / 2) over the second: the content says how
+    fast the logit swings with the distance, and at distance 0 it is a. The swing slows down: with alpha = 0.1
+    the phase at 1,024 is twice that at 1. No parameters. The formula is from a reading of the paper's text;
+    we found no code of the authors to compare with. A temperature multiplies a alone, since a factor on q
+    would change the phase.
+    """
+
+    Options = TAPAOptions
+    applies_temperature = True
+
+    def __init__(self, shape: Shape, options: TAPAOptions) -> None:
+        super().__init__(shape, options)
+        self.alpha = options.alpha
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):              # a phase in bf16 would be noise
+            q_a, q_p, k_a, k_p = (half for x in (q, k) for half in x.to(logits.dtype).chunk(2, dim=-1))
+            a, p = (x @ y.mT * (2 / q.shape[-1])**0.5 for x, y in ((q_a, k_a), (q_p, k_p)))
+        a = a if at.temperature is None else a * at.temperature
+        swing = (2 * math.pi * at.distance().to(p.dtype)**self.alpha * p).cos()        # (B, H, Tq, Tk)
+        return (a * swing).masked_fill(logits.isneginf(), -torch.inf)

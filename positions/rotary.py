@@ -6,7 +6,7 @@ Legend: B batch, T time (Tq queries, Tk keys), D channels of a head, R rotated c
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.contract import At, Encoding, Options, Shape, odd_head
+from positions.contract import At, Encoding, Options, Shape, for_each_head, odd_head
 from positions.scaling import AnyScaling, Scaling
 
 
@@ -264,3 +264,61 @@ class PoPE(RoPE):
         q_wide = torch.cat((q_radius * delta.cos(), -q_radius * delta.sin()), dim=-1)       # at angle -delta
         k_wide = torch.cat((k_radius * k_cos, k_radius * k_sin), dim=-1)        # (B, G, Tk, 2 D)
         return rope.turn(q_wide, q_cos, q_sin).to(q.dtype), k_wide.to(k.dtype)
+
+
+class FoPEOptions(RotaryOptions):
+    gain: float = Field(0.3, ge=0, description="size of the random mixture; in the paper 0.3 at 60 M "
+                                               "parameters, 0.6 at 1.2 B. 0: every wave is a single one")
+
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        if head_dim < 4:
+            return {"encoding": "needs 4 or more channels of a head (head_dim, or n_embd / n_head), "
+                                f"got {head_dim}"}
+        return super().problems(n_embd, head_dim)
+
+
+class FoPE(RoPE):
+    """RoPE with cosines and sines mixed of several frequencies: cos_c = sum_m C[m, c] cos(t f_m). Hua 2024.
+
+    Fourier position embedding, Hua et al. 2024, arXiv:2412.17739: a layer spreads each frequency over others,
+    so each pair should have a series of them. The frequencies are RoPE's M with a turn or more in L =
+    train.seq_len; there are N = min(M, D / 4) mixtures, for the first N pairs. The others are constant,
+    cosine = sine = 1. C and, for the sines, S are (M, N) for each layer and head: random, plus 1 where the
+    mixture c begins, m = c ceil(M / N). They are not trained, but a part of the checkpoint.
+
+    As in the authors' code (github.com/TsinghuaC3I/Fourier-Position-Embedding), the noise has the standard
+    deviation gain sqrt(2 / (N (M + H))), Xavier's for three axes. The result is no rotation: lengths change,
+    and logits depend on more than the distance. Under a scaling the same M pairs stay. Each head of queries
+    has its own matrices, so k gets as many heads.
+    """
+
+    Options = FoPEOptions
+    is_relative = False
+    cos_mixture: Tensor     # (n_layer, H, M, N)
+    sin_mixture: Tensor
+
+    def __init__(self, shape: Shape, options: FoPEOptions) -> None:
+        super().__init__(shape, options)
+        f = rope.inv_freq(self.rotary_dim, self.base, device="cpu")     # M is read, so never "meta"
+        M = int((rope.stop_unfinished(f, self.seq_len) > 0).sum())
+        N = min(M, self.rotary_dim // 4)
+        std = options.gain * math.sqrt(2 / max(1, N * (M + shape.n_head)))
+        begins = torch.arange(0, M, math.ceil(M / N) if N else 1)       # at most N
+        for name in ("cos_mixture", "sin_mixture"):
+            mixture = std * torch.randn(shape.n_layer, shape.n_head, M, N)
+            mixture[:, :, begins, torch.arange(len(begins))] += 1
+            self.register_buffer(name, mixture)
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Any, ...]:
+        f, factor = self.frequencies(k_pos)
+        return *self.cos_and_sin(q_pos, k_pos, f[:self.cos_mixture.shape[2]], factor), factor
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        *waves, factor = at.tables
+        n_constant = self.rotary_dim // 2 - self.cos_mixture.shape[3]
+        with torch.autocast(q.device.type, enabled=False):
+            q_cos, q_sin, k_cos, k_sin = (
+                F.pad(wave @ mixture[at.layer].to(wave.dtype), (0, n_constant), value=factor)
+                for wave, mixture in zip(waves, (self.cos_mixture, self.sin_mixture) * 2, strict=True))
+        k = for_each_head(k, q.shape[1])                                # (B, H, Tk, D)
+        return rope.turn(q, q_cos, q_sin, self.layout), rope.turn(k, k_cos, k_sin, self.layout)

@@ -37,6 +37,9 @@ def block_masks(limits: Iterable[Limits], T: int, documents: Tensor | None,
 
 def seen(window: int | None, chunk: int | None, documents: Tensor | None) -> Callable[..., Tensor]:
     """The mask function: whether query i of row b sees key j by window, chunk and document."""
+    if documents is not None and chunk:
+        documents, chunk = split_into_chunks(documents, chunk), None
+
     def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         mask = j <= i
         if window:
@@ -46,6 +49,14 @@ def seen(window: int | None, chunk: int | None, documents: Tensor | None) -> Cal
         return mask if documents is None else mask & (documents[b, i] == documents[b, j])
 
     return is_seen
+
+
+def split_into_chunks(documents: Tensor, chunk: int) -> Tensor:
+    """The chunk of each token (B, T), of packed documents (B, T): each document's chunks begin with it."""
+    index = torch.arange(documents.shape[1], device=documents.device)
+    is_first = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    start = (index * is_first).cummax(dim=1).values                     # of each token's document
+    return ((index - start) % chunk == 0).cumsum(dim=1)
 
 
 def serves(q: Tensor, encoding: Encoding, is_masked: bool) -> bool:

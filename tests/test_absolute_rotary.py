@@ -1,6 +1,8 @@
-"""Integer and binary positions, p-RoPE and xPos: each against its formula in plain loops."""
+"""Integer and binary positions, p-RoPE, xPos and FoPE: each against its formula in plain loops."""
 
+import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ import rope
 from attention import Mask, attend_fused
 from model import GPT
 from positions import At
+from runtime.checkpoint import load_run
 from runtime.device import autocast
+from train import train
 
 D = 16
 layouts = pytest.mark.parametrize("layout", rope.LAYOUTS)
@@ -208,3 +212,58 @@ def test_tables_do_not_follow_the_model_to_bfloat16(name: str, tiny) -> None:
     made = GPT(tiny(name)).to(torch.bfloat16).encoding.tables(at, at)
     assert all(torch.equal(a, b) and a.dtype == torch.float32
                for a, b in zip(made, lively(tiny(name)).encoding.tables(at, at), strict=True))
+
+
+# -----------------------------------------------------------------------------------------------------------
+# FoPE
+
+
+@layouts
+@pytest.mark.parametrize(("L", "M", "N"), [(32, 2, 2), (4096, 6, 4), (6, 0, 0)])
+def test_fope_mixes_the_waves_that_turn_within_L(L: int, M: int, N: int, layout: str, tiny) -> None:
+    """Every second layer and head in loops; pairs beyond N have cosine = sine = 1."""
+    encoding = lively(tiny("fope", f"train.seq_len={L}", f"position.layout={layout}")).encoding.double()
+    assert encoding.cos_mixture.shape == encoding.sin_mixture.shape == (2, 2, M, N)
+    at = torch.tensor([[0, 3, 50, 4000], [1, 2, 7, 9]])
+    x, y = vectors(2, 2, 4, D), vectors(2, 1, 4, D, seed=1)             # one head of keys
+    q, k = encoding.rotate(x, y, At(at, at, 1, encoding.tables(at, at)))
+
+    def mixed(mixture: torch.Tensor, wave, h: int, c: int, t: int) -> float:
+        if c >= N:
+            return 1.0
+        return sum(mixture[1, h, m, c].item() * wave(t * 10_000 ** (-2 * m / D)) for m in range(M))
+
+    for b, h, t, c in itertools.product(range(2), range(2), range(4), range(D // 2)):
+        cos, sin = (mixed(mixture, wave, h, c, int(at[b, t])) for mixture, wave in (
+            (encoding.cos_mixture, math.cos), (encoding.sin_mixture, math.sin)))
+        i, j = (c, c + D // 2) if layout == "half" else (2 * c, 2 * c + 1)
+        for before, after in ((x[b, h, t], q[b, h, t]), (y[b, 0, t], k[b, h, t])):
+            u, v = before[i].item(), before[j].item()
+            assert after[i].item() == pytest.approx(u * cos - v * sin, abs=1e-3)        # angles are fp32
+            assert after[j].item() == pytest.approx(v * cos + u * sin, abs=1e-3)
+
+
+def test_fopes_mixtures_begin_at_single_waves_with_xaviers_noise(tiny) -> None:
+    """M = 6 waves, N = 4 mixtures: every second wave begins one; without noise nothing else is in it."""
+    plain = GPT(tiny("fope", "train.seq_len=4096", "position.gain=0")).encoding
+    expected = torch.zeros(6, 4)
+    expected[0, 0] = expected[2, 1] = expected[4, 2] = 1
+    assert torch.equal(plain.cos_mixture, expected.expand(2, 2, 6, 4))
+    noisy = GPT(tiny("fope", "train.seq_len=100000", "model.n_embd=512", "position.gain=0.5")).encoding
+    H, M, N = noisy.sin_mixture.shape[1:]
+    begins = range(0, M, math.ceil(M / N))
+    noise = noisy.sin_mixture.clone()
+    noise[:, :, list(begins), list(range(len(begins)))] -= 1
+    assert noise.std().item() == pytest.approx(0.5 * math.sqrt(2 / (N * (M + H))), rel=0.2)
+    assert not torch.equal(noisy.sin_mixture, noisy.cos_mixture)
+
+
+def test_fopes_mixtures_are_saved_and_not_trained(tiny, tmp_path: Path) -> None:
+    config = tiny("fope", "train.steps=2")
+    assert train(config, []) == 0
+    torch.manual_seed(config.train.seed)
+    expected = GPT(config).encoding
+    torch.manual_seed(1)
+    found = load_run(tmp_path / "run")[0].encoding
+    assert torch.equal(found.cos_mixture, expected.cos_mixture)
+    assert torch.equal(found.sin_mixture, expected.sin_mixture)

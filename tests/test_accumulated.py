@@ -29,13 +29,6 @@ def case(tiny, monkeypatch):
     return lambda name, shape: Case(lively(tiny(name)).encoding, *shape)
 
 
-def logits_of(c: Case) -> Tensor:
-    """The logits after `scores`, 0 where masked."""
-    after = c.encoding.scores(c.logits, c.q, c.k, c.at())
-    assert torch.equal(after.isneginf(), c.logits.isneginf()) and not after.isnan().any()
-    return after.masked_fill(after.isneginf(), 0)
-
-
 def convolved(raw: Tensor, weight: Tensor) -> Tensor:
     """PyTorch's depthwise convolution of (T, D), padded on the left; weight (D, n)."""
     padded = F.pad(raw.T[None], (weight.shape[1] - 1, 0))
@@ -67,7 +60,7 @@ def test_path_is_the_product_of_its_reflections(name: str, shape: tuple[int, int
                 logit += F.logsigmoid(c.x[b, t] @ gates.w[LAYER, h] + gates.b[LAYER, h]).item()
         return logit
 
-    same(logits_of(c), c.loop(term), 1e-5)      # the length of w has 1e-6 under its root
+    same(c.after(), c.loop(term), 1e-5)      # the length of w has 1e-6 under its root
 
 
 def reference(name: str) -> ModuleType:
@@ -109,7 +102,7 @@ def test_path_is_that_of_flash_linear_attention(name: str, tiny) -> None:
         out.square().sum().backward()
         found.append([out, *(x.grad for x in inputs)])
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -123,7 +116,7 @@ def test_wall_is_a_product_of_gates_in_each_channel(shape: tuple[int, int], case
         factor = gates[j + 1:i + 1].sum(dim=0).exp()
         return (c.q[b, h, i - c.past] * c.k[b, h, j] * factor).sum().item() / math.sqrt(D)
 
-    same(logits_of(c), c.loop(term))
+    same(c.after(), c.loop(term))
 
 
 def test_wall_survives_gates_that_close_at_once(tiny) -> None:
@@ -133,7 +126,7 @@ def test_wall_survives_gates_that_close_at_once(tiny) -> None:
     encoding.float().b.fill_(-200.0)
     c.q, c.k, c.x, c.logits = (x.float().requires_grad_() for x in (c.q, c.k, c.x, c.logits))
     own = torch.einsum("bhic,bhic->bhi", c.q, c.k) / math.sqrt(D)
-    found = logits_of(c)
+    found = c.after()
     torch.testing.assert_close(found, torch.diag_embed(own), atol=1e-5, rtol=1e-5)
     found.sum().backward()
     assert all(x.grad.isfinite().all() for x in (c.q, c.k, c.x))
@@ -163,7 +156,7 @@ def test_wall_is_that_of_flash_linear_attention(tiny, monkeypatch) -> None:
         out.square().sum().backward()
         found.append([out, *(x.grad for x in inputs)])
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

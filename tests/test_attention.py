@@ -19,6 +19,7 @@ from attention import Mask, attend_fused, attend_in_blocks, row_blocks, visible
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.distance import ALiBi
+from runtime import flex
 
 FUSED = [name for name, e in ENCODINGS.items() if not e.has_scores() or e.fold is not Encoding.fold]
 B, H, D = 2, 12, 8      # slopes times sqrt(D) that are no powers of two
@@ -320,3 +321,27 @@ def test_a_gpu_computes_few_large_blocks(B: int, T: int, n_blocks: int, tiny,
     with torch.no_grad():
         model.hidden(torch.zeros((B, T), dtype=torch.long, device="meta"))
     assert len(seen) == n_blocks and max(seen) <= 2**28
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, 7), (4, 7), (None, 1), (None, None)])
+@pytest.mark.parametrize("name", ["rope", "t5", "none"])
+def test_a_packed_row_equals_its_documents_alone(name: str, window: int | None, chunk: int | None, tiny,
+                                                 monkeypatch) -> None:
+    """Chunks are counted from the start of each document, on all paths and in FlexAttention's mask."""
+    limits = [f"model.{key}={value}" for key, value in (("window", window), ("chunk", chunk)) if value]
+    model, x = lively(tiny(name, *limits)).double(), tokens((2, 33))
+    documents = torch.tensor([[0] * 5 + [1] * 18 + [2] * 10, [3] * 20 + [4] + [5] * 12])
+    alone = []
+    for row, numbers in zip(x, documents, strict=True):
+        parts = [row[numbers == n] for n in numbers.unique()]
+        alone.append(torch.cat([model(part[None])[0] for part in parts]))
+    whole = model(x, documents=documents)
+    torch.testing.assert_close(whole, torch.stack(alone), atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 2 * 33 * 4)     # blocks of 4 rows
+    monkeypatch.setattr(attention, "MIN_ROWS", 5)
+    monkeypatch.setattr(attention, "FUSE_FROM", 1)
+    torch.testing.assert_close(model(x, documents=documents), whole, atol=1e-5, rtol=1e-5)
+    is_seen = flex.seen(window, chunk, documents)
+    b, i, j = torch.arange(2)[:, None, None], torch.arange(33)[:, None], torch.arange(33)
+    expected = visible(slice(0, 33), slice(0, 33), 0, Mask(True, window, chunk, documents), x.device)
+    assert expected is not None and torch.equal(is_seen(b, 0, i, j), expected[:, 0])

@@ -1,5 +1,6 @@
 """Encodings whose bias depends on content: each against loops over its formula, and other libraries."""
 
+import cmath
 import math
 
 import pytest
@@ -12,7 +13,8 @@ from model import GPT
 from positions import ENCODINGS, At, Encoding, Options, Shape, content
 
 B, H, D, C, LAYER = 2, 2, 16, 32, 1     # what `tiny` makes, and its second layer
-CONTENT = ["relative_key", "relative_key_query", "transformer_xl", "cope", "forgetting"]
+CONTENT = ["relative_key", "relative_key_query", "transformer_xl", "cope", "forgetting", "grape_ap", "dape",
+           "tapa"]
 SHAPES = [(9, 9), (4, 9), (1, 9)]       # Tq, Tk: all queries, a block or a cached chunk, one token
 
 
@@ -35,11 +37,15 @@ class Case:
         return At(q_pos, self.pos, LAYER, self.encoding.tables(q_pos, self.pos),
                   features_of(self.encoding, self.x, LAYER))
 
-    def bias(self) -> Tensor:
-        """What `scores` adds; 0 for keys ahead, whose logits must stay -inf."""
+    def after(self) -> Tensor:
+        """The logits after `scores`; 0 for keys ahead, whose logits must stay -inf."""
         after = self.encoding.scores(self.logits, self.q, self.k, self.at())
         assert torch.equal(after.isneginf(), self.logits.isneginf()) and not after.isnan().any()
-        return torch.where(after.isneginf(), 0.0, after - self.logits)
+        return after.masked_fill(after.isneginf(), 0)
+
+    def bias(self) -> Tensor:
+        """What `scores` adds; 0 for keys ahead."""
+        return self.after() - self.logits.masked_fill(self.logits.isneginf(), 0)
 
     def loop(self, term) -> Tensor:
         """term(b, h, i, j) for each query i and each key j up to it, both counted from the first key."""
@@ -220,3 +226,66 @@ def test_cope_starts_as_no_encoding_and_leaves_at_once(tiny) -> None:
     torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-5)
     model(x, tokens((2, 32), 1)).backward()
     assert (model.encoding.table.grad != 0).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("alpha", [0.1, 0.5])
+def test_tapa_is_a_product_times_a_cosine(alpha: float, shape: tuple[int, int], case) -> None:
+    c = case("tapa", shape, f"position.alpha={alpha}")
+
+    def term(b: int, h: int, i: int, j: int) -> float:
+        q, k = c.q[b, h, i - c.past].tolist(), c.k[b, h, j].tolist()
+        a = sum(q[n] * k[n] for n in range(D // 2)) / math.sqrt(D / 2)
+        p = sum(q[n] * k[n] for n in range(D // 2, D)) / math.sqrt(D / 2)
+        return a * math.cos(2 * math.pi * int(c.pos[b, i] - c.pos[b, j])**alpha * p)
+
+    same(c.after(), c.loop(term))
+
+
+def test_a_temperature_changes_tapas_product_and_not_its_phase(case) -> None:
+    c = case("tapa", (4, 9))
+    hot = c.encoding.scores(c.logits, c.q, c.k, c.at()._replace(temperature=torch.full((1, 1, 4, 1), 3.0)))
+    torch.testing.assert_close(hot.masked_fill(hot.isneginf(), 0), 3 * c.after())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("p_dim", [8, 2])
+def test_grape_ap_is_the_sum_of_its_formula(p_dim: int, shape: tuple[int, int], case) -> None:
+    c = case("grape_ap", shape, f"position.p_dim={p_dim}")
+    slopes, half = [2**-4, 2**-8], p_dim // 2
+
+    def step(b: int, h: int, i: int, n: int) -> float:
+        w, turn = c.encoding.w[LAYER, h * p_dim:(h + 1) * p_dim], cmath.exp(-1j * int(c.pos[b, n]))
+        p_i, p_n = (w @ c.x[b, t] for t in (i, n))
+        p_n = p_n / p_n.square().mean().sqrt()
+        product = 0.0
+        for pair in range(half):
+            turned = complex(p_n[pair], p_n[pair + half]) * turn
+            product += float(p_i[pair]) * turned.real + float(p_i[pair + half]) * turned.imag
+        return -slopes[h] * math.log(1 + math.exp(-product / p_dim))
+
+    same(c.bias(), c.loop(lambda b, h, i, j: sum(step(b, h, i, n) for n in range(j + 1, i + 1))))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", ["alibi", "kerple_log"])
+def test_dape_is_its_bias_and_a_network_over_the_heads(bias: str, shape: tuple[int, int], case) -> None:
+    c = case("dape", shape, f"position.bias={bias}")
+    mlp, base = c.encoding.mlps[LAYER], c.encoding.bias
+    c.at()                                                              # kerple clamps its parameters
+    assert mlp[0].weight.shape == (32, 2 * H) and mlp[2].weight.shape == (H, 32)
+
+    def b_of(h: int, d: int) -> float:
+        return -(2**-4, 2**-8)[h] * d if bias == "alibi" else -float(base.p[h] * math.log(1 + base.a[h] * d))
+
+    def term(b: int, h: int, i: int, j: int) -> float:
+        d = int(c.pos[b, i] - c.pos[b, j])
+        given = [float(c.q[b, n, i - c.past] @ c.k[b, n, j]) / math.sqrt(D) for n in range(H)]
+        given += [b_of(n, d) for n in range(H)]
+        hidden = [sum(w * x for w, x in zip(row, given, strict=True)) + at_zero
+                  for row, at_zero in zip(mlp[0].weight.tolist(), mlp[0].bias.tolist(), strict=True)]
+        hidden = [x if x > 0 else 0.01 * x for x in hidden]
+        out = sum(w * x for w, x in zip(mlp[2].weight[h].tolist(), hidden, strict=True))
+        return b_of(h, d) + out + float(mlp[2].bias[h])
+
+    same(c.bias(), c.loop(term))

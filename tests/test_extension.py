@@ -132,6 +132,17 @@ def test_a_subclass_of_rope_gets_every_method(spec: str, tiny) -> None:
     torch.testing.assert_close(changed[:, :near], model(x)[:, :near], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("spec", ["rerope", "leaky_rerope", "self_extend", "lm_infinite"])
+def test_other_distances_need_an_encoding_by_distance(spec: str, tiny) -> None:
+    """FoPE is rotary and takes every scaling, but its logits depend on the positions themselves."""
+    config = tiny("fope")
+    model = lively(config)
+    assert "depends on distances alone" in (parse(spec).methods[0].problem(model, config, 100) or "")
+    x, scaled = tokens((1, 100)), "yarn:beta_fast=2"
+    assert parse(scaled).methods[0].problem(model, config, 100) is None
+    assert (under(scaled, model, config, x) - model(x)).abs().max() > 1e-3
+
+
 def test_window_is_the_configs_window(tiny) -> None:
     x = tokens((1, 80))
     config = tiny("rope", "model.window=10")

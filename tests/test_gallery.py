@@ -36,7 +36,7 @@ def test_properties_that_classes_declare_are_found(name: str, found) -> None:
     encoding = made(name)
     assert p.is_defined == (encoding.max_length is None)
     assert p.n_parameters == sum(w.numel() for w in encoding.parameters())
-    assert p.is_fixed == (p.n_parameters == 0)
+    assert p.is_fixed == (not encoding.state_dict())
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "rope", "p_rope", "xpos"])

@@ -41,7 +41,7 @@ def test_only_relative_encodings_ignore_a_shift_of_all_positions(name: str, tiny
 
 @every_encoding
 def test_cached_decoding_equals_the_full_forward(name: str, tiny) -> None:
-    model = lively(tiny(name))
+    model = lively(tiny(name)).double()
     x = tokens((2, 30))
     whole = model(x)
     cache = model.new_cache()
@@ -50,20 +50,20 @@ def test_cached_decoding_equals_the_full_forward(name: str, tiny) -> None:
         parts.append(model(x[:, start:start + size], cache=cache))
         start += size
     assert cache.next_position() == 30
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
 
 
 @every_encoding
 def test_positions_may_skip(name: str, tiny) -> None:
     """With gaps between positions, cached decoding equals the full forward."""
-    model = lively(tiny(name))
+    model = lively(tiny(name)).double()
     x, at = tokens((1, 10)), torch.tensor([0, 1, 2, 9, 10, 11, 20, 21, 29, 31])
     cache = model.new_cache()
     parts = [model(x[:, i:j], positions=at[i:j], cache=cache) for i, j in ((0, 4), (4, 5), (5, 10))]
-    torch.testing.assert_close(torch.cat(parts, 1), model(x, positions=at), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), model(x, positions=at), atol=1e-5, rtol=1e-5)
     batch = model(x.repeat(2, 1), positions=torch.stack((at, torch.arange(10))))
-    torch.testing.assert_close(batch[:1], model(x, positions=at), atol=2e-4, rtol=1e-4)
-    torch.testing.assert_close(batch[1:], model(x), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(batch[:1], model(x, positions=at), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(batch[1:], model(x), atol=1e-5, rtol=1e-5)
 
 
 @every_encoding
@@ -169,8 +169,11 @@ def test_rotate_gets_the_features_of_all_keys(tiny, monkeypatch) -> None:
 
 @every_encoding
 def test_nothing_derived_enters_a_checkpoint(name: str, tiny) -> None:
-    model = lively(tiny(name))
-    assert set(model.state_dict()) == {n for n, _ in model.named_parameters()}
+    """What is neither trained nor drawn at random has no place there."""
+    model, other = lively(tiny(name)), lively(tiny(name), seed=1)
+    trained = {n for n, _ in model.named_parameters()}
+    for key, weight in model.state_dict().items():
+        assert key in trained or not torch.equal(weight, other.state_dict()[key]), key
 
 
 @every_encoding

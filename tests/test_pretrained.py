@@ -472,6 +472,33 @@ def test_the_advice_is_in_one_table_and_what_it_writes_has_the_same_loss(saved: 
         call(folder, *common, "--write", tmp_path / "no")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_old", [False, True], ids=["transformers 5", "transformers 4"])
+def test_the_rotated_share_survives_what_the_advice_writes(is_old: bool, saved: Saved, tmp_path: Path,
+                                                           monkeypatch) -> None:
+    """Phi-3 turns half of the channels. transformers 4 has the share and the base outside rope_parameters."""
+    book, folder, out = tmp_path / "book.txt", tmp_path / "model", tmp_path / "out"
+    book.write_bytes(words(3, 4000))
+    shutil.copytree(saved("phi3")[0], folder)
+    if is_old:
+        content = json.loads((folder / "config.json").read_text())
+        inside = content.pop("rope_parameters")
+        content |= {key: inside[key] for key in ("rope_theta", "partial_rotary_factor")}
+        (folder / "config.json").write_text(json.dumps(content))
+    monkeypatch.setattr(sys, "argv", [
+        "eval.py", str(folder), "--data", str(book), "--windows", "8", "--dtype", "float32", "--advise",
+        "--extend", "ntk", "--write", str(out)])
+    eval_command.main()
+    written = json.loads((out / "config.json").read_text())
+    assert written["rope_parameters"]["partial_rotary_factor"] == 0.5
+    before, after = (load_run(path)[0] for path in (folder, out))
+    assert after.encoding.rotary_dim == before.encoding.rotary_dim == before.blocks[0].attention.head_dim // 2
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    x = tokens((1, 100), vocab_size=300)
+    torch.testing.assert_close(after(x), theirs(x).logits, atol=1e-4, rtol=0)
+    assert (after(x) - before(x)).abs().max() > 1e-3
+
+
 def test_chat_uses_the_template_and_sampling_ends_at_eos(saved: Saved, tmp_path: Path, monkeypatch,
                                                          capsys) -> None:
     folder = shutil.copytree(saved("llama")[0], tmp_path / "model")

@@ -110,10 +110,10 @@ class Encoding(nn.Module):
     Positions are passed to every call, never implied by a tensor's length, so offsets, gaps and cached
     decoding need no extra code. They are integers, or real numbers with train.positions = "rfs" if
     `takes_floats`. Keep derived tensors (frequencies, slopes, angles) out of the state dict: compute them in
-    `tables`, in fp32, so that a checkpoint can be loaded under other options. One instance serves all layers:
-    parameters that differ among layers have an axis 0 of n_layer, indexed by at.layer. Parameters are per
-    query head (H), not per key head (G, which may be fewer). A subclass of RoPE in positions/rotary.py gets
-    every scaling method and every method of --extend. It overrides `frequencies` for other frequencies and
+    `tables`, so that a checkpoint can be loaded under other options. Cast positions to fp32, but no
+    parameter, since the laws run in fp64. One instance serves all layers: parameters that differ among layers
+    have an axis 0 of n_layer, indexed by at.layer. Parameters are per query head (H), not per key head (G,
+    which may be fewer). A subclass of RoPE in positions/rotary.py gets every scaling method and every method of --extend. It overrides `frequencies` for other frequencies and
     `rotate` for another rotation, and its options subclass RotaryOptions.
     """
 

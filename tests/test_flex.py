@@ -56,7 +56,10 @@ def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tin
     documents = (tokens((2, 33), 2) < 30).cumsum(-1) if packed else None
     expected, n_none = values(model, documents, monkeypatch, False)
     found, n_taken = values(model, documents, monkeypatch, True)
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-7)
+    tensors = ["the loss", *(f"the gradient of {key}" for key, _ in model.named_parameters())]
+    for tensor, one, other in zip(tensors, found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-7, msg=lambda text, tensor=tensor: (
+            f"{tensor} in fp64 (is a parameter cast to fp32?): {text}"))
     n_windows = sum(bool(block.attention.window or block.attention.chunk) for block in model.blocks)
     is_always = ENCODINGS[name].by_distance or packed or model.encoding.tau
     assert n_none == 0 and n_taken == (2 if is_always else n_windows)

@@ -22,9 +22,10 @@ class Source(NamedTuple):
 
     folder: str
     names: dict[str, str]
-    protocol: str
+    protocol: str               # "": the only one of the record
     key: str = "ppl"
     form: str = ".2f"
+    prefix: str = ""            # of all records
     methods_of: str = ""        # the record of all rows, whose labels are methods of --extend
 
     def row(self, label: str) -> tuple[str, str | None]:
@@ -32,7 +33,7 @@ class Source(NamedTuple):
         if self.methods_of:
             return self.methods_of, None if label in ("no method", "plain rope") else label.strip("`")
         name, _, method = label.partition(" under ")
-        return self.names.get(name, name), method.strip("`") or None
+        return self.prefix + self.names.get(name, name).replace(", ", "-"), method.strip("`") or None
 
     def seeds(self, label: str) -> list[dict[int, float]]:
         """Length -> figure, for each seed. Counts, such as those of keys found by depth, are added up."""
@@ -44,7 +45,7 @@ class Source(NamedTuple):
         for path in paths:
             figures: dict[int, float] = {}
             for r in json.loads(path.read_text())["records"]:
-                if (r["extend"], r["protocol"]) == (method, self.protocol):
+                if r["extend"] == method and self.protocol in ("", r["protocol"]):
                     figures[r["length"]] = figures.get(r["length"], 0) + r[self.key]
             found.append(figures)
         return found
@@ -58,8 +59,7 @@ class Source(NamedTuple):
         return f"{text} ± {statistics.stdev(values):{self.form.lstrip('+')}}" if has_spread else text
 
 
-STUDY, TO_64L = "extrapolation/records", "extrapolation/to-64L"
-NEEDLES = {name: f"needles-{name}" for name in ("rope", "alibi", "p-rope-ssmax", "scale-invariant")}
+STUDY = "extrapolation/records"
 METHODS = Source(STUDY, {}, "fixed", form=".1f", methods_of="rope-extended")
 TABLES: dict[str, list[Source]] = {             # in the order of each page
     "README.md": [Source(STUDY, {}, "fixed", form=".1f"), METHODS],
@@ -67,9 +67,10 @@ TABLES: dict[str, list[Source]] = {             # in the order of each page
         Source(STUDY, {}, "fixed", form=".1f"), Source(STUDY, {}, "nonoverlap", form=".1f"),
         Source(STUDY, {}, "repeat", "gain", "+.2f"), METHODS,
         Source(STUDY, {}, "repeat", "gain", "+.2f", methods_of="rope-extended"),
-        Source(TO_64L, {}, "fixed", form=".1f"), Source(TO_64L, {}, "nonoverlap", form=".1f"),
-        Source(TO_64L, {}, "repeat", "gain", "+.2f"), Source(TO_64L, NEEDLES, "needle", "correct", "d"),
-        Source(TO_64L, NEEDLES, "multi_key", "correct", "d")],
+        *(Source(STUDY, {}, kind, "correct", ".1f", "needles-")
+          for kind in ("needle", "multi_key", "multi_query")),
+        Source(STUDY, {}, "fixed", form=".1f", prefix="code-"),
+        Source(STUDY, {}, "", "correct", "d", "algorithm-")],
     "docs/longer-contexts.md": [METHODS],
     "results/quick/README.md": [Source("quick", QUICK, "fixed"), Source("quick", QUICK, "nonoverlap")],
     "results/every-encoding/README.md": [Source("every-encoding", {}, "fixed", form=".4g")],

@@ -113,8 +113,9 @@ class Encoding(nn.Module):
     `tables`, so that a checkpoint can be loaded under other options. Cast positions to fp32, but no
     parameter, since the laws run in fp64. One instance serves all layers: parameters that differ among layers
     have an axis 0 of n_layer, indexed by at.layer. Parameters are per query head (H), not per key head (G,
-    which may be fewer). A subclass of RoPE in positions/rotary.py gets every scaling method and every method of --extend. It overrides `frequencies` for other frequencies and
-    `rotate` for another rotation, and its options subclass RotaryOptions.
+    which may be fewer). A subclass of RoPE in positions/rotary.py gets every scaling method and every method
+    of --extend. It overrides `frequencies` for other frequencies and `rotate` for another rotation, and its
+    options subclass RotaryOptions.
     """
 
     Options: ClassVar[type[Options]] = Options

@@ -22,7 +22,7 @@ class Source(NamedTuple):
 
     folder: str
     names: dict[str, str]
-    protocol: str               # "": the only one of the record
+    protocol: str
     key: str = "ppl"
     form: str = ".2f"
     prefix: str = ""            # of all records
@@ -33,7 +33,7 @@ class Source(NamedTuple):
         if self.methods_of:
             return self.methods_of, None if label in ("no method", "plain rope") else label.strip("`")
         name, _, method = label.partition(" under ")
-        return self.prefix + self.names.get(name, name).replace(", ", "-"), method.strip("`") or None
+        return self.prefix + self.names.get(name, name), method.strip("`") or None
 
     def seeds(self, label: str) -> list[dict[int, float]]:
         """Length -> figure, for each seed. Counts, such as those of keys found by depth, are added up."""
@@ -45,7 +45,7 @@ class Source(NamedTuple):
         for path in paths:
             figures: dict[int, float] = {}
             for r in json.loads(path.read_text())["records"]:
-                if r["extend"] == method and self.protocol in ("", r["protocol"]):
+                if (r["extend"], r["protocol"]) == (method, self.protocol):
                     figures[r["length"]] = figures.get(r["length"], 0) + r[self.key]
             found.append(figures)
         return found
@@ -69,8 +69,7 @@ TABLES: dict[str, list[Source]] = {             # in the order of each page
         Source(STUDY, {}, "repeat", "gain", "+.2f", methods_of="rope-extended"),
         *(Source(STUDY, {}, kind, "correct", ".1f", "needles-")
           for kind in ("needle", "multi_key", "multi_query")),
-        Source(STUDY, {}, "fixed", form=".1f", prefix="code-"),
-        Source(STUDY, {}, "", "correct", "d", "algorithm-")],
+        Source(STUDY, {}, "fixed", form=".1f", prefix="code-")],
     "docs/longer-contexts.md": [METHODS],
     "results/quick/README.md": [Source("quick", QUICK, "fixed"), Source("quick", QUICK, "nonoverlap")],
     "results/every-encoding/README.md": [Source("every-encoding", {}, "fixed", form=".4g")],

@@ -104,6 +104,7 @@ def hub(monkeypatch, tmp_path) -> Iterator[Hub]:
     server = Hub()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)      # as other tests have it
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
                         f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}")

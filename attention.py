@@ -151,11 +151,11 @@ def visible(rows: slice, keys: slice, offset: int, mask: Mask, device: torch.dev
         i = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
         j = torch.arange(keys.start, keys.stop, device=device)
         seen = (j <= i) & (j > i - window) if window else j <= i        # (rows, keys)
-        seen = seen & (j // mask.chunk == i // mask.chunk) if mask.chunk and documents is None else seen
+        if mask.chunk and documents is not None:
+            documents = flex.split_into_chunks(documents, mask.chunk)
+        elif mask.chunk:
+            seen = seen & (j // mask.chunk == i // mask.chunk)
     if documents is not None:
-        pieces = documents
-        if mask.is_causal and mask.chunk:
-            pieces = flex.split_into_chunks(documents, mask.chunk)
-        same = pieces[:, None, rows, None] == pieces[:, None, None, keys]
+        same = documents[:, None, rows, None] == documents[:, None, None, keys]
         seen = same if seen is None else same & seen                    # (B, 1, rows, keys)
     return seen

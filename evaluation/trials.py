@@ -215,13 +215,10 @@ def with_second_seed(trials: Sequence[Trial], again: Sequence[Trial]) -> list[Tr
     second = {(t.config, t.values): t for t in again}
     merged = []
     for t in trials:
-        other = second.get((t.config, t.values), t)
-        if other is t:
-            merged.append(t)
-        elif other.losses:
-            merged.append(t._replace(losses=t.losses | {SECOND: other.losses[VALIDATION]}))
-        else:
-            merged.append(t._replace(problem=other.problem, losses={}))
+        if other := second.get((t.config, t.values)):
+            losses = t.losses | {SECOND: other.losses[VALIDATION]} if other.losses else {}
+            t = t._replace(problem=other.problem, losses=losses)
+        merged.append(t)
     return merged
 
 

@@ -1,8 +1,9 @@
 """Compare runs: `python compare.py RUN [RUN ...] [--label NAME] [--baseline NAME] [--data NAME] [--out DIR]`.
 
-Runs that differ only in train.seed become one curve, with mean and standard deviation over seeds. Each
-method of `eval.py --extend` is a separate curve. A curve is named after its encoding; if several curves have
-the same encoding, the config keys that differ follow, or the folder. Each protocol has a table and a picture.
+Runs that differ only in train.seed become one curve, with mean and standard deviation over seeds; runs with
+train.init_from do if the runs they began from differ only in this, too. Each method of `eval.py --extend` is
+a separate curve. A curve is named after its encoding; if several curves have the same encoding, the config
+keys that differ follow, or the folder. Each protocol has a table and a picture.
 There is also the gain over the baseline on identical targets (nats per token; for probes the difference of
 their numbers), with a 95 % interval that covers how seeds and text vary. Runs of the same seed are paired.
 With one seed the interval covers the text alone. Documents are the units of text if there are at least 5,
@@ -20,19 +21,11 @@ from pathlib import Path
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
 
-from evaluation.comparison import (
-    MEASURES,
-    check_comparable,
-    make_curves,
-    make_tables,
-    probe_map,
-    read_run,
-    remarks,
-    with_seeds,
-    write_csv,
-)
+from evaluation.comparison import make_curves, make_tables, probe_map, remarks, with_seeds, write_csv
+from evaluation.measures import MEASURES
 from evaluation.pictures import draw
 from evaluation.report import check_replaceable, html, markdown, signed, to_wandb
+from evaluation.runs import check_comparable, read_run
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 from runtime.files import write_whole
@@ -72,7 +65,7 @@ def main() -> None:
     n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     title = f"{n_runs}, trained at L = {L}, evaluated on {runs[0].head['data']}"
     about = {curve.label: [curve.runs[0].config.position.encoding, curve.extend or "",
-                           ", ".join(str(run.config.train.seed) for run in curve.runs),
+                           ", ".join(run.seed for run in curve.runs),
                            ", ".join(run.name for run in curve.runs)] for curve in curves}
     pictures = draw(tables, [m for m in maps if m.cells], list(about), args.out)
     write_csv(curves, args.out / "report.csv")

@@ -1,4 +1,4 @@
-"""Compare runs on identical targets: read them, group seeds into curves, and compute tables with intervals.
+"""Compare runs on identical targets: group seeds into curves, and compute tables with intervals.
 
 compare.py describes what the intervals cover, intervals.py how they are computed.
 L = train.seq_len. Loss in nats per token.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,49 +16,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config import Config, load_config
-from data.loader import read_meta
-from evaluation import results
 from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, units_of
 from evaluation.measures import FOUND, GAIN, LOSS, MEASURES, Measure, Score
 from evaluation.report import Cell, Map, Table
-from evaluation.results import TARGETS, Record
-from hf.pretrained import files_sha256, is_pretrained, pretrained_config
-from runtime import checkpoint
-from runtime.errors import UserError, shortened
+from evaluation.results import Record
+from evaluation.runs import SUMS, Column, Run, column_of
+from hf.pretrained import is_pretrained
+from runtime.errors import UserError
 from runtime.files import read_text
 
 MOST_KEYS = 3               # config keys in a label
 TRAINING_POINTS = 60        # of a training curve
 LOG_LIMIT = 2**28           # bytes of metrics.jsonl
-HEAD = ("seq_len", "tokenizer", "data", "seed")     # of an eval JSON: what runs must have in common
-KNOWN_LATER = ("data_sha256", "step", "checkpoint_sha256", "init_sha256", "dtype")     # what older ones lack
-# column of the .npz -> its sum in a record
-SUMS = {"nll": "nll_sum", "truncated_nll": "truncated_nll_sum", "first_nll": "first_nll_sum",
-        "tokens": "tokens", "correct": "correct", "trials": "trials"}
-NUMBERS = {"bucket", "depth", "distance", *SUMS.values()}     # keys of a record that hold numbers
-MOST = 2**53    # the bound of an integer that a float holds exactly
 ENTRY = 0.3     # nats per token that a passage repeated inside L must gain in a study of far context
 FORMULA = ("=", "+", "-", "@", "\t", "\r")      # with which a cell begins that a spreadsheet computes
-Column = tuple[float, str]  # place on the x axis, heading
-
-
-class Run(NamedTuple):
-    """What train.py and eval.py wrote of one run."""
-
-    path: Path
-    config: Config
-    head: dict[str, Any]                # HEAD of the eval JSON, and KNOWN_LATER: None in older ones
-    records: list[Record]
-    windows: dict[str, np.ndarray]      # "EXTEND/PROTOCOL/LENGTH/COLUMN" -> one number a window
-    settings: dict[str, Any]            # protocol -> the settings that decided its targets; {} in older ones
-
-    @property
-    def name(self) -> str:
-        """Its folder, and the step at which it was evaluated if that is not its last one."""
-        step, steps = self.head["step"], self.config.train.steps
-        at = "" if step in (None, steps) else f" (unfinished: step {shortened(step)} of {steps})"
-        return f"{self.path}{at}"
+TRAINING = {"loss": "Training loss", "val_loss": "Validation loss during training"}
 
 
 class Curve(NamedTuple):
@@ -82,166 +53,14 @@ class Curve(NamedTuple):
         return found if len(found) == len(keys) else None
 
 
-TRAINING = {"loss": "Training loss", "val_loss": "Validation loss during training"}
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Reading runs, and refusing those that cannot be compared
-
-
-def find_eval(folder: Path, data: str | None) -> Path:
-    """RUN/eval/DATA.json; without data the only one there is. Raises UserError."""
-    if not is_pretrained(folder):
-        checkpoint.check_links(folder)
-        if not (folder / "config.toml").is_file():
-            raise UserError(f"run {folder}: no run there (no config.toml); {checkpoint.remedy_for(folder)}")
-    found = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
-    if not found and not is_pretrained(folder) and not any((folder / "checkpoints").glob("[0-9]*")):
-        raise UserError(f"run {folder}: no checkpoint yet; train and evaluate it first")
-    if not found:
-        raise UserError(f"run {folder}: no eval/*.json; run `python eval.py {folder}` first")
-    if data is None and len(found) > 1:
-        raise UserError(f"run {folder}: evaluated on {', '.join(found)}; choose one with --data")
-    if data not in (None, *found):
-        raise UserError(f"--data {data}: run {folder} was evaluated on {', '.join(found)}; choose one of "
-                        "these")
-    return found[data] if data else next(iter(found.values()))
-
-
-def read_run(folder: Path, data: str | None) -> Run:
-    """A run's config, its eval JSON and the sums of each window. Raises UserError."""
-    path = find_eval(folder, data)
-    is_run = not is_pretrained(folder)
-    config = load_config(folder / "config.toml") if is_run else pretrained_config(folder)
-    try:
-        found = results.read(path)
-        check_head(found.head)
-        check_records(found.records)
-        head = {key: found.head[key] for key in HEAD} | {key: found.head.get(key) for key in KNOWN_LATER}
-    except (FileNotFoundError, ValueError, KeyError) as error:
-        raise UserError(f"{path} or its .npz: damaged, or of another version of eval.py ({error}); "
-                        f"run `python eval.py {folder} --replace`") from error
-    run = Run(folder, config, head, found.records, found.windows, found.head.get("settings", {}))
-    if is_run:          # its config.toml may have been edited since, such as the seed
-        checkpoint.check_checkpoints(folder, config, read_meta(folder / "corpus.json"))
-    check_checkpoint(run, path)
-    return run
-
-
-def check_checkpoint(run: Run, path: Path) -> None:
-    """Raise UserError if the evaluation is not of the run's newest checkpoint; name an unfinished run.
-
-    Of a Hugging Face folder it must be of the files that are there now. Older evaluations do not record
-    their checkpoint: a warning says so.
-    """
-    sha256 = run.head["checkpoint_sha256"]
-    if sha256 is None:
-        print(f"warning: {path}: by an older eval.py, which did not record its checkpoint: it may be of an "
-              "earlier step", file=sys.stderr)
-    elif is_pretrained(run.path):
-        if any(run.path.glob("*.safetensors")) and files_sha256(run.path) != sha256:
-            raise UserError(f"{path}: is of another config.json, tokenizer.json or weights than "
-                            f"{run.path} now has; run `python eval.py {run.path} --replace` with the same "
-                            "flags")
-    elif not checkpoint.is_newest(run.path, str(sha256)):
-        raise UserError(f"{path}: evaluated at step {shortened(run.head['step'])}, but the run has another "
-                        f"checkpoint now; run `python eval.py {run.path} --replace` with the same flags")
-    if run.name != f"{run.path}":
-        print(f"warning: run {run.name}", file=sys.stderr)
-
-
-def check_head(head: dict[str, Any]) -> None:
-    """Raise ValueError or KeyError unless the head of an evaluation has the types that we rely on."""
-    for key, kind in zip(HEAD, (int, str, str, int), strict=True):
-        if type(head[key]) is not kind or (key == "seq_len" and not 0 < head[key] < MOST):
-            raise ValueError(f"{key} = {shortened(head[key])}")
-
-
-def check_records(records: Sequence[Record]) -> None:
-    """The same for its records: each has the sums of its measures, and numbers where numbers belong."""
-    for r in records:
-        wanted = ["length"]
-        for measure in (*MEASURES, GAIN):
-            if measure.protocol == r["protocol"]:
-                columns = (measure.score.plus, measure.score.minus, measure.score.per)
-                wanted += [SUMS[column] for column in columns if column]
-                wanted += ["bucket"] if measure.protocol == "position" else [measure.place or "length"]
-        for key in {*wanted, *(NUMBERS & r.keys())}:
-            if not is_valid(key, r[key]):
-                raise ValueError(f"{shortened(r['protocol'])} at {shortened(r['length'])}: {key} = "
-                                 f"{shortened(r[key])}")
-
-
-def is_valid(key: str, value: Any) -> bool:
-    """Whether a record may have this value: a number, positive if we divide by it or if it is a length."""
-    if key == "bucket":
-        return (isinstance(value, list) and len(value) == 2 and all(is_valid("depth", x) for x in value)
-                and 0 <= value[0] < value[1])
-    if type(value) not in (int, float) or (type(value) is int and abs(value) >= MOST):
-        return False
-    return key not in ("length", "tokens", "trials", "distance") or 1 <= value < math.inf
-
-
-def check_comparable(runs: Sequence[Run]) -> None:
-    """Raise UserError unless tokenizer, text, evaluation seed, training length and targets are the same."""
-    first = runs[0]
-    corpora = [trained_on(run) for run in runs]
-    targets: dict[str, tuple[Run, np.ndarray]] = {}
-    counts: dict[Any, tuple[Run, Any]] = {}
-    for run, corpus in zip(runs, corpora, strict=True):
-        pair = f"runs {first.path} and {run.path}"
-        for key, what in zip(HEAD, ("training length", "tokenizer", "evaluation data", "evaluation seed"),
-                             strict=True):
-            if run.head[key] != first.head[key]:
-                raise UserError(f"{pair}: {what} differs, {first.head[key]!r} and {run.head[key]!r}; compare "
-                                "runs where it is the same")
-        texts = [r.head["data_sha256"] for r in (first, run)]
-        if texts[0] != texts[1] and None not in texts:
-            raise UserError(f"{pair}: evaluated on different texts that are both called {run.head['data']}; "
-                            "evaluate both on the same one")
-        dtypes = [r.head["dtype"] for r in (first, run)]
-        if dtypes[0] != dtypes[1] and None not in dtypes:
-            print(f"warning: {pair}: evaluated in {dtypes[0]} and {dtypes[1]}, which differ by rounding",
-                  file=sys.stderr)
-        if corpus != corpora[0] and corpus and corpora[0]:
-            raise UserError(f"{pair}: trained on different text; compare runs on the same corpus")
-        for r in run.records:
-            place = (r["protocol"], r["length"], column_of(r), r.get("depth"))
-            counted = [r.get(key) for key in ("tokens", "bytes", "documents", "trials")]
-            other, known_counts = counts.setdefault(place, (run, counted))
-            if counted != known_counts:
-                raise other_targets(other, run, r["protocol"], r["length"])
-        for key, array in run.windows.items():
-            _, protocol, length, column = key.rsplit("/", 3)
-            other, known = targets.setdefault(f"{protocol}/{length}/{column}", (run, array))
-            if column in (*TARGETS, "trials") and not np.array_equal(array, known):
-                raise other_targets(other, run, protocol, length)
-
-
-def other_targets(a: Run, b: Run, protocol: str, length: int | str) -> UserError:
-    """The error of two runs that were measured on different targets, with the flags that differ if known."""
-    before, after = (run.settings.get(protocol, {}) for run in (a, b))
-    flags = [f"{results.flag(name, before[name])} and {results.flag(name, after[name])}"
-             for name in before if name in after and before[name] != after[name]]
-    differ = f" ({', '.join(flags)})" if flags else ""
-    return UserError(f"runs {a.path} and {b.path}: {protocol} at {length}: different targets{differ}; "
-                     "evaluate one of them again, with the flags of the other one and --replace")
-
-
-def trained_on(run: Run) -> list[Any]:
-    """The contents of a run's corpora: its own, and those of a mixture; [] for a Hugging Face folder."""
-    if is_pretrained(run.path):
-        return []
-    meta = read_meta(run.path / "corpus.json")
-    return [about["splits"] for about in (meta, *meta.get("mixture", {}).values())]
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Curves and their labels
 
 
 def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
-    """Group runs that differ only in train.seed and [run], and split each group by method of --extend.
+    """Group runs that differ only in seeds and [run], and split each group by method of --extend.
+
+    Runs that began from runs (train.init_from) differ only in seeds if this holds for those runs too.
 
     `names` are the labels of --label, one for each run. Raises UserError where they do not fit the groups.
     """
@@ -251,7 +70,7 @@ def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
     groups: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         own = str(run.path) if is_pretrained(run.path) else ""      # has no seed: never a second sample
-        groups.setdefault(json.dumps(settings_of(run.config), sort_keys=True) + own, []).append(i)
+        groups.setdefault(json.dumps(settings_of(run), sort_keys=True) + own, []).append(i)
     if names:
         found = [{names[i] for i in group} for group in groups.values()]
         if any(len(label) > 1 for label in found) or len(set.union(*found)) < len(groups):
@@ -269,8 +88,11 @@ def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
     return curves
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """Dotted key -> value of everything in which two curves may differ."""
+def settings_of(run: Run) -> dict[str, Any]:
+    """Dotted key -> value of everything in which two curves may differ.
+
+    Instead of the folder of train.init_from there are the settings of that run, as train.init_from.KEY.
+    """
     flat: dict[str, Any] = {}
 
     def add(prefix: str, values: dict[str, Any]) -> None:
@@ -280,7 +102,11 @@ def settings_of(config: Config) -> dict[str, Any]:
             else:
                 flat[prefix + key] = value
 
-    add("", config.model_dump(exclude={"run": True, "train": {"seed"}}))
+    configs = [run.config, *(config for _, config in run.bases)]
+    for n, config in enumerate(configs):
+        add("train.init_from." * n, config.model_dump(exclude={"run": True, "train": {"seed"}}))
+        if n + 1 < len(configs):
+            del flat["train.init_from." * n + "train.init_from"]
     return flat
 
 
@@ -291,7 +117,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
         by_encoding.setdefault(run.config.position.encoding, []).append(i)
     names = [""] * len(runs)
     for encoding, group in by_encoding.items():
-        found = differences_in_words([settings_of(runs[i].config) for i in group])
+        found = differences_in_words([settings_of(runs[i]) for i in group])
         words = found or [f"({name})" for name in folder_names([runs[i].path for i in group])]
         for i, word in zip(group, words, strict=True):
             names[i] = f"{encoding} {word}".strip() if len(group) > 1 else encoding
@@ -328,16 +154,22 @@ def check_replicates(group: Sequence[Run]) -> None:
     def measured_places(run: Run) -> set[Any]:
         return {(r["extend"], r["protocol"], r["length"], column_of(r), r.get("depth")) for r in run.records}
 
-    seeds: dict[int, Run] = {}
+    seeds: dict[tuple[int, ...], Run] = {}
+    began: dict[str | None, Run] = {}                   # train.init_from -> the first run that began there
     for run in group:
-        other = seeds.setdefault(run.config.train.seed, run)
+        other = seeds.setdefault(run.seeds, run)
         if other is not run:
-            raise UserError(f"runs {other.path} and {run.path}: same config, same train.seed = "
-                            f"{run.config.train.seed}; leave one out, it is not a second sample")
-        if run.head["init_sha256"] != group[0].head["init_sha256"]:
-            raise UserError(f"runs {group[0].path} and {run.path}: seeds of one config that began from "
-                            f"different weights of {run.config.train.init_from}, which was trained on in "
-                            "between; start both from the same ones")
+            raise UserError(f"runs {other.path} and {run.path}: same config, same train.seed = {run.seed}; "
+                            "leave one out, it is not a second sample")
+        init_from = run.config.train.init_from
+        other = began.setdefault(init_from, run)
+        if run.head["init_sha256"] != other.head["init_sha256"]:
+            raise UserError(f"runs {other.path} and {run.path}: seeds of one config that began from "
+                            f"different weights of {init_from}, which was trained on in between; start both "
+                            "from the same ones")
+        if other is not run and len({run.config.train.init_from for run in group}) > 1:
+            raise UserError(f"runs {other.path} and {run.path}: both began from {init_from}, and others of "
+                            "their group did not: not independent samples; compare one run from each")
         if measured_places(run) != measured_places(group[0]):
             raise UserError(f"runs {group[0].path} and {run.path}: seeds of one config, evaluated "
                             "differently; give eval.py the same --extend, --protocol and --lengths")
@@ -387,15 +219,6 @@ def make_tables(curves: Sequence[Curve], baseline: Curve, L: int) -> list[Table]
         measure = Measure("", title, note, "step", "loss (nats/token)", "linear", ".3f", LOSS)
         add(f"train-{key}", measure, training_curves(key, curves), L=None)
     return tables
-
-
-def column_of(record: Record) -> Column:
-    """The column of a record: the middle of its bucket, else its distance, else its length."""
-    if "bucket" in record:
-        start, end = record["bucket"]
-        return math.sqrt((start + 1) * end), f"{start}-{end - 1}"
-    where = record["distance"] if "distance" in record else record["length"]
-    return where, str(where)
 
 
 def measured(measure: Measure, curves: Sequence[Curve]) -> dict[str, dict[Column, Cell]]:
@@ -531,8 +354,8 @@ def estimated(measure: Measure, length: int, curve: Curve,
 
 def paired(curve: Curve, baseline: Curve) -> list[tuple[Run, Run]]:
     """Their runs of the same seed, whose data order is the same; then the others, as many as both have."""
-    left = {run.config.train.seed: run for run in baseline.runs}
-    same = [(run, left.pop(run.config.train.seed)) for run in curve.runs if run.config.train.seed in left]
+    left = {run.seeds: run for run in baseline.runs}
+    same = [(run, left.pop(run.seeds)) for run in curve.runs if run.seeds in left]
     others = [run for run in curve.runs if all(run is not one for one, _ in same)]
     return [*same, *zip(others, left.values(), strict=False)]
 
@@ -600,7 +423,7 @@ def write_csv(curves: Sequence[Curve], path: Path) -> None:
 
     Text that a spreadsheet would take for a formula begins with an apostrophe.
     """
-    rows = [{"label": curve.label, "run": str(run.path), "train_seed": run.config.train.seed,
+    rows = [{"label": curve.label, "run": str(run.path), "train_seed": run.seed,
              "encoding": run.config.position.encoding, **run.head, **r}
             for curve in curves for run in curve.runs for r in run.records if r["extend"] == curve.extend]
     with path.open("w", newline="", encoding="utf-8") as file:

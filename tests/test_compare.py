@@ -19,6 +19,8 @@ from conftest import ROOT, slow_except
 import compare as command
 from evaluation import comparison as compare
 from evaluation import pictures, report
+from evaluation.measures import MEASURES
+from evaluation.runs import check_comparable, other_targets, read_run
 from runtime.command import run_command
 from runtime.errors import UserError
 from train import train
@@ -149,7 +151,7 @@ def test_paired_gains_are_exact_and_signed(tmp_path: Path, monkeypatch) -> None:
 
 def test_seeds_are_paired_where_equal_and_else_in_order(tmp_path: Path) -> None:
     def curve(name: str, *seeds: int) -> compare.Curve:
-        runs = [compare.read_run(fabricate(tmp_path / f"{name}{seed}", name, seed), None) for seed in seeds]
+        runs = [read_run(fabricate(tmp_path / f"{name}{seed}", name, seed), None) for seed in seeds]
         return compare.make_curves(runs)[0]
 
     a, b, c = curve("rope", 0, 1, 2), curve("alibi", 2, 0), curve("t5", 7, 1)
@@ -157,6 +159,39 @@ def test_seeds_are_paired_where_equal_and_else_in_order(tmp_path: Path) -> None:
                            ((c, b), {(7, 2), (1, 0)}), ((a, a), {(0, 0), (1, 1), (2, 2)})):
         found = [(x.config.train.seed, y.config.train.seed) for x, y in compare.paired(*pair)]
         assert set(found) == expected and len(found) == len(expected)
+
+
+def test_runs_tuned_from_runs_of_several_seeds_are_seeds_of_one_curve(tmp_path: Path, monkeypatch) -> None:
+    """The seed of a tuned run is its own and that of its base; bases of other settings are other curves."""
+    rates = {"slow": 1e-3, "fast": 2e-3}
+
+    def tuned(name: str, base: int, seed: int = 0, **about: Any) -> Path:
+        folder = tmp_path / f"{name}-{seed}-{base}"
+        origin = tmp_path / f"base-{name}-{base}"
+        if not origin.is_dir():
+            fabricate(origin, "rope", base, config=f"lr = {rates[name]}")
+        return fabricate(folder, seed=seed, config=f'init_from = "{origin}"', **about)
+
+    def curves(*runs: Path) -> dict[str, list[str]]:
+        found = compare.make_curves([read_run(run, None) for run in runs])
+        return {curve.label: [run.seed for run in curve.runs] for curve in found}
+
+    slow = [tuned("slow", base, init_sha256=str(base)) for base in (0, 1)]
+    fast = [tuned("fast", base, init_sha256=str(base + 2)) for base in (1, 0)]
+    assert curves(*slow, *fast) == {"rope lr=0.001": ["0 from 0", "0 from 1"],
+                                    "rope lr=0.002": ["0 from 1", "0 from 0"]}
+    a, b = compare.make_curves([read_run(run, None) for run in (*slow, *fast)])
+    assert [(x.seeds, y.seeds) for x, y in compare.paired(a, b)] == [((0, 0), (0, 0)), ((0, 1), (0, 1))]
+    call(monkeypatch, *slow, *fast, "--out", tmp_path / "out")
+    assert "12 documents, and 2 seeds" in (tmp_path / "out" / "report.md").read_text()
+    again = tuned("slow", 0, 1, init_sha256="0")
+    assert curves(slow[0], again) == {"rope": ["0 from 0", "1 from 0"]}     # two tunings of one run
+    with pytest.raises(UserError, match="not independent samples"):
+        curves(*slow, again)
+    other = {**CORPUS, "splits": {"train": {**SPLIT, "sha256": {"train.bin": "b"}}, "val": SPLIT}}
+    (tmp_path / "base-fast-0" / "corpus.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match="trained on different text"):
+        check_comparable([read_run(run, None) for run in (*slow, *fast)])
 
 
 def test_intervals_widen_with_the_variance_of_the_seeds(tmp_path: Path, monkeypatch) -> None:
@@ -217,11 +252,11 @@ def test_probes_have_intervals_and_gains_over_the_baseline(tmp_path: Path, monke
 def test_a_report_says_where_the_trials_share_few_documents(n: int, depths: int, expected: str,
                                                             tmp_path: Path) -> None:
     """Trials of one document, at several depths, ask for the same facts."""
-    (curve,) = compare.make_curves([compare.read_run(fabricate(tmp_path / "rope"), None)])
+    (curve,) = compare.make_curves([read_run(fabricate(tmp_path / "rope"), None)])
     columns = {"correct": np.arange(n * depths) % 2, "trials": np.ones(n * depths),
                "document": np.arange(n * depths) % n}
     curve.runs[0].windows.update({f"plain/passkey/256/{name}": column for name, column in columns.items()})
-    measure = next(measure for measure in compare.MEASURES if measure.protocol == "passkey")
+    measure = next(measure for measure in MEASURES if measure.protocol == "passkey")
     assert compare.estimated(measure, 256, curve, None)[2] == expected
 
 
@@ -267,7 +302,7 @@ def test_curves_are_configs_and_extensions_with_seeds_together(tmp_path: Path) -
                          config="[run]\nlog_every = 7"),
                fabricate(tmp_path / "y" / "rope-seed0", config="lr = 1e-4"),
                fabricate(tmp_path / "y" / "alibi", "alibi")]
-    curves = compare.make_curves([compare.read_run(folder, None) for folder in folders])
+    curves = compare.make_curves([read_run(folder, None) for folder in folders])
     assert [(c.label, len(c.runs)) for c in curves] == [
         ("rope lr=0.001", 2), ("rope lr=0.001 + yarn:beta_fast=8", 2), ("rope lr=0.0001", 1), ("alibi", 1)]
 
@@ -285,7 +320,7 @@ def test_curves_of_one_encoding_are_named_after_what_differs(configs: list[str],
     folders = [fabricate(tmp_path / folder / "r", config=f"[model]\n{config}")
                for folder, config in zip("xyz", configs, strict=False)]
     folders.append(fabricate(tmp_path / "other", "alibi"))
-    curves = compare.make_curves([compare.read_run(folder, None) for folder in folders])
+    curves = compare.make_curves([read_run(folder, None) for folder in folders])
     assert [curve.label for curve in curves] == [*expected, "alibi"]
 
 
@@ -400,7 +435,7 @@ def test_training_curves_are_means_over_equal_parts_and_seeds(tmp_path: Path, mo
         lines += [{"step": step, "val_loss": 4.0 + i} for step in (60, 120)]
         text = "\n".join(json.dumps(line) for line in lines)
         (run / "metrics.jsonl").write_text(f'{text}\n{{"step": 121, "loss": null}}\n{{"step": 1')
-    curves = compare.make_curves([compare.read_run(run, None) for run in runs])
+    curves = compare.make_curves([read_run(run, None) for run in runs])
     rows = compare.training_curves("loss", curves)
     assert len(rows["rope"]) == 60 and rows["alibi"] == {}
     assert list(rows["rope"])[0] == (2, "2") and list(rows["rope"])[-1] == (120, "120")
@@ -567,21 +602,21 @@ def failure(monkeypatch, capsys, *arguments: str) -> str:
 
 
 def test_an_evaluation_seed_that_differs_is_refused(tmp_path: Path) -> None:
-    runs = [compare.read_run(fabricate(tmp_path / "a"), None)]
-    other = compare.read_run(fabricate(tmp_path / "b", "alibi"), None)
+    runs = [read_run(fabricate(tmp_path / "a"), None)]
+    other = read_run(fabricate(tmp_path / "b", "alibi"), None)
     runs.append(other._replace(head={**other.head, "seed": 1}))
     with pytest.raises(UserError, match="evaluation seed differs, 0 and 1"):
-        compare.check_comparable(runs)
+        check_comparable(runs)
 
 
 @pytest.mark.parametrize("protocol", ["position", "repeat", "passkey"])
 def test_probes_and_positions_need_equal_counts_too(protocol: str, tmp_path: Path) -> None:
-    runs = [compare.read_run(fabricate(tmp_path / name, name, protocols=(protocol,)), None)
+    runs = [read_run(fabricate(tmp_path / name, name, protocols=(protocol,)), None)
             for name in ("rope", "alibi")]
-    compare.check_comparable(runs)
+    check_comparable(runs)
     runs[1].records[0]["tokens"] += 1
     with pytest.raises(UserError, match="different targets"):
-        compare.check_comparable(runs)
+        check_comparable(runs)
 
 
 def test_runs_without_checkpoint_or_evaluation_and_damaged_ones(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -653,7 +688,7 @@ def test_columns_of_windows_that_are_no_numbers_are_damage(tmp_path: Path) -> No
     for bad in (good[key][:3], good[key] * 0, np.full(24, "x"), good[key].reshape(4, 6), np.zeros(0)):
         np.savez(path, **{**good, key: bad})
         with pytest.raises(UserError, match="damaged"):
-            compare.read_run(run, None)
+            read_run(run, None)
 
 
 @pytest.mark.slow
@@ -695,7 +730,7 @@ def test_different_targets_are_named_by_the_flags_that_eval_takes() -> None:
     a, b = (SimpleNamespace(path=Path(name), settings={"position": {"longest": n, "length": n}})
             for name, n in (("a", 256), ("b", 128)))
     assert ("--longest 256 and --longest 128, --lengths up to 256 and --lengths up to 128"
-            in str(compare.other_targets(a, b, "position", 256)))
+            in str(other_targets(a, b, "position", 256)))
 
 
 def test_methods_on_a_pretrained_model_have_paired_intervals(tmp_path: Path, monkeypatch) -> None:
@@ -718,7 +753,7 @@ def test_methods_on_a_pretrained_model_have_paired_intervals(tmp_path: Path, mon
     report_csv = (tmp_path / "out" / "report.csv").read_text()
     assert {row["label"] for row in csv.DictReader(report_csv.splitlines())} >= {
         "rope (base)", "rope (base) + yarn", "rope (tuned)", "rope (tuned) + yarn"}
-    curves = compare.make_curves([compare.read_run(folder, None) for folder in folders])
+    curves = compare.make_curves([read_run(folder, None) for folder in folders])
     tables = {table.key: table for table in compare.make_tables(curves, curves[0], 128)}
     cell = tables["fixed-gain"].rows["rope (tuned)"][0]
     assert cell.value == pytest.approx(0.5) and cell.low <= 0.5 <= cell.high and cell.beats

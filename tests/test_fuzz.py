@@ -25,7 +25,7 @@ from test_security import rehash_checkpoint, rehash_corpus
 from config import SECTIONS, Config, load_config, to_toml
 from data.loader import SPLITS, Corpus, read_meta
 from data.tokenizer import byte_lengths, tokenizer_of
-from evaluation.comparison import read_run
+from evaluation.runs import read_run
 from hf.tokenizer import byte_level_json, read_tokenizer
 from model import GPT
 from positions import ENCODINGS

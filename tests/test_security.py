@@ -21,7 +21,7 @@ import train as train_module
 from config import load_config
 from data.loader import Corpus
 from data.tokenizer import load_tokenizer
-from evaluation.comparison import read_run
+from evaluation.runs import read_run
 from hf.tokenizer import read_tokenizer
 from runtime import checkpoint
 from runtime.command import run_command

@@ -20,7 +20,8 @@ from config import load_config
 from data import prepare as prepare_module
 from data.prepare import Options, default_out, prepare
 from data.tokenizer import ByteTokenizer
-from evaluation import comparison, results
+from evaluation import results
+from evaluation.runs import KNOWN_LATER, check_comparable, read_run
 from hf.export import export
 from hf.pretrained import resolve_config
 from model import GPT
@@ -125,7 +126,7 @@ def test_an_older_evaluation_is_compared_with_one_line_about_what_is_unknown(run
     command(eval_command, run_dir, *SHORT)
     path = run_dir / "eval" / "words.json"
     older = {key: value for key, value in json.loads(path.read_text()).items()
-             if key not in comparison.KNOWN_LATER}
+             if key not in KNOWN_LATER}
     path.write_text(json.dumps(older))
     capsys.readouterr()
     command(compare_command, run_dir, "--out", tmp_path / "out")
@@ -140,9 +141,8 @@ def test_evaluations_in_different_dtypes_are_named_and_never_merged(run_dir: Pat
     path.write_text(path.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     with pytest.raises(UserError, match="holds an evaluation of another --dtype"):
         command(eval_command, run_dir, *SHORT)
-    runs = [comparison.read_run(run_dir, None)]
-    runs.append(runs[0]._replace(head={**runs[0].head, "dtype": "float32"}))
-    comparison.check_comparable(runs)
+    run = read_run(run_dir, None)
+    check_comparable([run, run._replace(head={**run.head, "dtype": "float32"})])
     assert "evaluated in bfloat16 and float32" in capsys.readouterr().err
 
 
@@ -170,7 +170,7 @@ def test_replace_discards_evaluations_alone(run_dir: Path, command) -> None:
     for damaged in (path.read_text()[:100], ""):
         path.write_text(damaged)
         command(eval_command, run_dir, *SHORT, "--replace")
-        assert comparison.read_run(run_dir, None).records
+        assert read_run(run_dir, None).records
 
 
 @pytest.mark.parametrize("name", ["words-{}", "words-{}.txt"])
@@ -230,7 +230,7 @@ def test_an_evaluation_of_a_hugging_face_folder_is_of_its_present_files(tmp_path
     base, text = small_llama(tmp_path / "base"), tmp_path / "words.txt"
     text.write_bytes(words(0, 4000))
     command(eval_command, base, *SHORT, "--data", text)
-    assert comparison.read_run(base, None).records
+    assert read_run(base, None).records
     config = json.loads((base / "config.json").read_text())
     linear = {"rope_parameters": {**config["rope_parameters"], "rope_type": "linear", "factor": 4.0}}
     other = small_llama(tmp_path / "other")
@@ -239,9 +239,9 @@ def test_an_evaluation_of_a_hugging_face_folder_is_of_its_present_files(tmp_path
         before = (base / name).read_bytes()
         (base / name).write_bytes(content)
         with pytest.raises(UserError, match="is of another config.json, tokenizer.json or weights"):
-            comparison.read_run(base, None)
+            read_run(base, None)
         (base / name).write_bytes(before)
-    assert comparison.read_run(base, None).records
+    assert read_run(base, None).records
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_a_config_edited_after_the_evaluation_is_not_compared(run_dir: Path, com
     path = run_dir / "config.toml"
     path.write_text(path.read_text().replace("seed = 0", "seed = 1"))
     with pytest.raises(UserError, match="train.seed: 0 -> 1"):
-        comparison.read_run(run_dir, None)
+        read_run(run_dir, None)
 
 
 def test_a_run_may_move_to_another_machine(run_dir: Path, tmp_path: Path, corpus_dir: Path) -> None:
@@ -522,7 +522,7 @@ def test_records_and_sums_of_two_evaluations_are_not_mixed(run_dir: Path, tmp_pa
     eval_dir = run_dir / "eval"
     earlier = (eval_dir / "words.npz").read_bytes()
     command(eval_command, run_dir, *SHORT, "--replace", "--seed", "1")
-    assert len(comparison.read_run(run_dir, None).records)
+    assert len(read_run(run_dir, None).records)
     (eval_dir / "words.npz").write_bytes(earlier)
     with pytest.raises(UserError, match="do not add up to the record of nonoverlap at 16"):
         command(compare_command, run_dir, "--out", tmp_path / "out")

@@ -17,6 +17,7 @@ from data.loader import Corpus
 from data.tokenizer import ByteTokenizer
 from eval import main
 from evaluation import protocols, results
+from evaluation.progress import Progress
 from evaluation.protocols import Evaluation, Settings, token_losses
 from evaluation.windows import (
     Text,
@@ -594,17 +595,17 @@ def test_a_method_that_does_not_fit_is_an_error_or_skipped(skip: bool, tiny, cap
 
 def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypatch, capsys) -> None:
     clock = iter([0, 1, 2, *range(30, 10_000, 10)])                     # 10 s pass at each later look
-    monkeypatch.setattr(protocols.time, "monotonic", lambda: next(clock))
-    progress = protocols.Progress(True)
-    progress.left = 12 + 3000                                           # of work: 3,000 of it later
-    things = progress(range(12), "pi fixed 64", [1] * 12)
+    monkeypatch.setattr("evaluation.progress.time.monotonic", lambda: next(clock))
+    shown = Progress(True)
+    shown.left = 12 + 3000                                              # of work: 3,000 of it later
+    things = shown(range(12), "pi fixed 64", [1] * 12)
     assert [next(things) for _ in range(3)] == [0, 1, 2]
     assert capsys.readouterr().err == ""                                # nobody knows the rest after 2 s
     assert list(things) == list(range(3, 12))
     first, *lines = capsys.readouterr().err.splitlines()
     assert first.startswith("this will take about 8.4 h on this machine; for less give --lengths")
     assert len(lines) == 4 and lines[0].endswith(", pi fixed 64: 3 of 12") and " h left" in lines[0]
-    assert list(protocols.Progress(False)(range(99), "x", [1] * 99)) == list(range(99))
+    assert list(Progress(False)(range(99), "x", [1] * 99)) == list(range(99))
     assert capsys.readouterr().err == ""                                # only one process shows it
 
 

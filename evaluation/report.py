@@ -78,12 +78,15 @@ class Table(NamedTuple):
         return f"{self.note} The x axis is {x}, the y axis {y[self.scale]}."
 
     def text(self, cell: Cell | None) -> str:
-        """Value ± standard deviation [interval]."""
+        """Value ± standard deviation [interval]; the deviation ends where the value does: 193.9 ± 3.7."""
         if cell is None:
             return "-"
-        text = format(cell.value, self.form)
+        text = format(cell.value, self.form).removesuffix(".")
         if cell.spread is not None:
-            text += f" ± {format(cell.spread, {'#.4g': '#.2g'}.get(self.form, self.form.lstrip('+')))}"
+            form = self.form.lstrip("+")
+            if "g" in form:
+                form = "#.2g" if "e" in text else f".{len(text.partition('.')[2])}f"
+            text += f" ± {format(cell.spread, form)}"
         if cell.low is not None and cell.high is not None:
             text += f" [{format(cell.low, self.form)}, {format(cell.high, self.form)}]"
         return text

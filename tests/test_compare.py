@@ -129,9 +129,18 @@ def test_figures_come_from_sums_and_std_is_over_seeds(tmp_path: Path, monkeypatc
         per_seed += [math.exp(r["nll_sum"] / r["tokens"]) for r in records
                      if (r["protocol"], r["length"]) == ("nonoverlap", 256)]
     mean, std = np.mean(per_seed), np.std(per_seed, ddof=1)
-    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["rope"][2] == f"{mean:#.4g} ± {std:#.2g}"
+    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["rope"][2] == f"{mean:.3f} ± {std:.3f}"
     assert rows_of(tmp_path / "out", "Passkey")["rope"] == ["30% ± 0%"]     # 9 of 30, not mean(10, 40)
     assert rows_of(tmp_path / "out", "Repeated text")["rope"] == ["1.000 ± 0.000"]
+
+
+@pytest.mark.parametrize(("mean", "std", "expected"), [
+    (193.94, 3.68, "193.9 ± 3.7"), (1014.2, 117.4, "1014 ± 117"), (4.7139, 0.0123, "4.714 ± 0.012"),
+    (12345.0, 678.0, "1.234e+04 ± 6.8e+02"), (math.inf, math.nan, "inf ± nan")])
+def test_a_standard_deviation_ends_at_the_last_digit_of_its_mean(mean: float, std: float,
+                                                                 expected: str) -> None:
+    table = report.Table("fixed", "", "", "", "", "log", "#.4g", 128, [], {})
+    assert table.text(report.Cell(mean, std)) == expected
 
 
 def test_paired_gains_are_exact_and_signed(tmp_path: Path, monkeypatch) -> None:
@@ -557,10 +566,10 @@ def test_the_page_draws_switches_and_reads_in_a_browser(tmp_path: Path) -> None:
         chart = shown.split('<svg class="chart"')[1].split("</svg>")[0]
         assert chart.count('fill="none"') == n_curves and "L = 64" in chart
         assert shown.split('id="values"')[1].split("</table>")[0].count('scope="row"') == n_curves
-    assert "2.000 ± 0.10" in everything.split('id="values"')[1]
+    assert "2.000 ± 0.100" in everything.split('id="values"')[1]
     assert "context 128: base 3.000; " not in everything and "context 128: " in read
     sentence = read.split('aria-live="polite">')[1].split("</p>")[0]
-    assert sentence.endswith("2.000 ± 0.10; base 3.000")        # sorted: the hostile one is better at 128
+    assert sentence.endswith("2.000 ± 0.100; base 3.000")        # sorted: the hostile one is better at 128
 
 
 # -----------------------------------------------------------------------------------------------------------

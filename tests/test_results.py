@@ -13,6 +13,8 @@ from typing import NamedTuple
 import pytest
 from conftest import ROOT
 
+from data.tasks import ALGORITHMS
+
 RESULTS = ROOT / "results"
 QUICK = {"rope": "quick", "rope, first layer only": "rope-first-layer"}     # label in a table -> its record
 
@@ -69,6 +71,8 @@ TABLES: dict[str, list[Source]] = {             # in the order of each page
         Source(STUDY, {}, "repeat", "gain", "+.2f", methods_of="rope-extended"),
         *(Source(STUDY, {}, kind, "correct", ".1f", "needles-")
           for kind in ("needle", "multi_key", "multi_query")),
+        *(Source(STUDY, {}, "variables", "correct", ".1f", f"{prefix}variables-") for prefix in ("", "long-")),
+        *(Source(STUDY, {}, task, "correct", ".0f", f"algorithm-{task}-") for task in ALGORITHMS),
         Source(STUDY, {}, "fixed", form=".1f", prefix="code-")],
     "docs/longer-contexts.md": [METHODS],
     "results/quick/README.md": [Source("quick", QUICK, "fixed"), Source("quick", QUICK, "nonoverlap")],

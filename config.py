@@ -78,17 +78,18 @@ class ModelConfig(Section):
         None, ge=1, le=MOST_CHANNELS, description="channels of a head (default: n_embd / n_head)")
     n_embd: int = Field(256, ge=1, le=MOST_CHANNELS, description="width of the residual stream")
     n_hidden: int | None = Field(
-        None, ge=1, le=MOST_TOKENS, description="MLP width (default: 4 n_embd; for swiglu 8/3 n_embd, to a "
-                                                "multiple of 64)")
-    vocab_size: int | None = Field(
-        None, ge=2, le=MOST_TOKENS, description="size of the vocabulary (default: the corpus's)")
+        None, ge=1, le=MOST_TOKENS, description="MLP width (default: 4 n_embd; for swiglu and geglu 8/3 "
+                                                "n_embd, to a multiple of 64)")
+    vocab_size: int | None = Field(None, ge=2, le=MOST_TOKENS, description="default: that of the corpus")
     norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before each sublayer")
+    post_norm: bool = Field(False, description="a norm after each sublayer too, before its sum (Gemma 3)")
     norm_eps: float = Field(1e-5, gt=0, lt=1, description="added to the variance under the root")
-    mlp: Literal["swiglu", "gelu", "gelu_exact", "relu2"] = Field(
-        "swiglu", description="swiglu (Llama), gelu (GPT-2, tanh), gelu_exact (MPT), relu2 (squared ReLU)")
+    mlp: Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"] = Field(
+        "swiglu", description="swiglu: Llama; geglu: Gemma; gelu: GPT-2; gelu_exact: MPT; relu2: relu(x)^2")
     bias: bool = Field(False, description="biases in linear layers and in layernorm")
     qkv_bias: bool = Field(False, description="biases of q, k and v even if bias is off (Qwen2)")
     tied: bool = Field(False, description="the output matrix is the token embedding")
+    scaled_embedding: bool = Field(False, description="token embeddings times sqrt(n_embd) (Gemma)")
     window: int | None = Field(None, ge=1, description="keys a query sees, its own included (default: all)")
     chunk: int | None = Field(None, ge=1, description="a query sees only keys of its own chunk of as many "
                                                       "tokens (Llama 4: 8192; default: no chunks)")
@@ -159,8 +160,7 @@ class TrainConfig(Section):
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp", description="among the processes of torchrun. ddp: each holds the whole model. fsdp: each "
                            "holds a shard of it (FSDP2)")
-    val_windows: int = Field(
-        64, ge=0, description="validation windows of seq_len, evenly spaced and always the same; 0: all")
+    val_windows: int = Field(64, ge=0, description="validation windows of seq_len, evenly spaced; 0: all")
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

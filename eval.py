@@ -236,7 +236,7 @@ def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluati
     for extend in evaluation.extends[1:]:
         same = [length for length in evaluation.possible if evaluation.is_as_without(extend, length)]
         if same:
-            print(f"--extend {extend.spec}: factor 1 at {', '.join(map(str, same))}: as without"
+            print(f"--extend {extend.spec}: as without it at {', '.join(map(str, same))}"
                   + f"; give lengths beyond L, such as --lengths {L},{2 * L},{4 * L}"
                   * (same == evaluation.possible))
     parallel.barrier(process)                       # all have read what rank 0 is going to write

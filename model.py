@@ -1,6 +1,7 @@
 """The decoder: pre-norm transformer blocks with hooks for a position encoding. Fork this file.
 
-The default is Llama's block: RMSNorm, SwiGLU, no biases, untied output. configs/gpt2-block.toml is GPT-2's.
+The default is Llama's block: RMSNorm, SwiGLU, no biases, untied output. configs/gpt2-block.toml has GPT-2's,
+configs/gemma3.toml Gemma 3's.
 The model itself has no length limit; an encoding may have one.
 
 Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, G = n_kv_head (H by default), D
@@ -22,6 +23,8 @@ from positions.temperature import TEMPERATURES, Temperature
 from runtime import flex
 from runtime.loss import mean_loss
 
+GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
+
 
 def shape_of(config: Config) -> Shape:
     """The sizes from which an encoding and a temperature are made."""
@@ -32,9 +35,9 @@ def shape_of(config: Config) -> Shape:
 
 
 def hidden_width(config: ModelConfig) -> int:
-    """Width inside the MLP: n_hidden, by default 4 C, or for SwiGLU 8/3 C rounded up to a multiple of 64."""
-    swiglu_width = 64 * math.ceil(8 * config.n_embd / 3 / 64)
-    return config.n_hidden or (swiglu_width if config.mlp == "swiglu" else 4 * config.n_embd)
+    """Width inside the MLP: n_hidden, by default 4 C, or with a gate 8/3 C rounded up to a multiple of 64."""
+    gated_width = 64 * math.ceil(8 * config.n_embd / 3 / 64)
+    return config.n_hidden or (gated_width if config.mlp in GATED else 4 * config.n_embd)
 
 
 def is_every(k: int, layer: int) -> bool:
@@ -149,38 +152,47 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU down(silu(gate x) * up x) (Shazeer 2020, arXiv:2002.05202), or down(activation(up x))."""
+    """SwiGLU down(silu(gate x) * up x), GEGLU with gelu (both Shazeer 2020, arXiv:2002.05202), or ungated.
+
+    Ungated is down(activation(up x)).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         C, width = config.n_embd, hidden_width(config)
         self.kind = config.mlp
-        self.gate = nn.Linear(C, width, bias=config.bias) if self.kind == "swiglu" else None
+        self.gate = nn.Linear(C, width, bias=config.bias) if self.kind in GATED else None
         self.up = nn.Linear(C, width, bias=config.bias)
         self.down = nn.Linear(width, C, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is not None:
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+            gate = self.gate(x)
+            gate = F.silu(gate) if self.kind == "swiglu" else F.gelu(gate, approximate="tanh")
+            return self.down(gate * self.up(x))
         if self.kind == "relu2":
             return self.down(F.relu(self.up(x)).square())
         return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu" else "none"))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with model.post_norm a norm of either's result too."""
 
     def __init__(self, config: ModelConfig, is_local: bool) -> None:
         super().__init__()
         self.attention_norm, self.attention = make_norm(config), Attention(config, is_local)
         self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+        self.attention_post_norm, self.mlp_post_norm = (
+            make_norm(config) if config.post_norm else nn.Identity() for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, temperature: Tensor | None,
                 cache: Cache | None) -> Tensor:
         y = in_autocast_dtype(self.attention_norm(x))
-        x = x + self.dropout(self.attention(y, encoding, at, mask, temperature, cache))
-        return x + self.dropout(self.mlp(in_autocast_dtype(self.mlp_norm(x))))
+        y = self.attention(y, encoding, at, mask, temperature, cache)
+        x = x + self.dropout(self.attention_post_norm(y))
+        y = self.mlp(in_autocast_dtype(self.mlp_norm(x)))
+        return x + self.dropout(self.mlp_post_norm(y))
 
 
 class GPT(nn.Module):
@@ -199,6 +211,7 @@ class GPT(nn.Module):
             raise ValueError("model.vocab_size: unset; set it, or take it from a corpus by "
                              "runtime.run.with_vocabulary(config, corpus)")
         self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
+        self.embedding_scale = math.sqrt(c.n_embd) if c.scaled_embedding else 1.0
         self.dropout, self.flex = nn.Dropout(c.dropout), c.flex
         self.blocks = nn.ModuleList(Block(c, layer in shape.local_layers) for layer in range(c.n_layer))
         self.norm = make_norm(c)
@@ -255,7 +268,9 @@ class GPT(nn.Module):
         if self.flex and is_plain and cache is None and tokens.device.type in flex.DEVICES:
             limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
             mask = mask._replace(flex=flex.block_masks(limits, tokens.shape[1], documents, tokens.device))
-        x = self.dropout(active.embed(self.embedding(tokens), q_pos))   # (B, T, C)
+        x = self.embedding(tokens)
+        x = x * self.embedding_scale if self.embedding_scale != 1 else x
+        x = self.dropout(active.embed(x, q_pos))                        # (B, T, C)
         for layer, block in enumerate(self.blocks):
             encoding = active if layer in self.encoded_layers else self.no_encoding
             temperature = temperatures[layer] if layer in self.tempered_layers else None

@@ -22,6 +22,7 @@ interrupted preparation leaves nothing that loads, only the folder .DIR.partial 
 same command resumes unless the source has changed. `--check DIR` compares a corpus with its checksums.
 """
 
+import json
 import os
 import signal
 import sys
@@ -143,9 +144,11 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
             "options": changed}
     with Journal(out, plan) as journal:
         tokenizer = given or learn_tokenizer(tokenizer_name, found, journal.corpus)
-        if given and (Path(tokenizer_name) / bpe.FILE).exists():
-            write_whole(journal.corpus / bpe.FILE,
-                        (Path(tokenizer_name) / bpe.FILE).read_text(encoding="utf-8"))
+        copied = Path(tokenizer_name) / bpe.FILE
+        if isinstance(given, PretrainedTokenizer):      # it may have left out tokens
+            write_whole(journal.corpus / bpe.FILE, json.dumps(given.content, ensure_ascii=False))
+        elif given and copied.exists():
+            write_whole(journal.corpus / bpe.FILE, copied.read_text(encoding="utf-8"))
         dtype, task = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32", TASKS.get(source)
         has_mask = task is not None and task.has_mask
         journal.open_splits(dtype, tokenizer.sha256, has_mask)

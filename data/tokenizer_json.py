@@ -41,11 +41,13 @@ class PretrainedTokenizer:
     text. For a byte-level tokenizer `token_bytes` restores the text, and bits per byte are exact. If the
     tokenizer first changes the text (Qwen's NFC, the space that Llama 2 puts before a document), both refer
     to the changed text: for Llama 2, one byte too many per document.
+
+    Special tokens from id n_rows on, for which a model has no embedding, are left out: Gemma 3's for images.
     """
 
     on_unknown = "error"        # a character without an id: an error; "skip"; or "replace" by U+FFFD or "?"
 
-    def __init__(self, path: Path, eot: int) -> None:
+    def __init__(self, path: Path, eot: int, n_rows: int | None = None) -> None:
         from tokenizers import Tokenizer as Library  # here: most runs do not need the package
 
         try:
@@ -53,6 +55,12 @@ class PretrainedTokenizer:
             with no_panic(path):
                 self.library = Library.from_str(text)
             self.content: dict[str, Any] = json.loads(text)
+            added = self.content["added_tokens"]
+            kept = [token for token in added
+                    if n_rows is None or token["id"] < n_rows or not token["special"]]
+            if len(kept) < len(added):
+                self.content["added_tokens"] = kept
+                self.library = Library.from_str(json.dumps(self.content))
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; convert other kinds of tokenizers with transformers "
                             "(AutoTokenizer, save_pretrained)") from error
@@ -66,7 +74,7 @@ class PretrainedTokenizer:
         self.library.no_padding()
         self.path = path
         self.open_with(eot)
-        self._added = {token["id"]: token for token in self.content["added_tokens"]}
+        self._added = {token["id"]: token for token in kept}
         decoders = types_of(self.content["decoder"])
         self.is_byte_level = "ByteLevel" in decoders
         steps = [*_steps(self.content["normalizer"]), *_steps(self.content["pre_tokenizer"])]

@@ -92,7 +92,7 @@ class Rescaled(Extension):
 
 
 class Regrouping(Extension):
-    """Pairs of query and key at a distance of `near` or more get other positions, or are masked."""
+    """Pairs of query and key that are not near, see `first_near`, get other positions, or are masked."""
 
     hides: ClassVar[bool] = False   # does it mask some keys?
 
@@ -101,8 +101,12 @@ class Regrouping(Extension):
         raise NotImplementedError
 
     def near(self, L: int) -> int:
-        """Distance in tokens from which a pair is far."""
+        """Distance in tokens below which every pair is near."""
         raise NotImplementedError
+
+    def first_near(self, m: Tensor, L: int) -> Tensor:
+        """Positions of queries m -> the first position of a key that is near to each; it grows with m."""
+        return m - self.near(L) + 1
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         """Positions of queries m (1 or B, Tq), keys n (1 or B, Tk) -> those for far pairs: `near` apart."""
@@ -156,18 +160,19 @@ class Regrouped(Encoding):
         return self.inner.rotate(q, k, at if self.method.hides else self.far(at))
 
     def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        near, hides = self.method.near(self.L), self.method.hides
+        hides, n = self.method.hides, at.k_pos[:, None, None]           # (1 or B, 1, 1, Tk)
+        start = self.method.first_near(at.q_pos, self.L)[:, None, :, None]      # (1 or B, 1, Tq, 1)
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
-            is_first = at.k_pos < self.method.n_first()                 # (1 or B, Tk)
-            logits = logits.masked_fill(~(is_first[:, None, None] | (at.distance() < near)), -torch.inf)
+            is_first = n < self.method.n_first()
+            logits = logits.masked_fill(~is_first & (n < start), -torch.inf)
             again = is_first if self.reach else torch.ones_like(is_first)
         else:
-            again = at.q_pos.amin(-1, keepdim=True) - at.k_pos < near
+            again = n >= start.amin(2, keepdim=True)
         first, second = (at, self.far(at)) if hides else (self.far(at), at)
         scored = self.inner.final_logits(logits, q, k, first)           # (B, H, Tq, Tk)
         if not self.inner.is_relative:                                  # far positions have no meaning
             return scored
-        indices = again.any(0).nonzero()[:, 0].tolist()
+        indices = again.flatten(0, 2).any(0).nonzero()[:, 0].tolist()
         keys = slice(indices[0], indices[-1] + 1) if indices else slice(0)
         at, second, k = at.block(slice(None), keys), second.block(slice(None), keys), k[:, :, keys]
         second = second._replace(tables=self.inner.tables(second.q_pos, second.k_pos))
@@ -175,7 +180,7 @@ class Regrouped(Encoding):
         other = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
         other = other.masked_fill(logits[..., keys].isneginf(), -torch.inf)
         other = self.inner.final_logits(other, q, k, second)
-        is_kept = (at.distance() < near) == hides
+        is_kept = (n[..., keys] >= start) == hides
         scored[..., keys] = torch.where(is_kept, scored[..., keys], other)
         return scored
 
@@ -228,6 +233,54 @@ class SelfExtend(ReRoPE):
         W = self.near(L)
         G = self.group or next(G for G in itertools.count(1) if (T - 1) // G + W - W // G < L)
         return m // G + W - W // G, n // G
+
+
+class DualChunk(ReRoPE):
+    """Distances repeat from chunk to chunk, so that none exceeds L - 1. An et al. 2024, arXiv:2402.17463, 3.
+
+    Dual Chunk Attention, as in Qwen2.5-1M. s = chunk, w = window. A key at n is placed at n mod s. A query at
+    m is placed at m mod s for keys of its own chunk; at m mod s + s for keys of the chunk before, if m mod s
+    < w; else, and for all older keys, at L - 1. In the first two cases the distance is m - n. The authors'
+    code places far queries at s + w, with s = 5 L / 8 and w = L / 8, and scales cos and sin beyond L by
+    0.05 ln(T / L) + 1, which the paper does not have.
+    """
+
+    window: int | None = Field(None, ge=1, description="first queries of a chunk for which distances to the "
+                                                       "chunk before stay exact (default L - chunk)")
+    chunk: int | None = Field(None, ge=1, description="tokens of a chunk (default 3 L / 4)")
+
+    def size(self, L: int) -> int:
+        """Tokens of a chunk."""
+        return self.chunk or max(1, 3 * L // 4)
+
+    def near(self, L: int) -> int:
+        s = self.size(L)
+        return min(self.window or L - s, s)
+
+    def first_near(self, m: Tensor, L: int) -> Tensor:
+        s = self.size(L)
+        return (m - self.near(L)) // s * s              # the start of the query's chunk or of the one before
+
+    def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
+        return torch.full_like(m, L - 1), n % self.size(L)
+
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        L = config.train.seq_len
+        s = self.size(L)
+        wrong = super().problem(model, config, T)
+        if wrong is None and s >= L:
+            wrong = f"chunk must be at most L - 1 = {L - 1}, got {s}"
+        elif wrong is None and s + (self.window or 0) > L:
+            wrong = f"window must be at most L - chunk = {L - s}, got {self.window}"
+        return wrong
+
+    def changes_nothing(self, model: GPT, config: Config, T: int) -> bool:
+        L = config.train.seq_len
+        return bool(self.first_near(torch.tensor(T - 1), L) <= 0)
+
+    def apply(self, model: GPT, config: Config, T: int) -> None:
+        if not self.changes_nothing(model, config, T):
+            super().apply(model, config, T)
 
 
 class Window(Extension):
@@ -315,6 +368,7 @@ EXTENSIONS: dict[str, type[Extension]] = {
     "rerope": ReRoPE,
     "leaky_rerope": LeakyReRoPE,
     "self_extend": SelfExtend,
+    "dual_chunk": DualChunk,
     "window": Window,
     "sinks": Sinks,
     "lm_infinite": LMInfinite,

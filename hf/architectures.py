@@ -190,6 +190,15 @@ def differing(options: ModelConfig | Options, schema: type[ModelConfig] | type[O
             if getattr(options, key) != block.get(key, field.default)]
 
 
+def every_kth(full: list[int], n_layer: int) -> Fields:
+    """model.full_every, if it is set, for these layers with full attention. Raises UserError."""
+    every = full[0] + 1 if full else 0
+    if full != [n for n in range(n_layer) if is_every(every, n)]:
+        raise UserError("config.json: layer_types: only every k-th layer may have full_attention, from "
+                        "the k-th on (model.full_every)")
+    return {"full_every": every} if every else {}
+
+
 def in_layout(layout: str, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """Weights with the channels of queries and keys reordered from the config's layout to this one.
 
@@ -365,11 +374,7 @@ class Llama4(SmolLM3):
         layers, kinds = range(hf_config["num_hidden_layers"]), hf_config.get("layer_types")
         rotating = set(self.rotating(hf_config))
         full = [n for n in layers if (kinds[n] == "full_attention" if kinds else n not in rotating)]
-        every = full[0] + 1 if full else 0
-        if full != [n for n in layers if is_every(every, n)]:
-            raise UserError("config.json: layer_types: only every k-th layer may have full_attention, from "
-                            "the k-th on (model.full_every)")
-        tables["model"] |= {"full_every": every} if every else {}
+        tables["model"] |= every_kth(full, len(layers))
         return tables
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
@@ -417,6 +422,77 @@ class Ministral3(Mistral):
             raise UserError(f"config.json: rope_parameters: {position['scaling']['method']} is not supported "
                             f"for {self.class_name}")
         return position, L
+
+
+class Gemma3(Llama):
+    """The text model of Gemma 3: norms on both sides of a sublayer, GEGLU, another base in windows.
+
+    Its norms multiply by 1 + weight, ours by the weight. Folders with images (Gemma3ForConditionalGeneration)
+    are not supported.
+    """
+
+    model_type, class_name = "gemma3_text", "Gemma3ForCausalLM"
+    modules = Qwen3.modules | {
+        "model.layers.N.post_attention_layernorm": ["blocks.N.attention_post_norm"],
+        "model.layers.N.pre_feedforward_layernorm": ["blocks.N.mlp_norm"],
+        "model.layers.N.post_feedforward_layernorm": ["blocks.N.mlp_post_norm"]}
+    encodings = {"rope": {"base", "layout", "scaling", "local_base"}}
+    fields = SHAPE | {"head_dim": "head_dim", "window": "sliding_window"}
+    block = {"qk_norm": True, "post_norm": True, "scaled_embedding": True, "mlp": "geglu"}
+    constants = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+                 "attn_logit_softcapping": None, "final_logit_softcapping": None,
+                 "use_bidirectional_attention": False}
+    defaults = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+                "tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 6,
+                "max_position_embeddings": 131_072}
+    theta, local_theta = 1_000_000.0, 10_000.0
+
+    def obstacles(self, config: Config) -> list[str]:
+        found = [text for text in super().obstacles(config) if "full_every" not in text]
+        return found + ["model.window = None"] * (config.model.window is None)
+
+    def positions_json(self, config: Config) -> Fields:
+        fields, local = super().positions_json(config), shape_of(config).local_layers
+        assert isinstance(config.position, RoPEOptions)
+        theta, full = config.position.local_base, fields["rope_parameters"]
+        sliding = {"rope_type": "default", "rope_theta": theta} if theta else full
+        kinds = ["sliding_attention" if n in local else "full_attention" for n in range(config.model.n_layer)]
+        return fields | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+                         "layer_types": kinds, "query_pre_attn_scalar": config.model.head_width}
+
+    def tables(self, hf_config: Fields) -> Tables:
+        given = {**self.defaults, **hf_config}
+        scalar, D = given["query_pre_attn_scalar"], given["head_dim"]
+        if scalar != D:
+            raise UserError(f"config.json: query_pre_attn_scalar = {scalar!r} is not supported for "
+                            f"{self.class_name}; only head_dim = {D!r} is")
+        tables = super().tables({**hf_config, "layer_types": None})     # bounds the number of layers
+        layers, every = range(given["num_hidden_layers"]), given["sliding_window_pattern"]
+        kinds = given.get("layer_types") or [
+            "full_attention" if is_every(every, n) else "sliding_attention" for n in layers]
+        tables["model"] |= every_kth([n for n in layers if kinds[n] == "full_attention"], len(layers))
+        return tables
+
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        by_kind = hf_config.get("rope_parameters") or {}
+        full, sliding = (by_kind.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
+        position, L = super().position_table({**hf_config, "rope_parameters": full})
+        if sliding and sliding == full:         # one base, and one scaling
+            return position, L
+        if sliding.get("rope_type", "default") != "default":
+            raise UserError(f"config.json: rope_parameters: {sliding['rope_type']!r} in sliding_attention "
+                            f"alone is not supported for {self.class_name}; only 'default' is")
+        given = {"rope_theta": hf_config.get("rope_local_base_freq", self.local_theta), **sliding}
+        return position | {"local_base": float(given["rope_theta"])}, L
+
+    def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+        tensors = super().export_tensors(weights, config)
+        return {name: tensor - 1 if "norm" in name else tensor for name, tensor in tensors.items()}
+
+    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+                       ) -> dict[str, Tensor]:
+        weights = super().import_tensors(tensors, shapes)
+        return {name: weight + 1 if "norm" in name else weight for name, weight in weights.items()}
 
 
 class Phi3(Llama):
@@ -532,7 +608,7 @@ class MPT(Architecture):
 # the first that fits is chosen, so the most widely supported come first
 ARCHITECTURES: dict[str, Architecture] = {
     a.model_type: a for a in (Llama(), Qwen2(), Qwen3(), Mistral(), SmolLM3(), Phi3(), GPT2(), MPT(),
-                              Llama4(), Ministral3())}
+                              Llama4(), Ministral3(), Gemma3())}
 
 
 def choose(config: Config) -> Architecture:

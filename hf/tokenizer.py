@@ -108,7 +108,9 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer 
     The beginning-of-sequence token opens documents, or else the end-of-sequence token. Raises UserError.
     """
     def read() -> PretrainedTokenizer | ByteTokenizer:
-        tokenizer = PretrainedTokenizer(folder / "tokenizer.json", 0)
+        n_rows = config.get("vocab_size")
+        tokenizer = PretrainedTokenizer(folder / "tokenizer.json", 0,
+                                        n_rows if isinstance(n_rows, int) else None)
         tokenizer.open_with(_separator(folder, config, tokenizer))      # replaces the 0, not used so far
         assert tokenizer.sha256                                         # decodes every token
         return ByteTokenizer() if _is_byte_tokenizer(tokenizer) else tokenizer

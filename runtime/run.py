@@ -23,7 +23,7 @@ from config import Config, ModelConfig, differences, load_config, to_toml
 from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import Corpus, read_meta
 from data.tokenizer import Tokenizer
-from model import GPT, hidden_width
+from model import GATED, GPT, hidden_width
 from positions import ENCODINGS
 from runtime import checkpoint, parallel
 from runtime.device import dtype_name
@@ -155,12 +155,12 @@ def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
 def activation_bytes(config: ModelConfig, n_tokens: int) -> int:
     """About how much a forward pass of n_tokens in fp32 keeps for the backward pass, without T x T logits.
 
-    A layer keeps 2 tensors of width C in each sublayer, queries, keys and values before and after rotation,
-    what attention returns, and 4 of the MLP's width (3 without a gate).
+    A layer keeps 2 tensors of width C in each sublayer (3 with a norm after it), queries, keys and values
+    before and after rotation, what attention returns, and 4 of the MLP's width (3 without a gate).
     """
     of_queries, of_keys = (n * config.head_width for n in (config.n_head, config.n_kv_head or config.n_head))
-    of_mlp = (4 if config.mlp == "swiglu" else 3) * hidden_width(config)
-    return 4 * n_tokens * config.n_layer * (4 * config.n_embd + 3 * of_queries + 4 * of_keys + of_mlp)
+    of_mlp, of_sums = (4 if config.mlp in GATED else 3) * hidden_width(config), 6 if config.post_norm else 4
+    return 4 * n_tokens * config.n_layer * (of_sums * config.n_embd + 3 * of_queries + 4 * of_keys + of_mlp)
 
 
 def warn_about_size(config: Config, model: GPT, process: Process) -> Iterator[str]:

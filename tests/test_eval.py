@@ -420,22 +420,23 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(evaluated, run_dir: Path
     assert set(arrays) <= set(at_once) and len(resumed) > len(ours)
 
 
-def test_a_factor_of_1_reuses_the_figures_and_says_so(evaluated, capsys) -> None:
+def test_where_a_method_changes_nothing_the_figures_are_reused(evaluated, capsys) -> None:
     records, arrays = evaluated("--lengths", "16,32,64", "--protocol", "fixed", "--extend", "dynamic_ntk",
-                                "--extend", "yarn:beta_fast=2", "--extend", "yarn:beta_fast=2,factor=4")
+                                "--extend", "yarn:beta_fast=2", "--extend", "yarn:beta_fast=2,factor=4",
+                                "--extend", "dual_chunk")
     out = capsys.readouterr().out
-    for spec in ("yarn:beta_fast=2", "dynamic_ntk"):
-        assert f"--extend {spec}: factor 1 at 16, 32: as without\n" in out
+    for spec in ("yarn:beta_fast=2", "dynamic_ntk", "dual_chunk"):
+        assert f"--extend {spec}: as without it at 16, 32\n" in out
         for length in ("16", "32"):
             one = records[spec, "fixed", length, "None"]
             assert one == {**records["None", "fixed", length, "None"], "extend": spec}
             assert np.array_equal(arrays[f"{spec}/fixed/{length}/nll"], arrays[f"plain/fixed/{length}/nll"])
         beyond = [records[name, "fixed", "64", "None"]["nll_sum"] for name in (spec, "None")]
         assert beyond[0] != beyond[1]
-    assert "factor=4: factor 1" not in out
+    assert "factor=4: as without" not in out
     assert records["yarn:beta_fast=2,factor=4", "fixed", "32", "None"]["gain"] != 0
     evaluated("--lengths", "16", "--longest", "64", "--protocol", "fixed", "--extend", "pi")
-    assert "factor 1 at 16: as without; give lengths beyond L, such as --lengths 32,64,128" in \
+    assert "as without it at 16; give lengths beyond L, such as --lengths 32,64,128" in \
         capsys.readouterr().out
 
 

@@ -35,6 +35,8 @@ transformers.logging.disable_progress_bar()
 
 LONG = [1.0 + i / 4 for i in range(8)]
 GPT_BLOCK = ("model.norm=layernorm", "model.tied=true", "model.bias=true", "model.mlp=gelu")
+GEMMA = ("model.qk_norm=true", "model.post_norm=true", "model.scaled_embedding=true", "model.mlp=geglu",
+         "model.tied=true")
 GQA = ("model.n_head=4", "model.n_kv_head=2", "model.n_embd=64")
 CASES = {       # name -> architecture, encoding, what else
     "llama": ("llama", "rope"),
@@ -62,6 +64,11 @@ CASES = {       # name -> architecture, encoding, what else
     "qwen2": ("qwen2", "rope", *GQA, "model.qkv_bias=true", "model.tied=true"),
     "qwen3": ("qwen3", "rope", *GQA, "model.qk_norm=true", "model.head_dim=24",
               "position.layout=interleaved"),
+    "gemma3": ("gemma3_text", "rope", *GQA, *GEMMA, "model.n_layer=4", "model.window=9", "model.full_every=2",
+               "position.base=2000.0", "position.local_base=300.0", "model.head_dim=20",
+               'position.scaling={method="pi",factor=4.0}'),
+    "gemma3, one base": ("gemma3_text", "rope", *GEMMA, "model.window=11", "position.layout=interleaved",
+                         'position.scaling={method="yarn",factor=4.0,original_length=16,beta_fast=2.0}'),
     "layers": ("smollm3", "rope", *GQA, "model.n_layer=3", "position.layers=[0, 2]"),
     "skip": ("smollm3", "rope", "model.n_layer=3", "position.skip_every=2",
              'position.scaling={method="yarn",factor=4.0,beta_fast=2.0}'),

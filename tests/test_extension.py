@@ -1,15 +1,19 @@
 """Methods of --extend: brute force over every pair, identities, and the model is restored afterwards."""
 
+import itertools
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import lively, tokens
 
+import attention
 import rope
+from attention import Mask
 from data.tokenizer import ByteTokenizer
-from evaluation.extension import EXTENSIONS, Regrouped, Rescaled, extended, parse
+from evaluation.extension import EXTENSIONS, Regrouped, Regrouping, Rescaled, extended, parse
 from evaluation.protocols import Evaluation, Settings
 from evaluation.windows import open_text
 from model import GPT
@@ -22,6 +26,7 @@ ACCUMULATED = {"forgetting", "path", "path_fox", "selective_rope", "wall"}      
 RELATIVE = [name for name, encoding in ENCODINGS.items() if encoding.is_relative]
 ARGUMENTS = {"base": "base:base=50000",
              "longrope": f"longrope:short_factor={[1.0] * 8},long_factor={[2.0] * 8}"}
+REGROUPING = [name for name, method in EXTENSIONS.items() if issubclass(method, Regrouping)]
 SPECS = [ARGUMENTS.get(name, name) for name in EXTENSIONS]
 q, k, v = torch.randn(3, 1, 2, 48, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 POSITIONS = torch.arange(48)[None]
@@ -56,11 +61,19 @@ def brute_force(angle_of, is_seen=lambda m, n: True) -> torch.Tensor:
     return logits
 
 
+def placed(m: int, n: int, s: int, w: int) -> int:
+    """Where Dual Chunk Attention places the query at m for a key at n, which it places at n mod s."""
+    within, successive = list(range(s)), [s + i if i < w else L - 1 for i in range(s)]
+    return {0: within[m % s], 1: successive[m % s]}.get(m // s - n // s, L - 1)
+
+
 @pytest.mark.parametrize(("spec", "angle_of", "is_seen"), [
     ("rerope:window=5", lambda m, n: min(m - n, 5), None),
     ("rerope", lambda m, n: min(m - n, L // 4), None),
     ("leaky_rerope:window=5,k=4.0", lambda m, n: m - n if m - n < 5 else 5 + (m - n - 5) / 4, None),
     ("self_extend:window=6,group=4", lambda m, n: m - n if m - n < 6 else m // 4 + 6 - 6 // 4 - n // 4, None),
+    ("dual_chunk:chunk=12,window=5", lambda m, n: placed(m, n, 12, 5) - n % 12, None),
+    ("dual_chunk", lambda m, n: placed(m, n, 24, 8) - n % 24, None),
     ("sinks:sinks=3,window=7", lambda m, n: m - n if m - n < 7 else min(m, 9) - n,
      lambda m, n: m - n < 7 or n < 3),
     ("lm_infinite:first=3,window=7", lambda m, n: min(m - n, 7), lambda m, n: m - n < 7 or n < 3),
@@ -68,6 +81,49 @@ def brute_force(angle_of, is_seen=lambda m, n: True) -> torch.Tensor:
 def test_regrouping_is_each_pair_at_its_own_angle(spec: str, angle_of, is_seen, tiny) -> None:
     expected = brute_force(angle_of, is_seen or (lambda m, n: True))
     torch.testing.assert_close(logits_under(spec, tiny), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_dual_chunk_attention_is_its_formula(tiny, monkeypatch) -> None:
+    """In fp64, in blocks of rows, with packed documents and two query heads for each key."""
+    monkeypatch.setattr(attention, "MAX_BLOCK", 8 * 100 * 7)
+    monkeypatch.setattr(rope, "inv_freq", partial(rope.inv_freq, dtype=torch.float64))
+    config = tiny("rope", "model.n_head=4", "model.n_kv_head=2")        # 4 heads of 8 channels
+    model, T, s, w = lively(config).double(), 100, 13, 6
+    x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    at, documents, layer = torch.arange(T)[None], torch.arange(T)[None] // 60, model.blocks[1].attention
+    with extended(model, config, parse(f"dual_chunk:chunk={s},window={w}").methods, T):
+        tables = model.encoding.tables(at, at)
+        found = layer(x, model.encoding, At(at, at, 1, tables), Mask(documents=documents, in_order=True))
+    q, k, v = (p(x)[0].unflatten(-1, (-1, 8)) for p in (layer.q, layer.k, layer.v))
+    f, mixed = rope.inv_freq(8), torch.zeros(T, 4, 8, dtype=torch.float64)
+    for h, i in itertools.product(range(4), range(T)):
+        keys = range(i // 60 * 60, i + 1)
+        logits = [rope.rotate(q[i, h], placed(i, j, s, w) * f) @ rope.rotate(k[j, h // 2], j % s * f)
+                  for j in keys]
+        mixed[i, h] = (torch.stack(logits) / 8**0.5).softmax(0) @ v[keys.start:keys.stop, h // 2]
+    torch.testing.assert_close(found[0], layer.o(mixed.flatten(1)), atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("spec", REGROUPING)
+def test_cached_decoding_equals_the_full_forward(spec: str, tiny) -> None:
+    config = tiny("rope", "model.n_kv_head=1")
+    model, x = lively(config).double(), tokens((2, 90))
+    with extended(model, config, parse(spec).methods, 90):
+        cache = model.new_cache()
+        parts = [model(x[:, i:j], cache=cache) for i, j in ((0, 30), (30, 31), (31, 60), (60, 61), (61, 90))]
+        torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", REGROUPING)
+def test_packed_documents_do_not_see_one_another(spec: str, tiny) -> None:
+    """Each has the logits of a batch of its own, at the same positions."""
+    config, at = tiny("rope", "model.n_kv_head=1"), torch.arange(100)
+    model, x = lively(config).double(), tokens((2, 100))
+    with extended(model, config, parse(spec).methods, 100):
+        packed = model(x, documents=(at // 40).expand(2, -1))
+        for piece in at.split(40):
+            alone = model(x[:, piece], positions=piece)
+            torch.testing.assert_close(packed[:, piece], alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in RELATIVE if name not in ACCUMULATED])
@@ -105,7 +161,7 @@ def test_every_method_runs_far_beyond_L_and_restores_the_model(spec: str, tiny) 
 
 
 @pytest.mark.parametrize("spec", [ARGUMENTS.get(name, name) for name in SCALINGS if name != "base"]
-                         + ["log_n", "drope", "window"])
+                         + ["log_n", "drope", "window", "dual_chunk", "dual_chunk:chunk=31"])
 def test_up_to_L_nothing_changes_bit_for_bit(spec: str, tiny) -> None:
     config = tiny()
     model, x = lively(config), tokens((2, L))
@@ -120,7 +176,16 @@ def test_up_to_L_regrouping_changes_no_logits(spec: str, tiny) -> None:
     torch.testing.assert_close(under(spec, model, config, x), model(x), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("spec", ["yarn:beta_fast=2", "base:base=100", "rerope", "self_extend", "sinks"])
+def test_the_first_L_tokens_of_a_longer_text_are_as_without_dual_chunk(tiny) -> None:
+    config = tiny()
+    model, x = lively(config).double(), tokens((2, 100))
+    changed, plain = under("dual_chunk", model, config, x), model(x)
+    torch.testing.assert_close(changed[:, :L], plain[:, :L], atol=1e-5, rtol=1e-5)
+    assert (changed[:, L] - plain[:, L]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("spec", ["yarn:beta_fast=2", "base:base=100", "rerope", "self_extend", "dual_chunk",
+                                  "sinks"])
 def test_a_subclass_of_rope_gets_every_method(spec: str, tiny) -> None:
     """Even if it widens q and k and heads share keys: an effect beyond L, none on near pairs."""
     config = tiny("pope", "model.n_head=4", "model.n_kv_head=2")
@@ -132,7 +197,7 @@ def test_a_subclass_of_rope_gets_every_method(spec: str, tiny) -> None:
     torch.testing.assert_close(changed[:, :near], model(x)[:, :near], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("spec", ["rerope", "leaky_rerope", "self_extend", "lm_infinite"])
+@pytest.mark.parametrize("spec", ["rerope", "leaky_rerope", "self_extend", "dual_chunk", "lm_infinite"])
 def test_other_distances_need_an_encoding_by_distance(spec: str, tiny) -> None:
     """FoPE is rotary and takes every scaling, but its logits depend on the positions themselves."""
     config = tiny("fope")
@@ -195,6 +260,18 @@ def test_specs_are_checked(spec: str, expected: str | None) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_no_pair_of_dual_chunk_is_further_apart_than_in_training() -> None:
+    """With its default options, and with the smallest and largest chunks, at any L."""
+    m, n = torch.arange(200)[:, None], torch.arange(200)[None]
+    for length, spec in itertools.product((2, 3, 16, 33), ("", ":chunk=1", ":chunk={}", ":chunk=1,window=1")):
+        method = parse("dual_chunk" + spec.format(length - 1)).methods[0]
+        q_pos, k_pos = method.far(m, n, length, 200)
+        is_near = n >= method.first_near(m, length)
+        distance = torch.where(is_near, m - n, q_pos - k_pos)[m >= n]
+        assert distance.min() == 0 and distance.max() == length - 1
+        assert (is_near | (m - n >= method.near(length)))[m >= n].all()
+
+
 @pytest.mark.parametrize("spec", ["leaky_rerope", "self_extend"])
 @pytest.mark.parametrize("T", [33, 48, 100, 128, 2048])
 def test_by_default_the_longest_distance_is_one_that_was_trained(spec: str, T: int) -> None:
@@ -233,7 +310,9 @@ def test_windows_follow_the_length_of_training_even_after_a_scaling(tiny) -> Non
 @pytest.mark.parametrize(("override", "spec"), [
     ("position.temperature=ssmax", "log_n"), ("model.window=16", "sinks"), ("model.window=16", "lm_infinite"),
     ('position.scaling={method="dynamic_ntk"}', "rerope"), ("train.seq_len=32", "self_extend:window=31"),
-    ("train.seq_len=32", "leaky_rerope:window=32")])
+    ("train.seq_len=32", "leaky_rerope:window=32"),
+    ('position.scaling={method="dynamic_ntk"}', "dual_chunk"), ("train.seq_len=32", "dual_chunk:chunk=32"),
+    ("train.seq_len=32", "dual_chunk:window=9"), ("train.seq_len=32", "dual_chunk:chunk=30,window=3")])
 def test_methods_refuse_runs_they_do_not_fit(override: str, spec: str, tiny) -> None:
     config = tiny("rope", override)
     problem = parse(spec).methods[0].problem(lively(config), config, 4 * L)
@@ -241,7 +320,8 @@ def test_methods_refuse_runs_they_do_not_fit(override: str, spec: str, tiny) -> 
 
 
 @pytest.mark.parametrize(("name", "spec", "fits"), [
-    ("alibi", "yarn", False), ("alibi", "rerope", False), ("alibi", "sinks", True),
+    ("alibi", "yarn", False), ("alibi", "rerope", False), ("alibi", "dual_chunk", False),
+    ("p_rope", "dual_chunk:chunk=20,window=12", True), ("alibi", "sinks", True),
     ("alibi", "lm_infinite", True),
     ("sinusoidal", "lm_infinite", False), ("sinusoidal", "sinks", True), ("learned", "log_n", True),
     ("xpos", "pi", True), ("p_rope", "self_extend", True), ("rope", "yarn:beta_fast=0.5", False),

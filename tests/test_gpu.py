@@ -83,6 +83,8 @@ CASES = {
     "gelu_exact": Case(("model.mlp=gelu_exact", "model.qkv_bias=true")),
     "relu2": Case(("model.mlp=relu2",)),
     "qk_norm": Case(("model.qk_norm=true",)),
+    "gemma's block": Case(("model.qk_norm=true", "model.post_norm=true", "model.mlp=geglu",
+                           "model.scaled_embedding=true", "model.tied=true")),
     "wide heads": Case(("model.head_dim=96",)),
 }
 EXTENDED = {name: name for name in EXTENSIONS} | {

@@ -134,7 +134,8 @@ def test_extensions_apply_beyond_L_and_restore_the_model(method: str, tiny) -> N
     assert torch.equal(model(x), before)
 
 
-@pytest.mark.parametrize("spec", ["rerope:window=5", "leaky_rerope:window=5,k=4.0", "sinks:sinks=3,window=7"])
+@pytest.mark.parametrize("spec", ["rerope:window=5", "leaky_rerope:window=5,k=4.0", "dual_chunk:chunk=9",
+                                  "sinks:sinks=3,window=7"])
 def test_a_pair_that_gets_other_positions_gets_their_distance(spec: str, tiny) -> None:
     """Without an encoding's own effect: NoPE, and q = 0."""
     config = tiny("none", ON)
@@ -148,8 +149,9 @@ def test_a_pair_that_gets_other_positions_gets_their_distance(spec: str, tiny) -
     for m in range(48):
         for n in range(m + 1):
             far = [p.item() for p in method.far(torch.tensor(m), torch.tensor(n), 32, 48)]
-            d = m - n if m - n < method.near(32) else far[0] - far[1]
-            is_seen = m - n < method.near(32) or not method.hides or n < 3
+            is_near = n >= method.first_near(torch.tensor(m), 32)
+            d = m - n if is_near else far[0] - far[1]
+            is_seen = is_near or not method.hides or n < 3
             assert found[m, n].item() == pytest.approx(by_hand(0, d) if is_seen else -math.inf, abs=1e-5)
 
 

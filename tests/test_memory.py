@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import attention
 from config import Config
+from evaluation.extension import EXTENSIONS, Extension, Regrouping, extended
 from model import GPT
 from positions import ENCODINGS
 
@@ -45,9 +46,9 @@ class Memory(TorchDispatchMode):
         self.now -= n_bytes
 
 
-def most_bytes(config: Config, T: int) -> int:
+def most_bytes(config: Config, T: int, *methods: Extension) -> int:
     model, memory = GPT(config).eval(), Memory()
-    with memory:
+    with extended(model, config, list(methods), T), memory:
         model.hidden(tokens((1, T)))
     assert memory.now < memory.most / 20                # what was made was freed: the count is complete
     return memory.most
@@ -61,3 +62,11 @@ def test_twice_the_length_takes_at_most_twice_the_memory(name: str, switch: str,
     config = tiny(name, "model.n_layer=1", "train.seq_len=2048" if name == "learned" else "train.seq_len=32",
                   *([switch] if switch else []))
     assert most_bytes(config, 2048) < 2.2 * most_bytes(config, 1024)
+
+
+@pytest.mark.parametrize("name", slow_except(
+    [name for name, method in EXTENSIONS.items() if issubclass(method, Regrouping)], "rerope", "dual_chunk"))
+def test_a_method_that_scores_pairs_again_does_not_hold_all_of_them(name: str, tiny, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "MAX_BLOCK", 2**16)
+    config, method = tiny("rope", "model.n_layer=1"), EXTENSIONS[name]()
+    assert most_bytes(config, 2048, method) < 2.2 * most_bytes(config, 1024, method)

@@ -1,5 +1,6 @@
 """The decoder: its blocks against transformers' Llama and GPT-2, size and cost against the closed form."""
 
+import itertools
 import math
 
 import pytest
@@ -59,13 +60,13 @@ def test_gpt2s_block_is_one_config(tiny) -> None:
     torch.testing.assert_close(model(x), peer(x).logits, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("mlp", "matrices"), [("swiglu", 3), ("gelu", 2), ("relu2", 2)])
+@pytest.mark.parametrize(("mlp", "matrices"), [("swiglu", 3), ("geglu", 3), ("gelu", 2), ("relu2", 2)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_and_flops_are_the_closed_form(mlp: str, matrices: int, tied: bool, tiny) -> None:
     config = tiny("rope", f"model.mlp={mlp}", f"model.tied={str(tied).lower()}", "model.n_embd=48",
                   "model.n_layer=3")
     model = GPT(config)
-    C, V, n_layer, T, width = 48, 257, 3, 40, 128 if mlp == "swiglu" else 192
+    C, V, n_layer, T, width = 48, 257, 3, 40, 128 if matrices == 3 else 192
     assert hidden_width(config.model) == width
     block = 4 * C * C + matrices * C * width
     assert model.n_parameters() == n_layer * (block + 2 * C) + C + V * C * (1 if tied else 2)
@@ -114,6 +115,23 @@ def test_relu2_squares(tiny) -> None:
     model = lively(tiny("rope", "model.mlp=relu2"))
     mlp, x = model.blocks[0].mlp, torch.randn(2, 3, 32)
     torch.testing.assert_close(mlp(x), mlp.down(mlp.up(x).clamp(min=0) ** 2))
+
+
+def test_a_norm_after_each_sublayer_and_a_scaled_embedding(tiny) -> None:
+    """What a sublayer adds has its norm's weight as root mean square; embeddings are sqrt(C) larger."""
+    model, streams = lively(tiny("rope", "model.post_norm=true", "model.scaled_embedding=true")), []
+    x = tokens((1, 8))
+    for block in model.blocks:
+        for norm in (block.attention_post_norm, block.mlp_post_norm):
+            torch.nn.init.constant_(norm.weight, 3.0)
+        for module in (block.attention_norm, block.mlp_norm, model.norm):
+            module.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
+    model(x)
+    torch.testing.assert_close(streams[0], 32**0.5 * model.embedding(x))
+    streams = streams[:4] + streams[-1:]                                # the last norm had two hooks
+    for before, after in itertools.pairwise(streams):
+        torch.testing.assert_close((after - before).square().mean(-1), torch.full((1, 8), 9.0), rtol=1e-3,
+                                   atol=0)
 
 
 def test_dropout_acts_in_training_only(tiny) -> None:

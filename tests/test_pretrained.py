@@ -75,6 +75,12 @@ CASES = {       # name -> class, config, L
         "default", original_max_position_embeddings=8, llama_4_scaling_beta=0.1), 8),
     "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}, 64),
     "qwen3": ("Qwen3", GROUPED | YARN | {"head_dim": 16}, 16),
+    "gemma3_text": ("Gemma3", GROUPED | {
+        "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 11, "sliding_window_pattern": 2,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}, 64),
+    "gemma3, untied": ("Gemma3", GROUPED | {
+        "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 9, "tie_word_embeddings": False}, 64),
     "phi3": ("Phi3", GROUPED | {"sliding_window": 13, "original_max_position_embeddings": 64}
              | rope_parameters("default", partial_rotary_factor=0.5), 64),
     "phi3, longrope": ("Phi3", GROUPED | {"original_max_position_embeddings": 16} | rope_parameters(
@@ -84,7 +90,8 @@ CASES = {       # name -> class, config, L
     "mpt": ("Mpt", {"vocab_size": 300, "max_seq_len": 640, "d_model": 48, "n_layers": 3, "n_heads": 6,
                     "initializer_range": 0.1, "bos_token_id": 256, "eos_token_id": 256}, 640),
 }
-every_case = pytest.mark.parametrize("case", slow_except([*CASES], "llama, grouped, yarn", "gpt2", "mpt"))
+every_case = pytest.mark.parametrize("case", slow_except(
+    [*CASES], "llama, grouped, yarn", "gemma3_text", "gpt2", "mpt"))
 Saved = Callable[[str], tuple[Path, torch.nn.Module]]
 
 
@@ -100,8 +107,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
             kind = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")
             theirs = kind(kind.config_class(**config)).eval()
             for weight in theirs.parameters():          # norms and biases that do nothing would hide mistakes
-                if weight.dim() == 1:
-                    weight.copy_(1 + 0.3 * torch.randn_like(weight))
+                if weight.dim() == 1:                   # bf16, as published: Gemma's plus 1 is exact
+                    weight.copy_((weight + 0.3 * torch.randn_like(weight)).bfloat16())
             folder = tmp_path_factory.mktemp("theirs")
             theirs.save_pretrained(folder, max_shard_size="60KB")
             assert len(list(folder.glob("*.safetensors"))) > 1
@@ -180,6 +187,22 @@ def test_rotary_parameters_as_before_5_0(saved: Saved, tmp_path: Path) -> None:
     assert position.base == 500_000 and position.scaling is None and load_run(plain)[1].train.seq_len == 64
 
 
+def test_gemma_3_as_before_5_0(saved: Saved, tmp_path: Path) -> None:
+    """The first folders name two bases, and every how many layers has full attention; some only the bases."""
+    folder, _ = saved("gemma3_text")
+    for number, (fields, full_every) in enumerate((
+            ({"sliding_window_pattern": 3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 3),
+            ({"sliding_window_pattern": None}, 0))):        # every 6th, of 3 layers
+        old = changed(folder, tmp_path / str(number), rope_parameters=None, layer_types=None,
+                      rope_theta=70_000, rope_local_base_freq=300, **fields)
+        ours, config, _ = load_run(old)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(old).eval()
+        assert config.model.full_every == full_every
+        assert (config.position.base, config.position.local_base) == (70_000, 300)
+        x = tokens((2, 100), vocab_size=300)
+        torch.testing.assert_close(ours(x), theirs(x).logits, atol=1e-4, rtol=0)
+
+
 def test_where_a_folder_says_two_things_we_take_what_transformers_takes(saved: Saved, tmp_path: Path) -> None:
     """rope_scaling added to rope_parameters, and one file of weights beside an index of others."""
     folder, theirs = saved("llama, grouped, yarn")
@@ -253,8 +276,15 @@ def problem_of(folder: Path) -> str:
     ("ministral3", rope_parameters("default"), "llama_4_scaling_beta = 0.1 and .* got None and None"),
     ("ministral3", rope_parameters("linear", factor=2.0, llama_4_scaling_beta=0.1,
                                    original_max_position_embeddings=8), "pi is not supported"),
+    ("gemma3_text", {"query_pre_attn_scalar": 168}, "query_pre_attn_scalar = 168 .* only head_dim = 16 is"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
+    ("gemma3_text", {"layer_types": ["full_attention"] + ["sliding_attention"] * 2}, "only every k-th layer"),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+     "'linear' in sliding_attention alone is not supported"),
+    ("gemma3_text", {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+     "architecture Gemma3ForConditionalGeneration is not supported; supported are .*, Gemma3ForCausalLM$"),
 ])
-def test_what_two_architectures_cannot_be_is_named(case: str, fields: dict, expected: str, saved: Saved,
+def test_what_some_architectures_cannot_be_is_named(case: str, fields: dict, expected: str, saved: Saved,
                                                    tmp_path: Path) -> None:
     folder, _ = saved(case)
     assert re.search(expected, problem_of(changed(folder, tmp_path / "changed", **fields)))
@@ -340,12 +370,16 @@ def test_init_from_takes_model_encoding_and_length_from_the_folder(saved: Saved,
 
 
 def test_a_corpus_of_the_folders_own_tokenizer(saved: Saved, tmp_path: Path) -> None:
-    """prepare, train, evaluate, export: each keeps the tokenizer.json that came with the model."""
+    """prepare, train, evaluate, export: each keeps the tokenizer.json that came with the model.
+
+    But for a special token for which the model has no embedding, as Gemma 3's for images.
+    """
     folder = changed(saved("llama, grouped, yarn")[0], tmp_path / "llama", bos_token_id=300, vocab_size=300)
     content = tokenizer_json(ByteTokenizer())
     content["model"]["vocab"] |= {"Ċ" * 2: 257, "th": 258}
     content["model"]["merges"] = [["Ċ", "Ċ"], ["t", "h"]]
     content["added_tokens"].append({**content["added_tokens"][0], "id": 259, "content": "<s>"})
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 300, "content": "<image>"})
     content["post_processor"] = {                                       # as Llama 2's, which opens documents
         "type": "TemplateProcessing", "pair": [], "single": [
             {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],

@@ -12,7 +12,7 @@ import rope
 from attention import Mask
 from config import Config, load_config
 from evaluation.extension import EXTENSIONS, extended, parse
-from hf.architectures import ARCHITECTURES, Qwen3, choose
+from hf.architectures import ARCHITECTURES, choose
 from model import GPT
 from positions import At
 
@@ -39,36 +39,16 @@ def recipe(name: str, *overrides: str) -> Config:
         "model.n_embd=48", f"train.seq_len={L}", *RECIPES[name][0], *overrides])
 
 
-def gemma(model: GPT, config: Config) -> nn.Module:
-    """transformers' Gemma 3 with Llama's norms, MLP and embedding: its attention is what is compared."""
-    c = config.model
-    theirs = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(
-        vocab_size=257, hidden_size=48, intermediate_size=model.blocks[0].mlp.up.out_features, head_dim=12,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, sliding_window=c.window,
-        sliding_window_pattern=c.full_every, query_pre_attn_scalar=12, rms_norm_eps=c.norm_eps,
-        max_position_embeddings=512, tie_word_embeddings=False))
-    weights = Qwen3().export_tensors(model.state_dict(), config)
-    renamed = {name.replace("post_attention_layernorm", "pre_feedforward_layernorm"):
-               weight - 1 if "norm" in name else weight for name, weight in weights.items()}
-    missing, unexpected = theirs.load_state_dict(renamed, strict=False)
-    assert not unexpected and all("post_" in name for name in missing)
-    theirs.model.embed_tokens.embed_scale.fill_(1.0)
-    for layer in theirs.model.layers:
-        layer.post_attention_layernorm = layer.post_feedforward_layernorm = nn.Identity()
-        layer.mlp.act_fn = nn.SiLU()
-    return theirs
-
-
 def theirs_of(name: str, model: GPT, config: Config) -> nn.Module:
     """transformers' model with the weights of ours."""
-    if name == "gemma3":
-        return gemma(model, config).eval()
     architecture = choose(config)
-    named = {"llama4": "llama4_text", "rope-interleaved": "smollm3"}.get(name, name)
+    named = {"llama4": "llama4_text", "gemma3": "gemma3_text", "rope-interleaved": "smollm3"}.get(name, name)
     assert architecture is ARCHITECTURES[named]
     fields = transformers.AutoConfig.for_model(**architecture.config_json(config), pad_token_id=None)
     theirs = transformers.AutoModelForCausalLM.from_config(fields)
-    theirs.load_state_dict(architecture.export_tensors(model.state_dict(), config))
+    weights = architecture.export_tensors(model.state_dict(), config)
+    tied = {"lm_head.weight": weights["model.embed_tokens.weight"]} if config.model.tied else {}
+    theirs.load_state_dict(weights | tied)
     return theirs.eval()
 
 

@@ -44,12 +44,14 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
+    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 from config import Config
 from data.loader import read_meta

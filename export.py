@@ -11,11 +11,13 @@ train.init_from.
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # no traceback if Ctrl-C comes during the slow imports
+    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 from hf import hub
 from hf.export import export

@@ -107,8 +107,8 @@ class Cache:
 class HeadNorm(nn.RMSNorm):
     """RMSNorm of each head's q or k, computed in the dtype of its weight, as autocast does on CUDA.
 
-    On the CPU, autocast hands it q in bfloat16 with a weight in fp32, for which PyTorch warns and has no fused
-    kernel. The result is the same: either way one rounding of what is computed in fp32.
+    On a CPU, autocast leaves q in bfloat16 beside a weight in fp32, for which PyTorch warns and has no fused
+    kernel. The result is the same to the bit: it is computed in fp32 and rounded once either way.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -976,10 +976,16 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert len(folders) > 5 and all((folder / "__init__.py").exists() for folder in folders)
 
 
+COMMANDS = sorted(path.name for path in ROOT.glob("*.py") if "run_command(main" in path.read_text("utf-8"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train.py", "eval.py", "data/prepare.py"])
-def test_modules_of_the_user_do_not_win(script: str, tmp_path: Path) -> None:
-    for name in ("data", "model", "config", "runtime", "evaluation", "hf", "positions", "rope", "train"):
+@pytest.mark.parametrize("is_safe", ["", "1"])
+@pytest.mark.parametrize("script", [*COMMANDS, "data/prepare.py"])
+def test_modules_of_the_user_do_not_win(script: str, is_safe: str, tmp_path: Path) -> None:
+    """Neither in the current folder nor on PYTHONPATH, also where `python -P` leaves out the script's folder."""
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*/__init__.py")):
+        name = path.stem if path.parent == ROOT else path.parent.name
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
-    done = python(ROOT / script, "--help", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    done = python(ROOT / script, "--help", cwd=tmp_path, PYTHONPATH=str(tmp_path), PYTHONSAFEPATH=is_safe)
     assert done.returncode == 0 and "the wrong module" not in done.stderr, done.stderr

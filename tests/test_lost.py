@@ -983,7 +983,7 @@ COMMANDS = sorted(path.name for path in ROOT.glob("*.py") if "run_command(main" 
 @pytest.mark.parametrize("is_safe", ["", "1"])
 @pytest.mark.parametrize("script", [*COMMANDS, "data/prepare.py"])
 def test_modules_of_the_user_do_not_win(script: str, is_safe: str, tmp_path: Path) -> None:
-    """Neither in the current folder nor on PYTHONPATH, also where `python -P` leaves out the script's folder."""
+    """From the current folder or PYTHONPATH; `python -P` leaves out the folder of the script."""
     for path in (*ROOT.glob("*.py"), *ROOT.glob("*/__init__.py")):
         name = path.stem if path.parent == ROOT else path.parent.name
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")

@@ -31,8 +31,8 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train.py made")
     parser.add_argument("out", metavar="OUT_DIR",
                         help="the folder to write, new or empty; or hf:ORG/NAME, after `hf auth login`")
-    parser.add_argument("--private", action="store_true", help="make hf:ORG/NAME private if it is new (default: public, unless the settings of ORG "
-                        "differ)")
+    parser.add_argument("--private", action="store_true",
+                        help="make hf:ORG/NAME private if it is new (default: as the settings of ORG say)")
     parser.add_argument("--max-length", type=int, metavar="N",
                         help="max_position_embeddings of the folder (default: that of training, or of the "
                         "model that the run began from if that is longer)")

@@ -412,45 +412,41 @@ def fuzzing(bench: Bench) -> Outcome:
 RELIABILITY, SECURITY, TRAIN, DATA, CONFIGS, LOST, SILENT, PARALLEL = (
     f"tests/test_{name}.py" for name in ("reliability", "security", "train", "data", "config", "lost",
                                          "silent_errors", "parallel"))
-CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this name in docs/reliability.md
-    "sigkill": sigkill,
-    "signals": signals,
-    "two_ranks": two_ranks,
-    "resume": tested("bit_equal or bit_for_bit or half_done", RELIABILITY, TRAIN),
-    "damage": tested("damaged", RELIABILITY, TRAIN),
-    "leftovers": tested("kill or older_checkpoints", RELIABILITY, TRAIN),
-    "full_disk": full_disk,
-    "writes": tested("disk or cannot", RELIABILITY),
-    "read_only": read_only,
-    "numbers": tested("finite or bad_steps or last_step", RELIABILITY),
-    "corpus": tested("corpus or corpora or damage_is_named", RELIABILITY, TRAIN, DATA),
-    "config": tested("field or rules or problems or missing or circle or memory", CONFIGS),
-    "ctrl_c": ctrl_c,
-    "wandb": wandb,
-    "hostile": tested("not wandb", SECURITY),
-    "fuzzing": fuzzing,
-    "evaluations": tested("evaluation and not overwritten and not prepared", SILENT),
-    "own_config": tested("hugging_face_folder_that", SILENT),
-    "same_text": tested("prepared_again", SILENT),
-    "belongs": tested("checkpoint and not evaluation or edited or corpus_json or summary or move or "
-                      "json_that or names_with or other_code or seed or replace", SILENT),
-    "same_start": tested("would_not_train or agree", PARALLEL),
-    "overwritten": tested("overwritten and not peoples or files_of or sampled or any_change or copied "
-                          "or while_it_is", SILENT, DATA),
-    "stop_signals": tested("signal or dropped or whose_terminal", LOST),
-    "lost_output": tested("output", LOST),
-    "power_cut": tested("power or missing", LOST),
-    "two_processes": tested("second_process or refused_start or a_lock or its_lock or without_locks or "
-                            "finds_out", LOST),
-    "moved": tested("renamed or deleted_run or deleted_costs or linked or took_the_place", LOST),
-    "readers": tested("while_it_is_read or vanish or fifo", LOST),
-    "downloads": tested("download or another_process or archive", LOST),
-    "unwritable": tested("finds_out or exponentiate or tilde or latin or encoding or size_of_files or "
-                         "earlier_one", LOST),
-    "one_line": tested("typo or model or config_json or panic or sample or torchrun or replaced or utf_8 "
-                       "or order or threads", LOST),
-    "modules": tested("modules", LOST),
+TESTED = {          # case -> which tests it runs (pytest -k), and their files
+    "resume": ("bit_equal or bit_for_bit or older_code", RELIABILITY, TRAIN),
+    "damage": ("damaged", RELIABILITY, TRAIN),
+    "leftovers": ("kill or older_checkpoints", RELIABILITY, TRAIN),
+    "writes": ("disk or cannot", RELIABILITY),
+    "numbers": ("finite or bad_steps or last_step", RELIABILITY),
+    "corpus": ("corpus or corpora or damage_is_named", RELIABILITY, TRAIN, DATA),
+    "config": ("field or rules or problems or missing or circle or memory", CONFIGS),
+    "hostile": ("not wandb", SECURITY),
+    "evaluations": ("evaluation and not overwritten and not prepared and not replace", SILENT),
+    "own_config": ("hugging_face_folder_that", SILENT),
+    "same_text": ("prepared_again", SILENT),
+    "belongs": ("checkpoint and not evaluation or edited and not evaluation or corpus_json or summary or "
+                "move or json_that or names_with or other_code or seed or replace", SILENT),
+    "same_start": ("would_not_train or agree", PARALLEL),
+    "overwritten": ("overwritten and not peoples or files_of or sampled or any_change or copied_file "
+                    "or while_it_is", SILENT, DATA),
+    "stop_signals": ("signal or dropped or whose_terminal", LOST),
+    "lost_output": ("output", LOST),
+    "power_cut": ("power or missing", LOST),
+    "two_processes": ("second_process or refused_start or a_lock or its_lock or without_locks or "
+                      "finds_out", LOST),
+    "moved": ("renamed or deleted_run or deleted_costs or linked or took_the_place", LOST),
+    "readers": ("while_it_is_read or vanish or fifo", LOST),
+    "downloads": ("download or another_process or archive", LOST),
+    "unwritable": ("finds_out or exponentiate or tilde or latin or encoding or size_of_files or "
+                   "earlier_one", LOST),
+    "one_line": ("typo or model or config_json or panic or sample or torchrun or replaced or utf_8 "
+                 "or order or threads", LOST),
+    "modules": ("modules", LOST),
 }
+CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this name in docs/reliability.md
+    "sigkill": sigkill, "signals": signals, "two_ranks": two_ranks, "full_disk": full_disk,
+    "read_only": read_only, "ctrl_c": ctrl_c, "wandb": wandb, "fuzzing": fuzzing,
+    **{name: tested(*selection) for name, selection in TESTED.items()}}
 
 
 def update_document(name: str, outcome: Outcome, commit: str) -> None:

@@ -177,7 +177,7 @@ FILES_OF_THE_USER: dict[str, tuple[str, Callable[[Path], Any]]] = {
 @pytest.mark.parametrize(("what", "is_beside"), [
     (what, is_beside) for what in FILES_OF_THE_USER for is_beside in (False, True)
     if not (is_beside and "matplotlib" in what)])       # older versions did not sign their pictures
-def test_a_file_that_eval_did_not_write_is_never_overwritten(what: str, is_beside: bool, run_dir: Path,
+def test_a_file_that_eval_did_not_write_is_never_replaced(what: str, is_beside: bool, run_dir: Path,
                                                              tmp_path: Path, command, monkeypatch) -> None:
     """With --replace or without it, beside an evaluation or alone; refused before anything is computed."""
     json_path, (suffix, write_mine) = tmp_path / "mine.json", FILES_OF_THE_USER[what]

@@ -435,7 +435,7 @@ TESTED = {          # case -> which tests it runs (pytest -k), and their files
     "two_processes": ("second_process or refused_start or a_lock or its_lock or without_locks or "
                       "finds_out", LOST),
     "moved": ("renamed or deleted_run or deleted_costs or linked or took_the_place", LOST),
-    "readers": ("while_it_is_read or vanish or fifo", LOST),
+    "readers": ("is_read or vanish or fifo", LOST),
     "downloads": ("download or another_process or archive", LOST),
     "unwritable": ("finds_out or exponentiate or tilde or latin or encoding or size_of_files or "
                    "earlier_one", LOST),

@@ -16,10 +16,12 @@ report.md that was edited, or that something else wrote, is not overwritten.
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
+    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 from evaluation.comparison import make_curves, make_tables, probe_map, remarks, with_seeds, write_csv
 from evaluation.measures import MEASURES

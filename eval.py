@@ -36,6 +36,7 @@ call adds to that file what it lacks, and does not measure again what it holds; 
 must have the same targets: the same text, checkpoint, dtype and --seed and, for each protocol that both
 measure, the same --longest, --targets, --windows, --tokens and --stride where the protocol depends on them.
 Otherwise eval.py refuses before it computes anything: give --json FILE to write another file, or --replace.
+Files of these names that something else wrote are never replaced.
 The longest length decides which documents and targets are used, so to add shorter lengths later, pass the
 earlier longest one with --longest.
 """
@@ -44,12 +45,14 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
+    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 from config import Config
 from data.loader import read_meta

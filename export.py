@@ -11,11 +11,13 @@ train.init_from.
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # no traceback if Ctrl-C comes during the slow imports
+    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 from hf import hub
 from hf.export import export
@@ -29,7 +31,8 @@ def main() -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train.py made")
     parser.add_argument("out", metavar="OUT_DIR",
                         help="the folder to write, new or empty; or hf:ORG/NAME, after `hf auth login`")
-    parser.add_argument("--private", action="store_true", help="make hf:ORG/NAME private if it is new")
+    parser.add_argument("--private", action="store_true",
+                        help="make hf:ORG/NAME private if it is new (default: as the settings of ORG say)")
     parser.add_argument("--max-length", type=int, metavar="N",
                         help="max_position_embeddings of the folder (default: that of training, or of the "
                         "model that the run began from if that is longer)")

@@ -107,6 +107,17 @@ class Cache:
         return new
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head's q or k, computed in the dtype of its weight, as autocast does on CUDA.
+
+    On a CPU, autocast leaves q in bfloat16 beside a weight in fp32, for which PyTorch warns and has no fused
+    kernel. The result is the same to the bit: it is computed in fp32 and rounded once either way.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))                 # (B, H, T, D)
+
+
 class Attention(nn.Module):
     """Multi-head attention: softmax(encoding(q k^T / sqrt(D))) v. Vaswani et al. 2017, section 3.2.
 
@@ -129,8 +140,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.v = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.o = nn.Linear(H * D, C, bias=config.bias)
-        self.q_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = HeadNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = HeadNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, temperature: Tensor | None = None,
                 cache: Cache | None = None) -> Tensor:

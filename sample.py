@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import codecs
 import signal
+import sys
 from collections.abc import Iterator
 from itertools import chain, takewhile
 from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
+    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 import torch
 from torch import Tensor

@@ -20,6 +20,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
+    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 import numpy as np
 import torch

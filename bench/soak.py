@@ -10,6 +10,7 @@ runs train.py with a hook before each forward pass of GPT and one in os.fsync, a
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,7 @@ import torch
 
 import train
 from model import GPT
+from runtime import checkpoint
 from runtime.command import SIGNALS, argument_parser, run_command
 from runtime.errors import UserError
 from runtime.run import git_revision
@@ -79,8 +81,9 @@ class Lost(Exception):
 class Bench:
     """A folder with a corpus, a config and runs."""
 
-    def __init__(self, folder: Path, n_kills: int) -> None:
-        self.folder, self.n_kills, self.random = folder, n_kills, random.Random(0)  # noqa: S311
+    def __init__(self, folder: Path, n_kills: int, n_loads: int) -> None:
+        self.folder, self.random = folder, random.Random(0)     # noqa: S311
+        self.n_kills, self.n_loads = n_kills, n_loads
         source = folder / "source"
         source.mkdir()
         for i, path in enumerate(sorted(ROOT.glob("*.py"))):
@@ -371,6 +374,37 @@ def read_only(bench: Bench) -> Outcome:
 
 
 # -----------------------------------------------------------------------------------------------------------
+# Readers
+
+
+def while_training(bench: Bench) -> Outcome:
+    """Load a run, and ask which checkpoint is its newest, while it saves after each step and keeps one."""
+    log, run_dir, said = bench.folder / "read.log", bench.folder / "runs" / "read", io.StringIO()
+    with log.open("w") as file:
+        process = bench.start("train.py", "soak.toml", f"run.dir={run_dir}", "train.steps=1000000",
+                              "train.accumulate=1", "run.eval_every=1000000", "run.save_every=1",
+                              "run.keep=1", output=file.fileno())
+    try:
+        wait_for(log, "\nstep 2/", process)
+        first = checkpoint.newest(run_dir)
+        for number in range(bench.n_loads):
+            with redirect_stdout(said):
+                checkpoint.load_run(run_dir)
+            check(not checkpoint.is_newest(run_dir, "0" * 64), f"load {number}: other weights are the newest")
+        last = checkpoint.newest(run_dir)
+    except UserError as error:
+        raise Lost(str(error)) from error
+    finally:
+        process.terminate()
+        process.wait()
+    check(said.getvalue() == "", said.getvalue()[-500:])
+    assert first and last
+    n_saves = int(last.name) - int(first.name)
+    check(process.returncode == 143 and n_saves > bench.n_loads // 10, f"only {n_saves} saves meanwhile")
+    return Outcome(f"{bench.n_loads} (during {n_saves:,} saves)")
+
+
+# -----------------------------------------------------------------------------------------------------------
 # W&B
 
 
@@ -412,45 +446,42 @@ def fuzzing(bench: Bench) -> Outcome:
 RELIABILITY, SECURITY, TRAIN, DATA, CONFIGS, LOST, SILENT, PARALLEL = (
     f"tests/test_{name}.py" for name in ("reliability", "security", "train", "data", "config", "lost",
                                          "silent_errors", "parallel"))
-CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this name in docs/reliability.md
-    "sigkill": sigkill,
-    "signals": signals,
-    "two_ranks": two_ranks,
-    "resume": tested("bit_equal or bit_for_bit or half_done", RELIABILITY, TRAIN),
-    "damage": tested("damaged", RELIABILITY, TRAIN),
-    "leftovers": tested("kill or older_checkpoints", RELIABILITY, TRAIN),
-    "full_disk": full_disk,
-    "writes": tested("disk or cannot", RELIABILITY),
-    "read_only": read_only,
-    "numbers": tested("finite or bad_steps or last_step", RELIABILITY),
-    "corpus": tested("corpus or corpora or damage_is_named", RELIABILITY, TRAIN, DATA),
-    "config": tested("field or rules or problems or missing or circle or memory", CONFIGS),
-    "ctrl_c": ctrl_c,
-    "wandb": wandb,
-    "hostile": tested("not wandb", SECURITY),
-    "fuzzing": fuzzing,
-    "evaluations": tested("evaluation and not overwritten and not prepared", SILENT),
-    "own_config": tested("hugging_face_folder_that", SILENT),
-    "same_text": tested("prepared_again", SILENT),
-    "belongs": tested("checkpoint and not evaluation or edited or corpus_json or summary or move or "
-                      "json_that or names_with or other_code or seed or replace", SILENT),
-    "same_start": tested("would_not_train or agree", PARALLEL),
-    "overwritten": tested("overwritten and not peoples or files_of or sampled or any_change or copied "
-                          "or while_it_is", SILENT, DATA),
-    "stop_signals": tested("signal or dropped or whose_terminal", LOST),
-    "lost_output": tested("output", LOST),
-    "power_cut": tested("power or missing", LOST),
-    "two_processes": tested("second_process or refused_start or a_lock or its_lock or without_locks or "
-                            "finds_out", LOST),
-    "moved": tested("renamed or deleted_run or deleted_costs or linked or took_the_place", LOST),
-    "readers": tested("while_it_is_read or vanish or fifo", LOST),
-    "downloads": tested("download or another_process or archive", LOST),
-    "unwritable": tested("finds_out or exponentiate or tilde or latin or encoding or size_of_files or "
-                         "earlier_one", LOST),
-    "one_line": tested("typo or model or config_json or panic or sample or torchrun or replaced or utf_8 "
-                       "or order or threads", LOST),
-    "modules": tested("modules", LOST),
+TESTED = {          # case -> which tests it runs (pytest -k), and their files
+    "resume": ("bit_equal or bit_for_bit or older_code", RELIABILITY, TRAIN),
+    "damage": ("damaged", RELIABILITY, TRAIN),
+    "leftovers": ("kill or older_checkpoints", RELIABILITY, TRAIN),
+    "writes": ("disk or cannot", RELIABILITY),
+    "numbers": ("finite or bad_steps or last_step", RELIABILITY),
+    "corpus": ("corpus or corpora or damage_is_named", RELIABILITY, TRAIN, DATA),
+    "config": ("field or rules or problems or missing or circle or memory", CONFIGS),
+    "hostile": ("not wandb", SECURITY),
+    "evaluations": ("evaluation and not overwritten and not prepared and not replace", SILENT),
+    "own_config": ("hugging_face_folder_that", SILENT),
+    "same_text": ("prepared_again", SILENT),
+    "belongs": ("checkpoint and not evaluation or edited and not evaluation or corpus_json or summary or "
+                "move or json_that or names_with or other_code or seed or replace", SILENT),
+    "same_start": ("would_not_train or agree", PARALLEL),
+    "overwritten": ("overwritten and not peoples or files_of or sampled or any_change or copied_file "
+                    "or while_it_is", SILENT, DATA),
+    "stop_signals": ("signal or dropped or whose_terminal", LOST),
+    "lost_output": ("output", LOST),
+    "power_cut": ("power or missing", LOST),
+    "two_processes": ("second_process or refused_start or a_lock or its_lock or without_locks or "
+                      "finds_out", LOST),
+    "moved": ("renamed or deleted_run or deleted_costs or linked or took_the_place", LOST),
+    "readers": ("is_read or vanish or fifo", LOST),
+    "downloads": ("download or another_process or archive", LOST),
+    "unwritable": ("finds_out or exponentiate or tilde or latin or encoding or size_of_files or "
+                   "earlier_one", LOST),
+    "one_line": ("typo or model or config_json or panic or sample or torchrun or replaced or utf_8 "
+                 "or order or threads", LOST),
+    "modules": ("modules", LOST),
 }
+CASES: dict[str, Callable[[Bench], Outcome]] = {    # each has a row of this name in docs/reliability.md
+    "sigkill": sigkill, "signals": signals, "two_ranks": two_ranks, "full_disk": full_disk,
+    "read_only": read_only, "ctrl_c": ctrl_c, "wandb": wandb, "fuzzing": fuzzing,
+    "while_training": while_training,
+    **{name: tested(*selection) for name, selection in TESTED.items()}}
 
 
 def update_document(name: str, outcome: Outcome, commit: str) -> None:
@@ -468,20 +499,22 @@ def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--only", metavar="NAME,...", help=f"from {', '.join(CASES)} (default: all)")
     parser.add_argument("--kills", type=int, default=100, help="of sigkill (default %(default)s)")
+    parser.add_argument("--loads", type=int, default=1000, help="of while_training (default %(default)s)")
     args = parser.parse_args()
     for number in SIGNALS:                  # nohup and & ignore some, which commands would inherit
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     names, n_lost = args.only.split(",") if args.only else list(CASES), 0
-    if set(names) - set(CASES) or args.kills < 1:
-        raise UserError(f"--only {args.only} --kills {args.kills}: choose from {', '.join(CASES)}; 1 or more")
+    if set(names) - set(CASES) or min(args.kills, args.loads) < 1:
+        raise UserError(f"--only {args.only} --kills {args.kills} --loads {args.loads}: choose from "
+                        f"{', '.join(CASES)}; 1 or more")
     revision = git_revision() or ""         # now: the first row that is written makes it dirty
     commit = revision[:7] + "-dirty" * revision.endswith("-dirty")
     for name in names:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
             try:
-                outcome = CASES[name](Bench(Path(folder), args.kills))
+                outcome = CASES[name](Bench(Path(folder), args.kills, args.loads))
             except Lost as lost:
                 outcome, n_lost = Outcome("failed", " ".join(str(lost).split())), n_lost + 1
         seconds = time.monotonic() - began

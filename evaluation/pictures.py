@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evaluation.report import ASINH_WIDTH, DASHES, STYLES, Cell, Map, Picture, Table, ends
-from evaluation.results import perplexity
+from evaluation.results import SIGNATURE, perplexity
 
 MOST_CURVES = 8         # in one picture: more cannot be distinguished
 MARKED = 12             # columns that all get a tick on the x axis; more would overlap
@@ -78,7 +78,7 @@ def draw_evaluation(records: Sequence[dict[str, Any]], title: str, L: int, path:
         axis.set(xlabel="position in the window (tokens of context)", ylabel="loss (nats per token)",
                  title="Loss by position")
     figure.suptitle(plain_tex(title))
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata={"Software": SIGNATURE})
     plt.close(figure)
     return True
 

@@ -34,6 +34,7 @@ SAME = {                                                    # keys of the JSON t
 # what numpy and zipfile also raise for a file with an invalid header or member
 FROM_NUMPY = (MemoryError, OverflowError, RecursionError, SyntaxError, NotImplementedError, AttributeError,
               TokenError, zlib.error, struct.error)
+SIGNATURE = "nanorope eval.py"      # in the metadata of its pictures
 LARGEST = 709.0         # nats: the exponential of more does not fit into a float
 Record = dict[str, Any]
 
@@ -107,16 +108,37 @@ def check_windows(windows: dict[str, np.ndarray]) -> None:
             raise ValueError(f"{key} has a number that is not positive")
 
 
+def check_own(path: Path, is_replaced: bool) -> None:
+    """Raise UserError if .npz or .png of FILE, or FILE if it `is_replaced`, was not written by eval.py.
+
+    An own file is recognised by its beginning: it may be damaged further on, or empty after a power cut.
+    """
+    begins = {".json": rb'\s*({\s*"run"|$)' if is_replaced else b"",
+              # an archive of columns, one of no column, an empty file
+              ".npz": rb"PK\x03\x04.{26}[^\0]+/\w+/\d+/\w+\.npy|PK\x05\x06|$",
+              # older versions did not sign their pictures
+              ".png": rb"\x89PNG.*Software\0(%b)|$" % (SIGNATURE.encode() + b"|Matplotlib" * path.is_file())}
+    for suffix, begin in begins.items():
+        file = path.with_suffix(suffix)
+        if file.exists() and not (file.is_file() and re.match(begin, start_of(file), re.DOTALL)):
+            raise UserError(f"{file}: was not written by eval.py, so it is not replaced; move it away, or "
+                            "give another --json FILE")
+
+
+def start_of(path: Path) -> bytes:
+    """The first bytes of a file."""
+    with path.open("rb") as file:
+        return file.read(1000)
+
+
 def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Results | None:
     """The evaluation in FILE, if one with this head can be merged into it; None if there is none to keep.
 
     Raises UserError if the targets or the model differ. An evaluation that `is_replaced` may have any, and be
     damaged, but another file is not replaced.
     """
+    check_own(path, is_replaced)
     if is_replaced:
-        if path.is_file() and not re.match(rb'\s*({\s*"run"|$)', path.read_bytes()[:1000]):
-            raise UserError(f"{path}: was not written by eval.py, so --replace does not discard it; give "
-                            "another --json FILE")
         return None
     remedy = "give --json FILE to keep both, or --replace to discard the old one"
     try:

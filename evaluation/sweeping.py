@@ -273,8 +273,9 @@ def run_submitted(jobs: Sequence[Job], progress: Progress, folder: Path, paramet
         import submitit
     except ImportError as error:
         raise UserError("--submitit: submitit is not installed; pip install -e '.[cluster]'") from error
-    # jobs import this module from here, wherever they start
+    # jobs import this module from here, wherever they start, also beside a data.py of the user
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONSAFEPATH"] = "1"
     executor = submitit.AutoExecutor(folder=folder)
     try:
         executor.update_parameters(**parameters)

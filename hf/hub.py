@@ -63,12 +63,15 @@ def download(run: str, repository: str, revision: str | None, folder: Path) -> N
 
 
 def push(folder: Path, name: str, is_private: bool) -> str:
-    """Upload a folder as hf:ORG/NAME, which is made if it does not exist; the address. Raises UserError."""
+    """Upload a folder as hf:ORG/NAME, which is made if it does not exist; the address. Raises UserError.
+
+    Unless `is_private`, the hub decides: public, or what is the default of the organisation.
+    """
     repository, _ = parts(name, may_have_revision=False)
     from huggingface_hub import HfApi
 
     try:
-        HfApi().create_repo(repository, private=is_private, exist_ok=True)
+        HfApi().create_repo(repository, private=is_private or None, exist_ok=True)
         return str(HfApi().upload_folder(repo_id=repository, folder_path=folder,
                                          commit_message="Export by nanorope").commit_url)
     except Exception as error:

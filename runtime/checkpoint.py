@@ -14,7 +14,8 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +34,11 @@ from model import GPT, is_dropped
 from runtime import parallel
 from runtime.device import make_model, pick_device
 from runtime.errors import UserError
-from runtime.files import flush, name_in_errors, read_json
+from runtime.files import flush, is_special, name_in_errors, read_json
 from runtime.optimizer import state_keys
 
 FILES = ("model.safetensors", "optimizer.safetensors")
+MOST_DELETED = 20       # checkpoints that may vanish under a reader, one after another
 DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
@@ -84,7 +86,7 @@ def check_identity(state: dict[str, Any], run_dir: Path, config: Config, corpus:
 
 def check_checkpoints(run_dir: Path, config: Config, corpus: dict[str, Any]) -> None:
     """Call `check_identity` for the newest checkpoint whose state.json is intact, without reading tensors."""
-    for folder in reversed(_checkpoints(run_dir)):
+    for folder in _newest_first(run_dir):
         try:
             state = _read_state(folder)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):      # damaged
@@ -143,9 +145,7 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
     or if an intact one belongs to another model.
     """
     damaged: list[str] = []
-    # listed anew for each try: a process that trains this run may delete a checkpoint while it is read
-    while left := [path for path in _checkpoints(run_dir) if path.name not in damaged]:
-        folder = left[-1]
+    for folder in _newest_first(run_dir):
         try:
             state = _verified_state(folder)
             problem = _problem(folder / FILES[0], model.state_dict())
@@ -154,9 +154,11 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
             if optimizer and not problem:
                 problem = _problem(folder / FILES[1], _moments(model, optimizer), is_whole=False)
                 optimizer_tensors = {} if problem else load_file(folder / FILES[1])
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            if not folder.exists():
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError, RuntimeError) as error:
+            if not folder.exists():         # deleted by the process that trains this run
                 continue
+            if isinstance(error, RuntimeError):     # torch, which could not open the file, has no other
+                raise
             damaged.append(folder.name)
             reason = " ".join(str(error).split())
             print(f"warning: checkpoint {folder} is damaged ({reason}); trying the one before", flush=True)
@@ -291,7 +293,7 @@ def check_links(run_dir: Path) -> None:
     inside = (glob.iglob(pattern, root_dir=run_dir, include_hidden=True)
               for pattern in ("*", "checkpoints/*", "checkpoints/*/*", "eval/*"))
     for path in itertools.chain([run_dir], map(run_dir.joinpath, itertools.chain(*inside))):
-        if path.exists() and not path.is_file() and not path.is_dir():
+        if is_special(path):
             raise UserError(f"run {run_dir}: {path} is neither a file nor a folder; give another "
                             "path, or remove it")
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
@@ -309,7 +311,7 @@ def is_newest(run_dir: Path, sha256: str) -> bool:
 
     The files are read only if the newest checkpoint has another checksum: it may be damaged.
     """
-    for folder in reversed(_checkpoints(run_dir)):
+    for folder in _newest_first(run_dir):
         try:
             found = read_json(folder / "state.json")["sha256"][FILES[0]]
             if found == sha256 or _verified_state(folder):
@@ -319,11 +321,32 @@ def is_newest(run_dir: Path, sha256: str) -> bool:
     return True
 
 
+def _newest_first(run_dir: Path) -> Iterator[Path]:
+    """The checkpoints of a run from new to old, for a reader while another process may train it.
+
+    They are listed anew for each: that process saves newer ones, and deletes one while it is read. Raises
+    UserError if this happens over and over.
+    """
+    passed: set[str] = set()
+    n_deleted = 0
+    while left := [path for path in _checkpoints(run_dir) if path.name not in passed]:
+        yield left[-1]
+        passed.add(left[-1].name)
+        n_deleted += not left[-1].exists()
+        if n_deleted == MOST_DELETED:
+            raise UserError(f"run {run_dir}: {n_deleted} checkpoints in turn were deleted while they were "
+                            "read: it saves faster than it can be read; wait until it has ended, or train it "
+                            "with a larger run.keep or run.save_every")
+
+
 def _checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, from old to new."""
-    return sorted((path for path in (run_dir / "checkpoints").glob("[0-9]*")
-                   if path.is_dir() and path.name.isascii() and path.name.isdigit()),
-                  key=lambda path: int(path.name))
+    """The checkpoints of a run at one moment, from old to new: not one by one, since they may be deleted."""
+    folder = run_dir / "checkpoints"
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        names = [entry.name for entry in entries
+                 if entry.name.isascii() and entry.name.isdigit() and entry.is_dir()]
+        return [folder / name for name in sorted(names, key=int)]
+    return []
 
 
 def _verified_state(folder: Path) -> dict[str, Any]:

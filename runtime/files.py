@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +18,22 @@ LIMIT = 4 * 2**20       # bytes; parsed JSON takes up to 30 times the memory of 
 
 def read_text(path: Path, limit: int = LIMIT) -> str:
     """The text of a UTF-8 file. Raises OSError, or ValueError if it is not text, too large or not regular."""
-    if path.exists() and not path.is_file() and not path.is_dir():      # open() reports a folder itself
+    if is_special(path):
         raise ValueError("not a regular file")
     with path.open("rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"larger than {limit:,} bytes")
     return content.decode("utf-8")
+
+
+def is_special(path: Path) -> bool:
+    """Whether this is neither a file nor a folder, such as a FIFO, which would block whoever opens it."""
+    try:
+        mode = path.stat().st_mode      # asked once: a run that is being trained may delete it meanwhile
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def read_json(path: Path) -> Any:

@@ -1,13 +1,15 @@
 """The benches: every one runs at toy size, and what they have in common is right."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs, python, words
+from conftest import ROOT, needs, python, words
 
+from bench import soak
 from bench.measuring import Ended, check_names, fresh, matmul_flops, preset_config, table
 from bench.training import COMPILED, CONTENDERS, DEFAULT, GPT2_BLOCK, contender_config
 from model import GPT
@@ -63,6 +65,36 @@ def test_contenders_of_a_preset_have_one_size() -> None:
                       for name in names if name in COMPILED and not name.startswith("x-")]
         sizes = [sum(p.numel() for p in model.parameters()) for model in models]
         assert max(sizes) < 1.01 * min(sizes), (preset, sizes)
+
+
+def names_of_tests(file: str, selection: str = "test") -> set[str]:
+    """The tests in a file that `pytest -k selection` runs."""
+    def is_in(term: str, name: str) -> bool:
+        return (term.removeprefix("not ") in name) != term.startswith("not ")
+
+    names = re.findall(r"^def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    parts = [part.split(" and ") for part in selection.split(" or ")]
+    return {name for name in names if any(all(is_in(term, name) for term in part) for part in parts)}
+
+
+@pytest.mark.parametrize("case", soak.TESTED)
+def test_every_part_of_a_row_of_the_soak_selects_a_test(case: str) -> None:
+    """Else a test that is renamed leaves its row without a word."""
+    selection, *files = soak.TESTED[case]
+    empty = [part for part in selection.split(" or ")
+             if not any(names_of_tests(file, part) for file in files)]
+    assert not empty and all(names_of_tests(file, selection) for file in files)
+
+
+def test_every_test_of_a_fault_is_in_a_row_of_the_soak() -> None:
+    """And docs/reliability.md has each row once. Some rows have functions of their own in bench/soak.py."""
+    selected = {(file, name) for selection, *files in soak.TESTED.values()
+                for file in files for name in names_of_tests(file, selection)}
+    left_out = [name for file in (soak.LOST, soak.SILENT, soak.SECURITY, soak.RELIABILITY)
+                for name in names_of_tests(file, "not wandb") if (file, name) not in selected]
+    assert all(name.startswith(("test_ctrl_c", "test_a_signal_in_any_phase")) for name in left_out), left_out
+    rows = re.findall(r"^\| `(\w+)` \|", soak.DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(soak.CASES)
 
 
 def test_flops_of_gpt2_are_those_of_the_readme() -> None:

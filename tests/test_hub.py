@@ -14,7 +14,7 @@ import torch
 
 import export
 import sample
-from hf.hub import pulled
+from hf.hub import pulled, push
 from runtime.checkpoint import load_run
 from runtime.errors import UserError
 from train import train
@@ -27,7 +27,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}        # ORG/NAME -> path -> content
-        self.private: dict[str, bool] = {}
+        self.made: dict[str, dict[str, object]] = {}        # ORG/NAME -> what was asked for when it was made
         self.asked: list[str] = []
         self.breaks_at = ""                                 # a file whose download fails
         super().__init__(("127.0.0.1", 0), Handler)
@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             repository = f"{asked['organization']}/{asked['name']}"
             self.server.files.setdefault(repository, {})
-            self.server.private[repository] = asked.get("private") or asked.get("visibility") == "private"
+            self.server.made[repository] = asked
             return self.answer_json({"url": f"http://127.0.0.1/{repository}", "name": repository})
         repository = "/".join(path.split("/")[3:5])
         if "/commit/" not in path and "/preupload/" not in path:                # it checks the model card
@@ -127,7 +127,7 @@ def test_a_run_that_was_pushed_and_pulled_has_the_same_logits(hub: Hub, tiny, mo
     train(tiny("rope"), [])
     run_main(export, monkeypatch, "run", "hf:somebody/small", "--private")
     assert f"/somebody/small/commit/{COMMIT}" in capsys.readouterr().out
-    assert hub.private == {"somebody/small": True}
+    assert hub.made["somebody/small"].keys() & {"private", "visibility"}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(
         hub.files["somebody/small"])
     run_main(sample, monkeypatch, "hf:somebody/small", "--tokens", "2")
@@ -138,6 +138,15 @@ def test_a_run_that_was_pushed_and_pulled_has_the_same_logits(hub: Hub, tiny, mo
     n_asked = len(hub.asked)
     assert pulled("hf:somebody/small") == "models/somebody/small" and len(hub.asked) == n_asked
     assert "remove it to download hf:somebody/small again" in capsys.readouterr().out
+
+
+def test_a_pushed_model_is_as_private_as_its_organisation_has_it(hub: Hub, tmp_path: Path) -> None:
+    """Unless --private asks for more: a request that says "public" would overrule the organisation."""
+    for is_private in (False, True):
+        push(tmp_path, f"hf:somebody/{is_private}", is_private)
+    assert not hub.made["somebody/False"].keys() & {"private", "visibility"}
+    assert {"visibility": "private"}.items() <= hub.made["somebody/True"].items() or \
+        {"private": True}.items() <= hub.made["somebody/True"].items()      # older versions of the client
 
 
 def test_only_data_is_pulled_and_a_download_that_breaks_goes_on(hub: Hub, capsys) -> None:

@@ -52,6 +52,7 @@ from runtime.device import make_model
 from runtime.errors import UserError
 from runtime.folder import LOCK, RunFolder
 from runtime.lock import lock
+from runtime.optimizer import make_optimizer
 from train import train
 
 
@@ -409,31 +410,105 @@ def test_a_deleted_run_is_written_again(tiny, tmp_path: Path, monkeypatch, capsy
 # Reading a run while it trains
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_damaged(tiny, tmp_path: Path, monkeypatch,
-                                                                      capsys) -> None:
-    """Before, between and after its files are opened: each time the reader takes the newest there is."""
+def save_the_next(run_dir: Path) -> None:
+    """What a process that trains with run.keep = 1 does: `save` the next checkpoint, then `prune`."""
+    newest = checkpoint.newest(run_dir)
+    state = json.loads((newest / "state.json").read_text())
+    state["step"] += 1
+    del state["check"]
+    new = shutil.copytree(newest, newest.with_name(f".tmp-{state['step']:08d}"))
+    (new / "state.json").write_text(json.dumps({**state, "check": checkpoint._check(state)}))
+    new.rename(newest.with_name(f"{state['step']:08d}"))
+    shutil.rmtree(newest.rename(newest.with_name(".tmp-old")))
+
+
+class Meanwhile:
+    """Inside, `act` happens just before the n-th question to the file system, or before each one."""
+
+    QUESTIONS = {"stat", "lstat", "open", "scandir", "listdir", "readlink"}
+
+    def __init__(self, act: Callable[[], None], at: int | None) -> None:
+        self.act, self.at, self.n_asked = act, at, 0
+
+    def __enter__(self) -> "Meanwhile":
+        sys.setprofile(self.note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def note(self, frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ in self.QUESTIONS:
+            self.n_asked += 1
+            if self.at in (self.n_asked, None):
+                sys.setprofile(None)
+                self.act()
+                sys.setprofile(self.note)
+
+
+def refuses_another_config(run_dir: Path, config: Config) -> bool:
+    other = config.model_copy(update={"train": config.train.model_copy(update={"seed": 5})})
+    with pytest.raises(UserError, match="train.seed"):
+        checkpoint.check_checkpoints(run_dir, other, {})
+    return True
+
+
+READERS: dict[str, Callable[[Path, Config, GPT], bool]] = {         # whether it found what is there
+    "load": lambda run_dir, config, model: checkpoint.load_newest(run_dir, model) is not None,
+    "load with moments": lambda run_dir, config, model: checkpoint.load_newest(
+        run_dir, model, make_optimizer(model, config)) is not None,
+    "name the newest": lambda run_dir, config, model: checkpoint.newest(run_dir) is not None,
+    "look for links": lambda run_dir, config, model: checkpoint.check_links(run_dir) is None,
+    "compare weights": lambda run_dir, config, model: not checkpoint.is_newest(run_dir, "0" * 64),
+    "compare configs": lambda run_dir, config, model: refuses_another_config(run_dir, config)}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_checkpoint_may_be_replaced_at_any_moment_while_it_is_read(reader: str, tiny, tmp_path: Path,
+                                                                     capsys) -> None:
+    """At each question of each reader to the file system: it takes the newest there is, without a word."""
+    config, run_dir = tiny("rope", "run.keep=1"), tmp_path / "run"
+    assert train(config, []) == 0
+    model = GPT(config)
+    assert READERS[reader](run_dir, config, model)          # the first time it imports more
+    capsys.readouterr()
+    with Meanwhile(lambda: None, 0) as undisturbed:
+        assert READERS[reader](run_dir, config, model)
+    assert undisturbed.n_asked
+    for at in range(1, undisturbed.n_asked + 1):
+        with Meanwhile(lambda: save_the_next(run_dir), at):
+            is_found = READERS[reader](run_dir, config, model)
+        assert is_found and capsys.readouterr().out == "", at
+        assert int(checkpoint.newest(run_dir).name) == 12 + at
+
+
+def test_a_file_that_torch_cannot_open_since_it_was_deleted_while_it_is_read(tiny, tmp_path: Path,
+                                                                             monkeypatch, capsys) -> None:
+    """Between two calls inside load_file, where no test can come in; if the file is there, it is an error."""
+    config, load_file = tiny("rope", "run.keep=1"), checkpoint.load_file
+    assert train(config, []) == 0
+
+    def fails_once(path: Path, acts: bool) -> Any:
+        monkeypatch.setattr(checkpoint, "load_file", load_file)
+        if acts:
+            save_the_next(tmp_path / "run")
+        raise RuntimeError(f"unable to open file <{path}> in read-only mode: No such file or directory (2)")
+
+    monkeypatch.setattr(checkpoint, "load_file", lambda path: fails_once(path, True))
+    assert checkpoint.load_newest(tmp_path / "run", GPT(config))["step"] == 13
+    assert "damaged" not in capsys.readouterr().out
+    monkeypatch.setattr(checkpoint, "load_file", lambda path: fails_once(path, False))
+    with pytest.raises(RuntimeError, match="unable to open"):
+        checkpoint.load_newest(tmp_path / "run", GPT(config))
+
+
+def test_a_run_that_saves_faster_than_it_is_read_is_one_line(tiny, tmp_path: Path) -> None:
     config = tiny("rope", "run.keep=1")
     assert train(config, []) == 0
-    folder = tmp_path / "run" / "checkpoints"
-    for name in ("_verified_state", "_sha256", "_problem", "load_file"):
-        real = getattr(checkpoint, name)
-        newest = checkpoint.newest(tmp_path / "run")
-        state = json.loads((newest / "state.json").read_text())
-        state["step"] += 1
-        del state["check"]
-
-        def saved_meanwhile(*arguments: Any, real=real, newest=newest, state=state) -> Any:
-            if newest.exists():                             # what `save` does: the next one, then `prune`
-                new = shutil.copytree(newest, folder / f"{state['step']:08d}")
-                (new / "state.json").write_text(json.dumps({**state, "check": checkpoint._check(state)}))
-                shutil.rmtree(newest.rename(folder / ".tmp-old"))
-            return real(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, name, saved_meanwhile)
-            capsys.readouterr()
-            assert checkpoint.load_newest(tmp_path / "run", GPT(config))["step"] == state["step"]
-            assert "damaged" not in capsys.readouterr().out
+    model = GPT(config)
+    with pytest.raises(UserError, match="20 checkpoints in turn were deleted.* a larger run.keep"), \
+            Meanwhile(lambda: save_the_next(tmp_path / "run"), None):
+        checkpoint.load_newest(tmp_path / "run", model)
 
 
 def test_links_are_checked_while_checkpoints_vanish(tmp_path: Path, monkeypatch) -> None:
@@ -976,10 +1051,16 @@ def test_every_folder_of_modules_is_a_package() -> None:
     assert len(folders) > 5 and all((folder / "__init__.py").exists() for folder in folders)
 
 
+COMMANDS = sorted(path.name for path in ROOT.glob("*.py") if "run_command(main" in path.read_text("utf-8"))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train.py", "eval.py", "data/prepare.py"])
-def test_modules_of_the_user_do_not_win(script: str, tmp_path: Path) -> None:
-    for name in ("data", "model", "config", "runtime", "evaluation", "hf", "positions", "rope", "train"):
+@pytest.mark.parametrize("is_safe", ["", "1"])
+@pytest.mark.parametrize("script", [*COMMANDS, "data/prepare.py"])
+def test_modules_of_the_user_do_not_win(script: str, is_safe: str, tmp_path: Path) -> None:
+    """From the current folder or PYTHONPATH; `python -P` leaves out the folder of the script."""
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*/__init__.py")):
+        name = path.stem if path.parent == ROOT else path.parent.name
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
-    done = python(ROOT / script, "--help", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    done = python(ROOT / script, "--help", cwd=tmp_path, PYTHONPATH=str(tmp_path), PYTHONSAFEPATH=is_safe)
     assert done.returncode == 0 and "the wrong module" not in done.stderr, done.stderr

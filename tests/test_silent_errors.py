@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT, TINY, words
+from test_security import everything
 from test_train import assert_equal_runs, stop_after
 
 import compare as compare_command
@@ -21,6 +23,8 @@ from data import prepare as prepare_module
 from data.prepare import Options, default_out, prepare
 from data.tokenizer import ByteTokenizer
 from evaluation import results
+from evaluation.pictures import pyplot
+from evaluation.protocols import Evaluation
 from evaluation.runs import KNOWN_LATER, check_comparable, read_run
 from hf.export import export
 from hf.pretrained import resolve_config
@@ -150,12 +154,63 @@ def test_a_json_that_would_overwrite_another_file_is_refused(run_dir: Path, tmp_
     for name in ("x.npz", "x.png", "yarn-0.5", "x.JSON.tmp"):
         with pytest.raises(UserError, match="must end in .json"):
             command(eval_command, run_dir, *SHORT, "--json", tmp_path / name)
-    for beside in ("mine.npz", "mine.png"):
-        (tmp_path / beside).write_text("mine")
-        with pytest.raises(UserError, match=f"{beside}: exists without mine.json"):
-            command(eval_command, run_dir, *SHORT, "--json", tmp_path / "mine.json")
-        assert (tmp_path / beside).read_text() == "mine"
-        (tmp_path / beside).unlink()
+
+
+def picture(path: Path, **metadata: str) -> None:
+    """A picture of the user, who draws by matplotlib too."""
+    figure, axes = pyplot().subplots()
+    axes.plot([1, 2])
+    figure.savefig(path, metadata=metadata)
+
+
+FILES_OF_THE_USER: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "text": (".npz", lambda path: path.write_text("mine")),
+    "own arrays": (".npz", lambda path: np.savez(path, weights=np.ones(3))),
+    "another archive": (".npz", lambda path: zipfile.ZipFile(path, "w").writestr("a/b.txt", "mine")),
+    "a folder": (".npz", Path.mkdir),
+    "no picture": (".png", lambda path: path.write_text("mine")),
+    "a picture": (".png", lambda path: picture(path, Software="scanner")),
+    "a picture by matplotlib": (".png", picture),
+    "a folder of pictures": (".png", Path.mkdir)}
+
+
+@pytest.mark.parametrize(("what", "is_beside"), [
+    (what, is_beside) for what in FILES_OF_THE_USER for is_beside in (False, True)
+    if not (is_beside and "matplotlib" in what)])       # older versions did not sign their pictures
+def test_a_file_that_eval_did_not_write_is_never_replaced(what: str, is_beside: bool, run_dir: Path,
+                                                             tmp_path: Path, command, monkeypatch) -> None:
+    """With --replace or without it, beside an evaluation or alone; refused before anything is computed."""
+    json_path, (suffix, write_mine) = tmp_path / "mine.json", FILES_OF_THE_USER[what]
+    if is_beside:
+        command(eval_command, run_dir, *SHORT, "--json", json_path)
+        json_path.with_suffix(suffix).unlink(missing_ok=True)
+    write_mine(json_path.with_suffix(suffix))
+    before = everything(tmp_path)
+    monkeypatch.setattr(Evaluation, "measure", lambda *_: pytest.fail("it computed first"))
+    for flags in ([], ["--replace"]):
+        with pytest.raises(UserError, match=rf"mine\{suffix}: was not written by eval.py.* another --json"):
+            command(eval_command, run_dir, *SHORT, "--json", json_path, *flags)
+        assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("protocol", ["fixed", "position"])
+def test_replace_discards_every_file_that_eval_wrote(protocol: str, run_dir: Path, tmp_path: Path,
+                                                     monkeypatch) -> None:
+    """As it was written, without the JSON, empty after a power cut, cut short; with an older picture."""
+    path = tmp_path / "out.json"
+    both = path.with_suffix(".npz"), path.with_suffix(".png")
+
+    def cut(n_bytes: int) -> None:
+        for file in both:
+            file.write_bytes(file.read_bytes()[:n_bytes])
+
+    monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), "--json", str(path), *SHORT[:4], "--protocol",
+                                      protocol, "--replace"])
+    eval_command.main()
+    for change in (lambda: None, path.unlink, lambda: cut(400), lambda: cut(0), lambda: picture(both[1])):
+        change()
+        eval_command.main()
+        assert results.read(path).records and b"eval.py" in both[1].read_bytes()
 
 
 def test_replace_discards_evaluations_alone(run_dir: Path, command) -> None:

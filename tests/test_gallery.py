@@ -153,6 +153,23 @@ def test_hooks_choose_the_rows_of_a_picture(monkeypatch, tmp_path) -> None:
         assert three.height == 3 * one.height
 
 
+def test_a_picture_that_shows_the_same_keeps_its_bytes(tmp_path) -> None:
+    """As where the CPU is another one: `make gallery` leaves nothing to commit. Another curve is drawn."""
+    path = tmp_path / "cope.png"
+    gallery.draw("cope", tmp_path)
+    drawn = path.read_bytes()
+    for change, is_kept in ((gallery.SHADE, True), (gallery.SHADE + 1, False)):
+        with gallery.Image.open(path) as image:
+            pixels = gallery.np.array(image.convert("RGB"))
+        assert (pixels[0, 0] == 255).all()
+        pixels[0, 0, 1] -= change
+        gallery.Image.fromarray(pixels).save(path)
+        before = path.read_bytes()
+        gallery.draw("cope", tmp_path)
+        assert path.read_bytes() == (before if is_kept else drawn)
+        path.write_bytes(drawn)
+
+
 @pytest.fixture(scope="module")
 def blocks(found) -> dict[str, str]:
     return gallery.guide_blocks(dict.fromkeys(ENCODINGS, "Caption."), found, gallery.BENCH, gallery.RUNS)
@@ -206,6 +223,7 @@ def test_the_committed_guide_describes_every_encoding(name: str) -> None:
     section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     assert section, f"docs/encodings.md has no section {name}: run `make gallery`"
     assert "**When to use it.**" in section and "**Beyond L.**" in section
+    assert gallery.UNWRITTEN not in section, f"docs/encodings.md: write the section {name}"
 
 
 def test_the_committed_costs_are_plausible() -> None:

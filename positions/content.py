@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import rope
 from positions.absolute import EvenWidthOptions
 from positions.contract import At, Encoding, Options, Shape, odd_head
-from positions.distance import ALiBi, ALiBiOptions, KerpleLog
+from positions.distance import ALiBi, ALiBiOptions, KerpleLog, PairMLP
 
 KEYS_AT_A_TIME = 256    # keys whose products with a table are held in memory at once
 
@@ -246,7 +246,8 @@ class DAPE(Encoding):
     Data-adaptive positional encoding (also CAPE), Zheng et al. 2024. b is ALiBi's or KERPLE's bias; the MLP
     sees the logits and the biases of all heads for one query and key, 2 H -> 32 -> H with LeakyReLU. As in
     the authors' code (github.com/chuanyang-Zheng/DAPE) each layer has its own, with PyTorch's start; here
-    KERPLE's p and a are shared by the layers. It holds 2 H + 64 numbers more for each query and key.
+    KERPLE's p and a are shared by the layers. It holds 2 H numbers more for each query and key, in training
+    2 H + 64.
 
     Its lr_scale is 1, unlike FIRE's: b is useful from the start, and what goes into the MLP is large already
     (b is tens at hundreds of tokens), so its outputs move fast. We have not tuned it.
@@ -261,8 +262,7 @@ class DAPE(Encoding):
         plain = ALiBiOptions.model_validate({"encoding": "alibi"})
         self.bias = ALiBi(shape, plain) if options.bias == "alibi" else KerpleLog(shape, options)
         self.mlps = nn.ModuleList(
-            nn.Sequential(nn.Linear(2 * H, self.n_hidden), nn.LeakyReLU(), nn.Linear(self.n_hidden, H))
-            for _ in range(shape.n_layer))
+            PairMLP(2 * H, self.n_hidden, nn.LeakyReLU(), H) for _ in range(shape.n_layer))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
         return self.bias.tables(q_pos, k_pos)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import rope
 from positions.contract import At, Encoding, Options, Shape
 
+MOST_HIDDEN = 2**22     # hidden numbers of a PairMLP held at a time: 16 MB in fp32
+
 
 class ALiBiOptions(Options):
     learned: bool = Field(
@@ -217,6 +219,24 @@ class BAM(Encoding):
         return (logits.masked_fill(hidden, 0) * at.temperature).masked_fill(hidden, -torch.inf)
 
 
+class PairMLP(nn.Sequential):
+    """An MLP for each query and key, (B, Tq, Tk, n) -> (B, Tq, Tk, H).
+
+    Where no backward pass needs all of its hidden numbers, it holds those of a few rows of queries at a time.
+    """
+
+    def __init__(self, n: int, n_hidden: int, activation: nn.Module, n_head: int) -> None:
+        super().__init__(nn.Linear(n, n_hidden), activation, nn.Linear(n_hidden, n_head))
+        self.n_hidden = n_hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = super().forward
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return run(x)
+        n_rows = max(1, MOST_HIDDEN // (self.n_hidden * x.shape[0] * x.shape[2]))
+        return torch.cat([run(rows) for rows in x.split(n_rows, dim=1)], dim=1)
+
+
 class FIRE(Encoding):
     """Learned curve: logits += MLP(log(1 + c (i - j)) / log(1 + c max(i, L))). Li 2024, arXiv:2310.04418.
 
@@ -237,9 +257,7 @@ class FIRE(Encoding):
         self.seq_len = shape.seq_len
         self.c = nn.Parameter(torch.full((n_layer,), 0.1))
         self.threshold = nn.Parameter(torch.ones(n_layer))              # L / train.seq_len
-        self.mlps = nn.ModuleList(
-            nn.Sequential(nn.Linear(1, self.n_hidden), nn.ReLU(), nn.Linear(self.n_hidden, n_head))
-            for _ in range(n_layer))
+        self.mlps = nn.ModuleList(PairMLP(1, self.n_hidden, nn.ReLU(), n_head) for _ in range(n_layer))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         c = self.c[at.layer].abs()

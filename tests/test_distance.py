@@ -9,7 +9,7 @@ from conftest import lively, tokens
 from torch import Tensor
 
 from model import GPT
-from positions import At, Encoding
+from positions import At, Encoding, distance
 from positions.distance import T5, ALiBi
 from runtime.errors import UserError
 
@@ -228,7 +228,17 @@ def test_kerple_starts_uniform(name: str, tiny) -> None:
         assert p.mean().item() == pytest.approx(top / 2, rel=0.1)
 
 
-# FIRE
+# FIRE, and DAPE's MLP
+
+@pytest.mark.parametrize("name", ["fire", "dape"])
+@pytest.mark.parametrize("most", [1, 2000, 10_000])     # a row of queries at a time, three, all
+def test_an_mlp_in_blocks_of_rows_is_the_same_as_at_once(name: str, most: int, tiny, monkeypatch) -> None:
+    model, x = lively(tiny(name)).double(), tokens((2, 10))
+    at_once = model(x).detach()                         # a backward pass may follow
+    monkeypatch.setattr(distance, "MOST_HIDDEN", most)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), at_once, atol=1e-9, rtol=1e-9)
+
 
 def test_fire_starts_as_its_authors_start(tiny) -> None:
     encoding = GPT(tiny("fire", "model.n_layer=3")).encoding

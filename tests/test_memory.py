@@ -64,6 +64,14 @@ def test_twice_the_length_takes_at_most_twice_the_memory(name: str, switch: str,
     assert most_bytes(config, 2048) < 2.2 * most_bytes(config, 1024)
 
 
+@pytest.mark.parametrize("name", ["fire", "dape"])
+def test_an_mlp_for_each_pair_holds_few_of_its_hidden_numbers(name: str, tiny) -> None:
+    """All 32 of them would take ten times as much as the logits of a block."""
+    plain, with_mlp = (most_bytes(tiny(name, "model.n_layer=1", "model.n_head=1"), 2048)
+                       for name in ("kerple_log", name))
+    assert with_mlp < 3 * plain
+
+
 @pytest.mark.parametrize("name", slow_except(
     [name for name, method in EXTENSIONS.items() if issubclass(method, Regrouping)], "rerope", "dual_chunk"))
 def test_a_method_that_scores_pairs_again_does_not_hold_all_of_them(name: str, tiny, monkeypatch) -> None:

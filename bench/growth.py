@@ -129,7 +129,7 @@ def step_alone(name: str, point: Point, limits: Limits) -> Measured | str:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
     before = 0
     if limits.device == "cpu":
-        resource.setrlimit(resource.RLIMIT_DATA, (free_bytes(), free_bytes()))
+        resource.setrlimit(resource.RLIMIT_DATA, (most := free_bytes(), most))
         before = peak_bytes()
     try:
         step = make_step(name, point.config(name), limits.device)

@@ -461,12 +461,12 @@ class Gemma3(Llama):
                          "layer_types": kinds, "query_pre_attn_scalar": config.model.head_width}
 
     def tables(self, hf_config: Fields) -> Tables:
+        tables = super().tables({**hf_config, "layer_types": None})     # bounds the number of layers
         given = {**self.defaults, **hf_config}
         scalar, D = given["query_pre_attn_scalar"], given["head_dim"]
         if scalar != D:
             raise UserError(f"config.json: query_pre_attn_scalar = {scalar!r} is not supported for "
                             f"{self.class_name}; only head_dim = {D!r} is")
-        tables = super().tables({**hf_config, "layer_types": None})     # bounds the number of layers
         layers, every = range(given["num_hidden_layers"]), given["sliding_window_pattern"]
         kinds = given.get("layer_types") or [
             "full_attention" if is_every(every, n) else "sliding_attention" for n in layers]

@@ -92,6 +92,12 @@ def started(config: Config, tmp_path: Path, *before: str, **options: Any) -> sub
 # Signals
 
 
+def test_the_signals_are_those_whose_codes_are_documented() -> None:
+    documented = re.findall(r"(1\d\d) (SIG\w+|Ctrl-C)", train_module.__doc__ or "")
+    names = {int(code) - 128: name.replace("Ctrl-C", "SIGINT") for code, name in documented}
+    assert names == {int(number): number.name for number in SIGNALS} and len(names) == 7
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_every_signal_that_asks_to_stop_saves_first(number: int, tiny, tmp_path: Path, monkeypatch,
                                                     handlers) -> None:

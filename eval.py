@@ -82,6 +82,7 @@ from runtime.errors import UserError
 from runtime.parallel import Process
 
 TESTED_BY = {name: task.protocols for name, task in TASKS.items() if task.protocols}
+MOST_WINDOWS = 1_000_000
 MOST_SYMBOLS = 8        # algorithms: the default lengths have up to as many times the symbols of training
 
 
@@ -171,6 +172,8 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
         raise UserError(f"--targets {targets} --windows {args.windows} --tokens {args.tokens} --stride "
                         f"{args.stride} --seed {args.seed}: must be positive, the seed at least 0, and "
                         f"--targets at most the shortest length, {min(lengths)}")
+    if args.windows > MOST_WINDOWS:
+        raise UserError(f"--windows {args.windows}: must be at most {MOST_WINDOWS}")
     return Settings(protocols, lengths, longest, targets, args.windows, args.tokens,
                     args.stride, args.seed)
 

@@ -614,6 +614,7 @@ def test_a_long_evaluation_without_a_terminal_shows_a_line_now_and_then(monkeypa
     (["RUN", "--lengths", "16,99999"], "--lengths 16,99999"),
     (["RUN", "--protocol", "sliding,x"], "--protocol"),
     (["RUN", "--stride", "0"], "--stride"),
+    (["RUN", "--windows", "1000000000", "--protocol", "passkey"], "--windows 1000000000: must be at most"),
     (["RUN", "--lengths", "64", "--longest", "63"], "--longest 63: must be in 64 ... "),
     (["RUN", "--seed", "-1"], "--seed -1"),
     (["RUN", "--train-length", "-5"], "--train-length -5: must be at least 1"),

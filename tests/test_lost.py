@@ -92,6 +92,12 @@ def started(config: Config, tmp_path: Path, *before: str, **options: Any) -> sub
 # Signals
 
 
+def test_the_signals_are_those_whose_codes_are_documented() -> None:
+    documented = re.findall(r"(1\d\d) (SIG\w+|Ctrl-C)", train_module.__doc__ or "")
+    names = {int(code) - 128: name.replace("Ctrl-C", "SIGINT") for code, name in documented}
+    assert names == {int(number): number.name for number in SIGNALS} and len(names) == 7
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_every_signal_that_asks_to_stop_saves_first(number: int, tiny, tmp_path: Path, monkeypatch,
                                                     handlers) -> None:
@@ -131,10 +137,15 @@ def test_a_second_signal_during_the_save_changes_nothing(first: int, second: int
         os.kill(os.getpid(), second)
         flush(path)
 
+    def train_and_signal() -> int:
+        code = train(config, [])
+        os.kill(os.getpid(), second)            # after the save, on the way out
+        return code
+
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "micro_batches", signal_in_step_6)
         patch.setattr(checkpoint, "flush", flush_and_signal)
-        assert code_of(lambda: train(config, [])) == 128 + first
+        assert code_of(train_and_signal) == 128 + first
     assert checkpoint.newest(tmp_path / "run").name == "00000005"
     assert train(config, []) == 0
     assert_equal_runs(tmp_path / "run", tmp_path / "straight", 12)

@@ -210,8 +210,6 @@ def claimed(path: Path) -> Iterator[None]:
     Raises OSError, and UserError if another eval.py is going to write it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder; give --json FILE")
     try:
         with lock(path.with_name(f".{path.name}.lock")):
             yield

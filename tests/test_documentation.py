@@ -64,6 +64,14 @@ def test_the_readme_shows_only_files_that_exist() -> None:
     assert all((ROOT / name).exists() for name in names)
 
 
+def test_nothing_is_fetched_without_encryption() -> None:
+    """A corpus by http could be changed on its way here, and no checksum is known before."""
+    listed = subprocess.run(["git", "ls-files", "*.md", "*.toml", "Makefile"], cwd=ROOT, capture_output=True,
+                            text=True).stdout.split()
+    assert "docs/data.md" in listed and "configs/enwik8.toml" in listed
+    assert not [name for name in listed if "http://" in (ROOT / name).read_text(encoding="utf-8")]
+
+
 def test_constraints_pin_every_package_within_the_ranges() -> None:
     """Direct or not: each one that the requirements lead to here, apart from CUDA's, which torch pins."""
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()

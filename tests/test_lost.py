@@ -43,6 +43,7 @@ from data.tokenizer_json import PretrainedTokenizer
 from evaluation import protocols, results
 from evaluation.protocols import Evaluation
 from hf.architectures import ARCHITECTURES
+from hf.export import export
 from hf.pretrained import read_tables
 from hf.tokenizer import tokenizer_json
 from model import GPT
@@ -809,13 +810,18 @@ def test_half_an_environment_of_torchrun_is_one_error(environment: dict, monkeyp
 
 
 @pytest.mark.parametrize("out", [".", "..", "/", "{cwd}"])
-def test_a_folder_that_cannot_be_replaced_is_found_out_first(out: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_folder_that_cannot_be_replaced_is_found_out_first(out: str, tiny, tmp_path: Path,
+                                                             monkeypatch) -> None:
+    config = tiny()
     (tmp_path / "empty" / "inside").mkdir(parents=True)
     (tmp_path / "a.txt").write_text("text " * 100)
     monkeypatch.chdir(tmp_path / "empty" / "inside")
+    path = Path(out.format(cwd=Path.cwd()))
     with pytest.raises(UserError, match="current folder"):
-        prepare(str(tmp_path / "a.txt"), Path(out.format(cwd=Path.cwd())), "byte")
-    assert list(tmp_path.rglob("*partial*")) == []
+        prepare(str(tmp_path / "a.txt"), path, "byte")
+    with pytest.raises(UserError, match="current folder"):
+        export(tmp_path, path, GPT(config), config, ByteTokenizer())
+    assert list(tmp_path.rglob("*partial*")) == [] == list(Path.cwd().iterdir())
 
 
 def test_file_names_that_are_not_utf_8(tmp_path: Path, capsys) -> None:

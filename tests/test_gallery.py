@@ -229,7 +229,7 @@ def test_the_committed_guide_describes_every_encoding(name: str) -> None:
 def test_the_committed_costs_are_plausible() -> None:
     _, costs = gallery.read_costs(gallery.BENCH)
     cells = [cell for found in costs.values() for cell in found if cell != "-"]     # "-": not measured yet
-    assert cells and all(0.2 < float(x) < 20 for cell in cells for x in cell.split(", "))
+    assert cells and all(0.2 < float(x) < 40 for cell in cells for x in cell.split(", "))
 
 
 def test_costs_are_read_from_the_bench(tmp_path) -> None:

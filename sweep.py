@@ -51,10 +51,8 @@ from evaluation.sweeping import (
     run_here,
     run_submitted,
 )
-from runtime.command import argument_parser, run_command
+from runtime.command import SIGNALS, argument_parser, interrupt, run_command
 from runtime.errors import UserError
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -155,11 +153,12 @@ def main() -> int:
     make_jobs(args.configs, args.overrides, args.seeds, args.runs, args.eval, points)   # reports all problems
 
     def on_signal(number: int, frame: Any) -> None:
-        for each in SIGNALS:                    # the running commands save; a second signal must not cut that
+        for each in handled:                    # the running commands save; a second signal must not cut that
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt(number)
 
-    for number in SIGNALS:
+    handled = [number for number in SIGNALS if signal.getsignal(number) is interrupt]   # nohup ignores one
+    for number in handled:
         signal.signal(number, on_signal)
     try:
         return sweep(args, points)

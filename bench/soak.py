@@ -443,9 +443,9 @@ def fuzzing(bench: Bench) -> Outcome:
     return Outcome(f"{n_tests} x {FUZZ_CASES:,}")
 
 
-RELIABILITY, SECURITY, TRAIN, DATA, CONFIGS, LOST, SILENT, PARALLEL = (
+RELIABILITY, SECURITY, TRAIN, DATA, CONFIGS, LOST, SILENT, PARALLEL, SWEEP = (
     f"tests/test_{name}.py" for name in ("reliability", "security", "train", "data", "config", "lost",
-                                         "silent_errors", "parallel"))
+                                         "silent_errors", "parallel", "sweep"))
 TESTED = {          # case -> which tests it runs (pytest -k), and their files
     "resume": ("bit_equal or bit_for_bit or older_code", RELIABILITY, TRAIN),
     "damage": ("damaged", RELIABILITY, TRAIN),
@@ -463,7 +463,7 @@ TESTED = {          # case -> which tests it runs (pytest -k), and their files
     "same_start": ("would_not_train or agree", PARALLEL),
     "overwritten": ("overwritten and not peoples or files_of or sampled or any_change or copied_file "
                     "or while_it_is", SILENT, DATA),
-    "stop_signals": ("signal or dropped or whose_terminal", LOST),
+    "stop_signals": ("signal or dropped or whose_terminal or nohup", LOST, SWEEP),
     "lost_output": ("output", LOST),
     "power_cut": ("power or missing", LOST),
     "two_processes": ("second_process or refused_start or a_lock or its_lock or without_locks or "

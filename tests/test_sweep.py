@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, TINY, python
@@ -16,7 +17,7 @@ from conftest import ROOT, TINY, python
 from evaluation import sweeping as sweep
 from evaluation import trials
 from evaluation.trials import grid_points
-from runtime.command import run_command
+from runtime.command import SIGNALS, run_command
 from runtime.errors import UserError
 from sweep import main
 
@@ -183,6 +184,47 @@ def test_an_interrupt_stops_every_worker_and_starts_no_other_run(configs, monkey
     with pytest.raises(KeyboardInterrupt):
         sweep.run_here(jobs, sweep.Progress(4, n_workers=2))
     assert sorted(saved) == sorted(began) == ["rope-seed0", "rope-seed1"]
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Puts the handlers of all signals back after a test that runs the command in this process."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+def test_further_signals_do_not_cut_the_save(first: int, configs, monkeypatch, capsys, handlers) -> None:
+    saved = []
+
+    def interrupted_again(*_: Any) -> int:
+        try:
+            os.kill(os.getpid(), first)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            for number in SIGNALS:
+                os.kill(os.getpid(), number)
+            saved.append(1)
+            raise
+        return 0
+
+    monkeypatch.setattr("sweep.sweep", interrupted_again)
+    monkeypatch.setattr(sys, "argv", command(configs["rope"])[1:])
+    with pytest.raises(SystemExit) as caught:
+        run_command(main)
+    assert caught.value.code == 128 + first and saved
+    assert "the same command resumes from there" in capsys.readouterr().out
+
+
+def test_a_sweep_under_nohup_outlives_its_terminal(configs, monkeypatch, handlers) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr("sweep.sweep", lambda *_: os.kill(os.getpid(), signal.SIGHUP) or 0)
+    monkeypatch.setattr(sys, "argv", command(configs["rope"])[1:])
+    with pytest.raises(SystemExit) as caught:
+        run_command(main)
+    assert caught.value.code == 0
 
 
 @pytest.mark.slow

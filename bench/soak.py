@@ -465,7 +465,7 @@ TESTED = {          # case -> which tests it runs (pytest -k), and their files
                     "or while_it_is", SILENT, DATA),
     "stop_signals": ("signal or dropped or whose_terminal or nohup", LOST, SWEEP),
     "lost_output": ("output", LOST),
-    "power_cut": ("power or missing", LOST),
+    "power_cut": ("power or missing or kept_once", LOST),
     "two_processes": ("second_process or refused_start or a_lock or its_lock or without_locks or "
                       "finds_out", LOST),
     "moved": ("renamed or deleted_run or deleted_costs or linked or took_the_place", LOST),

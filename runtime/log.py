@@ -91,11 +91,14 @@ class Log:
             self.wandb = None
 
     def _lines_up_to(self, step: int) -> list[str]:
-        """The lines of steps that a resume does not repeat; lines that a crash tore are left out."""
+        """The lines of steps that a resume does not repeat, one for each; torn lines are left out."""
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        return [line for line in lines if 0 < step_of(line) <= step]
+        of_steps: dict[int, str] = {}
+        for line in lines:                  # a step has two if two processes once wrote them
+            of_steps.setdefault(step_of(line), line)
+        return [line for n, line in of_steps.items() if 0 < n <= step]
 
 
 def step_of(line: str) -> int:

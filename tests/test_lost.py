@@ -254,14 +254,17 @@ def test_a_dropped_terminal_saves(tiny, tmp_path: Path) -> None:
 def test_a_power_cut_after_a_checkpoint_keeps_its_lines(tiny, tmp_path: Path, monkeypatch) -> None:
     """When a checkpoint gets its name, metrics.jsonl and every folder above it are on disk."""
     synced: dict[str, int] = {}
-    fsync, rename = os.fsync, Path.rename
+    fsync, rename, n_deleted = os.fsync, Path.rename, list[int]()
 
     def noted_fsync(descriptor: int) -> None:
         synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
         fsync(descriptor)
 
     def checked_rename(self: Path, target: Path) -> Path:
-        if self.name.startswith(".tmp-") and not target.name.startswith(".tmp-"):
+        if target.name.startswith(".tmp-"):     # deleted next: the newer one is on disk
+            assert str(tmp_path / "run" / "checkpoints") in synced
+            n_deleted.append(1)
+        elif self.name.startswith(".tmp-"):
             assert synced[str(tmp_path / "run" / "metrics.jsonl")] == \
                 (tmp_path / "run" / "metrics.jsonl").stat().st_size > 0
             assert {str(tmp_path), str(tmp_path / "run"), str(self)} <= set(synced)
@@ -271,7 +274,7 @@ def test_a_power_cut_after_a_checkpoint_keeps_its_lines(tiny, tmp_path: Path, mo
 
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(Path, "rename", checked_rename)
-    assert train(tiny(), []) == 0
+    assert train(tiny("rope", "run.keep=1"), []) == 0 and len(n_deleted) == 2
 
 
 def test_a_power_cut_after_a_preparation_keeps_every_file(tmp_path: Path, monkeypatch) -> None:
@@ -307,6 +310,16 @@ def test_a_resume_says_that_lines_are_missing(lost: str, tiny, tmp_path: Path, c
     assert [line["step"] for line in metrics(tmp_path / "run")][-4:] == [9, 10, 11, 12]
 
 
+def test_lines_that_two_processes_once_wrote_twice_are_kept_once(tiny, tmp_path: Path) -> None:
+    config = tiny()
+    assert train(config, stop_after(2 * 9 + 1)) == 130
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(itertools.chain(*zip(lines, lines, strict=True))) + "".join(lines))
+    assert train(config, []) == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Two processes on one run
 
@@ -330,6 +343,16 @@ def test_a_second_process_is_refused_with_the_first_ones_pid(tiny, tmp_path: Pat
     assert f"is being trained by process {os.getpid()} on {socket.gethostname()}; wait" in found[0]
     assert train(config, []) == 0 and "is finished" in capsys.readouterr().out
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_second_process_that_srun_started_is_told_of_torchrun(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    first = RunFolder(tmp_path / "run")
+    first.take()
+    with pytest.raises(UserError, match="to train with several processes, start them by torchrun"):
+        RunFolder(tmp_path / "run").take()
+    first.close()
 
 
 def test_a_refused_start_leaves_no_folder(tiny, tmp_path: Path) -> None:

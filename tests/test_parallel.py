@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from config import Config, to_toml
 from data.loader import Corpus
 from data.prepare import prepare
 from evaluation import protocols as eval_module
-from evaluation.protocols import PROBES, PROTOCOLS
+from evaluation.protocols import PROBES, PROTOCOLS, Evaluation
 from model import GPT
 from runtime import parallel
 from runtime.errors import UserError
@@ -316,6 +317,19 @@ def test_processes_agree_on_each_value_or_the_first_difference_is_named(monkeypa
     for other in ("a = 1", "a = 1\nb = 2\nc = 3", ""):
         with pytest.raises(UserError, match="processes 0 and 1 have different config"):
             agree("a = 1\nb = 2", other)
+
+
+def test_processes_of_an_evaluation_agree_before_they_measure(tiny, tmp_path: Path, monkeypatch) -> None:
+    """On the checkpoint, which changes while the run is trained, the text and the arguments."""
+    assert train(tiny("rope", "train.steps=1"), []) == 0
+    agreed: list[dict[str, Any]] = []
+    monkeypatch.setattr(parallel, "require_agreement", lambda process, own: agreed.append(own))
+    monkeypatch.setattr(Evaluation, "measure", lambda *_: pytest.fail("measured") if not agreed else iter(()))
+    monkeypatch.setattr(sys, "argv", ["eval.py", str(tmp_path / "run"), "--lengths", "32", "--json",
+                                      str(tmp_path / "out.json")])
+    with pytest.raises(UserError, match="nothing was measured"):
+        eval_command.main()
+    assert {"weights_sha256", "data_sha256", "dtype", "seed", "settings", "lengths", "extend"} <= set(*agreed)
 
 
 def test_processes_that_would_train_in_different_dtypes_do_not_agree(tiny, monkeypatch) -> None:

@@ -16,12 +16,12 @@ from data.tokenizer import Tokenizer
 from hf.architectures import choose
 from hf.pretrained import is_pretrained, read_config
 from hf.rope_parameters import LENGTH, Fields
-from hf.tokenizer import read_tokenizer, separator_name, tokenizer_json
+from hf.tokenizer import read_object, read_tokenizer, separator_name, tokenizer_json
 from model import GPT
 from positions.rotary import RotaryOptions
 from positions.scaling import Scaling
 from runtime.errors import UserError
-from runtime.files import is_fixed, read_json, write_whole
+from runtime.files import is_fixed, write_whole
 
 KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
         "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")
@@ -47,7 +47,7 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
         raise UserError(*(f"{run}: {problem}" for problem in error.problems)) from error
     fields = architecture.config_json(config)
     source = origin_of(run, tokenizer)
-    before = read_json(source / "config.json") if source else {}
+    before = read_object(source / "config.json") if source else {}
     is_dynamic = getattr(getattr(config.position, "scaling", None), "is_dynamic", False)
     if isinstance(config.position, RotaryOptions) and not is_dynamic:   # else the field has another meaning
         fields[architecture.length] = max_length or max(
@@ -134,7 +134,7 @@ def write_extended(folder: Path, out: Path, fields: Fields) -> None:
     if out.exists():
         raise UserError(f"--write {out}: exists; give a new folder")
     older = {"rope_scaling", "rope_theta"}              # of transformers 4: now in rope_parameters
-    content = {key: value for key, value in read_json(folder / "config.json").items() if key not in older}
+    content = {key: value for key, value in read_object(folder / "config.json").items() if key not in older}
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("eval", ".*"))
     write_whole(out / "config.json", json.dumps({**content, **fields}, indent=2) + "\n")
 

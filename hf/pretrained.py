@@ -19,10 +19,9 @@ from torch import Tensor
 from config import Config, config_from, load_config
 from data.tokenizer import Tokenizer
 from hf.architectures import ARCHITECTURES, Architecture
-from hf.tokenizer import read_tokenizer
+from hf.tokenizer import read_object, read_tokenizer
 from model import GPT
 from runtime.errors import UserError, shortened
-from runtime.files import read_json
 from runtime.toml import Tables
 
 WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
@@ -101,7 +100,7 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
 
 def read_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
     """The architecture of a folder, and the content of config.json. Raises UserError for an unknown one."""
-    hf_config = _read_json(folder / "config.json")
+    hf_config = read_object(folder / "config.json")
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         names = hf_config.get("architectures")
@@ -137,7 +136,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """One file, or else the files that an index lists: the order in which transformers looks for them."""
     names = [WEIGHTS]
     if not (folder / WEIGHTS).is_file() and (folder / PARTS).is_file():
-        index = _read_json(folder / PARTS).get("weight_map")
+        index = read_object(folder / PARTS).get("weight_map")
         names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else [""]
     elif not (folder / WEIGHTS).is_file():
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
@@ -147,13 +146,3 @@ def _weight_files(folder: Path) -> list[Path]:
         if Path(name).name != name or not (folder / name).is_file():
             raise UserError(f"{PARTS} lists {name}, which is missing; download the whole folder again")
     return [folder / name for name in names]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = read_json(path)
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); get it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must hold a JSON object; get it again")
-    return content

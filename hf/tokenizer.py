@@ -11,7 +11,7 @@ from typing import Any
 from data.bpe import CHARACTERS, SEPARATOR
 from data.tokenizer import BytePairTokenizer, ByteTokenizer, Tokenizer
 from data.tokenizer_json import PretrainedTokenizer, checked, types_of
-from runtime.errors import UserError
+from runtime.errors import UserError, shortened
 from runtime.files import read_json, read_text
 
 TEMPLATES = {"TemplateProcessing", "BertProcessing", "RobertaProcessing"}      # these add special tokens
@@ -118,12 +118,27 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer 
     return checked(read, folder)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a Hugging Face folder. Raises OSError and UserError."""
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); get it again") from error
+
+
 def eos_ids(folder: Path) -> set[int]:
-    """The ids that end a text, from generation_config.json or else config.json; empty for other folders."""
+    """The ids that end a text, from generation_config.json or else config.json; empty for other folders.
+
+    Raises UserError if one of the files is damaged.
+    """
     for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        found = read_object(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if found is not None:
-            return set(found) if isinstance(found, list) else {found}
+            ids = found if isinstance(found, list) else [found]
+            if not all(isinstance(number, int) for number in ids):
+                raise UserError(f"{folder / name}: eos_token_id: must be an id or a list of ids, got "
+                                f"{shortened(found)}; repair it")
+            return set(ids)
     return set()
 
 
@@ -132,7 +147,7 @@ def chat_ids(folder: Path, tokenizer: Tokenizer, message: str) -> list[int]:
     from jinja2 import TemplateError  # a dependency of torch
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = read_object(folder / "tokenizer_config.json")
     path, template = folder / "chat_template.jinja", settings.get("chat_template")
     if path.is_file():
         template = read_text(path)
@@ -152,7 +167,7 @@ def chat_ids(folder: Path, tokenizer: Tokenizer, message: str) -> list[int]:
 def _separator(folder: Path, config: dict[str, Any], tokenizer: PretrainedTokenizer) -> int:
     """The id of bos_token or eos_token, from tokenizer_config.json or else from config.json."""
     path = folder / "tokenizer_config.json"
-    settings = read_json(path) if path.is_file() else {}
+    settings = read_object(path) if path.is_file() else {}
     for name in ("bos_token", "eos_token"):
         token = settings.get(name) or ""                                # a string, or a table
         content = token["content"] if isinstance(token, dict) else token

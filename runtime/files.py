@@ -36,12 +36,15 @@ def is_special(path: Path) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises OSError, or ValueError if it is not JSON or nested too deeply."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises OSError, or ValueError: no JSON, nested too deeply, no object."""
     try:
-        return json.loads(read_text(path))
+        content = json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"holds {type(content).__name__}, not an object")
+    return content
 
 
 def is_run_dir(path: str) -> bool:

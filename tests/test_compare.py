@@ -642,6 +642,8 @@ def test_runs_without_checkpoint_or_evaluation_and_damaged_ones(tmp_path: Path, 
         ("words.npz", lambda p: p.write_bytes(b""), "or its .npz"),
         ("words.json", lambda p: p.write_text('{"records": ['), "damaged"),
         ("words.json", lambda p: p.write_text('{"records": [1]}'), "damaged"),
+        ("words.json", lambda p: p.write_text("7"), "damaged"),
+        ("words.json", lambda p: p.write_text("[]"), "damaged"),
         ("words.json", lambda p: p.write_text('{"records": [], "seed": 0}'), "no records"),
         ("other.json", lambda p: p.write_text("{}"), "evaluated on other, words; choose one with --data")]
     for name, change, expected in damages:

@@ -331,6 +331,36 @@ def test_any_values_in_a_state_json(small_run: tuple[Path, Config],
         assert code in (0, None)
 
 
+NO_OBJECTS = ["7", "[]", "null", '"check"', "true"]
+
+
+@pytest.mark.parametrize("text", NO_OBJECTS)
+@pytest.mark.parametrize("name", ["meta.json", "verified.json"])
+def test_a_json_file_of_a_corpus_that_holds_no_object(small_corpus: Path, tmp_path: Path, name: str,
+                                                      text: str) -> None:
+    copy = shutil.copytree(small_corpus, tmp_path / "copy")
+    use(Corpus(copy))                                                   # writes verified.json
+    (copy / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name}.*damaged|damaged.*{name}"):
+        use(Corpus(copy))
+
+
+@pytest.mark.parametrize("text", NO_OBJECTS)
+@pytest.mark.parametrize("name", ["state.json", "summary.json", "corpus.json"])
+def test_a_json_file_of_a_run_that_holds_no_object(small_run: tuple[Path, Config], tmp_path: Path, name: str,
+                                                   text: str) -> None:
+    """Valid JSON of another kind is named as damaged, as other damage is."""
+    copy, config = shutil.copytree(small_run[0], tmp_path / "run"), small_run[1]
+    (path,) = copy.rglob(name)
+    path.write_text(text)
+    if name != "summary.json":
+        (copy / "summary.json").unlink()                                # else the run counts as finished
+    moved = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(copy)})})
+    with pytest.raises(UserError, match=rf"every checkpoint is damaged|{name}: damaged"):
+        train(moved, [])
+    assert path.read_text() == text
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Tokenizers
 

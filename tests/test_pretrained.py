@@ -26,7 +26,7 @@ from evaluation.windows import open_text
 from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables, read_tables
-from hf.tokenizer import chat_ids, tokenizer_json
+from hf.tokenizer import chat_ids, eos_ids, tokenizer_json
 from runtime.checkpoint import load_run
 from runtime.device import autocast
 from runtime.errors import UserError
@@ -531,6 +531,25 @@ def test_the_rotated_share_survives_what_the_advice_writes(is_old: bool, saved: 
     x = tokens((1, 100), vocab_size=300)
     torch.testing.assert_close(after(x), theirs(x).logits, atol=1e-4, rtol=0)
     assert (after(x) - before(x)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("text", ["7", "[]", "null", '"eos_token_id"'])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json",
+                                  "generation_config.json"])
+def test_a_json_file_of_a_folder_that_holds_no_object(saved: Saved, tmp_path: Path, name: str,
+                                                      text: str) -> None:
+    folder = shutil.copytree(saved("llama")[0], tmp_path / "model")
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=rf"model.*{name}"):
+        eos_ids(folder)
+        load_run(folder)
+
+
+@pytest.mark.parametrize("found", ['"</s>"', "[[1]]", "{}", "1.5"])
+def test_an_end_that_is_no_id_is_an_error(tmp_path: Path, found: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {found}}}')
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id: must be an id or a list"):
+        eos_ids(tmp_path)
 
 
 def test_chat_uses_the_template_and_sampling_ends_at_eos(saved: Saved, tmp_path: Path, monkeypatch,

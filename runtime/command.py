@@ -39,6 +39,21 @@ def interrupt(number: int, frame: Any) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
+def send_again(ignored: Any) -> None:
+    """Send a signal again whose exception Python ignored: it was raised in a destructor or a callback.
+
+    This is sys.unraisablehook; other exceptions are reported as always. A thread sends the signal, a moment
+    later, since here its exception would be ignored again.
+    """
+    stop = ignored.exc_value
+    if isinstance(stop, KeyboardInterrupt):
+        sender = threading.Timer(0.05, os.kill, (os.getpid(), stop.args[0] if stop.args else signal.SIGINT))
+        sender.daemon = True
+        sender.start()
+    else:
+        sys.__unraisablehook__(ignored)
+
+
 def run_command(main: Callable[[], int | None], needs_output: bool = False) -> None:
     """Run main and exit with its code.
 
@@ -50,11 +65,13 @@ def run_command(main: Callable[[], int | None], needs_output: bool = False) -> N
         # nohup ignores SIGHUP, and a shell SIGQUIT in the background; SIGINT was reset by the commands
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
+    hook, sys.unraisablehook = sys.unraisablehook, send_again
     out, err = Screen(sys.stdout, needs_output), Screen(sys.stderr)
     try:
         with redirect_stdout(cast(TextIO, out)), redirect_stderr(cast(TextIO, err)):
             code = exit_code(main)
     finally:
+        sys.unraisablehook = hook
         out.finish()
         err.finish()
     if torch.distributed.is_initialized():      # an error ended main before it closed the connections

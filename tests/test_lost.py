@@ -171,6 +171,36 @@ def test_a_second_signal_while_the_first_is_reported_shows_no_traceback() -> Non
     assert done.returncode == -signal.SIGTERM and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_arrives_in_a_destructor_is_not_ignored(number: signal.Signals) -> None:
+    """Python reports an exception of a destructor or of a weak reference's callback, and goes on."""
+    done = python("-c", f"""
+import os, time
+from runtime.command import run_command
+class Signalling:
+    def __del__(self):
+        os.kill(os.getpid(), {number.value})
+        self.missing                # where the signal's exception is raised
+def main():
+    Signalling()
+    time.sleep(60)
+run_command(main)
+""")
+    assert (done.returncode, done.stderr) == (128 + number, f"stopped by {number.name}\n")
+
+
+@pytest.mark.slow
+def test_other_exceptions_of_a_destructor_are_reported() -> None:
+    done = python("-c", """
+from runtime.command import run_command
+class Failing:
+    def __del__(self): self.missing
+run_command(lambda: Failing() and None)
+""")
+    assert done.returncode == 0 and "has no attribute 'missing'" in done.stderr
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Standard output
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from positions import At, Encoding
 from positions.contract import for_each_head
 from runtime import flex
+from runtime.gradients import RoundedSoftmax
 
 MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
 MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
@@ -108,9 +109,12 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
                       (columns, visible(rows, columns, Tk - Tq, mask, q.device)))
         logits = q_rotated[:, :, rows] @ k_rotated[:, :, keys].mT       # (B, H, rows, keys)
         unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
-        logits = torch.add(unseen, logits, alpha=D**-0.5)               # masked, scaled and fp32, in one pass
-        logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, keys], at.block(rows, keys))
-        weights = logits.softmax(dim=-1).to(v.dtype)
+        if encoding.changes_logits():
+            logits = torch.add(unseen, logits, alpha=D**-0.5)           # masked, scaled and fp32, in one pass
+            logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, keys], at.block(rows, keys))
+            weights = RoundedSoftmax.apply(logits, None, 1.0, v.dtype)
+        else:
+            weights = RoundedSoftmax.apply(logits, unseen, D**-0.5, v.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)
         return weights @ v[:, :, keys]                                  # (B, H, rows, D)

@@ -21,6 +21,7 @@ from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.temperature import TEMPERATURES, Temperature
 from runtime import flex
+from runtime.gradients import SiluTimes
 from runtime.loss import mean_loss
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
@@ -178,9 +179,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is not None:
-            gate = self.gate(x)
-            gate = F.silu(gate) if self.kind == "swiglu" else F.gelu(gate, approximate="tanh")
-            return self.down(gate * self.up(x))
+            gate, up = self.gate(x), self.up(x)
+            is_silu = self.kind == "swiglu"
+            return self.down(SiluTimes.apply(gate, up) if is_silu else F.gelu(gate, approximate="tanh") * up)
         if self.kind == "relu2":
             return self.down(F.relu(self.up(x)).square())
         return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu" else "none"))

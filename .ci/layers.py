@@ -18,7 +18,7 @@ LAYERS = [      # from the top; a module belongs to the longest name that fits
     ["data"],
     ["model"],
     ["config"],
-    ["attention", "runtime.loss", "runtime.flex"],
+    ["attention", "runtime.loss", "runtime.flex", "runtime.gradients"],
     ["positions"],
     ["rope"],
     ["runtime.errors", "runtime.files", "runtime.command", "runtime.lock",

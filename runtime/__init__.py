@@ -18,5 +18,6 @@ device       what the machine allows: device, dtype, compiling, asynchronous cop
 parallel     several processes in one run: DDP, FSDP2
 optimizer    AdamW and Muon
 loss         cross-entropy over a large vocabulary, in chunks
+gradients    functions whose backward pass keeps less memory than autograd's
 flex         FlexAttention on CUDA
 """

@@ -18,7 +18,8 @@ from hf.export import rope_fields
 from model import GPT
 from positions.scaling import Scaling
 
-METHODS = ("yarn", "ntk", "dynamic_ntk", "pi", "llama3", "rerope", "self_extend", "sinks", "window")
+METHODS = ("yarn", "ntk", "dynamic_ntk", "pi", "llama3", "rerope", "self_extend", "dual_chunk",
+           "dual_chunk+yarn", "sinks", "window")
 PROTOCOLS = ("fixed", "passkey")
 WINDOWS = 8                 # the least that give an interval
 MULTIPLES = (1, 2, 4)       # of L

@@ -55,6 +55,8 @@ def time_ratios(names: Sequence[str], rounds: int, shape: tuple[int, int],
                 how: tuple) -> dict[str, tuple[float, float]]:
     """Encoding -> (median seconds, median of its seconds divided by RoPE's in the same round)."""
     steps = {name: make_step(name, shape, *how) for name in dict.fromkeys(("rope", *names))}
+    torch._dynamo.config.recompile_limit = 2 * len(steps)   # else all after the eighth would run eagerly
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     for step in steps.values():
         for _ in range(2):                                              # compiles and warms up
             step.seconds()

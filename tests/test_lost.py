@@ -191,7 +191,7 @@ run_command(main)
 
 
 @pytest.mark.slow
-def test_other_exceptions_of_a_destructor_are_reported() -> None:
+def test_what_is_no_signal_in_a_destructor_is_reported() -> None:
     done = python("-c", """
 from runtime.command import run_command
 class Failing:

@@ -31,9 +31,9 @@ SAME = {                                                    # keys of the JSON t
     "weights_sha256": "another checkpoint", "data_sha256": "another text",
     "tokenizer": "another tokenizer", "encoding": "another encoding", "seq_len": "another training length",
     "seed": "another --seed", "dtype": "another --dtype"}
-# what numpy and zipfile also raise for a file with an invalid header or member
-FROM_NUMPY = (MemoryError, OverflowError, RecursionError, SyntaxError, NotImplementedError, AttributeError,
-              TokenError, zlib.error, struct.error)
+# what numpy and zipfile also raise for a file with an invalid header or member; RuntimeError: for a password
+FROM_NUMPY = (MemoryError, OverflowError, RuntimeError, SyntaxError, AttributeError, TokenError, zlib.error,
+              struct.error)
 SIGNATURE = "nanorope eval.py"      # in the metadata of its pictures
 LARGEST = 709.0         # nats: the exponential of more does not fit into a float
 Record = dict[str, Any]

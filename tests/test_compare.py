@@ -640,8 +640,8 @@ def test_runs_without_checkpoint_or_evaluation_and_damaged_ones(tmp_path: Path, 
         ("words.npz", lambda p: np.savez(p, x=1), "another version of eval.py"),
         ("words.npz", lambda p: p.write_bytes(p.read_bytes()[:100]), "or its .npz"),
         ("words.npz", lambda p: p.write_bytes(b""), "or its .npz"),
-        ("words.npz", lambda p: p.write_bytes(re.sub(rb"(?s)(PK\x01\x02.{4})\0", rb"\1\x01", p.read_bytes())),
-         "or its .npz"),        # a bit says that it is encrypted
+        ("words.npz", lambda p: p.write_bytes(re.sub(rb"(?s)(?<=PK\x01\x02.{4})\0", b"\1", p.read_bytes())),
+         "or its .npz"),        # a bit says that its members are encrypted
         ("words.json", lambda p: p.write_text('{"records": ['), "damaged"),
         ("words.json", lambda p: p.write_text('{"records": [1]}'), "damaged"),
         ("words.json", lambda p: p.write_text("7"), "damaged"),

@@ -10,7 +10,7 @@
 #                its growth with T and with the number of parameters -> results/growth.md
 # make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
-# make soak      break training again and again, up to an hour -> docs/reliability.md; needs root to mount
+# make soak      break training again and again, half an hour -> docs/reliability.md; needs root to mount
 #                small disks
 # make lock      pin what pip finds now for the ranges of pyproject.toml -> constraints.txt; needs the network
 SHELL := bash

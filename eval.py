@@ -102,8 +102,9 @@ def parse_arguments() -> argparse.Namespace:
                         help="corpus or text file (default: the run's corpus; a Hugging Face folder has "
                         "none)")
     parser.add_argument("--advise", action="store_true",
-                        help="measure every method that fits at L, 2 L and 4 L (fixed targets and passkey; "
-                        "--extend, --lengths and --windows change that), and end in a table of what to use")
+                        help=f"measure those of {', '.join(advice.METHODS)} that fit, at L, 2 L and 4 L "
+                        "(fixed targets and passkey; --extend, --lengths and --windows change that), and end "
+                        "in a table of what to use")
     parser.add_argument("--write", type=Path, metavar="OUT",
                         help="with --advise: write the model as a Hugging Face folder whose config.json has "
                         "the method that has the lowest loss at the longest length")

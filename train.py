@@ -55,7 +55,7 @@ def training_loop(run: Run, stop: Sequence[int]) -> None:
     config, t, process = run.config, run.config.train, run.process
     model, optimizer = run.parallel_model, run.optimizer
     intervals = config.run.eval_every, config.run.log_every, config.run.save_every
-    runs_ahead = skips_on_device(optimizer, process.device)
+    runs_ahead = skips_on_device(process.device)
     for step in range(run.state["step"], t.steps + 1):          # the number of updates made so far
         run.model.is_dropped = is_dropped(config, step)
         signal_number = parallel.any_signal(process, stop)

@@ -34,7 +34,10 @@ class Muon(Optimizer):
     Liu et al. 2025, arXiv:2502.16982, section 2.2: the root mean square of a step is about 0.2 lr, like
     AdamW's, so that one learning rate can serve both. It computes what torch.optim.Muon does with
     "match_rms_adamw"; in addition it batches matrices of one shape, and gathers those that FSDP2 shards.
+    It changes nothing if `found_inf`, a number on the device, is not 0, and no value is read for that.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -54,16 +57,20 @@ class Muon(Optimizer):
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum, updates = group["lr"], group["momentum"], []
+        found_inf = torch.zeros((), device=matrices[0].device) if self.found_inf is None else self.found_inf
+        is_skipped = found_inf > 0
         for p in matrices:
             assert p.grad is not None
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-            updates.append(parallel.unshard(p.grad.lerp(average, momentum)))
-        scale = 0.2 * math.sqrt(max(matrices[0].shape))
+            average = self.state[p]["momentum_buffer"]
+            grad = torch.where(is_skipped, average, p.grad)             # then the average stays as it is
+            average.lerp_(grad, 1 - momentum)
+            updates.append(parallel.unshard(grad.lerp(average, momentum)))
+        decay = torch.where(is_skipped, 1.0, 1 - lr * group["weight_decay"])
+        rate = torch.where(is_skipped, 0.0, -lr * 0.2 * math.sqrt(max(matrices[0].shape)))
         for p, update in zip(matrices, orthogonal(torch.stack(updates)), strict=True):
-            p.mul_(1 - lr * group["weight_decay"])
-            p.add_(parallel.shard_like(update.to(p.dtype), p), alpha=-lr * scale)
+            p.mul_(decay).add_(parallel.shard_like(update.to(p.dtype), p) * rate)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -85,6 +92,8 @@ def orthogonal(matrices: Tensor) -> Tensor:
 class CombinedOptimizer(Optimizer):
     """Several optimizers of disjoint parameters as one, with all their groups and one shared state."""
 
+    found_inf: Tensor | None = None
+
     def __init__(self, *parts: Optimizer) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = parts
@@ -92,8 +101,9 @@ class CombinedOptimizer(Optimizer):
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient, unless `found_inf` is not 0."""
         for part in self.parts:
+            part.found_inf = self.found_inf                             # type: ignore[attr-defined]
             part.step()
 
 
@@ -127,12 +137,12 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether the optimizer itself can skip a bad step, so that the CPU need not wait for the result.
+def skips_on_device(device: torch.device) -> bool:
+    """Whether the optimizer itself skips a bad step, so that the CPU need not wait for the result.
 
-    Only fused AdamW can; its attribute `found_inf` is the one that GradScaler sets.
+    Its attribute `found_inf` says so, the one that GradScaler sets.
     """
-    return device.type == "cuda" and isinstance(optimizer, AdamW)
+    return device.type == "cuda"
 
 
 def state_keys(group: dict[str, Any]) -> tuple[str, ...]:

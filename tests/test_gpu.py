@@ -10,6 +10,7 @@ initialisation all attention weights are alike, and much could be wrong without 
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -17,10 +18,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
+from test_train import metrics, stop_after
 from torch import Tensor
 
 import attention
 import model as decoder
+import train
 from attention import attend_in_blocks
 from config import Config, load_config
 from evaluation.extension import EXTENSIONS, extended, parse
@@ -28,6 +31,7 @@ from model import GPT
 from positions import ENCODINGS
 from positions.distance import ALiBi
 from positions.scaling import SCALINGS
+from runtime.progress import Run
 
 # 64 channels a head, as GPT-2 has; T is no multiple of the 128 that kernels compute at a time
 BATCH_SIZE, T, VOCAB_SIZE = 2, 200, 256
@@ -225,6 +229,57 @@ def test_cuda_computes_the_formula_in_training(case: str, way: str) -> None:
 @pytest.mark.parametrize("name", EXTENDED)
 def test_cuda_computes_the_formula_under_an_extension(name: str, way: str) -> None:
     check(extension, EXTENDED[name], "cuda", way)
+
+
+@gpu
+@on_cuda
+@pytest.mark.parametrize("encoding", ["rope", "sandwich", "t5"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_on_cuda_waits_for_nothing(optimizer: str, encoding: str, tiny, monkeypatch, recwarn) -> None:
+    """PyTorch warns of every wait; those for figures, for validation and for checkpoints are meant."""
+    for where, name in ((Run, "read_metrics"), (Run, "save"), (train, "validate")):
+        monkeypatch.setattr(where, name, without_warnings(getattr(where, name)))
+    config = tiny(encoding, f"train.optimizer={optimizer}", "train.device=cuda", "train.accumulate=2",
+                  "data.cross_documents=mask", "model.dropout=0.1", "run.log_every=6")
+    loop = train.training_loop
+
+    def training_loop(*given) -> None:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            loop(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(train, "training_loop", training_loop)
+    assert train.train(config, []) == 0
+    waits = [str(one.message) for one in recwarn if "synchroniz" in str(one.message)]
+    assert not waits, waits
+
+
+def without_warnings(function: Callable[..., object]) -> Callable[..., object]:
+    """The function, during which PyTorch does not warn of waits."""
+    def call(*given: object) -> object:
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return function(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    return call
+
+
+@gpu
+@on_cuda
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_on_cuda_resumes(optimizer: str, tiny, tmp_path: Path) -> None:
+    """Compiled, in bfloat16: a run that is stopped and resumed logs the losses of one that is not."""
+    losses: list[list[float]] = []
+    for folder, stops in (("straight", [[]]), ("stopped", [stop_after(5), stop_after(9), []])):
+        config = tiny("rope", f"train.optimizer={optimizer}", "train.device=cuda", "train.dtype=auto",
+                      "train.compile=auto", "run.log_every=1", f"run.dir={tmp_path / folder}")
+        assert [train.train(config, stop) for stop in stops][-1] == 0
+        losses.append([line["loss"] for line in metrics(tmp_path / folder) if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3) and len(losses[0]) == config.train.steps
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -332,12 +332,14 @@ def spoiled(steps: set[int], kind: str) -> Callable:
     return call
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("kind", slow_except(["loss", "infinite loss", "gradient"], "gradient"))
-def test_an_update_that_is_not_finite_is_not_applied(kind: str, is_ahead: bool, tiny, tmp_path: Path,
-                                                     monkeypatch, capsys) -> None:
-    monkeypatch.setattr(train_module, "skips_on_device", lambda *_: is_ahead)    # AdamW skips it
-    config = tiny("rope", "run.save_every=1", "run.keep=99", "run.log_every=4", "train.max_bad_steps=3")
+def test_an_update_that_is_not_finite_is_not_applied(kind: str, is_ahead: bool, optimizer: str, tiny,
+                                                     tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(train_module, "skips_on_device", lambda *_: is_ahead)    # the optimizer skips it
+    config = tiny("rope", f"train.optimizer={optimizer}", "run.save_every=1", "run.keep=99",
+                  "run.log_every=4", "train.max_bad_steps=3")
     monkeypatch.setattr(GPT, "forward", spoiled({5, 6, 9}, kind))
     assert train(config, []) == 0
     before, after = weights(tmp_path / "run", 4), weights(tmp_path / "run", 6)

@@ -72,8 +72,8 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
     """The input as products under autocast take it: else each of them casts it again and keeps its copy."""
-    device = x.device.type
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    device = x.device.type      # the device "meta" has no autocast; before torch 2.13 asking breaks the graph
+    is_on = device != "meta" and torch.is_autocast_enabled(device)
     return x.to(torch.get_autocast_dtype(device)) if is_on else x
 
 

@@ -4,14 +4,16 @@
 [--compile] [section.key=value ...]` takes one step of each encoding in turn, round after round, so that a
 noisy machine disturbs all equally, and prints medians of the ratios within a round. quick: the quick config
 at three lengths with the same number of tokens; gpt2-124m: its width at T 1024, with 4 layers and a small
-vocabulary, since the parts that all encodings share would hide their differences. Peak memory is that of a
-fresh process that takes three steps of one encoding, minus that of one that only makes the model.
+vocabulary, since the parts that all encodings share would hide their differences. Each encoding has a
+process of its own, some at a time, RoPE's always among them; peak memory is that of the process, minus that
+of one that only makes the model. An encoding that cannot be measured has the reason in its row.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -27,11 +29,14 @@ from bench.measuring import (
     table,
     write,
 )
+from bench.training import contestants, take_turns
 from model import GPT
 from positions import ENCODINGS
 from runtime.command import argument_parser, run_command
 from runtime.device import pick_dtype
+from runtime.errors import UserError
 
+AT_A_TIME = {"cpu": 6, "cuda": 10}      # processes beside RoPE's
 # (seq_len, batch_size); those of one preset have as many tokens each
 SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
     "quick": ((128, 32), (256, 16), (1024, 4)),
@@ -51,43 +56,50 @@ def make_step(encoding: str, shape: tuple[int, int], preset: str, device: str, i
     return Step(GPT(config), config, device, dtype, is_compiled)
 
 
-def time_ratios(names: Sequence[str], rounds: int, shape: tuple[int, int],
-                how: tuple) -> dict[str, tuple[float, float]]:
-    """Encoding -> (median seconds, median of its seconds divided by RoPE's in the same round)."""
-    steps = {name: make_step(name, shape, *how) for name in dict.fromkeys(("rope", *names))}
-    torch._dynamo.config.recompile_limit = 2 * len(steps)   # else all after the eighth would run eagerly
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
-    for step in steps.values():
-        for _ in range(2):                                              # compiles and warms up
-            step.seconds()
-    rows = [{name: step.seconds() for name, step in steps.items()} for _ in range(rounds)]
-    return {name: (statistics.median(row[name] for row in rows),
-                   statistics.median(row[name] / row["rope"] for row in rows)) for name in names}
+def peak_without_a_step(shape: tuple[int, int], *how) -> int:
+    """Peak memory of a process that makes RoPE's model and takes no step."""
+    return peak_bytes(make_step("rope", shape, *how).device.type)
 
 
-def peak_after(n_steps: int, name: str, shape: tuple[int, int], *how) -> int:
-    """Peak memory of this process after some steps."""
-    step = make_step(name, shape, *how)
-    for _ in range(n_steps):
-        step.seconds()
-    return peak_bytes(step.device.type)
+class Cost(NamedTuple):
+    """Median seconds of a step, the median of its ratio to RoPE's in the same round, and its bytes."""
+
+    seconds: float
+    ratio: float
+    peak: int
+
+
+def costs(names: Sequence[str], rounds: int, shape: tuple[int, int], how: tuple) -> dict[str, Cost | str]:
+    """Encoding -> its cost, or why it has none; RoPE is always among them."""
+    device, found = how[1], {}
+    base = fresh(peak_without_a_step, shape, *how)
+    others = [name for name in names if name != "rope"]
+    groups = [others[first:first + AT_A_TIME[device]] for first in range(0, len(others), AT_A_TIME[device])]
+    for group in groups or [[]]:
+        calls = {name: (make_step, name, shape, *how) for name in ("rope", *group)}
+        with contestants(calls, device) as started:
+            rows = take_turns([each for each in started if not each.problem], rounds)
+        for each in started:
+            found[each.name] = each.problem or Cost(
+                statistics.median(row[each.name] for row in rows),
+                statistics.median(row[each.name] / row["rope"] for row in rows), each.peak - base)
+    return found
 
 
 def report(names: Sequence[str], rounds: int, shapes: Sequence[tuple[int, int]], preset: str, device: str,
            is_compiled: bool, overrides: Sequence[str]) -> str:
     """The table as Markdown."""
-    how = (preset, device, is_compiled, overrides)
     columns: dict[str, list[str]] = {name: [] for name in names}
     for shape in shapes:
-        times = time_ratios(names, rounds, shape, how)
-        torch._dynamo.reset()
-        base = fresh(peak_after, 0, "rope", shape, *how)
-        memory = {name: fresh(peak_after, 3, name, shape, *how) - base
-                  for name in dict.fromkeys(("rope", *names))}
-        for name in names:
-            seconds, ratio = times[name]
-            columns[name] += [f"{ratio:.2f} ({1e3 * seconds:.0f})",
-                              f"{memory[name] / memory['rope']:.2f} ({memory[name] / 1e6:.0f})"]
+        found = costs(names, rounds, shape, (preset, device, is_compiled, overrides))
+        rope = found["rope"]
+        if isinstance(rope, str):
+            raise UserError(f"rope {rope}: its last lines are above")
+        for name, cells in columns.items():
+            cost = found[name]
+            cells += [cost, ""] if isinstance(cost, str) else [
+                f"{cost.ratio:.2f} ({1e3 * cost.seconds:.0f})",
+                f"{cost.peak / rope.peak:.2f} ({cost.peak / 1e6:.0f})"]
     dtype = pick_dtype(preset_config(preset).train, torch.device(device))
     head = [f"T {T}, batch {B}: step / RoPE's (ms) | memory / RoPE's (MB)" for T, B in shapes]
     head = [cell for pair in head for cell in pair.split(" | ")]

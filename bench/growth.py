@@ -6,9 +6,9 @@ step (65,536 on a GPU), or T if that is more; and at T = 256 with 1 to 100 M par
 is also measured with alibi (folded into the fused kernel) and t5 (in blocks). The fastest peer is found at
 T = 1024. None is compiled, since each shape would have to be compiled again.
 
-Every measurement comes from fresh processes, one at a time, each contender in turn, round after round: a
-step of 64 tokens to warm up, then steps for some seconds; the first of these counts only if there is no
-other. If a round takes over a minute, there is no second round.
+Every measurement comes from fresh processes (on a GPU from this one), one at a time, each contender in turn,
+round after round: a step of 64 tokens to warm up, then steps for some seconds; the first of these counts only
+if there is no other. If a round takes over a minute, there is no second round.
 Time should grow as the FLOPs per token: 6 for each weight of a matrix and 6 n_layer C (T + 1) for causal
 attention (model.py: flops_per_token). Memory is the peak of a process minus its memory before the model was
 made. It should be 12 bytes per parameter (weight and two moments), plus an amount per token that grows as
@@ -124,11 +124,14 @@ def sizes(point: Point) -> tuple[int, int]:
 
 
 def step_alone(name: str, point: Point, limits: Limits) -> Measured | str:
-    """Take steps in this process, with limits on memory and CPU time; return the measurement."""
-    cpu_s = limits.patience * torch.get_num_threads()
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
+    """Take steps in this process, on a CPU with limits on its memory and time; return the measurement."""
     before = 0
-    if limits.device == "cpu":
+    if limits.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        cpu_s = limits.patience * torch.get_num_threads()
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_DATA, (most := free_bytes(), most))
         before = peak_bytes()
     try:
@@ -154,9 +157,11 @@ def free_bytes() -> int:
 
 
 def measured_by(name: str, point: Point, limits: Limits) -> Measured | str:
-    """The measurement of a fresh process, or why it failed."""
-    try:    # forked on a CPU: peers are imported once; CUDA does not survive a fork
-        return fresh(step_alone, name, point, limits, method="fork" if limits.device == "cpu" else "spawn")
+    """The measurement, or why it failed; on a CPU that of a fresh process."""
+    if limits.device == "cuda":         # whose peak can be reset
+        return step_alone(name, point, limits)
+    try:                                # forked: peers are imported once
+        return fresh(step_alone, name, point, limits, method="fork")
     except Ended as ended:
         reasons = {-signal.SIGXCPU: f"over {limits.patience} s", -signal.SIGKILL: "out of memory"}
         if ended.exit_code not in reasons:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from config import Config, load_config
 from model import GPT
@@ -35,7 +34,7 @@ def preset_config(preset: str, *overrides: str) -> Config:
 
 
 class Step:
-    """Training steps on random tokens: forward, backward, update."""
+    """Training steps of a model(tokens, targets) -> loss on random tokens: forward, backward, update."""
 
     def __init__(self, model: nn.Module, config: Config, device: str, dtype: torch.dtype,
                  is_compiled: bool) -> None:
@@ -48,19 +47,12 @@ class Step:
         tokens = torch.randint(config.model.vocab_size, shape, device=device)
         self.x, self.y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def loss(self) -> Tensor:
-        """Mean loss, which GPT computes itself; that of other models is computed from their logits."""
-        if isinstance(self.model, GPT):
-            return self.call(self.x, self.y)
-        out = self.call(self.x)
-        return F.cross_entropy(getattr(out, "logits", out).flatten(0, 1).float(), self.y.flatten())
-
     def seconds(self) -> float:
         """Take a step; return its wall time."""
         synchronize(self.device)
         began = time.perf_counter()
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            loss = self.loss()
+            loss = self.call(self.x, self.y)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -4,8 +4,10 @@
 decoders of 6 layers, 384 wide, 6 heads, a vocabulary of 256; gpt2-124m: the size of GPT-2 at T 1024. Each
 model runs in a separate process, and the processes take a step (forward, backward, AdamW) in turn, round
 after round, so that a noisy machine disturbs all equally; ratios are medians of the ratios within a round.
-All have bfloat16 autocast, torch.compile or eager, and the fused optimiser. A step's share of the ceiling is
-its model FLOPs utilisation (MFU) relative to a dense product that is measured in the same run.
+All have bfloat16 autocast, torch.compile or eager, their loss included, and the fused optimiser. A step's
+share of the ceiling is its model FLOPs utilisation (MFU) relative to a dense product that is measured in the
+same run: the model's own FLOPs, by nanorope's formula. On a GPU all start, and compile, at the same time.
+`--nanogpt FOLDER` adds the model.py in a checkout of nanoGPT.
 """
 
 from __future__ import annotations
@@ -13,16 +15,22 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from bench.measuring import (
+    Ended,
     Process,
     Step,
     add_device,
@@ -37,8 +45,10 @@ from bench.measuring import (
 )
 from config import Config
 from model import GPT
+from runtime import loss
 from runtime.command import argument_parser, run_command
 from runtime.device import keep_freed_memory
+from runtime.errors import UserError
 
 NANOROPE, NONE = "nanorope rope", "nanorope none"
 NANOROPE_FP32, GPT2_FP32 = "nanorope rope (fp32 eager)", "transformers GPT-2 (fp32 eager)"
@@ -52,15 +62,51 @@ def nanorope(config: Config) -> nn.Module:
     return GPT(config)
 
 
+class WithLoss(nn.Module):
+    """A peer's decoder as model(tokens, targets) -> loss, so that its loss is compiled as ours is."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        out = self.decoder(tokens)
+        return F.cross_entropy(getattr(out, "logits", out).flatten(0, 1).float(), targets.flatten())
+
+
+def in_one_piece(config: Config) -> nn.Module:
+    """Our decoder with the loss of all rows at once, as the peers have it."""
+    loss.MAX_LOGITS = 2**62
+    return nanorope(config)
+
+
+class NanoGPT(nn.Module):
+    """GPT-2 of nanoGPT, from the model.py in the folder that the environment variable NANOGPT names."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        m, spec = config.model, spec_from_file_location("nanogpt", Path(os.environ["NANOGPT"]) / "model.py")
+        assert spec and spec.loader
+        module = module_from_spec(spec)
+        sys.modules["nanogpt"] = module                                 # its dataclass looks there
+        spec.loader.exec_module(module)
+        self.decoder = module.GPT(module.GPTConfig(
+            block_size=config.train.seq_len, vocab_size=m.vocab_size, n_layer=m.n_layer, n_head=m.n_head,
+            n_embd=m.n_embd, dropout=0.0, bias=False))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.decoder(tokens, targets)[1]
+
+
 def llama(config: Config) -> nn.Module:
     """Llama of transformers: the same block as nanorope's default."""
     from transformers import LlamaConfig, LlamaForCausalLM
     m = config.model
     assert m.vocab_size
-    return LlamaForCausalLM(LlamaConfig(
+    return WithLoss(LlamaForCausalLM(LlamaConfig(
         vocab_size=m.vocab_size, hidden_size=m.n_embd, intermediate_size=64 * math.ceil(m.n_embd / 24),
         num_hidden_layers=m.n_layer, num_attention_heads=m.n_head, tie_word_embeddings=m.tied,
-        max_position_embeddings=config.train.seq_len, use_cache=False))
+        max_position_embeddings=config.train.seq_len, use_cache=False)))
 
 
 def gpt2(config: Config) -> nn.Module:
@@ -68,10 +114,10 @@ def gpt2(config: Config) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
     m = config.model
     assert m.vocab_size
-    return GPT2LMHeadModel(GPT2Config(
+    return WithLoss(GPT2LMHeadModel(GPT2Config(
         vocab_size=m.vocab_size, n_positions=config.train.seq_len, n_embd=m.n_embd, n_layer=m.n_layer,
         n_head=m.n_head, use_cache=False, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0))
+        attn_pdrop=0.0)))
 
 
 def x_transformers(config: Config, **encoding: bool) -> nn.Module:
@@ -80,8 +126,8 @@ def x_transformers(config: Config, **encoding: bool) -> nn.Module:
     m = config.model
     layers = Decoder(dim=m.n_embd, depth=m.n_layer, heads=m.n_head, attn_dim_head=m.head_width,
                      attn_flash=True, **encoding)
-    return TransformerWrapper(num_tokens=m.vocab_size, max_seq_len=config.train.seq_len, attn_layers=layers,
-                              use_abs_pos_emb=False)
+    return WithLoss(TransformerWrapper(num_tokens=m.vocab_size, max_seq_len=config.train.seq_len,
+                                       attn_layers=layers, use_abs_pos_emb=False))
 
 
 class Contender(NamedTuple):
@@ -108,14 +154,18 @@ COMPILED = {
 EAGER = {f"{name} (eager)": contender._replace(is_compiled=False) for name, contender in COMPILED.items()}
 CONTENDERS = {
     **COMPILED, **EAGER,
+    "nanorope, loss in one piece": Contender(in_one_piece),
+    "nanoGPT": Contender(NanoGPT),
     NANOROPE_FP32: Contender(nanorope, (), torch.float32, is_compiled=False),
     GPT2_FP32: Contender(gpt2, (), torch.float32, is_compiled=False),
 }
 ONLY_ON_REQUEST = {"nanorope GPT-2 block", "nanorope GPT-2 block (eager)", "nanorope t5",
-                   "nanorope t5 (eager)", "nanorope alibi (eager)", "x-transformers ALiBi (eager)"}
+                   "nanorope t5 (eager)", "nanorope alibi (eager)", "x-transformers ALiBi (eager)",
+                   "nanorope, loss in one piece", "nanoGPT"}
 DEFAULT = {
     "small": [name for name in CONTENDERS if name not in ONLY_ON_REQUEST],
-    "gpt2-124m": [NANOROPE, "nanorope GPT-2 block", "transformers Llama", "transformers GPT-2"],
+    "gpt2-124m": [NANOROPE, "nanorope, loss in one piece", "nanorope GPT-2 block", "transformers Llama",
+                  "transformers GPT-2"],
 }
 
 
@@ -133,52 +183,74 @@ def make_step(name: str, config: Config, device: str) -> Step:
     return Step(contender.make(config), config, device, contender.dtype, contender.is_compiled)
 
 
-def serve(pipe: Any, name: str, preset: str, T: int, batch_size: int, device: str) -> None:
+def step_of(name: str, preset: str, T: int, batch_size: int, device: str) -> Step:
+    """A contender's training steps at this shape of the preset."""
+    return make_step(name, contender_config(name, preset, T, batch_size), device)
+
+
+def serve(pipe: Any, make: Callable[..., Step], *arguments: object) -> None:
     """What the process of a contender does: take a step at each request, until the pipe is closed."""
-    step = make_step(name, contender_config(name, preset, T, batch_size), device)
+    step = make(*arguments)
     pipe.send(sum(p.numel() for p in step.model.parameters()))
     while True:
         try:
             pipe.recv()
         except EOFError:
             return
-        pipe.send((step.seconds(), peak_bytes(device) / 1e6))
+        pipe.send((step.seconds(), peak_bytes(step.device.type)))
 
 
 class Contestant:
-    """A contender in its process, and what is known about it."""
+    """A function that makes a contender's steps, in a process, and what is known about them."""
 
-    def __init__(self, name: str, *arguments: object) -> None:
+    def __init__(self, name: str, make: Callable[..., Step], *arguments: object) -> None:
+        self.name, self.problem, self.peak, self.n_parameters = name, "", 0, 0
+        self.start_s = self.compile_s = 0.0
         began = time.perf_counter()
-        self.process = Process(serve, name, *arguments)
-        self.n_parameters: int = self.process.receive()
-        self.start_s = time.perf_counter() - began
-        first, *others = (self.seconds() for _ in range(3))             # the first one compiles
-        self.compile_s = max(0.0, first - min(others))
+        self.process = Process(serve, make, *arguments)
+        try:
+            self.n_parameters = self.process.receive()
+            self.start_s = time.perf_counter() - began
+            first, *others = (self.seconds() for _ in range(3))         # the first one compiles
+            self.compile_s = max(0.0, first - min(others))
+        except Ended as ended:
+            self.problem = f"ended with code {ended.exit_code}"
 
     def seconds(self) -> float:
         """Let it take a step; return the step's wall time."""
-        seconds, self.peak_mb = self.process.ask()
+        seconds, self.peak = self.process.ask()
         return seconds
 
 
-def take_turns(contestants: dict[str, Contestant], rounds: int) -> list[dict[str, float]]:
-    """Seconds of each contestant's step in each round; every second round goes backwards."""
-    names = list(contestants)
-    return [{name: contestants[name].seconds() for name in (names if n % 2 == 0 else names[::-1])}
+@contextmanager
+def contestants(calls: Mapping[str, Sequence[Any]], device: str) -> Iterator[list[Contestant]]:
+    """Contestant(name, *arguments) of each name, warm; on a GPU all start at once. Those that failed too."""
+    with ThreadPoolExecutor(1 if device == "cpu" else len(calls)) as pool:
+        started = list(pool.map(lambda name: Contestant(name, *calls[name]), calls))
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.process.end()
+
+
+def take_turns(those: Sequence[Contestant], rounds: int) -> list[dict[str, float]]:
+    """Seconds of each one's step in each round; every second round goes backwards."""
+    return [{each.name: each.seconds() for each in (those if n % 2 == 0 else those[::-1])}
             for n in range(rounds)]
 
 
 def report(names: list[str], preset: str, T: int, batch_size: int, rounds: int, device: str) -> str:
     """The table as Markdown, and how nanorope compares to the best peer, to plain fp32, to no encoding."""
-    with tempfile.TemporaryDirectory() as empty, ExitStack() as stack:  # a cache would hide the compile time
+    with tempfile.TemporaryDirectory() as empty:                        # a cache would hide the compile time
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = empty
         torch.compile(torch.sin)(torch.ones(64, device=device))         # compiles the headers, once for all
-        contestants = {}
-        for name in names:
-            contestants[name] = Contestant(name, preset, T, batch_size, device)
-            stack.callback(contestants[name].process.end)
-        rows = take_turns(contestants, rounds)
+        calls = {name: (step_of, name, preset, T, batch_size, device) for name in names}
+        with contestants(calls, device) as started:
+            failed = [f"{each.name} {each.problem}" for each in started if each.problem]
+            if failed:
+                raise UserError(f"{', '.join(failed)}: its last lines are above; leave it out by --only")
+            rows = take_turns(started, rounds)
         ceilings = {dtype: matmul_flops(dtype, device, MATMUL[device])
                     for dtype in (torch.bfloat16, torch.float32)}
     with torch.device("meta"):
@@ -190,15 +262,15 @@ def report(names: list[str], preset: str, T: int, batch_size: int, rounds: int, 
         return statistics.median(row[name] / row[base] for row in rows)
 
     cells = []
-    for name, contestant in contestants.items():
-        times = [row[name] for row in rows]
+    for contestant in started:
+        times = [row[name := contestant.name] for row in rows]
         median = statistics.median(times)
         cells.append((name, f"{contestant.n_parameters / 1e6:.1f} M",
                       f"{1e3 * median:.0f} ({1e3 * min(times):.0f} ... {1e3 * max(times):.0f})",
                       f"{T * batch_size / median:,.0f}", f"{ratio(name, names[0]):.2f}",
                       f"{flops / median / ceilings[CONTENDERS[name].dtype]:.0%}",
                       f"{contestant.start_s:.1f}", f"{contestant.compile_s:.0f}",
-                      f"{contestant.peak_mb:.0f}"))
+                      f"{contestant.peak / 1e6:.0f}"))
     lines = [f"{machine(device)}, T {T}, batch {batch_size}, {rounds} rounds; {flops / 1e9:.0f} GFLOP/step "
              f"by nanorope's formula; ceilings, measured in a product of matrices: {rates}", "",
              *table(("", "parameters", "ms per step, median (min ... max)", "tokens/s",
@@ -221,10 +293,14 @@ def main() -> None:
                                        "what suits the preset)")
     parser.add_argument("--shape", help="T, batch size (default 256,16; gpt2-124m: 1024,16)")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each (default %(default)s)")
+    parser.add_argument("--nanogpt", metavar="FOLDER", type=Path, help="a checkout of nanoGPT")
     args = parser.parse_args()
     check_device(args.device)
-    names = args.only.split(",") if args.only else DEFAULT[args.preset]
+    names = args.only.split(",") if args.only else [*DEFAULT[args.preset], *["nanoGPT"][:bool(args.nanogpt)]]
     check_names("--only", names, CONTENDERS)
+    if "nanoGPT" in names and not (args.nanogpt and (args.nanogpt / "model.py").is_file()):
+        raise UserError(f"--nanogpt {args.nanogpt}: no model.py there; give a checkout of nanoGPT")
+    os.environ["NANOGPT"] = str(args.nanogpt)
     shape = args.shape or SHAPES[args.preset]
     T, batch_size = map(int, shape.split(","))
     text = report(names, args.preset, T, batch_size, args.rounds, args.device)

@@ -8,12 +8,13 @@ Legend: B batch, T time, H heads of queries, G of keys and values, D channels of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from positions import At, Encoding
 from positions.invariance import factor_and_bias
@@ -21,18 +22,16 @@ from positions.invariance import factor_and_bias
 DEVICES = {"cuda"}      # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
 Limits = tuple[int | None, int | None]      # window and chunk of a layer
 MIN_WIDTH = 16          # smallest number of channels of a head that the kernel takes
+# With the three stages of the default, the tables that score_mod reads do not fit into a block's memory.
+OPTIONS = {"num_stages": 2}
 
 
-def block_masks(limits: Iterable[Limits], T: int, documents: Tensor | None,
+def block_masks(limits: set[Limits], T: int, documents: Tensor | None,
                 device: torch.device) -> dict[Limits, Any]:
     """Limits -> which blocks of keys each block of queries sees. Made once per forward pass, not layer."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
     B = None if documents is None else len(documents)
-    # compiled, making it does not hold T x T either; inside torch.compile it is compiled anyway
-    is_alone = device.type == "cuda" and not torch.compiler.is_compiling()
-    return {each: create_block_mask(seen(*each, documents), B, None, T, T, device, _compile=is_alone)
-            for each in set(limits)}
+    make = fused("create_block_mask", device)                           # which does not hold T x T either
+    return {each: make(seen(*each, documents), B, None, T, T, device) for each in limits}
 
 
 def seen(window: int | None, chunk: int | None, documents: Tensor | None) -> Callable[..., Tensor]:
@@ -86,8 +85,9 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, blo
 
     D = q.shape[-1]
     q, k = encoding.rotate(q, k, at)
-    return kernel(q.device)(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=D**-0.5,
-                            enable_gqa=q.shape[1] != k.shape[1])
+    return fused("flex_attention", q.device)(
+        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=D**-0.5,
+        enable_gqa=q.shape[1] != k.shape[1], kernel_options=OPTIONS if encoding.changes_logits() else None)
 
 
 def precise(x: Tensor) -> torch.dtype:
@@ -106,16 +106,13 @@ def bias_by_distance(encoding: Encoding, at: At, q: Tensor) -> Tensor:
     return bias[0, :, 0].flip(-1)
 
 
-def kernel(device: torch.device) -> Any:
-    """FlexAttention; on a GPU compiled, which fuses it: with the whole model, or else once here."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention if device.type == "cpu" or torch.compiler.is_compiling() else compiled()
+def fused(name: str, device: torch.device) -> Callable[..., Any]:
+    """A function of PyTorch's flex_attention; on a GPU compiled: with the whole model, or else once here."""
+    function = getattr(flex_attention, name)
+    return function if device.type == "cpu" or torch.compiler.is_compiling() else compiled(function)
 
 
 @cache
-def compiled() -> Any:
-    """The fused kernel for use outside of torch.compile."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for use outside of torch.compile."""
+    return torch.compile(function)

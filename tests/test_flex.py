@@ -23,7 +23,7 @@ OPTIONS = {"plain": (), "window": ("model.window=9", "model.full_every=2"),
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | None, block_mask: Any,
-          scale: float, enable_gqa: bool) -> Tensor:
+          scale: float, enable_gqa: bool, kernel_options: Any) -> Tensor:
     """FlexAttention as documented, computed for all pairs at once."""
     (B, H, T, _), n_shared = q.shape, q.shape[1] // k.shape[1]
     assert enable_gqa == (n_shared > 1)
@@ -41,7 +41,7 @@ def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> 
         patch.setattr(flex, "DEVICES", {"cpu"} if is_flex else set())
         taken, attend = [], flex.attend_flex
         patch.setattr(flex, "attend_flex", lambda *given: taken.append(1) or attend(*given))
-        patch.setattr(flex, "kernel", lambda device: dense)
+        patch.setattr(flex.flex_attention, "flex_attention", dense)
         model.zero_grad()
         loss = model(tokens((2, 33)), tokens((2, 33), 1), documents=documents)
         loss.backward()

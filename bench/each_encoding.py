@@ -36,7 +36,8 @@ from runtime.command import argument_parser, run_command
 from runtime.device import pick_dtype
 from runtime.errors import UserError
 
-AT_A_TIME = {"cpu": 6, "cuda": 10}      # processes beside RoPE's
+BASE = "rope"                           # what the others are divided by
+AT_A_TIME = {"cpu": 6, "cuda": 10}      # processes beside that of BASE
 # (seq_len, batch_size); those of one preset have as many tokens each
 SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
     "quick": ((128, 32), (256, 16), (1024, 4)),
@@ -58,7 +59,7 @@ def make_step(encoding: str, shape: tuple[int, int], preset: str, device: str, i
 
 def peak_without_a_step(shape: tuple[int, int], *how) -> int:
     """Peak memory of a process that makes RoPE's model and takes no step."""
-    return peak_bytes(make_step("rope", shape, *how).device.type)
+    return peak_bytes(make_step(BASE, shape, *how).device.type)
 
 
 class Cost(NamedTuple):
@@ -73,16 +74,18 @@ def costs(names: Sequence[str], rounds: int, shape: tuple[int, int], how: tuple)
     """Encoding -> its cost, or why it has none; RoPE is always among them."""
     device, found = how[1], {}
     base = fresh(peak_without_a_step, shape, *how)
-    others = [name for name in names if name != "rope"]
+    others = [name for name in names if name != BASE]
     groups = [others[first:first + AT_A_TIME[device]] for first in range(0, len(others), AT_A_TIME[device])]
     for group in groups or [[]]:
-        calls = {name: (make_step, name, shape, *how) for name in ("rope", *group)}
+        calls = {name: (make_step, name, shape, *how) for name in (BASE, *group)}
         with contestants(calls, device) as started:
+            if started[0].problem:
+                raise UserError(f"{BASE} {started[0].problem}: its last lines are above")
             rows = take_turns([each for each in started if not each.problem], rounds)
         for each in started:
             found[each.name] = each.problem or Cost(
                 statistics.median(row[each.name] for row in rows),
-                statistics.median(row[each.name] / row["rope"] for row in rows), each.peak - base)
+                statistics.median(row[each.name] / row[BASE] for row in rows), each.peak - base)
     return found
 
 
@@ -92,14 +95,13 @@ def report(names: Sequence[str], rounds: int, shapes: Sequence[tuple[int, int]],
     columns: dict[str, list[str]] = {name: [] for name in names}
     for shape in shapes:
         found = costs(names, rounds, shape, (preset, device, is_compiled, overrides))
-        rope = found["rope"]
-        if isinstance(rope, str):
-            raise UserError(f"rope {rope}: its last lines are above")
+        base = found[BASE]
         for name, cells in columns.items():
             cost = found[name]
+            assert not isinstance(base, str)
             cells += [cost, ""] if isinstance(cost, str) else [
                 f"{cost.ratio:.2f} ({1e3 * cost.seconds:.0f})",
-                f"{cost.peak / rope.peak:.2f} ({cost.peak / 1e6:.0f})"]
+                f"{cost.peak / base.peak:.2f} ({cost.peak / 1e6:.0f})"]
     dtype = pick_dtype(preset_config(preset).train, torch.device(device))
     head = [f"T {T}, batch {B}: step / RoPE's (ms) | memory / RoPE's (MB)" for T, B in shapes]
     head = [cell for pair in head for cell in pair.split(" | ")]

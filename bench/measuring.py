@@ -49,15 +49,24 @@ class Step:
 
     def seconds(self) -> float:
         """Take a step; return its wall time."""
-        synchronize(self.device)
-        began = time.perf_counter()
+        return seconds_of(self.take, self.device)
+
+    def take(self) -> None:
+        """A forward and a backward pass, and an update."""
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             loss = self.call(self.x, self.y)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        synchronize(self.device)
-        return time.perf_counter() - began
+
+
+def seconds_of(call: Callable[[], None], device: torch.device) -> float:
+    """Wall time of a call, until the device is done."""
+    synchronize(device)
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - began
 
 
 def synchronize(device: torch.device) -> None:

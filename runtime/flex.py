@@ -22,7 +22,7 @@ from positions.invariance import factor_and_bias
 DEVICES = {"cuda"}      # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
 Limits = tuple[int | None, int | None]      # window and chunk of a layer
 MIN_WIDTH = 16          # smallest number of channels of a head that the kernel takes
-# With the three stages of the default, the tables that score_mod reads do not fit into a block's memory.
+# with the default of three stages, what score_mod reads does not fit into the shared memory of an H100
 OPTIONS = {"num_stages": 2}
 
 

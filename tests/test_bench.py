@@ -21,6 +21,7 @@ TOY = {
     "each_encoding": ["--encodings", "alibi", "--rounds", "1", "--shape", "16,1", "model.n_layer=1",
                       "model.n_embd=24", "model.n_hidden=8"],
     "evaluation": ["--length", "64", "--rounds", "1"],
+    "attention": ["--lengths", "16", "--rounds", "1"],
     "loss": ["--shape", "16,8,64"],
     "growth": ["--lengths", "64", "--sizes", "1x64", "--rounds", "1", "--seconds", "0.01", "--tokens", "64"],
 }
@@ -50,7 +51,7 @@ def test_a_name_that_is_not_known_is_refused() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["training", "each_encoding", "evaluation", "growth"])
+@pytest.mark.parametrize("name", ["training", "each_encoding", "evaluation", "growth", "attention"])
 def test_without_a_gpu_the_error_says_so(name: str) -> None:
     done = python("-m", f"bench.{name}", "--device", "cuda")
     assert done.returncode == 2 and "no CUDA device" in done.stderr and done.stderr.count("\n") == 1

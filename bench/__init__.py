@@ -2,6 +2,7 @@
 
 training        a training step of nanorope and of its peers
 each_encoding   a training step of each encoding relative to RoPE's
+attention       attention alone: FlexAttention against what is used without it
 growth          how time and memory of a step grow with T and with parameters
 evaluation      a forward pass over a long context
 loss            the chunked loss

@@ -8,6 +8,8 @@ head, R rank.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -18,7 +20,7 @@ from positions.content import Forgetting
 from positions.contract import At, Encoding, Options, Shape, for_each_head, odd_head
 
 CHUNK = 64      # keys whose reflections are applied at once
-TILE = 32       # queries whose sums of gates have one origin
+TILE = 8        # queries and keys for each pair of which the gates in between are summed
 
 
 def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
@@ -81,23 +83,24 @@ class PaTH(Encoding):
         assert at.features is not None
         Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
         with torch.autocast(q.device.type, enabled=False):
-            w, beta = at.features.to(logits.dtype).split((D, 1), dim=-1)
-            row, k = q.to(logits.dtype), k.to(logits.dtype)
+            # whole chunks of keys: those added have beta 0, which is no reflection
+            n = math.ceil(Tk / CHUNK)
+            w, beta, k = (F.pad(x.to(logits.dtype), (0, 0, 0, n * CHUNK - Tk)).unflatten(2, (n, CHUNK))
+                          for x in (at.features[..., :D], at.features[..., D:], k))     # (B, H, n, c, D or 1)
+            both = beta * (w @ torch.cat((w, k), dim=3).mT)             # (B, H, n, c, 2 c)
+            w_w, w_k = (x.tril(-1) for x in both.split(CHUNK, dim=-1))
+            # a unit diagonal is taken for granted, so I need not be added
+            solved = torch.linalg.solve_triangular(w_w, torch.cat((beta * w, w_k), dim=-1), upper=False,
+                                                   unitriangular=True)
+            m_w, m_k = (x.unbind(2) for x in solved.split((D, CHUNK), dim=-1))
             i = torch.arange(Tk - Tq, Tk, device=q.device)[:, None]
-            found = []
-            for start in reversed(range(0, Tk, CHUNK)):
-                part = slice(start, min(start + CHUNK, Tk))
-                w_c, k_c, c = w[:, :, part], k[:, :, part], part.stop - start
-                both = beta[:, :, part] * (w_c @ torch.cat((w_c, k_c), dim=2).mT)       # (B, H, c, 2 c)
-                w_w, w_k = (x.tril(-1) for x in both.split(c, dim=-1))
-                # a unit diagonal is taken for granted, so I need not be added
-                solved = torch.linalg.solve_triangular(w_w, torch.cat((beta[:, :, part] * w_c, w_k), dim=-1),
-                                                       upper=False, unitriangular=True)
-                m_w, m_k = solved.split((D, c), dim=-1)
-                row_w = (row @ w_c.mT).masked_fill(torch.arange(start, part.stop, device=q.device) > i, 0)
-                found.append(row @ k_c.mT - row_w @ m_k)                # (B, H, Tq, c)
-                row = row - row_w @ m_w
-            products = torch.cat(found[::-1], dim=-1) / D**0.5
+            is_later = torch.arange(n * CHUNK, device=q.device).view(n, CHUNK) > i[:, None]     # (Tq, n, c)
+            row, found = q.to(logits.dtype), []
+            for chunk, (w_c, k_c) in reversed([*enumerate(zip(w.unbind(2), k.unbind(2), strict=True))]):
+                row_w = (row @ w_c.mT).masked_fill(is_later[:, chunk], 0)
+                found.append(row @ k_c.mT - row_w @ m_k[chunk])         # (B, H, Tq, c)
+                row = row - row_w @ m_w[chunk]
+            products = torch.cat(found[::-1], dim=-1)[..., :Tk] / D**0.5
         return products.masked_fill(logits.isneginf(), -torch.inf)
 
 
@@ -230,8 +233,10 @@ class Wall(Encoding):
     xpos fixed ones. Positions are not used. The authors' optional scalar gate and output gate are left out.
     The cache holds D more numbers per head and token.
 
-    With the sums P of g, exp(P_i - P_j) is split at the first query of a tile of 32: exp(P_i - P_0) and
-    exp(P_0 - P_j) are at most 1 for keys before the tile. Within it, each pair of tokens has its own factor.
+    With the sums P of g, exp(P_i - P_j) = exp(P_i - P_0) exp(P_0 - P_j) for any P_0 in between: no factor is
+    above 1, and what is too small for fp32 is small in the product too. So the first query of a block serves
+    for all keys before it. In a block, tiles of 8 tokens have a factor for each pair; two neighbours make one
+    of twice the size, with the first query of the second for its queries and the keys of the first.
     """
 
     def __init__(self, shape: Shape, options: Options) -> None:
@@ -251,19 +256,32 @@ class Wall(Encoding):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         assert at.features is not None
         Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
-        found = []
+        n = 2 ** math.ceil(math.log2(math.ceil(Tq / TILE)))            # tiles, for Tq and some more queries
+        pad = n * TILE - Tq
         with torch.autocast(q.device.type, enabled=False):
-            sums, q, k = at.features, q.to(logits.dtype), k.to(logits.dtype)
-            for first in range(0, Tq, TILE):
-                rows = slice(first, min(first + TILE, Tq))
-                here = slice(Tk - Tq + first, Tk - Tq + rows.stop)      # the tile's own keys
-                origin = sums[:, :, here.start, None]                   # (B, H, 1, D)
-                q_tile = q[:, :, rows]
-                q_far = q_tile * (sums[:, :, here] - origin).exp().to(q.dtype)
-                k_far = k * (origin - sums).clamp(max=0).exp().to(k.dtype)
-                tile = q_far @ k_far.mT                                 # (B, H, rows, Tk)
-                between = sums[:, :, here, None] - sums[:, :, None, here]       # (B, H, rows, rows, D)
-                near = torch.einsum("bhic,bhjc,bhijc->bhij", q_tile, k[:, :, here],
-                                    between.clamp(max=0).exp().to(q.dtype))
-                found.append(torch.cat((tile[..., :here.start], near, tile[..., here.stop:]), dim=-1))
-        return (torch.cat(found, dim=2) / D**0.5).masked_fill(logits.isneginf(), -torch.inf)
+            q, k = (F.pad(x.to(logits.dtype), (0, 0, 0, pad)) for x in (q, k))
+            sums = torch.cat((at.features, at.features[:, :, -1:].expand(-1, -1, pad, -1)), dim=2)
+            before, own = slice(0, Tk - Tq), slice(Tk - Tq, None)
+            far = gated(q, k[:, :, before], sums[:, :, own], sums[:, :, before])
+            tiles = [x.unflatten(2, (n, TILE)) for x in (q, k[:, :, own], sums[:, :, own])]
+            products = within(*tiles)                                   # (B, H, n, tile, tile)
+            while products.shape[2] > 1:
+                (q1, q2), (k1, k2), (sums1, sums2) = ((x[:, :, ::2], x[:, :, 1::2]) for x in tiles)
+                later = gated(q2, k1, sums2, sums1)                     # (B, H, n / 2, tile, tile)
+                upper = F.pad(products[:, :, ::2], (0, later.shape[-1]))
+                products = torch.cat((upper, torch.cat((later, products[:, :, 1::2]), dim=-1)), dim=-2)
+                tiles = [torch.cat(pair, dim=-2) for pair in ((q1, q2), (k1, k2), (sums1, sums2))]
+            products = torch.cat((far, products[:, :, 0]), dim=-1)[:, :, :Tq, :Tk]
+        return (products / D**0.5).masked_fill(logits.isneginf(), -torch.inf)
+
+
+def gated(q: Tensor, k: Tensor, q_sums: Tensor, k_sums: Tensor) -> Tensor:
+    """sum_c q_ic k_jc exp(P_ic - P_jc), (..., queries, keys), of keys that are all before the queries."""
+    origin = q_sums[..., :1, :]
+    return (q * (q_sums - origin).to(q.dtype).exp()) @ (k * (origin - k_sums).to(k.dtype).exp()).mT
+
+
+def within(q: Tensor, k: Tensor, sums: Tensor) -> Tensor:
+    """The same for queries and keys of the same tokens, pair by pair; keys ahead are not gated."""
+    between = (sums[..., :, None, :] - sums[..., None, :, :]).to(q.dtype)      # (..., queries, keys, D)
+    return (k[..., None, :, :] * between.clamp(max=0).exp() * q[..., :, None, :]).sum(-1)

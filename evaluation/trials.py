@@ -13,10 +13,10 @@ import re
 import shlex
 import statistics
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -185,15 +185,24 @@ def read_trials(jobs: Sequence[Job], failed: Mapping[str, str], overrides: Seque
     for job in jobs:
         problem, losses = failed.get(job.name, ""), dict[str, float]()
         if not problem or problem.startswith("eval.py"):    # trained: the choice needs no evaluation
-            val_loss = read_json(job.run_dir / "summary.json")["val_loss"]
-            is_trained_only = problem or job.eval_arguments is None
-            records = [] if is_trained_only else read_json(job.run_dir / "trial.json")["records"]
-            losses = {f"loss at {r['length']}": r["nll_sum"] / r["tokens"] for r in records}
+            val_loss = measured(job.run_dir / "summary.json", lambda found: found["val_loss"])
+            if not problem and job.eval_arguments is not None:
+                losses = measured(job.run_dir / "trial.json", lambda found: {
+                    f"loss at {r['length']}": r["nll_sum"] / r["tokens"] for r in found["records"]})
             losses, problem = ({VALIDATION: val_loss, **losses}, "") if val_loss else ({}, DIVERGED)
         changed = differences(defaults[job.config], load(job.config, job.overrides), ["run"])
         is_default = all(line.startswith("train.seed:") for line in changed)
         trials.append(Trial(job.config, job.point, is_default, problem, losses))
     return trials
+
+
+def measured(path: Path, pick: Callable[[dict[str, Any]], Any]) -> Any:
+    """What `pick` takes from the JSON of a trial. Raises UserError if the file is damaged."""
+    try:
+        return pick(read_json(path))
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise UserError(f"{path}: damaged ({type(error).__name__}); delete this file, the same command "
+                        "writes it again") from error
 
 
 def better_half(trials: Sequence[Trial]) -> list[Trial]:

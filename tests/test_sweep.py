@@ -469,6 +469,24 @@ def test_the_mean_over_two_seeds_decides_among_the_better_half(configs, monkeypa
     assert "chosen for rope: train.lr=1e-3, validation loss 1.2500" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("text", ["", "7", "{}", '{"records": [{"length": 32}]}', '{"val_loss": '])
+@pytest.mark.parametrize("name", ["summary.json", "trial.json"])
+def test_a_trial_whose_result_is_damaged_is_one_line(name: str, text: str, configs, monkeypatch) -> None:
+    """Between its evaluation and the choice."""
+    choosing({f"rope-lr-{lr}": {32: 2.0, 256: 1.0} for lr in ("1e-3", "2e-3", "4e-3")}, monkeypatch)
+    run = sys.modules["sweep"].run
+
+    def run_and_damage(*given):
+        failed = run(*given)
+        next(Path("runs").glob(f"**/{name}")).write_text(text)
+        return failed
+
+    monkeypatch.setattr("sweep.run", run_and_damage)
+    with pytest.raises(UserError, match=f"{name}: damaged .*delete this file") as caught:
+        sweep_here("rope.toml", *CHOOSE, monkeypatch=monkeypatch)
+    assert str(caught.value).count("\n") == 0
+
+
 def test_a_diverged_trial_loses_a_failed_one_stops_the_choice_and_the_first_of_equals_wins(
         configs, monkeypatch, capsys) -> None:
     losses = {"rope-lr-1e-3": 3, "rope-lr-2e-3": {32: 2.0, 256: 1.0}, "rope-lr-4e-3": {32: 2.0, 256: 0.5},

@@ -20,7 +20,7 @@ from positions.content import Forgetting
 from positions.contract import At, Encoding, Options, Shape, for_each_head, odd_head
 
 CHUNK = 64      # keys whose reflections are applied at once
-TILE = 8        # queries and keys for each pair of which the gates in between are summed
+TILE = 8        # at most so many queries and keys have a factor of the gates for each pair
 
 
 def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
@@ -235,8 +235,8 @@ class Wall(Encoding):
 
     With the sums P of g, exp(P_i - P_j) = exp(P_i - P_0) exp(P_0 - P_j) for any P_0 in between: no factor is
     above 1, and what is too small for fp32 is small in the product too. So the first query of a block serves
-    for all keys before it. In a block, tiles of 8 tokens have a factor for each pair; two neighbours make one
-    of twice the size, with the first query of the second for its queries and the keys of the first.
+    for all keys before it. In a block, tiles of at most 8 tokens have a factor for each pair; two neighbours
+    make one of twice the size, with the first query of the second for its queries and the keys of the first.
     """
 
     def __init__(self, shape: Shape, options: Options) -> None:
@@ -256,14 +256,14 @@ class Wall(Encoding):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         assert at.features is not None
         Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
-        n = 2 ** math.ceil(math.log2(math.ceil(Tq / TILE)))            # tiles, for Tq and some more queries
-        pad = n * TILE - Tq
+        n = 2 ** math.ceil(math.log2(math.ceil(Tq / TILE)))             # tiles
+        pad = -Tq % n                                                   # of equal size
         with torch.autocast(q.device.type, enabled=False):
             q, k = (F.pad(x.to(logits.dtype), (0, 0, 0, pad)) for x in (q, k))
             sums = torch.cat((at.features, at.features[:, :, -1:].expand(-1, -1, pad, -1)), dim=2)
             before, own = slice(0, Tk - Tq), slice(Tk - Tq, None)
             far = gated(q, k[:, :, before], sums[:, :, own], sums[:, :, before])
-            tiles = [x.unflatten(2, (n, TILE)) for x in (q, k[:, :, own], sums[:, :, own])]
+            tiles = [x.unflatten(2, (n, -1)) for x in (q, k[:, :, own], sums[:, :, own])]
             products = within(*tiles)                                   # (B, H, n, tile, tile)
             while products.shape[2] > 1:
                 (q1, q2), (k1, k2), (sums1, sums2) = ((x[:, :, ::2], x[:, :, 1::2]) for x in tiles)

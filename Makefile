@@ -8,9 +8,9 @@
 # make bench     on the CPU, which must be otherwise idle: a training step of nanorope and of its peers
 #                -> results/bench-cpu.md, of each encoding relative to RoPE's -> results/bench-encodings.md,
 #                its growth with T and with the number of parameters -> results/growth.md
-# make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/; in three parts
+# make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/; in four parts
 #                of at most ten minutes each: make gpu-parity, gpu-speed (NANOGPT=FOLDER adds a checkout of
-#                nanoGPT), gpu-encodings
+#                nanoGPT), gpu-encodings, gpu-flex
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 # make soak      break training again and again, half an hour -> docs/reliability.md; needs root to mount
 #                small disks
@@ -22,7 +22,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gallery soak lock
+.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery soak lock
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -50,7 +50,7 @@ bench: .venv/.installed-test
 
 # `make bench-gpu PY=python3` uses a Python that has PyTorch already, with what is missing on PYTHONPATH
 GPU := --device cuda --preset gpt2-124m
-bench-gpu: gpu-parity gpu-speed gpu-encodings
+bench-gpu: gpu-parity gpu-speed gpu-encodings gpu-flex
 READY := $(if $(filter file,$(origin PY)),.venv/.installed-test)
 
 gpu-parity: $(READY)
@@ -59,13 +59,15 @@ gpu-parity: $(READY)
 gpu-speed: export TORCHINDUCTOR_COMPILE_THREADS = 3
 gpu-speed: $(READY)
 	timeout 200 $(PY) -m bench.training $(GPU) $(if $(NANOGPT),--nanogpt $(NANOGPT)) --out results/gpu/training.md
-	timeout 200 $(PY) -m bench.attention --device cuda --lengths 1024 --out results/gpu/attention.md
 	timeout 90 $(PY) -m bench.evaluation $(GPU) --length 65536 --rounds 1 --out results/gpu/evaluation.md
 	timeout 200 $(PY) -m bench.growth --device cuda --rounds 1 --seconds 0.5 --sizes 6x384,12x768,24x1024,36x1280,48x1600,32x2560,32x4096 --out results/gpu/growth.md
 
 gpu-encodings: export TORCHINDUCTOR_COMPILE_THREADS = 2
 gpu-encodings: $(READY)
 	timeout 580 $(PY) -m bench.each_encoding $(GPU) --compile --out results/gpu/encodings.md
+
+gpu-flex: $(READY)
+	timeout 580 $(PY) -m bench.attention --device cuda --compile --lengths 1024 --out results/gpu/attention.md
 
 soak: .venv/.installed-test
 	$(PY) -m bench.soak

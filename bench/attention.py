@@ -32,7 +32,7 @@ from positions import ENCODINGS, At
 from runtime import flex
 from runtime.command import argument_parser, run_command
 
-QUERIES, H, D = 16_384, 12, 64
+QUERIES = 16_384
 N_DOCUMENTS = 4         # in a packed row
 OPTIONS = ("default", "num_stages=2", "BLOCK_N=64")
 
@@ -56,10 +56,11 @@ def make_pass(case: Case, T: int, device: torch.device, options: str | None,
               is_compiled: bool) -> Callable[[], None]:
     """A forward and backward pass; options of FlexAttention's kernel, "default", or None: without it."""
     config = preset_config("gpt2-124m", f"position.encoding={case.encoding}", f"train.seq_len={T}")
-    encoding = ENCODINGS[case.encoding](shape_of(config), config.position).to(device)
+    shape = shape_of(config)
+    encoding = ENCODINGS[case.encoding](shape, config.position).to(device)
     B = max(1, QUERIES // T)
-    q, k, v, slope = (torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16).transpose(1, 2)
-                      for _ in range(4))
+    size = B, shape.n_head, T, shape.head_dim
+    q, k, v, slope = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(4))
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     documents = (torch.arange(T, device=device) * N_DOCUMENTS // T).expand(B, T) if case.is_packed else None
     limits = case.window, None

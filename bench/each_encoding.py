@@ -96,9 +96,9 @@ def report(names: Sequence[str], rounds: int, shapes: Sequence[tuple[int, int]],
     for shape in shapes:
         found = costs(names, rounds, shape, (preset, device, is_compiled, overrides))
         base = found[BASE]
+        assert isinstance(base, Cost)                                   # else `costs` has raised
         for name, cells in columns.items():
             cost = found[name]
-            assert not isinstance(base, str)
             cells += [cost, ""] if isinstance(cost, str) else [
                 f"{cost.ratio:.2f} ({1e3 * cost.seconds:.0f})",
                 f"{cost.peak / base.peak:.2f} ({cost.peak / 1e6:.0f})"]

@@ -121,14 +121,14 @@ class Ended(UserError):
 class Process:
     """A function that runs in a fresh process, with a pipe as its first argument.
 
-    "spawn" starts a new Python, as a user would; "fork" avoids the imports.
+    "spawn" starts a new Python, as a user would; "fork" avoids the imports. It does not outlive its parent.
     """
 
     def __init__(self, function: Callable[..., None], *arguments: object, method: str = "spawn") -> None:
         context: Any = multiprocessing.get_context(method)
         self.name = " ".join(getattr(part, "__name__", str(part)) for part in arguments)
         self.pipe, other_end = context.Pipe()
-        self.process = context.Process(target=run, args=(other_end, function, arguments))
+        self.process = context.Process(target=run, args=(other_end, function, arguments), daemon=True)
         self.process.start()
         other_end.close()
 

@@ -6,7 +6,7 @@ model runs in a separate process, and the processes take a step (forward, backwa
 after round, so that a noisy machine disturbs all equally; ratios are medians of the ratios within a round.
 All have bfloat16 autocast, torch.compile or eager, their loss included, and the fused optimiser. A step's
 share of the ceiling is its model FLOPs utilisation (MFU) relative to a dense product that is measured in the
-same run: the model's own FLOPs, by nanorope's formula. On a GPU all start, and compile, at the same time.
+same run, with the FLOPs of nanorope's RoPE in every row. On a GPU all start, and compile, at the same time.
 `--nanogpt FOLDER` adds the model.py in a checkout of nanoGPT.
 """
 

@@ -92,14 +92,14 @@ class PaTH(Encoding):
             # a unit diagonal is taken for granted, so I need not be added
             solved = torch.linalg.solve_triangular(w_w, torch.cat((beta * w, w_k), dim=-1), upper=False,
                                                    unitriangular=True)
-            m_w, m_k = (x.unbind(2) for x in solved.split((D, CHUNK), dim=-1))
+            ws, ks, m_ws, m_ks = (x.unbind(2) for x in (w, k, *solved.split((D, CHUNK), dim=-1)))
             i = torch.arange(Tk - Tq, Tk, device=q.device)[:, None]
             is_later = torch.arange(n * CHUNK, device=q.device).view(n, CHUNK) > i[:, None]     # (Tq, n, c)
             row, found = q.to(logits.dtype), []
-            for chunk, (w_c, k_c) in reversed([*enumerate(zip(w.unbind(2), k.unbind(2), strict=True))]):
-                row_w = (row @ w_c.mT).masked_fill(is_later[:, chunk], 0)
-                found.append(row @ k_c.mT - row_w @ m_k[chunk])         # (B, H, Tq, c)
-                row = row - row_w @ m_w[chunk]
+            for chunk in reversed(range(n)):
+                row_w = (row @ ws[chunk].mT).masked_fill(is_later[:, chunk], 0)
+                found.append(row @ ks[chunk].mT - row_w @ m_ks[chunk])  # (B, H, Tq, c)
+                row = row - row_w @ m_ws[chunk]
             products = torch.cat(found[::-1], dim=-1)[..., :Tk] / D**0.5
         return products.masked_fill(logits.isneginf(), -torch.inf)
 

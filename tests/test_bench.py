@@ -11,7 +11,16 @@ from conftest import ROOT, needs, python, words
 
 from bench import soak
 from bench.measuring import Ended, check_names, fresh, matmul_flops, preset_config, table
-from bench.training import COMPILED, CONTENDERS, DEFAULT, GPT2_BLOCK, contender_config
+from bench.training import (
+    COMPILED,
+    CONTENDERS,
+    DEFAULT,
+    GPT2_BLOCK,
+    contender_config,
+    contestants,
+    step_of,
+    take_turns,
+)
 from model import GPT
 from runtime.errors import UserError
 
@@ -113,6 +122,15 @@ def test_a_fresh_process_returns_its_result_or_how_it_ended() -> None:
     with pytest.raises(Ended) as ended:
         fresh(kill_itself, 0, method="fork")
     assert ended.value.exit_code == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_contender_that_fails_leaves_a_reason_and_the_others_run() -> None:
+    calls = {"dies": (kill_itself, 0), "lives": (step_of, "nanorope rope (eager)", "small", 16, 1, "cpu")}
+    with contestants(calls, "cpu") as (dies, lives):
+        rows = take_turns([lives], 2)
+    assert dies.problem == "ended with code -9" and lives.problem == ""
+    assert len(rows) == 2 and all(row["lives"] > 0 for row in rows) and lives.peak > 0
 
 
 @pytest.mark.slow

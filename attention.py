@@ -96,7 +96,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     Tk = k.shape[2]
     n_each = 2 if encoding.changes_logits() else 1      # it holds more numbers per logit
     limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
-    is_whole = mask.in_order and Tq == Tk and mask.documents is None and mask.limit(Tk) is None
+    is_consecutive = mask.in_order and Tq == Tk                         # no cache, which may have gaps
+    is_whole = is_consecutive and mask.documents is None and mask.limit(Tk) is None
     reach = encoding.reach if mask.is_causal and is_whole else None
     width = min(Tk, reach[0] + 2 * reach[1]) if reach else Tk           # most keys of a block
     n_blocks = math.ceil(Tq / max(1, min(reach[1] if reach else Tq, limit // (B * H * width))))
@@ -111,7 +112,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
         unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
         if encoding.changes_logits():
             logits = torch.add(unseen, logits, alpha=D**-0.5)           # masked, scaled and fp32, in one pass
-            logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, keys], at.block(rows, keys))
+            place = at.block(rows, keys, is_consecutive)
+            logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, keys], place)
             weights = RoundedSoftmax.apply(logits, None, 1.0, v.dtype)
         else:
             weights = RoundedSoftmax.apply(logits, unseen, D**-0.5, v.dtype)

@@ -154,7 +154,7 @@ class TrainConfig(Section):
         5, ge=1, description="steps in a row with a NaN or infinite loss or gradient that end training")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there is a GPU")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of matrix products (weights stay fp32). auto: bfloat16 if the chip supports it")
+        "auto", description="of matrix products (weights stay fp32). auto: bfloat16 where it is faster")
     compile: Literal["auto", "on", "off"] = Field(
         "auto", description="torch.compile. auto: on CUDA, and on a CPU if the run is long enough")
     parallel: Literal["ddp", "fsdp"] = Field(

@@ -77,7 +77,7 @@ from hf.pretrained import is_pretrained
 from runtime import parallel
 from runtime.checkpoint import Opened, open_run, weights_sha256
 from runtime.command import argument_parser, run_command
-from runtime.device import dtype_name
+from runtime.device import dtype_name, set_up_cpu
 from runtime.errors import UserError
 from runtime.parallel import Process
 
@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
                         help="take this as L, where config.json names more than the model was trained on")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
                         help="of matrix products (default: train.dtype; for a Hugging Face folder auto, "
-                        "bfloat16 if the chip supports it)")
+                        "bfloat16 where it is faster)")
     parser.add_argument("--longest", type=int, metavar="TOKENS",
                         help="use only documents with more tokens than this, and targets with at least this "
                         "many tokens before them (default: the longest of --lengths, and L for fixed)")
@@ -187,6 +187,7 @@ def length_before(config: Config) -> int | None:
 
 def main() -> None:
     args = parse_arguments()
+    set_up_cpu()
     process = parallel.start_evaluation()
     args.run = pulled(args.run)
     run = open_run(args.run)

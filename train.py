@@ -34,7 +34,7 @@ from hf.pretrained import resolve_config
 from model import GPT, is_dropped
 from runtime import checkpoint, parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast, keep_freed_memory, make_model, pick_device, should_compile, to_device
+from runtime.device import autocast, make_model, pick_device, set_up_cpu, should_compile, to_device
 from runtime.errors import UserError
 from runtime.files import finite
 from runtime.folder import RunFolder, claimed
@@ -279,7 +279,7 @@ def main() -> int:
     if args.dry_run:
         dry_run(config)
         return 0
-    keep_freed_memory()
+    set_up_cpu()
     code = train(config, [])
     parallel.shut_down()
     return code

@@ -33,7 +33,7 @@ from bench.training import contestants, take_turns
 from model import GPT
 from positions import ENCODINGS
 from runtime.command import argument_parser, run_command
-from runtime.device import pick_dtype
+from runtime.device import pick_dtype, set_up_cpu
 from runtime.errors import UserError
 
 BASE = "rope"                           # what the others are divided by
@@ -52,6 +52,7 @@ def make_step(encoding: str, shape: tuple[int, int], preset: str, device: str, i
     config = preset_config(preset, *OVERRIDES[preset], f"position.encoding={encoding}",
                            f"train.seq_len={shape[0]}", f"train.batch_size={shape[1]}", "train.accumulate=1",
                            *overrides)
+    set_up_cpu()
     torch.manual_seed(0)
     dtype = pick_dtype(config.train, torch.device(device))
     return Step(GPT(config), config, device, dtype, is_compiled)

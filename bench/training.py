@@ -47,7 +47,7 @@ from config import Config
 from model import GPT
 from runtime import loss
 from runtime.command import argument_parser, run_command
-from runtime.device import keep_freed_memory
+from runtime.device import set_up_cpu
 from runtime.errors import UserError
 
 NANOROPE, NONE = "nanorope rope", "nanorope none"
@@ -57,8 +57,8 @@ MATMUL = {"cpu": 2048, "cuda": 8192}
 
 
 def nanorope(config: Config) -> nn.Module:
-    """Our decoder, in a process that keeps freed memory, as train.py does."""
-    keep_freed_memory()
+    """Our decoder, in a process that is set up as train.py does it."""
+    set_up_cpu()
     return GPT(config)
 
 

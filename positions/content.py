@@ -19,7 +19,7 @@ from positions.absolute import EvenWidthOptions
 from positions.contract import At, Encoding, Options, Shape, odd_head
 from positions.distance import ALiBi, ALiBiOptions, KerpleLog, PairMLP
 
-KEYS_AT_A_TIME = 256    # keys whose products with a table are held in memory at once
+KEYS_AT_A_TIME = 128    # keys whose products with a table are held in memory at once
 
 
 def cut(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,6 +32,18 @@ def cut(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         return table, rows
     first, last = map(int, rows.aminmax())
     return table[first:last + 1], rows - first
+
+
+def slanted(products: Tensor) -> Tensor:
+    """(..., n, n + m - 1) -> (..., n, m), a view: row i starts at column n - 1 - i.
+
+    So a column for each distance becomes a column for each key, where positions are consecutive.
+    """
+    n, width = products.shape[-2:]
+    if n == 1:
+        return products
+    moved = products.flatten(-2)[..., n - 1:-1].unflatten(-1, (n, width - 1))   # each row one column further
+    return moved[..., :width + 1 - n]
 
 
 class RelativeKeyOptions(Options):
@@ -61,11 +73,20 @@ class RelativeKey(Encoding):
         self.table = nn.Parameter(nn.init.normal_(table, std=0.02))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        B, H, _, D = q.shape
-        rows = at.distance().clamp(max=self.max_distance)               # (1 or B, 1, Tq, Tk)
-        table, rows = cut(self.table[at.layer], rows)
-        products = q @ table.mT         # (B, H, Tq, P) with all rows, then gather: not Tq Tk vectors
-        return torch.add(logits, products.gather(-1, rows.expand(B, H, -1, -1)), alpha=D**-0.5)
+        B, H, Tq, D = q.shape
+        if at.ahead is not None:
+            falling = at.ahead + Tq - 1 - torch.arange(Tq + k.shape[2] - 1, device=q.device)
+            bias = slanted(q @ self.vectors(falling, at.layer).mT)      # (B, H, Tq, Tk)
+        else:
+            rows = at.distance().clamp(max=self.max_distance)           # (1 or B, 1, Tq, Tk)
+            table, rows = cut(self.table[at.layer], rows)
+            products = q @ table.mT     # (B, H, Tq, P) with all rows, then gather: not Tq Tk vectors
+            bias = products.gather(-1, rows.expand(B, H, -1, -1))
+        return torch.add(logits, bias, alpha=D**-0.5)
+
+    def vectors(self, distances: Tensor, layer: int) -> Tensor:
+        """Those of each distance (P,), (P, D); a key ahead of the query has that of distance 0."""
+        return F.embedding(distances.clamp(0, self.max_distance), self.table[layer])
 
 
 class RelativeKeyQuery(RelativeKey):
@@ -75,13 +96,19 @@ class RelativeKeyQuery(RelativeKey):
     """
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        B, H, _, D = q.shape
-        biases = []
-        for keys, k_pos in zip(k.split(KEYS_AT_A_TIME, 2), at.k_pos.split(KEYS_AT_A_TIME, 1), strict=True):
-            rows = at._replace(k_pos=k_pos).distance().clamp(max=self.max_distance)
-            table, rows = cut(self.table[at.layer], rows)
-            products = (keys @ table.mT).mT                             # (B, H, P, keys)
-            biases.append(products.gather(-2, rows.expand(B, H, -1, -1)))       # (B, H, Tq, keys)
+        B, H, Tq, D = q.shape
+        biases = []                                                     # (B, H, Tq, keys) each
+        for start in range(0, k.shape[2], KEYS_AT_A_TIME):
+            keys = k[:, :, start:start + KEYS_AT_A_TIME]
+            n = keys.shape[2]
+            if at.ahead is not None:
+                rising = at.ahead - start - n + 1 + torch.arange(Tq + n - 1, device=q.device)
+                biases.append(slanted(keys @ self.vectors(rising, at.layer).mT).mT)
+            else:
+                rows = at._replace(k_pos=at.k_pos[:, start:start + n]).distance().clamp(max=self.max_distance)
+                table, rows = cut(self.table[at.layer], rows)
+                products = (keys @ table.mT).mT                         # (B, H, P, keys)
+                biases.append(products.gather(-2, rows.expand(B, H, -1, -1)))
         return torch.add(super().scores(logits, q, k, at), torch.cat(biases, dim=-1), alpha=D**-0.5)
 
 
@@ -96,9 +123,11 @@ class TransformerXL(Encoding):
 
       a . R[i - j] = (a_c cos if + a_s sin if) . cos jf + (a_c sin if - a_s cos if) . sin jf
 
-    so it is the product of a, rotated by the query's angle, and the key's own sinusoid. There is no table of
-    distances to gather from, and gaps cost nothing. W is a matrix like others, but it acts through products
-    with a sinusoid that never changes; a short run learns faster at a few times their rate: lr_scale.
+    so it is the product of a, rotated by the query's angle, and the key's own sinusoid: there is no table of
+    distances to gather from, and gaps cost nothing. Where positions are consecutive, (q_i + v) . W R[d] for
+    each distance d is less work still, as in the authors' code. W is a matrix like others, but it acts
+    through products with a sinusoid that never changes; a short run learns faster at a few times their rate:
+    lr_scale.
     """
 
     Options = EvenWidthOptions
@@ -113,22 +142,61 @@ class TransformerXL(Encoding):
         self.w = nn.Parameter(nn.init.normal_(torch.empty(shape.n_layer, H * D, C), std=0.02))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        D = q.shape[-1]
+        Tq, D = q.shape[2:]
         f = rope.inv_freq(self.n_embd, device=q.device)
         w = self.w[at.layer].unflatten(0, (-1, D))                      # (H, D, C)
+        by_content = torch.einsum("hd,bhjd->bhj", self.u.to(k.dtype), k)[:, :, None]        # (B, H, 1, Tk)
+        logits = logits + by_content.to(logits.dtype) / D**0.5
+        if at.ahead is not None:
+            falling = at.ahead + Tq - 1 - torch.arange(Tq + k.shape[2] - 1, device=q.device)
+            angle = rope.angles(falling, f)                             # (P, C/2)
+            wave = torch.cat((angle.sin(), angle.cos()), dim=-1).to(w.dtype)
+            return torch.add(logits, slanted((q + self.v[:, None]) @ (w @ wave.mT)), alpha=D**-0.5)
         a_sin, a_cos = ((q + self.v[:, None]) @ w).chunk(2, dim=-1)     # (B, H, Tq, C/2) each
         angle = rope.angles(at.q_pos[:, None], f)                       # (1 or B, 1, Tq, C/2)
         turned = rope.turn(torch.cat((a_cos, -a_sin), dim=-1), angle.cos(), angle.sin())
         angle = rope.angles(at.k_pos, f)
         wave = torch.cat((angle.cos(), angle.sin()), dim=-1)            # (1 or B, Tk, C)
         by_distance = torch.einsum("bhic,bjc->bhij", turned, wave.to(turned.dtype))
-        by_content = torch.einsum("hd,bhjd->bhj", self.u.to(k.dtype), k)[:, :, None]        # (B, H, 1, Tk)
-        return torch.add(logits + by_content.to(logits.dtype) / D**0.5, by_distance, alpha=D**-0.5)
+        return torch.add(logits, by_distance, alpha=D**-0.5)
 
 
 class CoPEOptions(Options):
     max_pos: int = Field(16, ge=2, description="number of learned vectors, for the counts 0 ... max_pos - 1; "
                                                "larger counts use the last")
+
+
+class AtCounts(torch.autograd.Function):
+    """Logits (B, H, Tq, Tk), products (B, H, Tq, P) -> those at each fractional count, (B, H, Tq, Tk).
+
+    Autograd would keep a gate, a count, and an index of 8 bytes for each logit. The backward pass computes
+    them again.
+    """
+
+    @staticmethod
+    def counts(logits: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The gates, the whole counts of at most `most` as int64, and the rest of each count."""
+        gates = logits.sigmoid().tril(logits.shape[-1] - logits.shape[-2])      # the count ends at the query
+        count = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=most)
+        whole = count.long()
+        return gates, whole, count - whole
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, products: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, products)
+        _, whole, rest = AtCounts.counts(logits, products.shape[-1] - 1)
+        steps = F.pad(products.diff(dim=-1), (0, 1))                    # from each whole count to the next
+        return torch.addcmul(products.gather(-1, whole), steps.gather(-1, whole), rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        logits, products = ctx.saved_tensors
+        gates, whole, rest = AtCounts.counts(logits, products.shape[-1] - 1)
+        slope = F.pad(products.diff(dim=-1), (0, 1)).gather(-1, whole)              # 0 at the last count
+        by_gate = (grad * slope).cumsum(dim=-1)                         # a gate counts for all keys before it
+        nothing = torch.zeros_like(products)
+        at_whole, at_next = (nothing.scatter_add(-1, whole, x) for x in (grad - grad * rest, grad * rest))
+        return by_gate * gates * (1 - gates), at_whole + F.pad(at_next, (1, 0))[..., :-1]
 
 
 class CoPE(Encoding):
@@ -150,14 +218,8 @@ class CoPE(Encoding):
         self.table = nn.Parameter(torch.zeros(shape.n_layer, options.max_pos, shape.head_dim))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        Tq, Tk = logits.shape[-2:]
-        gates = logits.sigmoid().tril(Tk - Tq)                          # the count ends at the query
-        last = self.table.shape[1] - 1
-        count = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=last)  # (B, H, Tq, Tk)
         products = (q @ self.table[at.layer].mT).to(logits.dtype)       # (B, H, Tq, P)
-        steps = F.pad(products.diff(dim=-1), (0, 1))                    # from each whole count to the next
-        whole = count.long()
-        return torch.addcmul(logits + products.gather(-1, whole), steps.gather(-1, whole), count.frac())
+        return logits + AtCounts.apply(logits, products)
 
 
 class Forgetting(Encoding):
@@ -246,8 +308,7 @@ class DAPE(Encoding):
     Data-adaptive positional encoding (also CAPE), Zheng et al. 2024. b is ALiBi's or KERPLE's bias; the MLP
     sees the logits and the biases of all heads for one query and key, 2 H -> 32 -> H with LeakyReLU. As in
     the authors' code (github.com/chuanyang-Zheng/DAPE) each layer has its own, with PyTorch's start; here
-    KERPLE's p and a are shared by the layers. It holds 2 H numbers more for each query and key, in training
-    2 H + 64.
+    KERPLE's p and a are shared by the layers. It holds 2 H numbers more for each query and key.
 
     Its lr_scale is 1, unlike FIRE's: b is useful from the start, and what goes into the MLP is large already
     (b is tens at hundreds of tokens), so its outputs move fast. We have not tuned it.
@@ -262,7 +323,7 @@ class DAPE(Encoding):
         plain = ALiBiOptions.model_validate({"encoding": "alibi"})
         self.bias = ALiBi(shape, plain) if options.bias == "alibi" else KerpleLog(shape, options)
         self.mlps = nn.ModuleList(
-            PairMLP(2 * H, self.n_hidden, nn.LeakyReLU(), H) for _ in range(shape.n_layer))
+            PairMLP(2 * H, self.n_hidden, nn.LeakyReLU(inplace=True), H) for _ in range(shape.n_layer))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
         return self.bias.tables(q_pos, k_pos)
@@ -270,9 +331,9 @@ class DAPE(Encoding):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         seen = logits.masked_fill(logits.isneginf(), 0)                 # the MLP would make NaN of -inf
         b = self.bias.scores(logits.new_zeros(()), q, k, at).to(logits.dtype)       # (1 or B, H, Tq, Tk)
-        both = torch.cat((seen, b.expand_as(seen)), dim=1).movedim(1, -1)           # (B, Tq, Tk, 2 H)
+        both = torch.cat((seen, b.expand_as(seen)), dim=1)              # (B, 2 H, Tq, Tk)
         with torch.autocast(logits.device.type, enabled=False):
-            return logits + b + self.mlps[at.layer](both).movedim(-1, 1)
+            return logits + b + self.mlps[at.layer](both)
 
 
 class TAPAOptions(Options):

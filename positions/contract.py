@@ -36,6 +36,7 @@ class At(NamedTuple):
     tables: Any  # what `tables` returned for this forward
     features: Tensor | None = None  # what `mix` returned for all the keys, (B, H, Tk, F)
     temperature: Tensor | None = None  # (1 or B, 1 or H, Tq, 1), if the encoding is to apply it itself
+    ahead: int | None = None  # if all positions are consecutive integers: query i - key j is ahead + i - j
 
     def distance(self) -> Tensor:
         """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
@@ -44,12 +45,13 @@ class At(NamedTuple):
         """
         return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)[:, None]
 
-    def block(self, rows: slice, keys: slice | Tensor) -> At:
+    def block(self, rows: slice, keys: slice | Tensor, is_consecutive: bool = False) -> At:
         """The same for a block of queries and the keys that they may see, with the tables as they are."""
+        ahead = rows.start - keys.start if is_consecutive and isinstance(keys, slice) else None
         features = None if self.features is None else self.features[:, :, keys]
         temperature = None if self.temperature is None else self.temperature[:, :, rows]
         return self._replace(q_pos=self.q_pos[:, rows], k_pos=self.k_pos[:, keys], features=features,
-                             temperature=temperature)
+                             temperature=temperature, ahead=ahead)
 
 
 class Options(BaseModel):

@@ -8,15 +8,18 @@ Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channel
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rope
 from positions.contract import At, Encoding, Options, Shape
 
-MOST_HIDDEN = 2**22     # hidden numbers of a PairMLP held at a time: 16 MB in fp32
+MOST_HIDDEN = 2**20     # hidden numbers of a PairMLP held at a time on a CPU: 4 MB in fp32
 
 
 class ALiBiOptions(Options):
@@ -220,9 +223,10 @@ class BAM(Encoding):
 
 
 class PairMLP(nn.Sequential):
-    """An MLP for each query and key, (B, Tq, Tk, n) -> (B, Tq, Tk, H).
+    """An MLP for each query and key, of all numbers (B, n, Tq, Tk) about the two -> (B, H, Tq, Tk).
 
-    Where no backward pass needs all of its hidden numbers, it holds those of a few rows of queries at a time.
+    Its hidden numbers are computed for a few rows of queries at a time, and again in the backward pass: they
+    stay in the cache, and none is kept.
     """
 
     def __init__(self, n: int, n_hidden: int, activation: nn.Module, n_head: int) -> None:
@@ -230,11 +234,23 @@ class PairMLP(nn.Sequential):
         self.n_hidden = n_hidden
 
     def forward(self, x: Tensor) -> Tensor:
-        run = super().forward
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return run(x)
-        n_rows = max(1, MOST_HIDDEN // (self.n_hidden * x.shape[0] * x.shape[2]))
-        return torch.cat([run(rows) for rows in x.split(n_rows, dim=1)], dim=1)
+        n_rows = max(1, MOST_HIDDEN // (self.n_hidden * x.shape[0] * x.shape[3]))
+        if torch.compiler.is_compiling() or x.device.type != "cpu":
+            n_rows = x.shape[2]
+        run = partial(checkpoint, self.rows, use_reentrant=False) if torch.is_grad_enabled() else self.rows
+        return torch.cat([run(rows) for rows in x.split(n_rows, dim=2)], dim=2)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The MLP, over dim 1."""
+        first, activation, last = self
+        hidden = activation(self.linear(first, x.flatten(2)))           # (B, n_hidden, rows Tk)
+        return self.linear(last, hidden).unflatten(2, x.shape[2:])
+
+    @staticmethod
+    def linear(layer: Any, x: Tensor) -> Tensor:
+        """A linear layer over dim 1 of x (B, n, N), without moving that to the end."""
+        weight, bias = (p.expand(len(x), -1, -1) for p in (layer.weight, layer.bias[:, None]))
+        return torch.baddbmm(bias, weight, x)
 
 
 class FIRE(Encoding):
@@ -257,15 +273,15 @@ class FIRE(Encoding):
         self.seq_len = shape.seq_len
         self.c = nn.Parameter(torch.full((n_layer,), 0.1))
         self.threshold = nn.Parameter(torch.ones(n_layer))              # L / train.seq_len
-        self.mlps = nn.ModuleList(PairMLP(1, self.n_hidden, nn.ReLU(), n_head) for _ in range(n_layer))
+        self.mlps = nn.ModuleList(
+            PairMLP(1, self.n_hidden, nn.ReLU(inplace=True), n_head) for _ in range(n_layer))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         c = self.c[at.layer].abs()
         longest = torch.maximum(at.q_pos, (self.threshold[at.layer] * self.seq_len).abs())[:, None, :, None]
         share = torch.log1p(c * at.distance()) / (torch.log1p(c * longest) + 1e-6)      # (1 or B, 1, Tq, Tk)
         with torch.autocast(logits.device.type, enabled=False):         # bf16 would merge far distances
-            bias = self.mlps[at.layer](share.movedim(1, -1))            # (1 or B, Tq, Tk, H)
-        return logits + bias.movedim(-1, 1)
+            return logits + self.mlps[at.layer](share)                  # (1 or B, H, Tq, Tk)
 
 
 class SandwichOptions(Options):

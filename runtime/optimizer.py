@@ -76,8 +76,8 @@ class Muon(Optimizer):
 def orthogonal(matrices: Tensor) -> Tensor:
     """Approximate U V^T of each matrix U S V^T (N, rows, columns): S becomes 0.7 ... 1.2.
 
-    In bfloat16, or in fp32 where the chip has no bfloat16. Singular values that are smaller than the others
-    by a factor of 1000 or more remain small.
+    In bfloat16, or in fp32 where that is faster. Singular values that are smaller than the others by a factor
+    of 1000 or more remain small.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]

@@ -209,6 +209,15 @@ def test_a_window_sees_what_it_would_among_all_keys(name: str, case) -> None:
     torch.testing.assert_close(window, whole[..., keys], atol=1e-9, rtol=1e-9)
 
 
+def test_the_gradients_of_cope() -> None:
+    """Against differences, second ones too; counts stay off the whole numbers, where the slope jumps."""
+    logits = torch.randn(1, 2, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    products = torch.randn(1, 2, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs = logits.requires_grad_(), products.requires_grad_()
+    assert torch.autograd.gradcheck(content.AtCounts.apply, inputs)
+    assert torch.autograd.gradgradcheck(content.AtCounts.apply, inputs)
+
+
 def test_cope_and_forgetting_read_no_positions(tiny) -> None:
     """They use index and content only: any positions give the same logits, bit for bit."""
     x, order = tokens((1, 20)), torch.randperm(20, generator=torch.Generator().manual_seed(0))

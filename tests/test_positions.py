@@ -104,6 +104,31 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
+@every_encoding
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (7, None), (None, 7)])
+def test_to_know_that_positions_are_consecutive_changes_no_value_and_no_gradient(
+        name: str, window: int | None, chunk: int | None, tiny, monkeypatch) -> None:
+    encoding = lively(tiny(name)).double().encoding
+    generator = torch.Generator().manual_seed(0)
+    leaves = list(torch.randn(3, 2, 2, 24, 16, generator=generator, dtype=torch.float64).unbind())
+    for leaf in leaves:
+        leaf.requires_grad_()
+    x = torch.randn(2, 24, 32, generator=generator, dtype=torch.float64)
+    pos, learned = torch.arange(24)[None], list(encoding.parameters())
+    monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 24 * 5)         # blocks of a few rows
+    monkeypatch.setattr(attention, "MIN_ROWS", 5)
+    found = []
+    for in_order in (False, True):
+        at = At(pos, pos, 0, encoding.tables(pos, pos), features_of(encoding, x))
+        mask = Mask(window=window, chunk=chunk, in_order=in_order)
+        out = attend_in_blocks(*leaves, encoding, at, mask, 0.0)
+        gradients = torch.autograd.grad(out.sin().sum(), leaves + learned, allow_unused=True)
+        found.append([out, *(g for g in gradients if g is not None)])
+    assert len(found[0]) > 3
+    for without, with_it in zip(*found, strict=True):
+        torch.testing.assert_close(with_it, without, atol=1e-5, rtol=1e-5)      # angles are in fp32
+
+
 # tokens before a layer's window that act on it: the token after the first key takes from some before that key
 BEFORE_THE_WINDOW = {"path": 1, "path_fox": 1, "selective_rope": 2}
 

@@ -1,0 +1,38 @@
+"""The settings that depend on the machine."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from runtime import device
+
+
+@pytest.mark.parametrize(("has_amx", "has_bf16", "vendor", "expected"), [
+    (True, True, "GenuineIntel", torch.bfloat16), (False, True, "GenuineIntel", torch.float32),
+    (False, True, "AuthenticAMD", torch.bfloat16), (False, False, "AuthenticAMD", torch.float32),
+    (False, False, "", torch.float32)])
+def test_a_cpu_gets_the_dtype_that_it_multiplies_faster(has_amx: bool, has_bf16: bool, vendor: str,
+                                                        expected: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(device, "cpu_vendor", lambda: vendor)
+    assert device.fast_dtype(torch.device("cpu")) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
+def test_the_vendor_is_the_one_that_linux_names() -> None:
+    device.cpu_vendor.cache_clear()
+    name = device.cpu_vendor()
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        assert name in file.read() and "\n" not in name
+
+
+def test_every_thread_flushes_denormals() -> None:
+    """The products of a process's own threads too, which inherit the setting if it is made before them."""
+    code = ("import torch\nfrom runtime.device import set_up_cpu\ntorch.set_num_threads(2)\nset_up_cpu()\n"
+            "tiny = torch.full((2**20,), 1e-30) * 1e-9\nprint(tiny.count_nonzero().item())")
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "0"

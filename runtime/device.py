@@ -15,8 +15,8 @@ from config import Config, TrainConfig
 from model import GPT
 from runtime.errors import UserError
 
-# On two CPU cores compiling takes 20 to 60 s, then saves a fifth of each step: it pays after about 5 minutes.
-COMPILE_WORTH_FLOPS = 1e14
+# On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step or more: it pays after two minutes.
+COMPILE_WORTH_FLOPS = 2e13
 
 
 def pick_device(train: TrainConfig) -> torch.device:

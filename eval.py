@@ -187,7 +187,6 @@ def length_before(config: Config) -> int | None:
 
 def main() -> None:
     args = parse_arguments()
-    set_up_cpu()
     process = parallel.start_evaluation()
     args.run = pulled(args.run)
     run = open_run(args.run)
@@ -302,4 +301,5 @@ def advise(args: argparse.Namespace, run: Opened, evaluation: Evaluation, found:
 
 
 if __name__ == "__main__":
+    set_up_cpu()
     run_command(main)

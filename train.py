@@ -279,11 +279,11 @@ def main() -> int:
     if args.dry_run:
         dry_run(config)
         return 0
-    set_up_cpu()
     code = train(config, [])
     parallel.shut_down()
     return code
 
 
 if __name__ == "__main__":
+    set_up_cpu()
     run_command(main)

@@ -1,10 +1,10 @@
 """How a training step's time and memory grow: with the length T, and with the number of parameters.
 
 `python -m bench.growth [--lengths T,T] [--sizes LxC,LxC] [--device cpu|cuda] [--out FILE.md]` takes steps of
-nanorope and of the fastest peer in bfloat16: 6 layers, 384 wide, at T = 256 ... 16384 with 4096 tokens per
-step (65,536 on a GPU), or T if that is more; and at T = 256 with 1 to 100 M parameters. By length, nanorope
-is also measured with alibi (folded into the fused kernel) and t5 (in blocks). The fastest peer is found at
-T = 1024. None is compiled, since each shape would have to be compiled again.
+nanorope and of the fastest peer, in the faster dtype here: 6 layers, 384 wide, at T = 256 ... 16384 with
+4096 tokens per step (65,536 on a GPU), or T if that is more; and at T = 256 with 1 to 100 M parameters. By
+length, nanorope is also measured with alibi (folded into the fused kernel) and t5 (in blocks). The fastest
+peer is found at T = 1024. None is compiled, since each shape would have to be compiled again.
 
 Every measurement comes from fresh processes (on a GPU from this one), one at a time, each contender in turn,
 round after round: a step of 64 tokens to warm up, then steps for some seconds; the first of these counts only
@@ -35,6 +35,7 @@ from bench.measuring import Ended, add_device, check_device, fresh, machine, pea
 from bench.training import contender_config, make_step
 from model import GPT
 from runtime.command import argument_parser, run_command
+from runtime.device import fast_dtype
 from runtime.errors import UserError
 
 STEP_TOKENS = {"cpu": 4096, "cuda": 65_536}     # tokens per step, or T if that is more
@@ -324,8 +325,9 @@ def main() -> None:
     race = Point(*SIZE, race_T, max(1, step_tokens // race_T))
     peer = fastest_peer(race, limits._replace(rounds=2))
     axes = [Axis(BY_LENGTH, by_length, [NANOROPE, *OTHERS, peer]), Axis(BY_SIZE, by_size, [NANOROPE, peer])]
+    dtype = str(fast_dtype(torch.device(args.device)))[6:]
     head = (f"`python -m bench.growth --lengths {args.lengths} --sizes {args.sizes} --rounds {args.rounds} "
-            f"--seconds {args.seconds:g} --device {args.device}`: {machine(args.device)}, bfloat16, eager. "
+            f"--seconds {args.seconds:g} --device {args.device}`: {machine(args.device)}, {dtype}, eager. "
             f"The fastest peer at T {race_T}, from {', '.join(PEERS)}: {peer}.")
     for axis in axes:
         for point in axis.measure(limits):

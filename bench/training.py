@@ -4,9 +4,10 @@
 decoders of 6 layers, 384 wide, 6 heads, a vocabulary of 256; gpt2-124m: the size of GPT-2 at T 1024. Each
 model runs in a separate process, and the processes take a step (forward, backward, AdamW) in turn, round
 after round, so that a noisy machine disturbs all equally; ratios are medians of the ratios within a round.
-All have bfloat16 autocast, torch.compile or eager, their loss included, and the fused optimiser. A step's
-share of the ceiling is its model FLOPs utilisation (MFU) relative to a dense product that is measured in the
-same run, with the FLOPs of nanorope's RoPE in every row. On a GPU all start, and compile, at the same time.
+All multiply in the dtype that train.dtype = "auto" chooses here and have the fused optimiser, compiled or
+eager, their loss included. A step's share of the ceiling is its model FLOPs utilisation (MFU) relative to a
+dense product that is measured in the same run, with the FLOPs of nanorope's RoPE in every row. On a GPU all
+start, and compile, at the same time.
 `--nanogpt FOLDER` adds the model.py in a checkout of nanoGPT.
 """
 
@@ -47,7 +48,7 @@ from config import Config
 from model import GPT
 from runtime import loss
 from runtime.command import argument_parser, run_command
-from runtime.device import set_up_cpu
+from runtime.device import fast_dtype, set_up_cpu
 from runtime.errors import UserError
 
 NANOROPE, NONE = "nanorope rope", "nanorope none"
@@ -135,8 +136,12 @@ class Contender(NamedTuple):
 
     make: Callable[[Config], nn.Module]
     overrides: tuple[str, ...] = ()
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype | None = None    # None: the faster one here, as train.dtype = "auto" chooses it
     is_compiled: bool = True
+
+    def dtype_on(self, device: str) -> torch.dtype:
+        """The dtype of its matrix products on this machine."""
+        return self.dtype or fast_dtype(torch.device(device))
 
 
 GPT2_BLOCK = ("model.norm=layernorm", "model.mlp=gelu", "model.bias=true", "position.encoding=learned")
@@ -180,7 +185,7 @@ def make_step(name: str, config: Config, device: str) -> Step:
     """A contender's training steps."""
     contender = CONTENDERS[name]
     torch.manual_seed(0)
-    return Step(contender.make(config), config, device, contender.dtype, contender.is_compiled)
+    return Step(contender.make(config), config, device, contender.dtype_on(device), contender.is_compiled)
 
 
 def step_of(name: str, preset: str, T: int, batch_size: int, device: str) -> Step:
@@ -268,11 +273,13 @@ def report(names: list[str], preset: str, T: int, batch_size: int, rounds: int, 
         cells.append((name, f"{contestant.n_parameters / 1e6:.1f} M",
                       f"{1e3 * median:.0f} ({1e3 * min(times):.0f} ... {1e3 * max(times):.0f})",
                       f"{T * batch_size / median:,.0f}", f"{ratio(name, names[0]):.2f}",
-                      f"{flops / median / ceilings[CONTENDERS[name].dtype]:.0%}",
+                      f"{flops / median / ceilings[CONTENDERS[name].dtype_on(device)]:.0%}",
                       f"{contestant.start_s:.1f}", f"{contestant.compile_s:.0f}",
                       f"{contestant.peak / 1e6:.0f}"))
-    lines = [f"{machine(device)}, T {T}, batch {batch_size}, {rounds} rounds; {flops / 1e9:.0f} GFLOP/step "
-             f"by nanorope's formula; ceilings, measured in a product of matrices: {rates}", "",
+    dtype = str(fast_dtype(torch.device(device)))[6:]
+    lines = [f"{machine(device)}, {dtype}, T {T}, batch {batch_size}, {rounds} rounds; "
+             f"{flops / 1e9:.0f} GFLOP/step by nanorope's formula; ceilings, measured in a product of matrices: "
+             f"{rates}", "",
              *table(("", "parameters", "ms per step, median (min ... max)", "tokens/s",
                      f"step / {names[0]}'s", "of the ceiling", "start s", "compile s", "peak MB"), cells)]
     peers = [name for name in names if not name.startswith("nanorope")]

@@ -15,7 +15,7 @@ from config import Config, TrainConfig
 from model import GPT
 from runtime.errors import UserError
 
-# On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step or more: it pays after two minutes.
+# On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step: it pays after about 2 minutes.
 COMPILE_WORTH_FLOPS = 2e13
 
 

@@ -278,8 +278,8 @@ def report(names: list[str], preset: str, T: int, batch_size: int, rounds: int, 
                       f"{contestant.peak / 1e6:.0f}"))
     dtype = str(fast_dtype(torch.device(device)))[6:]
     lines = [f"{machine(device)}, {dtype}, T {T}, batch {batch_size}, {rounds} rounds; "
-             f"{flops / 1e9:.0f} GFLOP/step by nanorope's formula; ceilings, measured in a product of matrices: "
-             f"{rates}", "",
+             f"{flops / 1e9:.0f} GFLOP/step by nanorope's formula; ceilings, measured in a product of "
+             f"matrices: {rates}", "",
              *table(("", "parameters", "ms per step, median (min ... max)", "tokens/s",
                      f"step / {names[0]}'s", "of the ceiling", "start s", "compile s", "peak MB"), cells)]
     peers = [name for name in names if not name.startswith("nanorope")]

@@ -105,7 +105,7 @@ def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int 
 
 
 @every_encoding
-@pytest.mark.parametrize(("window", "chunk"), [(None, None), (7, None), (None, 7)])
+@pytest.mark.parametrize(("window", "chunk"), slow_except([(None, None), (7, None), (None, 7)], (None, None)))
 def test_to_know_that_positions_are_consecutive_changes_no_value_and_no_gradient(
         name: str, window: int | None, chunk: int | None, tiny, monkeypatch) -> None:
     encoding = lively(tiny(name)).double().encoding

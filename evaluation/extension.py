@@ -150,7 +150,7 @@ class Regrouped(Encoding):
     def far(self, at: At) -> At:
         """The same pairs at their far positions, with the tables as they are."""
         q_pos, k_pos = self.method.far(at.q_pos, at.k_pos, self.L, self.T)
-        return at._replace(q_pos=q_pos, k_pos=k_pos)
+        return at._replace(q_pos=q_pos, k_pos=k_pos, ahead=None)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
         at = At(q_pos, k_pos, 0, None)

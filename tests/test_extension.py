@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import lively, tokens
+from conftest import features_of, lively, tokens
 
 import attention
 import rope
@@ -47,6 +47,22 @@ def logits_under(spec: str, tiny, name: str = "rope") -> torch.Tensor:
         logits = (turned_q @ turned_k.mT) / 4
         logits = logits.masked_fill(~torch.ones(48, 48, dtype=torch.bool).tril(), -torch.inf)
         return model.encoding.final_logits(logits, q, k, at)[0]
+
+
+@pytest.mark.parametrize("name", [name for name, encoding in ENCODINGS.items() if encoding.is_relative])
+def test_far_pairs_are_not_taken_for_consecutive(name: str, tiny) -> None:
+    """Under a method that moves far pairs, logits do not change if a block says that it is consecutive."""
+    class Flat(Regrouping):
+        def near(self, L: int) -> int:
+            return 8
+
+    encoding = Regrouped(lively(tiny(name)).double().encoding, Flat(), 32, 48)
+    x = torch.randn(1, 48, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    at = At(POSITIONS, POSITIONS, 0, encoding.tables(POSITIONS, POSITIONS), features_of(encoding, x))
+    logits = torch.zeros(1, 2, 48, 48, dtype=torch.float64).masked_fill(
+        ~torch.ones(48, 48, dtype=torch.bool).tril(), -torch.inf)
+    without, with_it = (encoding.final_logits(logits, q, k, at._replace(ahead=ahead)) for ahead in (None, 0))
+    torch.testing.assert_close(with_it, without, atol=1e-5, rtol=1e-5)
 
 
 def brute_force(angle_of, is_seen=lambda m, n: True) -> torch.Tensor:

@@ -35,7 +35,7 @@ from bench.measuring import Ended, add_device, check_device, fresh, machine, pea
 from bench.training import contender_config, make_step
 from model import GPT
 from runtime.command import argument_parser, run_command
-from runtime.device import fast_dtype
+from runtime.device import dtype_name
 from runtime.errors import UserError
 
 STEP_TOKENS = {"cpu": 4096, "cuda": 65_536}     # tokens per step, or T if that is more
@@ -325,7 +325,7 @@ def main() -> None:
     race = Point(*SIZE, race_T, max(1, step_tokens // race_T))
     peer = fastest_peer(race, limits._replace(rounds=2))
     axes = [Axis(BY_LENGTH, by_length, [NANOROPE, *OTHERS, peer]), Axis(BY_SIZE, by_size, [NANOROPE, peer])]
-    dtype = str(fast_dtype(torch.device(args.device)))[6:]
+    dtype = dtype_name(race.config(NANOROPE).train, torch.device(args.device))
     head = (f"`python -m bench.growth --lengths {args.lengths} --sizes {args.sizes} --rounds {args.rounds} "
             f"--seconds {args.seconds:g} --device {args.device}`: {machine(args.device)}, {dtype}, eager. "
             f"The fastest peer at T {race_T}, from {', '.join(PEERS)}: {peer}.")

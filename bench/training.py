@@ -48,7 +48,7 @@ from config import Config
 from model import GPT
 from runtime import loss
 from runtime.command import argument_parser, run_command
-from runtime.device import fast_dtype, set_up_cpu
+from runtime.device import dtype_name, fast_dtype, set_up_cpu
 from runtime.errors import UserError
 
 NANOROPE, NONE = "nanorope rope", "nanorope none"
@@ -258,8 +258,9 @@ def report(names: list[str], preset: str, T: int, batch_size: int, rounds: int, 
             rows = take_turns(started, rounds)
         ceilings = {dtype: matmul_flops(dtype, device, MATMUL[device])
                     for dtype in (torch.bfloat16, torch.float32)}
+    config = contender_config(NANOROPE, preset, T, batch_size)
     with torch.device("meta"):
-        model = GPT(contender_config(NANOROPE, preset, T, batch_size))
+        model = GPT(config)
     flops = model.flops_per_token(T) * T * batch_size
     rates = ", ".join(f"{str(dtype)[6:]} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in ceilings.items())
 
@@ -276,7 +277,7 @@ def report(names: list[str], preset: str, T: int, batch_size: int, rounds: int, 
                       f"{flops / median / ceilings[CONTENDERS[name].dtype_on(device)]:.0%}",
                       f"{contestant.start_s:.1f}", f"{contestant.compile_s:.0f}",
                       f"{contestant.peak / 1e6:.0f}"))
-    dtype = str(fast_dtype(torch.device(device)))[6:]
+    dtype = dtype_name(config.train, torch.device(device))
     lines = [f"{machine(device)}, {dtype}, T {T}, batch {batch_size}, {rounds} rounds; "
              f"{flops / 1e9:.0f} GFLOP/step by nanorope's formula; ceilings, measured in a product of "
              f"matrices: {rates}", "",

@@ -46,6 +46,13 @@ def slanted(products: Tensor) -> Tensor:
     return moved[..., :width + 1 - n]
 
 
+def falling(at: At) -> Tensor:
+    """The distances (Tq + Tk - 1,) whose products `slanted` takes, where positions are consecutive."""
+    assert at.ahead is not None
+    Tq, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
+    return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
+
+
 class RelativeKeyOptions(Options):
     max_distance: int | None = Field(
         None, ge=1, description="larger distances share the vector of this one (default: train.seq_len - 1, "
@@ -73,10 +80,9 @@ class RelativeKey(Encoding):
         self.table = nn.Parameter(nn.init.normal_(table, std=0.02))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        B, H, Tq, D = q.shape
+        B, H, _, D = q.shape
         if at.ahead is not None:
-            falling = at.ahead + Tq - 1 - torch.arange(Tq + k.shape[2] - 1, device=q.device)
-            bias = slanted(q @ self.vectors(falling, at.layer).mT)      # (B, H, Tq, Tk)
+            bias = slanted(q @ self.vectors(falling(at), at.layer).mT)  # (B, H, Tq, Tk)
         else:
             rows = at.distance().clamp(max=self.max_distance)           # (1 or B, 1, Tq, Tk)
             table, rows = cut(self.table[at.layer], rows)
@@ -142,14 +148,13 @@ class TransformerXL(Encoding):
         self.w = nn.Parameter(nn.init.normal_(torch.empty(shape.n_layer, H * D, C), std=0.02))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        Tq, D = q.shape[2:]
+        D = q.shape[-1]
         f = rope.inv_freq(self.n_embd, device=q.device)
         w = self.w[at.layer].unflatten(0, (-1, D))                      # (H, D, C)
         by_content = torch.einsum("hd,bhjd->bhj", self.u.to(k.dtype), k)[:, :, None]        # (B, H, 1, Tk)
         logits = logits + by_content.to(logits.dtype) / D**0.5
         if at.ahead is not None:
-            falling = at.ahead + Tq - 1 - torch.arange(Tq + k.shape[2] - 1, device=q.device)
-            angle = rope.angles(falling, f)                             # (P, C/2)
+            angle = rope.angles(falling(at), f)                         # (P, C/2)
             wave = torch.cat((angle.sin(), angle.cos()), dim=-1).to(w.dtype)
             return torch.add(logits, slanted((q + self.v[:, None]) @ (w @ wave.mT)), alpha=D**-0.5)
         a_sin, a_cos = ((q + self.v[:, None]) @ w).chunk(2, dim=-1)     # (B, H, Tq, C/2) each
@@ -174,25 +179,24 @@ class AtCounts(torch.autograd.Function):
     """
 
     @staticmethod
-    def counts(logits: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The gates, the whole counts of at most `most` as int64, and the rest of each count."""
+    def counts(logits: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gates, the whole counts (int64), the rest of each, and the slope there: 0 at the last count."""
         gates = logits.sigmoid().tril(logits.shape[-1] - logits.shape[-2])      # the count ends at the query
-        count = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=most)
+        count = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=products.shape[-1] - 1)
         whole = count.long()
-        return gates, whole, count - whole
+        steps = F.pad(products.diff(dim=-1), (0, 1))                    # from each whole count to the next
+        return gates, whole, count - whole, steps.gather(-1, whole)
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, products: Tensor) -> Tensor:
         ctx.save_for_backward(logits, products)
-        _, whole, rest = AtCounts.counts(logits, products.shape[-1] - 1)
-        steps = F.pad(products.diff(dim=-1), (0, 1))                    # from each whole count to the next
-        return torch.addcmul(products.gather(-1, whole), steps.gather(-1, whole), rest)
+        _, whole, rest, slope = AtCounts.counts(logits, products)
+        return torch.addcmul(products.gather(-1, whole), slope, rest)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, products = ctx.saved_tensors
-        gates, whole, rest = AtCounts.counts(logits, products.shape[-1] - 1)
-        slope = F.pad(products.diff(dim=-1), (0, 1)).gather(-1, whole)              # 0 at the last count
+        gates, whole, rest, slope = AtCounts.counts(logits, products)
         by_gate = (grad * slope).cumsum(dim=-1)                         # a gate counts for all keys before it
         nothing = torch.zeros_like(products)
         at_whole, at_next = (nothing.scatter_add(-1, whole, x) for x in (grad - grad * rest, grad * rest))

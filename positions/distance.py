@@ -8,6 +8,7 @@ Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channel
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import rope
 from positions.contract import At, Encoding, Options, Shape
 
 MOST_HIDDEN = 2**20     # hidden numbers of a PairMLP held at a time on a CPU: 4 MB in fp32
+MOST_HIDDEN_GPU = 2**26     # on other devices: 256 MB, in few large kernels
 
 
 class ALiBiOptions(Options):
@@ -234,10 +236,13 @@ class PairMLP(nn.Sequential):
         self.n_hidden = n_hidden
 
     def forward(self, x: Tensor) -> Tensor:
-        n_rows = max(1, MOST_HIDDEN // (self.n_hidden * x.shape[0] * x.shape[3]))
-        if torch.compiler.is_compiling() or x.device.type != "cpu":
+        most = MOST_HIDDEN if x.device.type == "cpu" else MOST_HIDDEN_GPU
+        n_rows = max(1, most // (self.n_hidden * x.shape[0] * x.shape[3]))
+        if torch.compiler.is_compiling():
             n_rows = x.shape[2]
-        run = partial(checkpoint, self.rows, use_reentrant=False) if torch.is_grad_enabled() else self.rows
+        run: Callable[[Tensor], Tensor] = self.rows
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, self.rows, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([run(rows) for rows in x.split(n_rows, dim=2)], dim=2)
 
     def rows(self, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Attention: three ways to compute it, which all give the same result, and the choice between them.
+"""Attention: four ways to compute it, which all give the same result, and the choice between them.
 
 - `attend_fused`: PyTorch's fused kernel, O(T) memory, for encodings without `scores` or with `fold`.
 - `attend_in_blocks`: an explicit softmax, block by block of query rows, for all others.
+- `attend_in_parts`: several of those, over keys of their own, in one softmax: methods of --extend.
 - runtime/flex.py: FlexAttention on CUDA, where `model.flex` asks for it.
 
 Legend: B batch, T time (Tq queries, Tk keys), H heads of queries, G of keys and values, D channels of a head.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from positions import At, Encoding
-from positions.contract import for_each_head
+from positions.contract import Part, for_each_head
 from runtime import flex
 from runtime.gradients import RoundedSoftmax
 
@@ -55,6 +57,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Ma
         is_masked = any(limits) or mask.documents is not None
         if flex.serves(q, encoding, is_masked):
             return flex.attend_flex(q, k, v, encoding, at, mask.flex[limits])
+    is_whole = mask.is_causal and mask.in_order and q.shape[2] == k.shape[2] and mask.documents is None
+    if is_whole and mask.limit(k.shape[2]) is None and not dropout:
+        parts = encoding.parts(q, k, at)
+        if parts is not None:
+            return attend_in_parts(parts, v, q.shape[-1])
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
     if encoding.changes_logits():
         can_fold = encoding.can_fold and not encoding.tau
@@ -97,29 +104,24 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     n_each = 2 if encoding.changes_logits() else 1      # it holds more numbers per logit
     limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
     is_consecutive = mask.in_order and Tq == Tk                         # no cache, which may have gaps
-    is_whole = is_consecutive and mask.documents is None and mask.limit(Tk) is None
-    reach = encoding.reach if mask.is_causal and is_whole else None
-    width = min(Tk, reach[0] + 2 * reach[1]) if reach else Tk           # most keys of a block
-    n_blocks = math.ceil(Tq / max(1, min(reach[1] if reach else Tq, limit // (B * H * width))))
-    n_rows = math.ceil(Tq / n_blocks)                                   # blocks of equal size
+    n_rows = math.ceil(Tq / math.ceil(Tq / max(1, limit // (B * H * Tk))))      # blocks of equal size
     q_rotated, k_rotated = encoding.rotate(q, k, at)                    # (B, H or G, T, D or wider)
     k_rotated, k, v = (for_each_head(x, H) for x in (k_rotated, k, v))
 
     def attend_rows(rows: slice, columns: slice) -> Tensor:
-        keys, seen = (keys_in_reach(rows, reach, q.device) if reach else
-                      (columns, visible(rows, columns, Tk - Tq, mask, q.device)))
-        logits = q_rotated[:, :, rows] @ k_rotated[:, :, keys].mT       # (B, H, rows, keys)
+        seen = visible(rows, columns, Tk - Tq, mask, q.device)
+        logits = q_rotated[:, :, rows] @ k_rotated[:, :, columns].mT    # (B, H, rows, columns)
         unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
         if encoding.changes_logits():
             logits = torch.add(unseen, logits, alpha=D**-0.5)           # masked, scaled and fp32, in one pass
-            place = at.block(rows, keys, is_consecutive)
-            logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, keys], place)
+            place = at.block(rows, columns, is_consecutive)
+            logits = encoding.final_logits(logits, q[:, :, rows], k[:, :, columns], place)
             weights = RoundedSoftmax.apply(logits, None, 1.0, v.dtype)
         else:
             weights = RoundedSoftmax.apply(logits, unseen, D**-0.5, v.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)
-        return weights @ v[:, :, keys]                                  # (B, H, rows, D)
+        return weights @ v[:, :, columns]                               # (B, H, rows, D)
 
     attend_block = attend_rows
     if Tq >= RECOMPUTE_FROM and torch.is_grad_enabled():                # else all blocks' weights are kept
@@ -127,12 +129,45 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
     return torch.cat([attend_block(*block) for block in row_blocks(Tq, Tk, n_rows, mask)], dim=2)
 
 
-def keys_in_reach(rows: slice, reach: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The keys that any of these queries sees, (keys,), and which of them are not after the query."""
-    start = max(0, rows.start + 1 - reach[1])
-    keys = torch.cat((torch.arange(min(reach[0], start), device=device),
-                      torch.arange(start, rows.stop, device=device)))
-    return keys, keys <= torch.arange(rows.start, rows.stop, device=device)[:, None]
+def attend_in_parts(parts: list[Part], v: Tensor, D: int) -> Tensor:
+    """The softmax over the pairs of all parts, from that of each and its normaliser. v as in `attend`."""
+    H, T = parts[0].q.shape[1:3]
+    v, blocks = for_each_head(v, H), []
+    parts = [part._replace(k=for_each_head(part.k, H)) for part in parts]
+    for rows in (slice(start, min(start + MIN_ROWS, T)) for start in range(0, T, MIN_ROWS)):
+        results = []
+        for part in parts:
+            first, end = part.first[rows, None], part.end[rows, None]   # (rows, 1)
+            inner = int(first.max()), int(end.min())                    # keys that every row sees
+            for keys in starmap(slice, pairwise(sorted({int(first.min()), *inner, int(end.max())}))):
+                is_blind, seen = torch.zeros_like(first, dtype=torch.bool), None    # (rows, 1)
+                if (keys.start, keys.stop) != inner:
+                    n = torch.arange(keys.start, keys.stop, device=v.device)
+                    seen = (n >= first) & (n < end)                     # (rows, keys)
+                    is_blind = ~seen.any(1, keepdim=True)
+                    if is_blind.all():
+                        continue
+                    seen |= is_blind                                    # a row without a key would make NaN
+                y, normaliser = softmax_and_normaliser(part.q[:, :, rows], part.k[:, :, keys], v[:, :, keys],
+                                                       seen, D**-0.5)
+                results.append((y, normaliser.masked_fill(is_blind[:, 0], -torch.inf)))
+        weights = torch.stack([normaliser for _, normaliser in results]).softmax(0)[..., None]
+        merged = sum(weight * y for weight, (y, _) in zip(weights, results, strict=True))
+        blocks.append(merged.to(v.dtype))
+    return torch.cat(blocks, dim=2)
+
+
+def softmax_and_normaliser(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None,
+                           scale: float) -> tuple[Tensor, Tensor]:
+    """Attention (B, H, rows, D) to keys that are `seen` (rows, keys), and log of the sum of exp(logits)."""
+    D, unseen = v.shape[-1], None if seen is None else torch.where(seen, 0.0, -torch.inf)
+    if q.device.type == "cpu" and not torch.is_grad_enabled():
+        y, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, F.pad(v, (0, q.shape[-1] - D)), scale=scale,
+            attn_mask=None if unseen is None else unseen.to(q.dtype)[None, None])
+        return y[..., :D], normaliser
+    logits = torch.add(torch.zeros(1, device=q.device) if unseen is None else unseen, q @ k.mT, alpha=scale)
+    return logits.softmax(-1).to(v.dtype) @ v, logits.logsumexp(-1)
 
 
 def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask) -> Iterator[tuple[slice, slice]]:

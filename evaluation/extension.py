@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from config import Config
 from model import GPT, Attention, shape_of
-from positions.contract import At, Encoding, NoPE
+from positions.contract import At, Encoding, Part
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.temperature import Constant, LogN, Temperature
@@ -130,8 +130,9 @@ class Regrouping(Extension):
 class Regrouped(Encoding):
     """An encoding whose far pairs are scored at the positions that a Regrouping gives them.
 
-    Attention scores every pair once: at its far positions, or, if the method hides far pairs, at its own.
-    The keys for which that is wrong in some row of a block, the near or the first ones, are scored again.
+    Rotary ones hand attention near and far pairs as two `parts`. Otherwise attention scores every pair once:
+    at its far positions, or, if the method hides far pairs, at its own. The keys for which that is wrong in
+    some row of a block, the near or the first ones, are scored again.
     """
 
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
@@ -140,8 +141,6 @@ class Regrouped(Encoding):
         self.max_length, self.applies_temperature = inner.max_length, inner.applies_temperature
         self.embed = inner.embed                                # type: ignore[method-assign]
         self.features, self.mix = inner.features, inner.mix     # type: ignore[method-assign]
-        if method.hides and type(inner) in (RoPE, NoPE) and not inner.tau:  # others may count the masked keys
-            self.reach = method.n_first(), method.near(L)
 
     @classmethod
     def has_scores(cls) -> bool:
@@ -165,7 +164,8 @@ class Regrouped(Encoding):
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
             is_first = n < self.method.n_first()
             logits = logits.masked_fill(~is_first & (n < start), -torch.inf)
-            again = is_first if self.reach else torch.ones_like(is_first)
+            is_product = not self.inner.changes_logits() and at.features is None    # others need all keys
+            again = is_first if is_product else torch.ones_like(is_first)
         else:
             again = n >= start.amin(2, keepdim=True)
         first, second = (at, self.far(at)) if hides else (self.far(at), at)
@@ -183,6 +183,22 @@ class Regrouped(Encoding):
         is_kept = (n[..., keys] >= start) == hides
         scored[..., keys] = torch.where(is_kept, scored[..., keys], other)
         return scored
+
+
+    def parts(self, q: Tensor, k: Tensor, at: At) -> list[Part] | None:
+        if self.inner.changes_logits() or len(at.q_pos) > 1:
+            return None
+        hides, m, far = self.method.hides, at.q_pos[0], self.far(at)    # (T,)
+        if not self.inner.is_relative:                                  # far positions have no meaning
+            far = at
+        elif hides:
+            far = far._replace(tables=self.inner.tables(far.q_pos, far.k_pos))
+        else:
+            at = at._replace(tables=self.inner.tables(at.q_pos, at.k_pos))
+        start = self.method.first_near(m, self.L).clamp(min=0)
+        end = start.clamp(max=self.method.n_first()) if hides else start
+        return [Part(*self.inner.rotate(q, k, at), start, m + 1),
+                Part(*self.inner.rotate(q, k, far), torch.zeros_like(start), end)]
 
 
 class ReRoPE(Regrouping):

@@ -54,6 +54,15 @@ class At(NamedTuple):
                              temperature=temperature, ahead=ahead)
 
 
+class Part(NamedTuple):
+    """Pairs of query and key whose logits are the product of these factors over sqrt(D)."""
+
+    q: Tensor  # (B, H, T, D or wider)
+    k: Tensor  # (B, H or G, T, as wide)
+    first: Tensor  # index of the first key that each query sees in this part, (T,)
+    end: Tensor  # index after the last one, (T,): not above `first` where it sees none
+
+
 class Options(BaseModel):
     """The encoding, its layers, and what acts under any encoding; each encoding adds its own keys."""
 
@@ -130,8 +139,6 @@ class Encoding(nn.Module):
     widening: ClassVar[int] = 1  # how many times wider `rotate` returns q and k (tested)
     can_fold: bool = False  # does `fold` give the same result as `scores`?
     tau: float = 0.0  # position.scale_invariant
-    # (a, b): at positions 0, 1, 2 ... `scores` masks all but the first a and the last b keys of a query
-    reach: tuple[int, int] | None = None
     # FlexAttention may serve it: `scores` adds f(head, layer, distance), then applies at.temperature if any
     by_distance: ClassVar[bool] = False
 
@@ -201,6 +208,13 @@ class Encoding(nn.Module):
         """`scores`, then scale-invariant attention if it is on. Attention calls this; do not override it."""
         logits = self.scores(logits, q, k, at)
         return scale_invariant(logits, at.distance(), self.tau) if self.tau else logits
+
+    def parts(self, q: Tensor, k: Tensor, at: At) -> list[Part] | None:
+        """Factors that `final_logits` amounts to if every token sees itself and all before it, or None.
+
+        No pair is in two of these parts, a pair in none is masked. It needs no logits of masked pairs.
+        """
+        return None
 
     def changes_logits(self) -> bool:
         """Whether `final_logits` does anything."""

@@ -375,26 +375,42 @@ def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> No
             r["truncated_nll_sum"])
 
 
-@pytest.mark.parametrize("spec", ["sinks:sinks=3,window=7", "lm_infinite:first=3,window=7", "sinks"])
-@pytest.mark.parametrize("overrides", [(), ("model.n_kv_head=1",), ("position.layers=[0]",)])
-def test_sinks_and_lm_infinite_compute_only_what_they_see(spec: str, overrides: tuple[str, ...], tiny,
-                                                          monkeypatch) -> None:
-    """In blocks of any size, the same as with all T x T logits; never more keys than in reach of a block."""
-    config = tiny("rope", *overrides)
-    model, x = lively(config).double(), tokens((2, 150))
-    widths, softmax = [], torch.Tensor.softmax
+@pytest.mark.parametrize("spec", [*REGROUPING, "sinks:sinks=3,window=7", "lm_infinite:first=3,window=7"])
+@pytest.mark.parametrize("name", [name for name, encoding in ENCODINGS.items() if not encoding.has_scores()])
+def test_parts_are_the_softmax_over_all_pairs(spec: str, name: str, tiny, monkeypatch) -> None:
+    """By the kernel and explicitly, in blocks of any size, in layers with and without the encoding."""
+    config = tiny(name, "model.n_kv_head=1", *(["position.layers=[0]"] * ENCODINGS[name].acts_in_layers()))
+    model, methods = lively(config).double(), parse(spec).methods
+    T = min(150, model.encoding.max_length or 150)
+    if methods[0].problem(model, config, T):
+        pytest.skip("does not fit")
+    x = tokens((2, T))
+    with extended(model, config, methods, T):
+        with_gradients = model(x)
+        monkeypatch.setattr(attention, "MIN_ROWS", 40)
+        with torch.no_grad():
+            by_kernel = model(x)
+        monkeypatch.setattr(Regrouped, "parts", lambda *_: None)
+        expected = model(x)
+    torch.testing.assert_close(with_gradients, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(by_kernel, expected, rtol=1e-9, atol=1e-9)
 
-    def counted(logits: torch.Tensor, dim: int) -> torch.Tensor:
-        widths.append(logits.shape[-1])
-        return softmax(logits, dim)
 
-    monkeypatch.setattr(torch.Tensor, "softmax", counted)
-    with torch.no_grad(), extended(model, config, parse(spec).methods, 150):
-        got = model(x)
-        first, last = model.encoding.reach
-        assert max(widths) <= first + 2 * last < 150
-        monkeypatch.setattr(type(model.encoding), "reach", property(lambda _: None, lambda *_: None))
-        model.encoding.__dict__.pop("reach", None), model.no_encoding.__dict__.pop("reach", None)
-        widths.clear()
-        torch.testing.assert_close(got, model(x))
-        assert max(widths) == 150
+@pytest.mark.parametrize(("spec", "most"), [
+    ("sinks:sinks=3,window=7", 3 + 7 + 40), ("lm_infinite:first=3,window=7", 3 + 7 + 40), ("sinks", 32 + 40),
+    ("rerope", 75 + 40 + 40), ("self_extend", 75 + 40 + 40), ("dual_chunk", 75 + 40 + 40)])
+def test_parts_compute_little_more_than_what_is_seen(spec: str, most: int, tiny, monkeypatch) -> None:
+    """Keys for a query: what it sees, T / 2 on average where that is all, and at most a block more."""
+    config, n_products, attend = tiny("rope"), 0, attention.softmax_and_normaliser
+
+    def counted(q, k, *rest):
+        nonlocal n_products
+        n_products += q.shape[2] * k.shape[2]
+        return attend(q, k, *rest)
+
+    monkeypatch.setattr(attention, "softmax_and_normaliser", counted)
+    monkeypatch.setattr(attention, "MIN_ROWS", 40)
+    model, x = lively(config), tokens((1, 150))
+    with torch.no_grad():
+        under(spec, model, config, x)
+    assert 0 < n_products / config.model.n_layer / 150 <= most

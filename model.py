@@ -21,7 +21,7 @@ from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.temperature import TEMPERATURES, Temperature
 from runtime import flex
-from runtime.gradients import SiluTimes
+from runtime.gradients import RmsNorm, SiluTimes
 from runtime.loss import mean_loss
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
@@ -66,7 +66,7 @@ def is_dropped(config: Config, step: int) -> bool:
 def make_norm(config: ModelConfig) -> nn.Module:
     """RMSNorm or LayerNorm over C."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        return RMSNorm(config.n_embd, eps=config.norm_eps)
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
@@ -108,7 +108,17 @@ class Cache:
         return new
 
 
-class HeadNorm(nn.RMSNorm):
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, with a backward pass of our own in eager training on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_trained = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if is_trained and x.device.type == "cpu" and x.dtype == self.weight.dtype != torch.bfloat16:
+            return RmsNorm.apply(x, self.weight, self.eps)
+        return super().forward(x)
+
+
+class HeadNorm(RMSNorm):
     """RMSNorm of each head's q or k, computed in the dtype of its weight, as autocast does on CUDA.
 
     On a CPU, autocast leaves q in bfloat16 beside a weight in fp32, for which PyTorch warns and has no fused

@@ -155,12 +155,12 @@ def describe(config: Config, corpus: Corpus, model: GPT, process: Process,
 def activation_bytes(config: ModelConfig, n_tokens: int) -> int:
     """About how much a forward pass of n_tokens in fp32 keeps for the backward pass, without T x T logits.
 
-    A layer keeps 2 tensors of width C in each sublayer (3 with a norm after it), queries, keys and values
-    before and after rotation, what attention returns, and 4 of the MLP's width (3 without a gate).
+    A layer keeps 2 tensors of width C in each sublayer (3 with a norm after it), queries, keys and values as
+    attention takes them, what it returns, and 3 of the MLP's width (2 without a gate).
     """
-    of_queries, of_keys = (n * config.head_width for n in (config.n_head, config.n_kv_head or config.n_head))
-    of_mlp, of_sums = (4 if config.mlp in GATED else 3) * hidden_width(config), 6 if config.post_norm else 4
-    return 4 * n_tokens * config.n_layer * (of_sums * config.n_embd + 3 * of_queries + 4 * of_keys + of_mlp)
+    of_heads = 4 * config.n_head * config.head_width
+    of_mlp, of_sums = (3 if config.mlp in GATED else 2) * hidden_width(config), 6 if config.post_norm else 4
+    return 4 * n_tokens * config.n_layer * (of_sums * config.n_embd + of_heads + of_mlp)
 
 
 def warn_about_size(config: Config, model: GPT, process: Process) -> Iterator[str]:

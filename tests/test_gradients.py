@@ -11,10 +11,11 @@ from torch import Tensor
 
 from attention import Mask, attend_in_blocks
 from config import ModelConfig
-from model import MLP
+from model import MLP, RMSNorm
 from positions import At, NoPE, Shape
 from positions.contract import Options
-from runtime.gradients import RoundedSoftmax, SiluTimes
+from rope import Turned, turn
+from runtime.gradients import RmsNorm, RoundedSoftmax, SiluTimes
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -76,8 +77,11 @@ def test_gradients_of_gradients() -> None:
     logits, unseen = torch.randn(1, 2, 4, 4, dtype=torch.float64, requires_grad=True), masked(4)
     gate, up = torch.randn(2, 5, dtype=torch.float64, requires_grad=True), torch.randn(2, 5).double()
     up.requires_grad_()
+    angle, weight = torch.randn(2, 2, dtype=torch.float64), up[0].detach().clone().requires_grad_()
     for function, inputs in ((lambda x: RoundedSoftmax.apply(x, unseen, 0.7, torch.float64), (logits,)),
-                             (SiluTimes.apply, (gate, up))):
+                             (SiluTimes.apply, (gate, up)),
+                             (lambda x, weight: RmsNorm.apply(x, weight, 1e-3), (gate, weight)),
+                             (lambda x: Turned.apply(x, angle.cos(), angle.sin(), "half"), (gate,))):
         assert torch.autograd.gradcheck(function, inputs)
         assert torch.autograd.gradgradcheck(function, inputs)
         plain, kept = (torch.autograd.grad(function(*inputs).square().sum(), inputs, create_graph=is_kept)
@@ -94,8 +98,31 @@ def test_silu_times_is_that_of_autograd(dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_is_that_of_autograd(dtype: torch.dtype) -> None:
+    x, weight = 3 * torch.randn(4, 7, 96, dtype=dtype), torch.randn(96, dtype=dtype)
+    ours = gradients(lambda x, weight: RmsNorm.apply(x, weight, 1e-5), x, weight)
+    theirs = gradients(lambda x, weight: F.rms_norm(x, (96,), weight, 1e-5), x, weight)
+    assert torch.equal(ours[0], theirs[0])
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("R", [16, 6])
+def test_a_rotation_in_training_is_the_one_without_gradients(dtype: torch.dtype, layout: str, R: int) -> None:
+    x, angle = torch.randn(2, 9, 3, 16, dtype=dtype).transpose(1, 2), torch.randn(9, R // 2, dtype=dtype)
+    cos, sin = angle.cos(), angle.sin()
+    ours = gradients(lambda x: turn(x, cos, sin, layout), x)
+    leaf = cos.clone().requires_grad_()         # learned angles take the path of autograd
+    theirs = gradients(lambda x: turn(x, leaf, sin, layout), x)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_what_the_backward_pass_keeps() -> None:
-    """Explicit attention: its inputs, and two bytes a logit. SwiGLU: gate, up and the input of down."""
+    """Attention: its inputs, two bytes a logit. SwiGLU: gate, up, the input of down. A norm: its input."""
     B, H, T, D = 2, 2, 128, 4
     q, k, v = (torch.randn(B, H, T, D, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     encoding = NoPE(Shape(1, H, H * D, D, T), Options(encoding="none"))
@@ -107,3 +134,7 @@ def test_what_the_backward_pass_keeps() -> None:
     mlp, x = MLP(config), torch.randn(512, 64)
     parameters = sum(p.numel() for p in mlp.parameters())
     assert kept_bytes(lambda: mlp(x)) <= 4 * (3 * 512 * 256 + 512 * 64 + parameters)
+    norm, x = RMSNorm(64, eps=1e-5), torch.randn(512, 64, requires_grad=True)
+    assert kept_bytes(lambda: norm(x)) <= 4 * (512 * 64 + 512 + 64)
+    x, angle = x.view(8, 64, 64), torch.randn(64, 32)
+    assert kept_bytes(lambda: turn(x, angle.cos(), angle.sin())) <= 4 * 2 * angle.numel()

@@ -558,7 +558,7 @@ def test_the_memory_of_a_step_is_known_before_it_starts(overrides: tuple[str, ..
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden = model.hidden(x)
     counted = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    assert hidden.requires_grad and 0.7 < activation_bytes(config.model, 2048) / counted < 1.4
+    assert hidden.requires_grad and 0.9 < activation_bytes(config.model, 2048) / counted < 1.1
 
 
 def test_an_absurd_step_is_announced_with_what_to_set(tiny) -> None:

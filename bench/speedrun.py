@@ -100,7 +100,8 @@ def report(pair: Pair, data: str | None, n_rounds: int) -> str:
     ratios = [speedrun.wall_s / baseline.wall_s for baseline, speedrun in rounds]
     n_reached = sum(speedrun.val_loss <= pair.target for _, speedrun in rounds)
     verdict = (f"The loss was reached in {n_reached} of {n_rounds} rounds; seconds over "
-               f"{pair.baseline.stem}'s: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}.")
+               f"{pair.baseline.stem}'s: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to "
+               f"{max(ratios):.3f}.")
     columns = ("seed", f"{pair.baseline.stem}, s", "loss", f"{pair.speedrun.stem}, s", "loss",
                f"<= {pair.target}", "ratio of seconds")
     return "\n".join([*head, *table(columns, rows), "", verdict])

@@ -57,9 +57,9 @@ class SiluTimes(torch.autograd.Function):
 
 
 class RmsNorm(torch.autograd.Function):
-    """x / rms(x) * weight, rms(x)^2 = mean(x^2) + eps (Zhang and Sennrich 2019, arXiv:1910.07467). x (..., C).
+    """x / rms(x) weight, rms(x)^2 = mean(x^2) + eps, x (..., C). Zhang and Sennrich 2019, arXiv:1910.07467.
 
-    As nn.RMSNorm to the bit, for which PyTorch has no kernel on a CPU: autograd would keep x / rms(x) too, and
+    As nn.RMSNorm to the bit. PyTorch has no kernel for it on a CPU: autograd would keep x / rms(x) too, and
     take twice the time.
     """
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import rope
 from positions.absolute import EvenWidthOptions
-from positions.contract import At, Encoding, Options, Shape, odd_head
+from positions.contract import At, Encoding, Options, Shape, falling, odd_head, slanted
 from positions.distance import ALiBi, ALiBiOptions, KerpleLog, PairMLP
 
 KEYS_AT_A_TIME = 128    # keys whose products with a table are held in memory at once
@@ -32,25 +32,6 @@ def cut(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         return table, rows
     first, last = map(int, rows.aminmax())
     return table[first:last + 1], rows - first
-
-
-def slanted(products: Tensor) -> Tensor:
-    """(..., n, n + m - 1) -> (..., n, m), a view: row i starts at column n - 1 - i.
-
-    So a column for each distance becomes a column for each key, where positions are consecutive.
-    """
-    n, width = products.shape[-2:]
-    if n == 1:
-        return products
-    moved = products.flatten(-2)[..., n - 1:-1].unflatten(-1, (n, width - 1))   # each row one column further
-    return moved[..., :width + 1 - n]
-
-
-def falling(at: At) -> Tensor:
-    """The distances (Tq + Tk - 1,) whose products `slanted` takes, where positions are consecutive."""
-    assert at.ahead is not None
-    Tq, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
-    return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
 
 
 class RelativeKeyOptions(Options):

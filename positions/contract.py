@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
@@ -104,6 +105,25 @@ def for_each_head(x: Tensor, n_head: int) -> Tensor:
     This copies: kernels that do not take fewer heads of keys fall back to holding T x T logits.
     """
     return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
+
+
+def slanted(products: Tensor) -> Tensor:
+    """(..., n, n + m - 1) -> (..., n, m), a view: row i starts at column n - 1 - i.
+
+    So a column for each distance becomes a column for each key, where positions are consecutive.
+    """
+    n, width = products.shape[-2:]
+    if n == 1:
+        return products
+    moved = products.flatten(-2)[..., n - 1:-1].unflatten(-1, (n, width - 1))   # each row one column further
+    return moved[..., :width + 1 - n]
+
+
+def falling(at: At) -> Tensor:
+    """The distances (Tq + Tk - 1,) whose products `slanted` takes, where positions are consecutive."""
+    assert at.ahead is not None
+    Tq, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
+    return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
 
 
 def odd_head(head_dim: int) -> dict[str, str]:
@@ -206,8 +226,20 @@ class Encoding(nn.Module):
 
     def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         """`scores`, then scale-invariant attention if it is on. Attention calls this; do not override it."""
-        logits = self.scores(logits, q, k, at)
+        if self.by_distance and at.ahead is not None and at.temperature is None:
+            bias = self.bias_at(falling(at), q, at)                       # (H, P)
+            logits = logits + slanted(bias[:, None].expand(-1, logits.shape[2], -1))
+        else:
+            logits = self.scores(logits, q, k, at)
         return scale_invariant(logits, at.distance(), self.tau) if self.tau else logits
+
+    def bias_at(self, distance: Tensor, q: Tensor, at: At) -> Tensor:
+        """With `by_distance`: what `scores` adds to logits of q (B, H, Tq, D) at distances (P,), (H, P)."""
+        H, P, dtype = q.shape[1], len(distance), torch.promote_types(q.dtype, torch.float32)
+        none, logits = q.new_zeros(()), torch.zeros(1, H, 1, P, device=q.device, dtype=dtype)
+        at = at._replace(q_pos=torch.zeros_like(distance[None, :1]), k_pos=-distance[None], temperature=None)
+        q, k = none.expand(1, H, 1, q.shape[3]), none.expand(1, H, P, q.shape[3])
+        return self.scores(logits, q, k, at)[0, :, 0]
 
     def parts(self, q: Tensor, k: Tensor, at: At) -> list[Part] | None:
         """Factors that `final_logits` amounts to if every token sees itself and all before it, or None.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rope
-from positions.contract import At, Encoding, Options, Shape
+from positions.contract import At, Encoding, Options, Shape, falling, slanted
 
 MOST_HIDDEN = 2**20     # hidden numbers of a PairMLP held at a time on a CPU: 4 MB in fp32
 MOST_HIDDEN_GPU = 2**26     # on other devices: 256 MB, in few large kernels
@@ -282,8 +282,14 @@ class FIRE(Encoding):
             PairMLP(1, self.n_hidden, nn.ReLU(inplace=True), n_head) for _ in range(n_layer))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        c = self.c[at.layer].abs()
-        longest = torch.maximum(at.q_pos, (self.threshold[at.layer] * self.seq_len).abs())[:, None, :, None]
+        c, threshold = self.c[at.layer].abs(), (self.threshold[at.layer] * self.seq_len).abs()
+        is_cheap = at.ahead is not None and q.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_cheap and at.q_pos[0, -1] <= threshold:                   # the bias depends on distances alone
+            distance = falling(at).clamp(min=0)                         # (P,)
+            share = torch.log1p(c * distance) / (torch.log1p(c * threshold) + 1e-6)
+            bias = self.mlps[at.layer](share[None, None, None])         # (1, H, 1, P)
+            return logits + slanted(bias.expand(-1, -1, logits.shape[2], -1))
+        longest = torch.maximum(at.q_pos, threshold)[:, None, :, None]
         share = torch.log1p(c * at.distance()) / (torch.log1p(c * longest) + 1e-6)      # (1 or B, 1, Tq, Tk)
         with torch.autocast(logits.device.type, enabled=False):         # bf16 would merge far distances
             return logits + self.mlps[at.layer](share)                  # (1 or B, H, Tq, Tk)

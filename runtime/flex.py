@@ -68,7 +68,9 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, blo
     """softmax(encoding(q k^T / sqrt(D))) v. Unrotated q (B, H, T, D), k and v (B, G, T, D) -> as q."""
     score_mod = None
     if encoding.changes_logits():
-        bias = bias_by_distance(encoding, at, q) if encoding.has_scores() else None     # (H, T)
+        bias = None
+        if encoding.has_scores():
+            bias = encoding.bias_at(torch.arange(q.shape[2], device=q.device), q, at)      # (H, T)
         temperature = None
         if at.temperature is not None and encoding.has_scores():        # else `rotate` applies it
             temperature = at.temperature[0, :, :, 0].expand(q.shape[1], -1)     # (H, T)
@@ -93,17 +95,6 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, blo
 def precise(x: Tensor) -> torch.dtype:
     """The type of x, but at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def bias_by_distance(encoding: Encoding, at: At, q: Tensor) -> Tensor:
-    """What `scores` adds at distances 0 ... T - 1, (H, T), read from the last query and all its keys."""
-    _, H, T, D = q.shape
-    zero = q.new_zeros(())
-    position = torch.arange(T, device=q.device)[None]                   # (1, T)
-    logits = torch.zeros(1, H, 1, T, device=q.device, dtype=precise(q))
-    row = at._replace(q_pos=position[:, -1:], k_pos=position, temperature=None)
-    bias = encoding.scores(logits, zero.expand(1, H, 1, D), zero.expand(1, H, T, D), row)
-    return bias[0, :, 0].flip(-1)
 
 
 def fused(name: str, device: torch.device) -> Callable[..., Any]:

@@ -103,7 +103,7 @@ def test_an_encoding_by_distance_adds_nothing_else(name: str, tiny) -> None:
     at = At(position, position, 1, encoding.tables(position, position))
     q = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).double()
     full = encoding.scores(torch.zeros(1, 2, 40, 40).double(), q, q, at)[0]
-    table, i, j = flex.bias_by_distance(encoding, at, q), *torch.tril_indices(40, 40)
+    table, i, j = encoding.bias_at(torch.arange(40), q, at), *torch.tril_indices(40, 40)
     torch.testing.assert_close(full[:, i, j], table[:, i - j], atol=1e-5, rtol=1e-5)
 
 

@@ -28,7 +28,7 @@ from evaluation.protocols import token_losses
 from model import GPT
 from positions import ENCODINGS
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast
+from runtime.device import autocast, set_up_cpu
 
 WAYS = ("plain forward", "token_losses")
 
@@ -38,6 +38,7 @@ def measure(way: str, encoding: str, length: int, preset: str, device: str) -> t
     """Seconds of one forward pass, and the peak memory of this process in bytes."""
     config = preset_config(preset, f"position.encoding={encoding}", "model.vocab_size=50257",
                            f"train.device={device}")
+    set_up_cpu()
     model = GPT(config).to(device).eval()
     tokens = torch.randint(50_257, (1, length + 1), device=device)
     with autocast(config.train, torch.device(device)):

@@ -132,6 +132,7 @@ def step_alone(name: str, point: Point, limits: Limits) -> Measured | str:
         torch.cuda.reset_peak_memory_stats()
     else:
         cpu_s = limits.patience * torch.get_num_threads()
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)                   # the fork has that of run_command
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_DATA, (most := free_bytes(), most))
         before = peak_bytes()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, needs, python, words
 
-from bench import soak
+from bench import growth, soak
 from bench.measuring import Ended, check_names, fresh, matmul_flops, preset_config, table
 from bench.training import (
     COMPILED,
@@ -22,6 +22,7 @@ from bench.training import (
     take_turns,
 )
 from model import GPT
+from runtime.command import interrupt
 from runtime.errors import UserError
 
 TOY = {
@@ -56,6 +57,22 @@ def test_a_name_that_is_not_known_is_refused() -> None:
     check_names("--only", ["a", "b"], ["a", "b", "c"])
     with pytest.raises(UserError, match="--only d: unknown; choose from a, b"):
         check_names("--only", ["a", "d"], ["a", "b"])
+
+
+@pytest.mark.slow
+def test_growth_leaves_out_what_takes_too_long(monkeypatch) -> None:
+    """Also under the handlers of run_command, which a forked process inherits."""
+    def endless(*_: object) -> None:
+        while True:
+            pass
+
+    monkeypatch.setattr(growth, "make_step", endless)
+    before = signal.signal(signal.SIGXCPU, interrupt)
+    try:
+        point, limits = growth.Point(1, 64, 64, 1), growth.Limits("cpu", 1, 1.0, 1)
+        assert growth.measured_by("nanorope rope (eager)", point, limits) == "over 1 s"
+    finally:
+        signal.signal(signal.SIGXCPU, before)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

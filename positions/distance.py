@@ -283,16 +283,20 @@ class FIRE(Encoding):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         c, threshold = self.c[at.layer].abs(), (self.threshold[at.layer] * self.seq_len).abs()
-        is_cheap = at.ahead is not None and q.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_cheap and at.q_pos[0, -1] <= threshold:                   # the bias depends on distances alone
-            distance = falling(at).clamp(min=0)                         # (P,)
-            share = torch.log1p(c * distance) / (torch.log1p(c * threshold) + 1e-6)
-            bias = self.mlps[at.layer](share[None, None, None])         # (1, H, 1, P)
-            return logits + slanted(bias.expand(-1, -1, logits.shape[2], -1))
-        longest = torch.maximum(at.q_pos, threshold)[:, None, :, None]
-        share = torch.log1p(c * at.distance()) / (torch.log1p(c * longest) + 1e-6)      # (1 or B, 1, Tq, Tk)
+        mlp, Tq, n, biases = self.mlps[at.layer], logits.shape[2], 0, []
+        if at.ahead is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
+            n = int((at.q_pos[0] < threshold).sum())                    # rows whose bias is one by distance
         with torch.autocast(logits.device.type, enabled=False):         # bf16 would merge far distances
-            return logits + self.mlps[at.layer](share)                  # (1 or B, H, Tq, Tk)
+            if n:
+                distance = falling(at._replace(q_pos=at.q_pos[:, :n])).clamp(min=0)     # (P,)
+                share = torch.log1p(c * distance) / (torch.log1p(c * threshold) + 1e-6)
+                biases.append(slanted(mlp(share[None, None, None]).expand(-1, -1, n, -1)))
+            if n < Tq:
+                rows = at._replace(q_pos=at.q_pos[:, n:])
+                longest = torch.maximum(rows.q_pos, threshold)[:, None, :, None]
+                share = torch.log1p(c * rows.distance()) / (torch.log1p(c * longest) + 1e-6)
+                biases.append(mlp(share))                               # (1 or B, H, rows, Tk)
+        return logits + torch.cat(biases, dim=2)                        # (1 or B, H, Tq, Tk)
 
 
 class SandwichOptions(Options):

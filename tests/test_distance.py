@@ -246,6 +246,23 @@ def test_fire_starts_as_its_authors_start(tiny) -> None:
     assert (encoding.threshold * encoding.seq_len).tolist() == [32.0] * 3
 
 
+@pytest.mark.parametrize("threshold", [0.3, 0.75, 1.5, 3.0])
+def test_fire_around_its_threshold_where_positions_are_consecutive(threshold: float, tiny) -> None:
+    """The same values and gradients with rows before it, at it, beyond it, and both in one block."""
+    encoding, at = lively(tiny("fire")).double().encoding, torch.arange(60)[None]
+    with torch.no_grad():
+        encoding.threshold.fill_(threshold)                             # of 32 tokens; 0.75 and 1.5: at a row
+    q, k = torch.randn(2, 1, 2, 60, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = []
+    for ahead in (None, 0):
+        place = At(at, at, 0, None, ahead=ahead)
+        bias = encoding.scores(torch.zeros(1, 2, 60, 60).double(), q, k, place).tril()
+        gradients = torch.autograd.grad(bias.sin().sum(), list(encoding.parameters()), allow_unused=True)
+        found.append([bias, *(g for g in gradients if g is not None)])
+    for without, with_it in zip(*found, strict=True):
+        torch.testing.assert_close(with_it, without)
+
+
 def test_fire_depends_on_the_distance_alone_up_to_its_threshold(tiny) -> None:
     encoding = lively(tiny("fire")).encoding
     with torch.no_grad():

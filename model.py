@@ -21,7 +21,7 @@ from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.temperature import TEMPERATURES, Temperature
 from runtime import flex
-from runtime.gradients import RmsNorm, SiluTimes
+from runtime.gradients import DividedByRms, SiluTimes
 from runtime.loss import mean_loss
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
@@ -114,7 +114,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         is_trained = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if is_trained and x.device.type == "cpu" and x.dtype == self.weight.dtype != torch.bfloat16:
-            return RmsNorm.apply(x, self.weight, self.eps)
+            return DividedByRms.apply(x, self.weight, self.eps)
         return super().forward(x)
 
 

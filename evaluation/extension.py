@@ -131,8 +131,8 @@ class Regrouped(Encoding):
     """An encoding whose far pairs are scored at the positions that a Regrouping gives them.
 
     Rotary ones hand attention near and far pairs as two `parts`. Otherwise attention scores every pair once:
-    at its far positions, or, if the method hides far pairs, at its own. The keys for which that is wrong in
-    some row of a block, the near or the first ones, are scored again.
+    at its far positions, or, if the method hides far pairs, at its own. Then it scores keys again: if the
+    method hides some, all; else those that are near to some row of a block.
     """
 
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
@@ -164,8 +164,7 @@ class Regrouped(Encoding):
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
             is_first = n < self.method.n_first()
             logits = logits.masked_fill(~is_first & (n < start), -torch.inf)
-            is_product = not self.inner.changes_logits() and at.features is None    # others need all keys
-            again = is_first if is_product else torch.ones_like(is_first)
+            again = torch.ones_like(is_first)
         else:
             again = n >= start.amin(2, keepdim=True)
         first, second = (at, self.far(at)) if hides else (self.far(at), at)
@@ -183,7 +182,6 @@ class Regrouped(Encoding):
         is_kept = (n[..., keys] >= start) == hides
         scored[..., keys] = torch.where(is_kept, scored[..., keys], other)
         return scored
-
 
     def parts(self, q: Tensor, k: Tensor, at: At) -> list[Part] | None:
         if self.inner.changes_logits() or len(at.q_pos) > 1:

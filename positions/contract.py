@@ -227,7 +227,7 @@ class Encoding(nn.Module):
     def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         """`scores`, then scale-invariant attention if it is on. Attention calls this; do not override it."""
         if self.by_distance and at.ahead is not None and at.temperature is None:
-            bias = self.bias_at(falling(at), q, at)                       # (H, P)
+            bias = self.bias_at(falling(at), q, at)                     # (H, P)
             logits = logits + slanted(bias[:, None].expand(-1, logits.shape[2], -1))
         else:
             logits = self.scores(logits, q, k, at)

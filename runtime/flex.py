@@ -70,13 +70,14 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, blo
     if encoding.changes_logits():
         bias = None
         if encoding.has_scores():
-            bias = encoding.bias_at(torch.arange(q.shape[2], device=q.device), q, at)      # (H, T)
+            bias = encoding.bias_at(torch.arange(q.shape[2], device=q.device), q, at)   # (H, T)
         temperature = None
         if at.temperature is not None and encoding.has_scores():        # else `rotate` applies it
             temperature = at.temperature[0, :, :, 0].expand(q.shape[1], -1)     # (H, T)
         a = m = None
         if encoding.tau:
-            distance = torch.arange(q.shape[2], device=q.device, dtype=precise(q))
+            dtype = torch.promote_types(q.dtype, torch.float32)
+            distance = torch.arange(q.shape[2], device=q.device, dtype=dtype)
             a, m = factor_and_bias(distance, encoding.tau)              # (T,) each
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -90,11 +91,6 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, blo
     return fused("flex_attention", q.device)(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=D**-0.5,
         enable_gqa=q.shape[1] != k.shape[1], kernel_options=OPTIONS if encoding.changes_logits() else None)
-
-
-def precise(x: Tensor) -> torch.dtype:
-    """The type of x, but at least fp32."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def fused(name: str, device: torch.device) -> Callable[..., Any]:

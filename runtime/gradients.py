@@ -56,11 +56,11 @@ class SiluTimes(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
-class RmsNorm(torch.autograd.Function):
+class DividedByRms(torch.autograd.Function):
     """x / rms(x) weight, rms(x)^2 = mean(x^2) + eps, x (..., C). Zhang and Sennrich 2019, arXiv:1910.07467.
 
-    As nn.RMSNorm to the bit. PyTorch has no kernel for it on a CPU: autograd would keep x / rms(x) too, and
-    take twice the time.
+    The values are those of nn.RMSNorm to the bit. PyTorch has no kernel for it on a CPU: autograd would keep
+    x / rms(x) too, and take twice the time.
     """
 
     @staticmethod

@@ -15,7 +15,7 @@ from model import MLP, RMSNorm
 from positions import At, NoPE, Shape
 from positions.contract import Options
 from rope import Turned, turn
-from runtime.gradients import RmsNorm, RoundedSoftmax, SiluTimes
+from runtime.gradients import DividedByRms, RoundedSoftmax, SiluTimes
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -80,7 +80,7 @@ def test_gradients_of_gradients() -> None:
     angle, weight = torch.randn(2, 2, dtype=torch.float64), up[0].detach().clone().requires_grad_()
     for function, inputs in ((lambda x: RoundedSoftmax.apply(x, unseen, 0.7, torch.float64), (logits,)),
                              (SiluTimes.apply, (gate, up)),
-                             (lambda x, weight: RmsNorm.apply(x, weight, 1e-3), (gate, weight)),
+                             (lambda x, weight: DividedByRms.apply(x, weight, 1e-3), (gate, weight)),
                              (lambda x: Turned.apply(x, angle.cos(), angle.sin(), "half"), (gate,))):
         assert torch.autograd.gradcheck(function, inputs)
         assert torch.autograd.gradgradcheck(function, inputs)
@@ -101,7 +101,7 @@ def test_silu_times_is_that_of_autograd(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_norm_is_that_of_autograd(dtype: torch.dtype) -> None:
     x, weight = 3 * torch.randn(4, 7, 96, dtype=dtype), torch.randn(96, dtype=dtype)
-    ours = gradients(lambda x, weight: RmsNorm.apply(x, weight, 1e-5), x, weight)
+    ours = gradients(lambda x, weight: DividedByRms.apply(x, weight, 1e-5), x, weight)
     theirs = gradients(lambda x, weight: F.rms_norm(x, (96,), weight, 1e-5), x, weight)
     assert torch.equal(ours[0], theirs[0])
     for a, b in zip(ours, theirs, strict=True):

@@ -20,9 +20,9 @@ from runtime.errors import UserError
 from runtime.optimizer import make_optimizer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-PRESETS = {         # --preset -> a config, and what differs from it
-    "quick": ("quick.toml", ()),
-    "small": ("quick.toml", ("model.n_layer=6", "model.n_embd=384", "model.n_head=6")),
+PRESETS = {         # --preset -> a config, and what differs from it; peers are trained by AdamW, so are ours
+    "quick": ("quick-adamw.toml", ()),
+    "small": ("quick-adamw.toml", ("model.n_layer=6", "model.n_embd=384", "model.n_head=6")),
     "gpt2-124m": ("gpt2-124m.toml", ()),
 }
 

@@ -77,6 +77,11 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if is_on else x
 
 
+def last_of(x: Tensor, n: int) -> Tensor:
+    """The last n of the tokens x (B, T, C). All of them are x itself: a slice would be copied backwards."""
+    return x if x.shape[1] == n else x[:, -n:]
+
+
 class Cache:
     """Keys (before `rotate`), values and positions of all tokens so far, so that each is computed only once.
 
@@ -139,6 +144,8 @@ class Attention(nn.Module):
     sees at most W keys, its own included (Hugging Face's convention). With chunks of W, it sees those of
     tokens n W ... n W + W - 1 of the row, or of its packed document, that are not after it (Llama 4).
     `is_local = False` ignores both.
+
+    Only the tokens at at.q_pos, the last of x, become queries: x (B, T, C) -> (B, Tq, C).
     """
 
     def __init__(self, config: ModelConfig, is_local: bool) -> None:
@@ -156,8 +163,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, temperature: Tensor | None = None,
                 cache: Cache | None = None) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                   for p in (self.q, self.k, self.v))                   # (B, H, T, D), (B, G, T, D) twice
+        projected = self.q(last_of(x, at.q_pos.shape[1])), self.k(x), self.v(x)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                   for y in projected)                                  # (B, H, Tq, D), (B, G, T, D) twice
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if temperature is not None and not encoding.applies_temperature:
             q, temperature = (q * temperature).to(q.dtype), None
@@ -169,7 +177,7 @@ class Attention(nn.Module):
             features = encoding.mix(features, at.layer, mask.documents)
         at = at._replace(features=features, temperature=temperature)
         mask = mask._replace(is_causal=self.is_causal, window=self.window, chunk=self.chunk)
-        y = attend(q, k, v, encoding, at, mask, self.dropout if self.training else 0.0)     # (B, H, T, D)
+        y = attend(q, k, v, encoding, at, mask, self.dropout if self.training else 0.0)     # (B, H, Tq, D)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -198,7 +206,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with model.post_norm a norm of either's result too."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with model.post_norm a norm of either's result too.
+
+    The result is that of the tokens at at.q_pos, (B, Tq, C).
+    """
 
     def __init__(self, config: ModelConfig, is_local: bool) -> None:
         super().__init__()
@@ -212,7 +223,7 @@ class Block(nn.Module):
                 cache: Cache | None) -> Tensor:
         y = in_autocast_dtype(self.attention_norm(x))
         y = self.attention(y, encoding, at, mask, temperature, cache)
-        x = x + self.dropout(self.attention_post_norm(y))
+        x = last_of(x, y.shape[1]) + self.dropout(self.attention_post_norm(y))
         y = self.mlp(in_autocast_dtype(self.mlp_norm(x)))
         return x + self.dropout(self.mlp_post_norm(y))
 
@@ -278,9 +289,13 @@ class GPT(nn.Module):
         return mean_loss(x.flatten(0, 1), self.head_weight(), targets.flatten())
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
-               documents: Tensor | None = None) -> Tensor:
-        """Tokens (B, T) -> the normalised residual stream (B, T, C), the input of `logits`."""
-        assert cache is None or documents is None
+               documents: Tensor | None = None, last: int | None = None) -> Tensor:
+        """Tokens (B, T) -> the normalised residual stream (B, T, C), the input of `logits`.
+
+        With `last` only that of the last tokens, (B, last, C): the last layer skips the others' queries and
+        MLP. It excludes documents.
+        """
+        assert documents is None or (cache is None and last is None)
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
         active, temperatures = self.active(), self.temperature(q_pos)
@@ -294,6 +309,9 @@ class GPT(nn.Module):
         x = x * self.embedding_scale if self.embedding_scale != 1 else x
         x = self.dropout(active.embed(x, q_pos))                        # (B, T, C)
         for layer, block in enumerate(self.blocks):
+            if last and last < tokens.shape[1] and layer == len(self.blocks) - 1:
+                q_pos, mask = q_pos[:, -last:], mask._replace(flex={})
+                tables, temperatures = active.tables(q_pos, k_pos), self.temperature(q_pos)
             encoding = active if layer in self.encoded_layers else self.no_encoding
             temperature = temperatures[layer] if layer in self.tempered_layers else None
             x = block(x, encoding, At(q_pos, k_pos, layer, tables), mask, temperature, cache)

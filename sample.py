@@ -37,7 +37,7 @@ def stream(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, 
     generator = torch.Generator(tokens.device).manual_seed(seed)
     cache = model.new_cache()
     for _ in range(n_tokens):
-        logits = model.logits(model.hidden(tokens, cache=cache)[:, -1]).float()         # (1, V)
+        logits = model.logits(model.hidden(tokens, cache=cache, last=1)[:, -1]).float()     # (1, V)
         if not logits.isfinite().all():
             raise UserError("the model's logits are NaN or infinite, so it has no probabilities; give a run "
                             "that did not diverge")

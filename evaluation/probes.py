@@ -38,7 +38,8 @@ def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     with autocast(train, device):
-        logits = model.logits(model.hidden(ids[:, :-1])[:, at - 1]).float()     # (B, n, V)
+        x = model.hidden(ids[:, :-1], last=ids.shape[1] - int(at.min()))        # what predicts at.min() on
+        logits = model.logits(x[:, at - at.min()]).float()                      # (B, n, V)
     losses = F.cross_entropy(logits.transpose(1, 2), ids[:, at], reduction="none")
     return losses.double().cpu().numpy(), (logits.argmax(dim=-1) == ids[:, at]).cpu().numpy()
 

@@ -417,7 +417,7 @@ def token_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
 
     Logits are computed for CHUNK targets at a time: all (T, V) of them would take gigabytes.
     """
-    x = model.hidden(inputs)[:, -targets.shape[1]:].flatten(0, 1)       # (B n, C)
+    x = model.hidden(inputs, last=targets.shape[1]).flatten(0, 1)       # (B n, C)
     losses = [F.cross_entropy(model.logits(some).float(), wanted, reduction="none")
               for some, wanted in zip(x.split(CHUNK), targets.flatten().split(CHUNK), strict=True)]
     return torch.cat(losses).view(targets.shape)

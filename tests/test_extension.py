@@ -130,6 +130,22 @@ def test_cached_decoding_equals_the_full_forward(spec: str, tiny) -> None:
         torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", RELATIVE)
+def test_the_last_tokens_alone_are_the_end_of_all_under_every_method(name: str, tiny) -> None:
+    config, measured = tiny(name, "model.n_kv_head=1"), []
+    model, x = lively(config).double(), tokens((2, 90))
+    for spec in SPECS:
+        methods = parse(spec).methods
+        if methods[0].problem(model, config, 90):
+            continue
+        measured.append(spec)
+        with extended(model, config, methods, 90):
+            whole = model.hidden(x)
+            for n in (1, 40, 89):
+                torch.testing.assert_close(model.hidden(x, last=n), whole[:, -n:], atol=1e-5, rtol=1e-5)
+    assert "log_n" in measured
+
+
 @pytest.mark.parametrize("spec", REGROUPING)
 def test_packed_documents_do_not_see_one_another(spec: str, tiny) -> None:
     """Each has the logits of a batch of its own, at the same positions."""

@@ -54,6 +54,29 @@ def test_cached_decoding_equals_the_full_forward(name: str, tiny) -> None:
 
 
 @every_encoding
+@pytest.mark.parametrize("overrides", [
+    (), ("model.window=5", "model.full_every=2"), ("model.window=5",), ("model.chunk=8",),
+    ("position.temperature=log_n", "train.seq_len=16"), ("position.scale_invariant=10",),
+    ("train.positions=rfs", "train.position_range=64")], ids=lambda overrides: " ".join(overrides) or "plain")
+def test_the_last_tokens_alone_are_the_end_of_all(name: str, overrides: tuple[str, ...], tiny) -> None:
+    is_real, model = "train.positions=rfs" in overrides, lively(tiny(name, *overrides))
+    if is_real and not ENCODINGS[name].takes_floats:
+        pytest.skip("has integer positions only")
+    model, tolerance = (model, 1e-4) if is_real else (model.double(), 1e-5)     # real positions are in fp32
+    T = min(30, model.encoding.max_length or 30)
+    x = tokens((2, T))
+    whole = model.hidden(x)                                             # (B, T, C)
+    for n in (1, 7, T - 1, T, 99):
+        torch.testing.assert_close(model.hidden(x, last=n), whole[:, -n:], atol=tolerance, rtol=tolerance)
+    if is_real:     # positions of cached tokens move: its own law is in test_training_positions.py
+        return
+    cache = model.new_cache()
+    for i, j in ((0, 9), (9, 11), (11, T)):                             # of 2 new tokens, 4 are those 2
+        found = model.hidden(x[:, i:j], cache=cache, last=4)
+        torch.testing.assert_close(found, whole[:, max(i, j - 4):j], atol=tolerance, rtol=tolerance)
+
+
+@every_encoding
 def test_positions_may_skip(name: str, tiny) -> None:
     """With gaps between positions, cached decoding equals the full forward."""
     model = lively(tiny(name)).double()

@@ -112,6 +112,8 @@ def test_cached_decoding_equals_the_full_forward(name: str) -> None:
     whole, cache = model(x), model.new_cache()
     parts = [model(x[:, i:j], cache=cache) for i, j in ((0, 6), (6, 7), (7, 25), (25, 59), (59, 60))]
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=5e-4, rtol=5e-4)
+    last = model.logits(model.hidden(x, last=20))
+    torch.testing.assert_close(last, whole[:, -20:], atol=5e-4, rtol=5e-4)
 
 
 @every_recipe

@@ -465,10 +465,10 @@ class Oracle(torch.nn.Module):
         self.is_wrong = is_wrong
         self.known: dict[bytes, Made] = {}
 
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, last: int) -> torch.Tensor:
         made = [self.known[row.tobytes()] for row in ids.numpy()]
         rows = np.stack([np.where(m.is_answer != self.is_wrong, m.ids, (m.ids + 1) % 256)[1:] for m in made])
-        return 9.0 * F.one_hot(torch.from_numpy(rows), 257).float()
+        return 9.0 * F.one_hot(torch.from_numpy(rows), 257).float()[:, -last:]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return x

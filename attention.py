@@ -87,6 +87,8 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, ma
     if limit is None and mask.documents is None and Tq in (1, Tk):      # a single query is the last: sees all
         return kernel(q, k, v, is_causal=mask.is_causal and Tq > 1)[..., :D]
     n_rows = max(limit, MIN_ROWS) if limit else Tq
+    if Tq < Tk:     # its mask is explicit: in blocks, it and the products cost no more than what is seen
+        n_rows = min(n_rows, max(MIN_ROWS, (MAX_BLOCK if q.device.type == "cpu" else MAX_BLOCK_GPU) // Tk))
     return torch.cat([kernel(q[:, :, rows], k[:, :, keys], v[:, :, keys],
                              visible(rows, keys, Tk - Tq, mask, q.device))[..., :D]
                       for rows, keys in row_blocks(Tq, Tk, n_rows, mask)], dim=2)

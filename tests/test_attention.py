@@ -216,6 +216,17 @@ def test_memory_of_the_fused_path_grows_with_T(name: str, tiny) -> None:
     assert largest[1] <= 2 * largest[0] < 1024 * 1024 * 4               # bytes of T x T logits of one head
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_memory_for_the_last_tokens_grows_with_T(name: str, tiny, monkeypatch) -> None:
+    """Their queries have an explicit mask, which is made in blocks: all of it would be last x T."""
+    monkeypatch.setattr(attention, "MAX_BLOCK", 2**18)
+    model = GPT(tiny(name, "model.n_layer=1", "train.seq_len=2048")).eval()
+    with torch.no_grad(), LargestTensor() as mode:
+        found = model.hidden(tokens((1, 2048)), last=2000)
+    assert mode.n_bytes <= 2048 * 256 * 4                               # bytes of MIN_ROWS rows of logits
+    torch.testing.assert_close(found, model.hidden(tokens((1, 2048)))[:, -2000:], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", slow_except([name for name, e in ENCODINGS.items() if e.has_scores()], "t5"))
 def test_what_training_keeps_grows_with_T_not_its_square(name: str, tiny, monkeypatch) -> None:
     """Of encodings with `scores`; and what is computed again is the same, also with dropout and documents."""

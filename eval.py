@@ -256,7 +256,6 @@ def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluati
         if not process.rank and found.records:
             found = results.merge(earlier, found) if earlier else found
             results.write(path, found)              # after each place: an interruption loses no more
-    parallel.shut_down()
     if process.rank:
         return
     specs, settings = [spec_of(extend) for extend in evaluation.extends], evaluation.settings

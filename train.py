@@ -279,9 +279,7 @@ def main() -> int:
     if args.dry_run:
         dry_run(config)
         return 0
-    code = train(config, [])
-    parallel.shut_down()
-    return code
+    return train(config, [])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
 import itertools
 import os
@@ -74,8 +75,11 @@ def run_command(main: Callable[[], int | None], needs_output: bool = False) -> N
         sys.unraisablehook = hook
         out.finish()
         err.finish()
-    if torch.distributed.is_initialized():      # an error ended main before it closed the connections
-        os._exit(code)                          # Python's own exit aborts if gloo's threads still work
+    if torch.distributed.is_initialized():
+        # Python's own end would abort this process now and then (code -6): it stops threads that ask for its
+        # lock, and gloo's threads do, even after destroy_process_group (pytorch/pytorch pull request 179291)
+        atexit._run_exitfuncs()                 # W&B, temporary folders
+        os._exit(code)
     sys.exit(code)
 
 

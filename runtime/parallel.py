@@ -213,12 +213,6 @@ def barrier(process: Process) -> None:
     any_signal(process, ())
 
 
-def shut_down() -> None:
-    """Close the connections to the other processes, at the end."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def unshard(tensor: Any) -> Tensor:
     """The whole tensor, on every process: gathered if FSDP2 shards it, else the tensor itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

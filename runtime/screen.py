@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 from collections.abc import Callable
@@ -16,15 +17,18 @@ class Screen:
     """A text stream that continues without its file: what cannot be written is dropped.
 
     So hours of work do not end because a terminal or a log is gone. If `is_needed`, the error is raised
-    nevertheless. Characters that the stream's encoding lacks are written as escapes.
+    nevertheless. Characters that the stream's encoding lacks are written as escapes. A line is written at
+    once, so that those of two processes do not mix.
     """
 
     def __init__(self, stream: TextIO | None, is_needed: bool = False) -> None:
         # Python has no stream at all if the descriptor was closed before the start
         self.stream = stream or open(os.devnull, "w", encoding="utf-8")     # noqa: SIM115
         self.is_needed = is_needed
-        if hasattr(self.stream, "reconfigure"):
+        if isinstance(self.stream, io.TextIOWrapper):
             self.stream.reconfigure(errors="backslashreplace")
+            if self.stream.write_through:           # torchrun's `python -u`: would write line and end apart
+                self.stream.reconfigure(line_buffering=True, write_through=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -317,6 +317,18 @@ def test_one_of_several_processes_ends_before_python_frees_its_objects(
     assert (done.returncode, done.stdout, done.stderr) == expected
 
 
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+def test_a_line_is_written_at_once(flags: list[str]) -> None:
+    """torchrun starts processes by `python -u`; the lines of two of them must not mix."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)        # keeps writes apart
+    with ours, its:
+        code = subprocess.run([sys.executable, *flags, "sample.py", "none"], stderr=its, cwd=ROOT).returncode
+        its.close()
+        writes = [*iter(lambda: ours.recv(9999).decode(), "")]
+    assert code == 2 and len(writes) == 1, writes
+    assert writes[0].startswith("error: ") and writes[0].endswith("\n")
+
+
 def test_processes_agree_on_each_value_or_the_first_difference_is_named(monkeypatch) -> None:
     def agree(*texts: str) -> None:
         monkeypatch.setattr(parallel, "all_gather_objects", lambda *_: [{"config": text} for text in texts])

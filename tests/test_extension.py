@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import features_of, lively, tokens
+from conftest import features_of, lively, slow_except, tokens
 
 import attention
 import rope
@@ -130,7 +130,7 @@ def test_cached_decoding_equals_the_full_forward(spec: str, tiny) -> None:
         torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", RELATIVE)
+@pytest.mark.parametrize("name", slow_except(RELATIVE, "rope", "t5"))
 def test_the_last_tokens_alone_are_the_end_of_all_under_every_method(name: str, tiny) -> None:
     config, measured = tiny(name, "model.n_kv_head=1"), []
     model, x = lively(config).double(), tokens((2, 90))

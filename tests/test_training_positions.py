@@ -1,12 +1,14 @@
 """train.positions: what each kind draws, that training uses it, and what evaluation then does."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import every_encoding, lively, python, tokens
+from conftest import every_encoding, lively, tokens
 
+import eval as eval_command
 from config import config_from, load_config
 from data.training_positions import training_positions
 from evaluation.extension import parse
@@ -138,14 +140,17 @@ def test_a_run_with_the_key_of_older_versions_is_read(tiny, tmp_path: Path) -> N
     assert config_from(tables, "in state.json").train.model_dump(exclude_none=True) == new
 
 
-def test_evaluation_says_at_which_positions_the_run_was_trained(tiny, tmp_path: Path) -> None:
+def test_evaluation_says_at_which_positions_the_run_was_trained(
+        tiny, tmp_path: Path, monkeypatch, capsys) -> None:
     train(tiny("rope", *at("rfs", 99), "train.steps=2"), [])
     model, config, _ = load_run(tmp_path / "run")
     assert model.span == 99
-    done = python("eval.py", tmp_path / "run", "--lengths", "32,64", "--protocol", "fixed", "--windows", "2")
-    assert done.returncode == 0, done.stderr
-    assert "rope, trained at L = 32 and rfs positions below 99, on" in done.stdout
-    assert "\nevaluated at equidistant positions\n" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["eval.py", str(tmp_path / "run"), "--lengths", "32,64", "--protocol",
+                                      "fixed", "--windows", "2"])
+    eval_command.main()
+    printed = capsys.readouterr().out
+    assert "rope, trained at L = 32 and rfs positions below 99, on" in printed
+    assert "\nevaluated at equidistant positions\n" in printed
     (path,) = (tmp_path / "run" / "eval").glob("*.json")
     content = json.loads(path.read_text())
     assert (content["positions"], content["position_range"]) == ("rfs", 99)

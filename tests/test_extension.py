@@ -104,16 +104,16 @@ def test_dual_chunk_attention_is_its_formula(tiny, monkeypatch) -> None:
     monkeypatch.setattr(attention, "MAX_BLOCK", 8 * 100 * 7)
     monkeypatch.setattr(rope, "inv_freq", partial(rope.inv_freq, dtype=torch.float64))
     config = tiny("rope", "model.n_head=4", "model.n_kv_head=2")        # 4 heads of 8 channels
-    model, T, s, w = lively(config).double(), 100, 13, 6
+    model, T, s, w = lively(config).double(), 70, 13, 6
     x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    at, documents, layer = torch.arange(T)[None], torch.arange(T)[None] // 60, model.blocks[1].attention
+    at, documents, layer = torch.arange(T)[None], torch.arange(T)[None] // 50, model.blocks[1].attention
     with extended(model, config, parse(f"dual_chunk:chunk={s},window={w}").methods, T):
         tables = model.encoding.tables(at, at)
         found = layer(x, model.encoding, At(at, at, 1, tables), Mask(documents=documents, in_order=True))
     q, k, v = (p(x)[0].unflatten(-1, (-1, 8)) for p in (layer.q, layer.k, layer.v))
     f, mixed = rope.inv_freq(8), torch.zeros(T, 4, 8, dtype=torch.float64)
     for h, i in itertools.product(range(4), range(T)):
-        keys = range(i // 60 * 60, i + 1)
+        keys = range(i // 50 * 50, i + 1)
         logits = [rope.rotate(q[i, h], placed(i, j, s, w) * f) @ rope.rotate(k[j, h // 2], j % s * f)
                   for j in keys]
         mixed[i, h] = (torch.stack(logits) / 8**0.5).softmax(0) @ v[keys.start:keys.stop, h // 2]

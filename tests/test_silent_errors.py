@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, words
+from conftest import ROOT, TINY, slow_except, words
 from test_security import everything
 from test_train import assert_equal_runs, stop_after
 
@@ -193,7 +193,7 @@ def test_a_file_that_eval_did_not_write_is_never_replaced(what: str, is_beside: 
         assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize("protocol", ["fixed", "position"])
+@pytest.mark.parametrize("protocol", slow_except(["fixed", "position"], "fixed"))
 def test_replace_discards_every_file_that_eval_wrote(protocol: str, run_dir: Path, tmp_path: Path,
                                                      monkeypatch) -> None:
     """As it was written, without the JSON, empty after a power cut, cut short; with an older picture."""

@@ -79,6 +79,8 @@ def run_command(main: Callable[[], int | None], needs_output: bool = False) -> N
         # Python's own end would abort this process now and then (code -6): it stops threads that ask for its
         # lock, and gloo's threads do, even after destroy_process_group (pytorch/pytorch pull request 179291)
         atexit._run_exitfuncs()                 # W&B, temporary folders
+        out.finish()
+        err.finish()
         os._exit(code)
     sys.exit(code)
 

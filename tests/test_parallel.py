@@ -180,7 +180,7 @@ def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) 
 
 
 EVALUATE = """
-import os, sys, eval
+import atexit, os, sys, eval
 from evaluation import protocols
 from runtime.command import run_command
 protocols.TOKENS_PER_FORWARD, mistake = 2100, sys.argv.pop()
@@ -192,10 +192,8 @@ def counted(*arguments):
         raise RuntimeError("can't allocate memory")
     return losses(*arguments)
 protocols.token_losses = counted
-try:
-    run_command(eval.main)
-finally:
-    print(len(calls), "forwards", file=sys.stderr)
+atexit.register(lambda: print(len(calls), "forwards", file=sys.stderr))
+run_command(eval.main)
 """
 
 
@@ -300,7 +298,7 @@ def main():
     if sys.argv[1:]:
         raise UserError(sys.argv[1])
 kept = Aborts()
-atexit.register(os.write, 1, b"finished\\n")
+atexit.register(print, "finished")
 run_command(main)
 """
 

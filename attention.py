@@ -11,7 +11,7 @@ Legend: B batch, T time (Tq queries, Tk keys), H heads of queries, G of keys and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise, starmap
 from typing import Any, NamedTuple
@@ -77,21 +77,29 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, ma
     """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""
     D, Tq, Tk = q.shape[-1], q.shape[2], k.shape[2]
     q, k = encoding.rotate(q, k, at)                                    # (B, H or G, T, D or wider)
-    if encoding.can_fold:
-        q, k = encoding.fold(q, k, at)
-    if q.shape[-1] > D:     # with unequal widths PyTorch falls back to a path that holds T x T logits
-        v = F.pad(v, (0, q.shape[-1] - D))
     k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
-    kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
-    limit = mask.limit(Tk)
-    if limit is None and mask.documents is None and Tq in (1, Tk):      # a single query is the last: sees all
-        return kernel(q, k, v, is_causal=mask.is_causal and Tq > 1)[..., :D]
-    n_rows = max(limit, MIN_ROWS) if limit else Tq
+
+    def attend_rows(rows: slice, keys: slice, is_whole: bool = False) -> Tensor:
+        q_rows, k_seen, v_seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        seen = None if is_whole else visible(rows, keys, Tk - Tq, mask, q.device)
+        if encoding.can_fold:
+            q_rows, k_seen = encoding.fold(q_rows, k_seen, at.block(rows, keys))
+        if q_rows.shape[-1] > D:    # with unequal widths PyTorch falls back to a path with T x T logits
+            v_seen = F.pad(v_seen, (0, q_rows.shape[-1] - D))
+        # a single query is the last: it sees all
+        return F.scaled_dot_product_attention(q_rows, k_seen, v_seen, seen, dropout, scale=D**-0.5,
+                                              is_causal=is_whole and mask.is_causal and Tq > 1)[..., :D]
+
+    limit, is_cut = mask.limit(Tk), encoding.folds_sums and Tq > MIN_ROWS
+    if limit is None and mask.documents is None and Tq in (1, Tk) and not is_cut:
+        return attend_rows(slice(0, Tq), slice(0, Tk), is_whole=True)
+    n_rows = MIN_ROWS if is_cut else max(limit, MIN_ROWS) if limit else Tq
     if Tq < Tk:     # its mask is explicit: in blocks, it and the products cost no more than what is seen
         n_rows = min(n_rows, max(MIN_ROWS, (MAX_BLOCK if q.device.type == "cpu" else MAX_BLOCK_GPU) // Tk))
-    return torch.cat([kernel(q[:, :, rows], k[:, :, keys], v[:, :, keys],
-                             visible(rows, keys, Tk - Tq, mask, q.device))[..., :D]
-                      for rows, keys in row_blocks(Tq, Tk, n_rows, mask)], dim=2)
+    attend_block: Callable[..., Tensor] = attend_rows
+    if is_cut and Tq >= RECOMPUTE_FROM and torch.is_grad_enabled():     # else each block's mask is kept
+        attend_block = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
+    return torch.cat([attend_block(*block) for block in row_blocks(Tq, Tk, n_rows, mask)], dim=2)
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask,

@@ -158,6 +158,7 @@ class Encoding(nn.Module):
     applies_temperature: bool = False  # does it multiply by at.temperature? Else q is, before the hooks
     widening: ClassVar[int] = 1  # how many times wider `rotate` returns q and k (tested)
     can_fold: bool = False  # does `fold` give the same result as `scores`?
+    folds_sums: ClassVar[bool] = False  # does `fold` lose digits over many queries? Then it gets few of them
     tau: float = 0.0  # position.scale_invariant
     # FlexAttention may serve it: `scores` adds f(head, layer, distance), then applies at.temperature if any
     by_distance: ClassVar[bool] = False
@@ -219,8 +220,9 @@ class Encoding(nn.Module):
     def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """What `scores` adds, times sqrt(D), as a product of further channels appended to q and k.
 
-        It may differ by a constant along each row of logits, which the softmax ignores, and it holds for keys
-        at positions up to the query's. With `can_fold` the encoding runs in the fused kernel on long texts.
+        q (B, H, Tq, D) and k (B, H, Tk, D) are rotated. It may differ by a constant along each row of logits,
+        which the softmax ignores, and it holds for keys at positions up to the query's. With `can_fold` the
+        encoding runs in the fused kernel on long texts.
         """
         return q, k
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, every_encoding_slowly, lively, needs, python
+from conftest import ROOT, TINY, every_encoding_slowly, lively, needs, python, slow_except
 
 from config import load_config
 from data.loader import Corpus
@@ -163,7 +163,7 @@ def test_fixed_targets_visit_every_document(corpus_dir: Path) -> None:
     assert {d for d, _ in ends} == set(range(len(text.documents)))
 
 
-@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("bos", slow_except([False, True], True))
 @every_encoding_slowly
 def test_fixed_is_slice_and_forward(name: str, bos: bool, tiny, corpus_dir: Path) -> None:
     """With data.bos each window, a truncated one too, begins with the separator; the targets are the same."""

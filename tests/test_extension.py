@@ -391,7 +391,9 @@ def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> No
             r["truncated_nll_sum"])
 
 
-@pytest.mark.parametrize("spec", [*REGROUPING, "sinks:sinks=3,window=7", "lm_infinite:first=3,window=7"])
+@pytest.mark.parametrize("spec", slow_except(
+    [*REGROUPING, "sinks:sinks=3,window=7", "lm_infinite:first=3,window=7"],
+    "self_extend", "sinks:sinks=3,window=7"))
 @pytest.mark.parametrize("name", [name for name, encoding in ENCODINGS.items() if not encoding.has_scores()])
 def test_parts_are_the_softmax_over_all_pairs(spec: str, name: str, tiny, monkeypatch) -> None:
     """By the kernel and explicitly, in blocks of any size, in layers with and without the encoding."""

@@ -54,7 +54,7 @@ def test_masked_logits_stay_masked() -> None:
 
 
 @every_encoding
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("window", slow_except([None, 7], 7))
 def test_it_is_a_double_loop_after_the_encodings_own_scores(name: str, window: int | None, tiny,
                                                            monkeypatch) -> None:
     """With several blocks, a window, packed documents and positions with gaps."""

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, python, words
+from conftest import ROOT, python, slow_except, words
 from test_reliability import raise_interrupt
 from test_train import assert_equal_runs, metrics, stop_after
 
@@ -123,7 +123,7 @@ def test_a_signal_that_the_shell_ignores_stays_ignored(number: int, handlers) ->
 
 
 @pytest.mark.parametrize("first", [signal.SIGUSR1, signal.SIGINT])
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", slow_except([signal.SIGTERM, signal.SIGINT], signal.SIGINT))
 def test_a_second_signal_during_the_save_changes_nothing(first: int, second: int, tiny, tmp_path: Path,
                                                          monkeypatch, handlers) -> None:
     assert train(tiny("rope", "run.save_every=100", f"run.dir={tmp_path / 'straight'}"), []) == 0
@@ -528,7 +528,7 @@ READERS: dict[str, Callable[[Path, Config, GPT], bool]] = {         # whether it
     "compare configs": lambda run_dir, config, model: refuses_another_config(run_dir, config)}
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", slow_except([*READERS], "load with moments", "compare configs"))
 def test_a_checkpoint_may_be_replaced_at_any_moment_while_it_is_read(reader: str, tiny, tmp_path: Path,
                                                                      capsys) -> None:
     """At each question of each reader to the file system: it takes the newest there is, without a word."""
@@ -799,7 +799,7 @@ def test_counting_a_model_changes_no_weight(tiny) -> None:
     assert all(torch.equal(plain[name], counted[name]) for name in plain)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", slow_except([*ARCHITECTURES], "llama", "gpt2"))
 def test_a_config_json_of_many_layers_or_odd_types_is_refused_at_once(name: str, tmp_path: Path) -> None:
     architecture = ARCHITECTURES[name]
     good = {"model_type": name, **architecture.defaults, **architecture.constants, architecture.length: 32,

@@ -304,7 +304,8 @@ run_command(main)
 
 
 @pytest.mark.parametrize(("mistake", "expected"), [
-    ([], (0, "works\nfinished\n", "")), (["a mistake"], (2, "works\nfinished\n", "error: a mistake\n"))])
+    ([], (0, "works\nfinished\n", "")),
+    pytest.param(["a mistake"], (2, "works\nfinished\n", "error: a mistake\n"), marks=pytest.mark.slow)])
 def test_one_of_several_processes_ends_before_python_frees_its_objects(
         mistake: list[str], expected: tuple[int, str, str]) -> None:
     """While Python ends, a thread of gloo that asks for its lock aborts the process, now and then: code -6.

@@ -90,7 +90,7 @@ def test_positions_may_skip(name: str, tiny) -> None:
 
 
 @every_encoding
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_except(["float32", "bfloat16"], "bfloat16"))
 def test_every_parameter_learns(name: str, dtype: str, tiny) -> None:
     config = tiny(name, f"train.dtype={dtype}")
     model = lively(config).train()

@@ -174,9 +174,10 @@ FILES_OF_THE_USER: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a folder of pictures": (".png", Path.mkdir)}
 
 
-@pytest.mark.parametrize(("what", "is_beside"), [
+@pytest.mark.parametrize(("what", "is_beside"), slow_except([
     (what, is_beside) for what in FILES_OF_THE_USER for is_beside in (False, True)
-    if not (is_beside and "matplotlib" in what)])       # older versions did not sign their pictures
+    if not (is_beside and "matplotlib" in what)],       # older versions did not sign their pictures
+    *((what, False) for what in FILES_OF_THE_USER)))
 def test_a_file_that_eval_did_not_write_is_never_replaced(what: str, is_beside: bool, run_dir: Path,
                                                              tmp_path: Path, command, monkeypatch) -> None:
     """With --replace or without it, beside an evaluation or alone; refused before anything is computed."""

@@ -78,28 +78,40 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, ma
     D, Tq, Tk = q.shape[-1], q.shape[2], k.shape[2]
     q, k = encoding.rotate(q, k, at)                                    # (B, H or G, T, D or wider)
     k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
-
-    def attend_rows(rows: slice, keys: slice, is_whole: bool = False) -> Tensor:
-        q_rows, k_seen, v_seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        seen = None if is_whole else visible(rows, keys, Tk - Tq, mask, q.device)
-        if encoding.can_fold:
-            q_rows, k_seen = encoding.fold(q_rows, k_seen, at.block(rows, keys))
-        if q_rows.shape[-1] > D:    # with unequal widths PyTorch falls back to a path with T x T logits
-            v_seen = F.pad(v_seen, (0, q_rows.shape[-1] - D))
-        # a single query is the last: it sees all
-        return F.scaled_dot_product_attention(q_rows, k_seen, v_seen, seen, dropout, scale=D**-0.5,
-                                              is_causal=is_whole and mask.is_causal and Tq > 1)[..., :D]
-
     limit, is_cut = mask.limit(Tk), encoding.folds_sums and Tq > MIN_ROWS
+    if encoding.can_fold and not is_cut:
+        q, k = encoding.fold(q, k, at)
+    v = as_wide_as(q, v)
+    kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
     if limit is None and mask.documents is None and Tq in (1, Tk) and not is_cut:
-        return attend_rows(slice(0, Tq), slice(0, Tk), is_whole=True)
+        # a single query is the last: it sees all
+        return kernel(q, k, v, is_causal=mask.is_causal and Tq > 1)[..., :D]
+
+    def attend_rows(rows: slice, keys: slice) -> Tensor:
+        q_rows, k_seen, v_seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        if is_cut:
+            q_rows, k_seen = encoding.fold(q_rows, k_seen, at.block(rows, keys))
+            v_seen = as_wide_as(q_rows, v_seen)
+        return kernel(q_rows, k_seen, v_seen, visible(rows, keys, Tk - Tq, mask, q.device))[..., :D]
+
     n_rows = MIN_ROWS if is_cut else max(limit, MIN_ROWS) if limit else Tq
     if Tq < Tk:     # its mask is explicit: in blocks, it and the products cost no more than what is seen
         n_rows = min(n_rows, max(MIN_ROWS, (MAX_BLOCK if q.device.type == "cpu" else MAX_BLOCK_GPU) // Tk))
-    attend_block: Callable[..., Tensor] = attend_rows
-    if is_cut and Tq >= RECOMPUTE_FROM and torch.is_grad_enabled():     # else each block's mask is kept
-        attend_block = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
-    return torch.cat([attend_block(*block) for block in row_blocks(Tq, Tk, n_rows, mask)], dim=2)
+    # else each block's mask is kept
+    return joined(attend_rows, row_blocks(Tq, Tk, n_rows, mask), is_cut and Tq >= RECOMPUTE_FROM, dropout)
+
+
+def as_wide_as(q: Tensor, v: Tensor) -> Tensor:
+    """Values with zeros appended: with unequal widths PyTorch falls back to a path with T x T logits."""
+    return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+
+
+def joined(attend_rows: Callable[[slice, slice], Tensor], blocks: Iterator[tuple[slice, slice]],
+           is_recomputed: bool, dropout: float) -> Tensor:
+    """attend_rows of all blocks; if `is_recomputed`, training keeps nothing of them for the backward pass."""
+    if is_recomputed and torch.is_grad_enabled():
+        attend_rows = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
+    return torch.cat([attend_rows(*block) for block in blocks], dim=2)
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask,
@@ -133,10 +145,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At
             weights = F.dropout(weights, dropout)
         return weights @ v[:, :, columns]                               # (B, H, rows, D)
 
-    attend_block = attend_rows
-    if Tq >= RECOMPUTE_FROM and torch.is_grad_enabled():                # else all blocks' weights are kept
-        attend_block = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
-    return torch.cat([attend_block(*block) for block in row_blocks(Tq, Tk, n_rows, mask)], dim=2)
+    # else all blocks' weights are kept
+    return joined(attend_rows, row_blocks(Tq, Tk, n_rows, mask), Tq >= RECOMPUTE_FROM, dropout)
 
 
 def attend_in_parts(parts: list[Part], v: Tensor, D: int) -> Tensor:
@@ -173,7 +183,7 @@ def softmax_and_normaliser(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None,
     D, unseen = v.shape[-1], None if seen is None else torch.where(seen, 0.0, -torch.inf)
     if q.device.type == "cpu" and not torch.is_grad_enabled():
         y, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, F.pad(v, (0, q.shape[-1] - D)), scale=scale,
+            q, k, as_wide_as(q, v), scale=scale,
             attn_mask=None if unseen is None else unseen.to(q.dtype)[None, None])
         return y[..., :D], normaliser
     logits = torch.add(torch.zeros(1, device=q.device) if unseen is None else unseen, q @ k.mT, alpha=scale)

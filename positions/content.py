@@ -259,6 +259,7 @@ class Forgetting(Encoding):
                 rest = rest - pieces[-1]
             return torch.cat(pieces, dim=-1)                            # (B, H, T, 1 or 3)
 
+        # each with casts of its own: one gradient in 16 bits would round their difference once more
         of_q, of_k = channels(c[:, :, -Tq:]), channels(-c)
         return (torch.cat((q, of_q, torch.ones_like(of_q)), dim=-1),
                 torch.cat((k, torch.ones_like(of_k), of_k), dim=-1))

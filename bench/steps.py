@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -174,37 +175,28 @@ class Contestant:
         self.process = context.Process(target=serve, args=(other_end, name, *arguments), daemon=True)
         self.process.start()
         other_end.close()
-        self.pipe.send(True)            # the first step compiles
-
-    def receive(self) -> None:
-        """The figures of the step that was asked for last."""
-        try:
-            seconds, self.peak = self.pipe.recv()
-            self.seconds.append(seconds)
-        except EOFError:
-            self.process.join()
-            self.problem = f"ended with code {self.process.exitcode}"
 
     def step(self) -> None:
         """Take a step, unless the process has ended."""
         if not self.problem:
-            self.pipe.send(True)
-            self.receive()
+            try:
+                self.pipe.send(True)
+                seconds, self.peak = self.pipe.recv()
+                self.seconds.append(seconds)
+            except (EOFError, OSError):
+                self.process.join()
+                self.problem = f"ended with code {self.process.exitcode}"
 
 
 @contextmanager
 def contestants(names: Sequence[str], *arguments: Any) -> Iterator[list[Contestant]]:
     """The contenders, warm after two steps; on a GPU all compile at the same time."""
-    started: list[Contestant] = []
+    started = [Contestant(name, *arguments) for name in names]
     try:
-        for name in names:
-            started.append(Contestant(name, *arguments))
-            if arguments[-1].type == "cpu":
-                started[-1].receive()
+        with ThreadPoolExecutor(len(names) if arguments[-1].type == "cuda" else 1) as pool:
+            for _ in range(2):
+                list(pool.map(Contestant.step, started))
         for each in started:
-            if arguments[-1].type == "cuda":
-                each.receive()
-            each.step()
             each.seconds.clear()
         yield started
     finally:

@@ -10,10 +10,10 @@ With --choose val_loss, each combination of values is a trial. All trials are tr
 better half of each config's (rounded up, at least two) also with the second, if there is one. For each config
 the trial with the lowest validation loss at L = train.seq_len, the mean over these seeds, is chosen, and only
 that one is trained with all seeds, evaluated and compared. A trial that diverges loses; of equal ones the
-first wins. OUT/trials.csv has every trial, with its loss on fixed targets at L and 8 L. Every config must
-have the same number of trials. To give each config values of its own, name a TOML file in --trials: grids for
-each config, by the name of its file; `others` are the configs that it does not name. A grid is written as for
---grid, with a blank between keys. These are six trials each:
+first wins. OUT/trials.csv has every trial; without --choose, the same command evaluates and compares all of
+them. Every config must have the same number of trials. To give each config values of its own, name a TOML
+file in --trials: grids for each config, by the name of its file; `others` are the configs that it does not
+name. A grid is written as for --grid, with a blank between keys. These are six trials each:
 
   others = ["train.lr=5e-4,1e-3,2e-3,4e-3,8e-3,16e-3"]
   t5 = ["train.lr=1e-3,2e-3,4e-3 position.lr_scale=20", "train.lr=2e-3 position.lr_scale=2,6,60"]
@@ -29,8 +29,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from evaluation import trials
-from evaluation.sweeping import DIVERGED, Job, Points, last_line, make_jobs, report, run_here, run_submitted
+from evaluation import sweeping, trials
+from evaluation.sweeping import Job, Point, Points, make_jobs
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
@@ -75,40 +75,38 @@ def parse_arguments() -> argparse.Namespace:
 def run(args: argparse.Namespace, jobs: Sequence[Job]) -> dict[str, str]:
     """Run these jobs; name -> problem of each that failed."""
     if args.submitit:
-        return run_submitted(jobs, args.submitit, dict(args.slurm))
-    return run_here(jobs, args.workers)
+        return sweeping.run_submitted(jobs, args.submitit, dict(args.slurm))
+    return sweeping.run_here(jobs, args.workers)
 
 
 def failures(jobs: Sequence[Job], failed: dict[str, str]) -> list[str]:
     """A line for each job that failed, with the last line of its log."""
-    return [f"run {job.name}: {failed[job.name]}: {last_line(job.log)}; see {job.log}"
+    return [f"run {job.name}: {failed[job.name]}: {sweeping.last_line(job.log)}; see {job.log}"
             for job in jobs if job.name in failed]
 
 
 def choose(args: argparse.Namespace, points: Points) -> tuple[Points, list[str]]:
     """Train the trials; the chosen point of each config, and what failed."""
     unequal = trials.check_fair(points, args.overrides)
-    L = trials.load(args.configs[0], args.overrides).train.seq_len
-    arguments = trials.trial_arguments(args.eval, L)
-    jobs = [trials.as_trial(job, arguments) for job in make_jobs(
-        args.configs, args.overrides, args.seeds[:1], args.runs, None, points)]
+    jobs = make_jobs(args.configs, args.overrides, args.seeds[:1], args.runs, None, points)
     failed = run(args, jobs)
-    found = trials.read_trials(jobs, failed)
-    halves, problems = trials.better_halves(found)
+    found: dict[Point, trials.Trial] = {}
+    trials.read_losses(found, jobs, failed, trials.FIRST)
+    halves, problems = trials.better_halves(list(found.values()))
     if args.seeds[1:]:
         again = {config: [t.point for t in half] for config, half in halves.items()}
         second = make_jobs(list(again), args.overrides, args.seeds[1:2], args.runs, None, again)
         failed |= run(args, second)
-        found = trials.with_second_seed(found, trials.read_trials(second, failed))
-        halves, problems = trials.better_halves(found)
+        trials.read_losses(found, second, failed, trials.SECOND)
+        halves, problems = trials.better_halves(list(found.values()))
         jobs += second
     chosen = {config: half[0] for config, half in halves.items()}
-    print(trials.write_trials(args.out, found, chosen))
+    print(trials.write_trials(args.out / "trials.csv", list(found.values()), chosen))
     if unequal:
         print("apart from [position] and the trials, the configs differ:", *unequal, sep="\n  ")
     for config, t in chosen.items():
-        print(f"chosen for {config}: {t.values}, {trials.VALIDATION} {t.score:.4f}", flush=True)
-    failed = {name: problem for name, problem in failed.items() if problem != DIVERGED}
+        print(f"chosen for {config}: {t.values}, {trials.FIRST} {t.score:.4f}", flush=True)
+    failed = {name: problem for name, problem in failed.items() if problem != sweeping.DIVERGED}
     return {config: [t.point] for config, t in chosen.items()}, [*failures(jobs, failed), *problems]
 
 
@@ -125,7 +123,7 @@ def main() -> int:
     problems += failures(jobs, failed)
     good = [job for job in jobs if job.name not in failed]
     labels = [Path(job.config).stem for job in good] if args.choose else []
-    code = report(good, args.out, labels) if good else 1
+    code = sweeping.report(good, args.out, labels) if good else 1
     for problem in dict.fromkeys(problems):     # a run may have failed as a trial and then again
         print(f"error: {problem}", file=sys.stderr)
     return code or (1 if problems else 0)

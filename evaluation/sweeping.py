@@ -39,11 +39,20 @@ class Job(NamedTuple):
     overrides: list[str]                # the point's and all others
     run_dir: Path
     eval_arguments: list[str] | None    # None: this run is not evaluated
-    results: str = "eval/*.json"        # what eval.py writes in run_dir
 
     @property
     def log(self) -> Path:
         return self.run_dir.with_name(f"{self.name}.log")
+
+    @property
+    def stamp(self) -> Path:
+        """The file that tells from which checkpoint and arguments the results come."""
+        return self.run_dir / "evaluated.json"
+
+    @property
+    def results(self) -> list[Path]:
+        """What eval.py has written."""
+        return list((self.run_dir / "eval").glob("*.json"))
 
 
 def make_jobs(configs: Sequence[str], overrides: Sequence[str], seeds: Sequence[int], runs: Path,
@@ -98,10 +107,10 @@ def work(job: Job, children: Children | None = None) -> str:
         # a method may fit only some of the configs; an evaluation with other arguments is outdated
         code = call(["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments], job.log,
                     children)
-        written = [path.stem for path in job.run_dir.glob(job.results) if path.stat().st_mtime_ns > began]
-        if code or not written:
-            return f"eval.py ended with {code}" if code else f"eval.py wrote no {job.results}"
-        stamp(job).write_text(json.dumps({**depends_on, "written": written}), encoding="utf-8")
+        if code:
+            return f"eval.py ended with {code}"
+        written = [path.stem for path in job.results if path.stat().st_mtime_ns > began]
+        job.stamp.write_text(json.dumps({**depends_on, "written": written}), encoding="utf-8")
     return ""
 
 
@@ -129,11 +138,6 @@ def last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def stamp(job: Job) -> Path:
-    """The file that tells from which checkpoint and arguments the results come."""
-    return job.run_dir / ("evaluated.json" if "*" in job.results else f"evaluated-{job.results}")
-
-
 def state(job: Job) -> dict[str, Any]:
     """What an evaluation depends on: the checkpoint, whose state.json has checksums, and the arguments."""
     newest = max((job.run_dir / "checkpoints").glob("[0-9]*/state.json"), default=None)
@@ -144,11 +148,11 @@ def state(job: Job) -> dict[str, Any]:
 def evaluation(job: Job) -> list[str] | None:
     """The names of the results, or None unless they exist for this checkpoint and these arguments."""
     try:
-        found = json.loads(stamp(job).read_text(encoding="utf-8"))
+        found = json.loads(job.stamp.read_text(encoding="utf-8"))
         written = list(found.pop("written"))
     except (FileNotFoundError, ValueError, KeyError):   # not yet, or interrupted while writing
         return None
-    is_there = set(written) <= {path.stem for path in job.run_dir.glob(job.results)}
+    is_there = set(written) <= {path.stem for path in job.results}
     return written if is_there and found == state(job) else None
 
 

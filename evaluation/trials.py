@@ -14,8 +14,8 @@ import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas
 import torch
@@ -28,20 +28,20 @@ from positions import ENCODINGS
 from runtime.errors import UserError, did_you_mean
 from runtime.files import read_json
 
-VALIDATION = "validation loss"
-SECOND = "validation loss, second seed"
+FIRST, SECOND = "validation loss", "validation loss, second seed"
 OTHERS = "others"       # in a file of trials: the configs that have no entry of their own
 EQUAL = ("data", "run", "train.steps", "train.batch_size", "train.seq_len", "train.seed", "train.val_windows",
          "train.init_from", "train.position")    # no trial may change these: tokens, their order, the loss
 
 
-class Trial(NamedTuple):
+@dataclass
+class Trial:
     """One trained trial."""
 
     config: str                     # the path of its file
     point: Point
-    problem: str                    # "" if it was trained to the end
-    losses: dict[str, float]        # VALIDATION, SECOND, "loss at LENGTH", as far as measured: nats per token
+    problem: str = ""               # "" if it was trained to the end
+    losses: dict[str, float] = field(default_factory=dict)      # FIRST, SECOND: nats per token
 
     @property
     def values(self) -> str:
@@ -51,7 +51,7 @@ class Trial(NamedTuple):
     @property
     def score(self) -> float:
         """The validation loss, the mean over the seeds that it was trained with; lower is better."""
-        return statistics.fmean(self.losses[key] for key in (VALIDATION, SECOND) if key in self.losses)
+        return statistics.fmean(self.losses.values())
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -85,10 +85,8 @@ def read_points(path: Path, configs: Sequence[str]) -> dict[str, list[Point]]:
     except ValueError as error:
         raise UserError(f"--trials {path}: not valid TOML: {error}; see sweep.py --help") from error
     names = [Path(config).stem for config in configs]
-    for name in content:
-        if name not in (*names, OTHERS):
-            raise UserError(f"--trials {path}: {name} is none of the configs"
-                            f"{did_you_mean(name, names) or '; remove it, or add the config to the command'}")
+    for name in set(content) - {*names, OTHERS}:
+        raise UserError(f"--trials {path}: {name} is none of the configs{did_you_mean(name, names)}")
     points = {}
     for config, name in zip(configs, names, strict=True):
         grids = content.get(name, content.get(OTHERS))
@@ -120,10 +118,10 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
     if max(counts.values()) < 2:
         raise UserError("--choose: there is nothing to choose from; give --grid or --trials with at least "
                         "two trials")
-    first = load(next(iter(points)), overrides)
+    first = load_config(next(iter(points)), overrides, pretrained_tables)
     unequal = []
     for config, own in points.items():
-        resolved = load(config, overrides)
+        resolved = load_config(config, overrides, pretrained_tables)
         keys = {override.partition("=")[0] for point in own for override in point}
         for key in sorted(keys):
             if key.startswith(EQUAL):
@@ -140,11 +138,6 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
     return unequal
 
 
-def load(config: str, overrides: Sequence[str]) -> Config:
-    """The config with these overrides."""
-    return load_config(config, overrides, pretrained_tables)
-
-
 def has_own_parameters(config: Config) -> bool:
     """Whether the encoding or the query temperature has parameters."""
     with torch.device("meta"):                  # shapes without memory
@@ -156,46 +149,15 @@ def has_own_parameters(config: Config) -> bool:
 # The choice
 
 
-def trial_arguments(eval_arguments: Sequence[str], L: int) -> list[str]:
-    """Arguments of eval.py for a trial: those of --eval without methods of --extend, at L and 8 L alone."""
-    kept, is_value = [], False
-    for argument in eval_arguments:
-        if not (is_value or argument.startswith("--extend")):
-            kept.append(argument)
-        is_value = argument == "--extend"
-    return [*kept, "--protocol", "fixed", "--lengths", f"{L},{8 * L}"]
-
-
-def as_trial(job: Job, eval_arguments: Sequence[str]) -> Job:
-    """The job of a trial, whose results are in a file of their own."""
-    arguments = [*eval_arguments, "--json", str(job.run_dir / "trial.json")]
-    return job._replace(eval_arguments=arguments, results="trial.json")
-
-
-def read_trials(jobs: Sequence[Job], failed: Mapping[str, str]) -> list[Trial]:
-    """What the jobs of all trials measured; `failed` has the problem of each job that failed."""
-    trials = []
+def read_losses(trials: dict[Point, Trial], jobs: Sequence[Job], failed: Mapping[str, str], key: str) -> None:
+    """Add the validation losses of these jobs to the trials; `failed` has the problem of each that failed."""
     for job in jobs:
-        problem, losses = failed.get(job.name, ""), dict[str, float]()
-        if not problem or problem.startswith("eval.py"):    # trained: the choice needs no evaluation
-            losses[VALIDATION] = read_json(job.run_dir / "summary.json")["val_loss"]
-        if not problem and job.eval_arguments is not None:
-            losses |= {f"loss at {r['length']}": r["nll_sum"] / r["tokens"]
-                       for r in read_json(job.run_dir / job.results)["records"]}
-        trials.append(Trial(job.config, job.point, "" if losses else problem, losses))
-    return trials
-
-
-def with_second_seed(trials: Sequence[Trial], again: Sequence[Trial]) -> list[Trial]:
-    """The trials, with the losses and problems of those that were trained with the second seed too."""
-    second = {(t.config, t.values): t for t in again}
-    merged = []
-    for t in trials:
-        if other := second.get((t.config, t.values)):
-            losses = t.losses | {SECOND: other.losses[VALIDATION]} if other.losses else {}
-            t = t._replace(problem=other.problem, losses=losses)
-        merged.append(t)
-    return merged
+        t = trials.setdefault((job.config, *job.point), Trial(job.config, job.point))
+        loss = None if job.name in failed else read_json(job.run_dir / "summary.json")["val_loss"]
+        if loss is None:
+            t.problem, t.losses = failed.get(job.name, DIVERGED), {}
+        else:
+            t.losses[key] = loss
 
 
 def better_halves(trials: Sequence[Trial]) -> tuple[dict[str, list[Trial]], list[str]]:
@@ -220,8 +182,8 @@ def better_halves(trials: Sequence[Trial]) -> tuple[dict[str, list[Trial]], list
     return halves, problems
 
 
-def write_trials(out: Path, trials: Sequence[Trial], chosen: Mapping[str, Trial]) -> str:
-    """Write OUT/trials.csv: every trial with its losses. Returns it as text."""
+def write_trials(path: Path, trials: Sequence[Trial], chosen: Mapping[str, Trial]) -> str:
+    """Write every trial with its losses as CSV. Returns it as text."""
     rows = []
     for t in trials:
         remarks = [t.problem] if t.problem else []
@@ -230,8 +192,8 @@ def write_trials(out: Path, trials: Sequence[Trial], chosen: Mapping[str, Trial]
         rows.append({"config": Path(t.config).stem, "trial": t.values, "remarks": ", ".join(remarks),
                      **t.losses})
     table = pandas.DataFrame(rows)
-    out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out / "trials.csv", index=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(path, index=False)
     return table.to_string(index=False, float_format="%.4f", na_rep="-", justify="left")
 
 

@@ -25,6 +25,7 @@ Exit codes: 0 done, 1 a run failed, 2 a mistake in the call, 128 + n stopped by 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +57,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", metavar="N", type=int, default=1,
                         help="runs at a time, each with its share of the cores (default 1)")
     parser.add_argument("--runs", metavar="DIR", type=Path, default=Path("runs"), help="default %(default)s")
-    parser.add_argument("--eval", metavar="ARGS", default="", help='for eval.py: --eval="--windows 64"')
+    parser.add_argument("--eval", metavar="ARGS", type=shlex.split, default=[],
+                        help='for eval.py: --eval="--windows 64"')
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the report (default RUNS/report)")
     parser.add_argument("--submitit", metavar="FOLDER", type=Path, help="submit jobs; logs go to this folder")
     parser.add_argument("--slurm", nargs="+", type=pair, default=[], metavar="key=value",
@@ -68,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError("no config given, only overrides; give files such as configs/quick.toml")
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: must be at least 1")
-    args.eval, args.out = trials.split(args.eval, "--eval"), args.out or args.runs / "report"
+    args.out = args.out or args.runs / "report"
     return args
 
 
@@ -88,14 +90,14 @@ def failures(jobs: Sequence[Job], failed: dict[str, str]) -> list[str]:
 def choose(args: argparse.Namespace, points: Points) -> tuple[Points, list[str]]:
     """Train the trials; the chosen point of each config, and what failed."""
     unequal = trials.check_fair(points, args.overrides)
-    jobs = make_jobs(args.configs, args.overrides, args.seeds[:1], args.runs, None, points)
+    jobs = make_jobs(points, args.overrides, args.seeds[:1], args.runs, None)
     failed = run(args, jobs)
     found: dict[Point, trials.Trial] = {}
     trials.read_losses(found, jobs, failed, trials.FIRST)
     halves, problems = trials.better_halves(list(found.values()))
     if args.seeds[1:]:
-        again = {config: [t.point for t in half] for config, half in halves.items()}
-        second = make_jobs(list(again), args.overrides, args.seeds[1:2], args.runs, None, again)
+        again: Points = {config: [t.point for t in half] for config, half in halves.items()}
+        second = make_jobs(again, args.overrides, args.seeds[1:2], args.runs, None)
         failed |= run(args, second)
         trials.read_losses(found, second, failed, trials.SECOND)
         halves, problems = trials.better_halves(list(found.values()))
@@ -114,11 +116,11 @@ def main() -> int:
     args = parse_arguments()
     points: Points = (trials.read_points(args.trials, args.configs) if args.trials
                       else dict.fromkeys(args.configs, trials.grid_points(args.grid)))
-    make_jobs(args.configs, args.overrides, args.seeds, args.runs, args.eval, points)   # reports all problems
+    make_jobs(points, args.overrides, args.seeds, args.runs, args.eval)     # reports all problems
     problems: list[str] = []
     if args.choose:
         points, problems = choose(args, points)
-    jobs = make_jobs(list(points), args.overrides, args.seeds, args.runs, args.eval, points)
+    jobs = make_jobs(points, args.overrides, args.seeds, args.runs, args.eval)
     failed = run(args, jobs)
     problems += failures(jobs, failed)
     good = [job for job in jobs if job.name not in failed]

@@ -55,25 +55,21 @@ class Job(NamedTuple):
         return list((self.run_dir / "eval").glob("*.json"))
 
 
-def make_jobs(configs: Sequence[str], overrides: Sequence[str], seeds: Sequence[int], runs: Path,
-              eval_arguments: Sequence[str] | None, points: Points | None = None) -> list[Job]:
-    """Every config at each of its points (a config without points: once) with every seed.
-
-    Raises one UserError that lists all problems of all configs.
-    """
+def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], runs: Path,
+              eval_arguments: list[str] | None) -> list[Job]:
+    """Every config at each of its points with every seed. Raises one UserError with the problems of all."""
     jobs: dict[str, Job] = {}
     problems: list[str] = []
     each_seed: list[int | None] = [*seeds] or [None]
-    for config in configs:
-        for point, seed in itertools.product((points or {}).get(config, [[]]), each_seed):
+    for config in points:
+        for point, seed in itertools.product(points[config], each_seed):
             parts = [Path(config).stem, *(in_name(override, point) for override in point)]
             name = "-".join(parts if seed is None else [*parts, f"seed{seed}"])
             own = [*overrides, *point, f"run.dir={json.dumps(str(runs / name))}"]
             own += [] if seed is None else [f"train.seed={seed}"]
             if name in jobs:
                 problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")
-            jobs[name] = Job(name, config, point, own, runs / name,
-                             None if eval_arguments is None else list(eval_arguments))
+            jobs[name] = Job(name, config, point, own, runs / name, eval_arguments)
             try:
                 load_config(config, own, pretrained_tables)
             except UserError as error:

@@ -82,27 +82,20 @@ def read_points(path: Path, configs: Sequence[str]) -> dict[str, list[Point]]:
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"--trials {path}: not valid TOML: {error}; see sweep.py --help") from error
-    names = [Path(config).stem for config in configs]
-    for name in set(content) - {*names, OTHERS}:
-        raise UserError(f"--trials {path}: {name} is none of the configs{did_you_mean(name, names)}")
+        grids = {name: [shlex.split(grid) for grid in own] for name, own in content.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"--trials {path}: {error}; see sweep.py --help for an example") from error
+    names = {config: Path(config).stem for config in configs}
+    for name in grids.keys() - {*names.values(), OTHERS}:
+        raise UserError(f"--trials {path}: {name} is none of the configs{did_you_mean(name, names.values())}")
     points = {}
-    for config, name in zip(configs, names, strict=True):
-        grids = content.get(name, content.get(OTHERS))
-        if not isinstance(grids, list) or not grids or not all(isinstance(grid, str) for grid in grids):
-            raise UserError(f'--trials {path}: {name} must be a list of grids such as ["train.lr=1e-3,2e-3"],'
-                            f" got {grids!r}; add it, or {OTHERS} = [...] for all configs that are not named")
-        points[config] = [point for grid in grids for point in grid_points(split(grid, f"--trials {path}"))]
+    for config, name in names.items():
+        own = grids.get(name, grids.get(OTHERS, []))
+        points[config] = [point for grid in own for point in grid_points(grid)]
+        if not points[config]:
+            raise UserError(f'--trials {path}: {name} has no trials; add {name} = ["train.lr=1e-3,2e-3"], or '
+                            f"{OTHERS} = [...] for all configs that are not named")
     return points
-
-
-def split(text: str, where: str) -> list[str]:
-    """The arguments in a text, as a shell splits them. Raises UserError."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{where}: {text!r} has {str(error).lower()}; close the quotes") from error
 
 
 def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:

@@ -96,7 +96,7 @@ def test_an_evaluation_is_repeated_when_checkpoint_or_arguments_changed(monkeypa
         return 0
 
     def evaluated(*arguments: str) -> bool:
-        job = sweeping.make_jobs(["rope.toml"], TINY, [], Path("runs"), arguments)[0]
+        (job,) = sweeping.make_jobs({"rope.toml": [[]]}, TINY, [], Path("runs"), list(arguments))
         assert sweeping.work(job) == "" and sweeping.evaluation(job) == ["words"]
         return "eval.py" in calls[-2:] and calls.pop() == "eval.py"
 
@@ -123,7 +123,7 @@ def test_workers_run_at_a_time_with_their_share_of_the_cores(monkeypatch, capsys
     monkeypatch.setattr(sweeping, "work", work)
     monkeypatch.setenv("OMP_NUM_THREADS", "")       # so that it is restored
     monkeypatch.delenv("OMP_NUM_THREADS")
-    jobs = sweeping.make_jobs(["rope.toml"], TINY, [0, 1, 2, 3], Path("runs"), [])
+    jobs = sweeping.make_jobs({"rope.toml": [[]]}, TINY, [0, 1, 2, 3], Path("runs"), [])
     assert sweeping.run_here(jobs, 2) == {"rope-seed1": "train.py ended with 2"}
     assert "rope-seed1: train.py ended with 2\n" in capsys.readouterr().out
     assert int(os.environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
@@ -131,15 +131,16 @@ def test_workers_run_at_a_time_with_their_share_of_the_cores(monkeypatch, capsys
 
 def test_jobs_are_configs_times_points_times_seeds_and_all_problems_come_at_once() -> None:
     points = trials.grid_points(["train.lr=1e-3,2e-3", "position.layers=first,[0,1]"])
-    jobs = sweeping.make_jobs(["rope.toml"], TINY, [0, 1], Path("a b"), [], {"rope.toml": points})
+    jobs = sweeping.make_jobs({"rope.toml": points}, TINY, [0, 1], Path("a b"), [])
     assert [j.name for j in jobs] == [f"rope-lr-{lr}-layers-{layers}-seed{seed}" for lr in ("1e-3", "2e-3")
                                       for layers in ("first", "_0_1_") for seed in (0, 1)]
     assert jobs[-1].overrides[len(TINY):] == ["train.lr=2e-3", "position.layers=[0,1]",
                                               f'run.dir="a b/{jobs[-1].name}"', "train.seed=1"]
     point = ["train.window=8", "model.window=9"]                        # the same key in two sections
     assert [sweeping.in_name(override, point) for override in point] == ["train.window-8", "model.window-9"]
+    wrong = {"x.toml": [[]], "y.toml": [[]], "rope.toml": [["train.lr=-1"]]}
     with pytest.raises(UserError) as error:
-        sweeping.make_jobs(["x.toml", "y.toml"], ["train.lr=-1"], [0, 1], Path("runs"), [])
+        sweeping.make_jobs(wrong, [], [0, 1], Path("runs"), [])
     assert len(error.value.problems) == 3
 
 
@@ -151,19 +152,23 @@ def test_jobs_are_configs_times_points_times_seeds_and_all_problems_come_at_once
     (["rope.toml", "--grid", "train.lr=1,1"], "section.key=value,value with different values"),
     (["rope.toml", "--grid", "train.lr=1", "--grid", "train.lr=2"], "--grid train.lr: given twice"),
     (["rope.toml", "--grid", "train.sed=1,2"], "did you mean seed?"),
-    (["rope.toml", "--eval", "'"], "has no closing quotation; close the quotes"),
+    (["rope.toml", "--eval", "'"], "argument --eval"),
     (["rope.toml", "--workers", "0"], "--workers 0: must be at least 1"),
     (["rope.toml", "--choose", "val_loss"], "there is nothing to choose from"),
     (["rope.toml", "--choose", "val_loss", "--grid", "train.steps=1,2"], "must not differ in train.steps"),
     (["rope.toml", "--choose", "val_loss", "--grid", "position.lr_scale=1,2"], "has no effect on rope.toml"),
     (["rope.toml", "--trials", "wrong.toml"], "rop is none of the configs; did you mean rope?"),
-    (["alibi.toml", "--trials", "short.toml"], "alibi must be a list of grids"),
+    (["alibi.toml", "--trials", "short.toml"], "must read section.key=value"),
+    (["rope.toml", "--trials", "empty.toml"], "rope has no trials; add rope = "),
+    (["rope.toml", "--trials", "open.toml"], "--trials open.toml: No closing quotation"),
     (["rope.toml", "alibi.toml", "--trials", "unequal.toml", "--choose", "val_loss"], "got 2 for rope"),
     (["rope.toml", "long.toml", "--grid", "train.lr=1,2", "--choose", "val_loss"], "another train.seq_len"),
     (["rope.toml", "--submitit", "jobs", "--slurm", "tiemout_min=3"], "tiemout_min"),
 ])
 def test_mistakes_are_errors_and_nothing_starts(arguments: list[str], expected: str, monkeypatch) -> None:
     Path("wrong.toml").write_text('rop = ["train.lr=1,2"]')
+    Path("empty.toml").write_text("")
+    Path("open.toml").write_text("""rope = ["train.lr='1"]""")
     Path("short.toml").write_text('alibi = "train.lr=1,2"')
     Path("unequal.toml").write_text('rope = ["train.lr=1,2"]\nothers = ["train.lr=1"]')
     Path("long.toml").write_text('extends = "rope.toml"\ntrain.seq_len = 64\n')

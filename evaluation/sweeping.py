@@ -215,6 +215,7 @@ def finish(job: Job, problem: str, failed: dict[str, str]) -> None:
     for line in output.rpartition("\n$ python eval.py ")[2].splitlines():
         if line.startswith("skipped --extend "):
             tqdm.write(f"{job.name}: {line}")
+    sys.stdout.flush()
     if problem:
         failed[job.name] = problem
 

@@ -38,18 +38,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_a_sweep_trains_evaluates_compares_and_does_nothing_twice() -> None:
-    """A run that fails is named, a method that does not fit a config is skipped there, the others go on."""
-    arguments = ("rope.toml", "broken.toml", "alibi.toml", "--workers", "2", f"{EVAL} --extend yarn")
+    """A method that does not fit a config is skipped there."""
+    arguments = ("rope.toml", "alibi.toml", "--workers", "2", f"{EVAL} --extend yarn")
     done = run(*arguments)
-    assert done.returncode == 1, done.stderr
-    assert "rope: done" in done.stdout and "broken: train.py ended with 2" in done.stdout
-    assert "alibi: skipped --extend yarn" in done.stdout
-    (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert error.startswith("error: run broken: train.py ended with 2: error: data.dir nowhere")
-    assert error.endswith("see runs/broken.log") and "yarn" in Path("runs/report/report.md").read_text()
+    assert done.returncode == 0, done.stderr
+    assert "rope: done" in done.stdout and "alibi: skipped --extend yarn" in done.stdout
+    assert "yarn" in Path("runs/report/report.md").read_text()
     files = [p for name in ("rope", "alibi") for p in (Path("runs") / name).rglob("*") if p.is_file()]
     before = {path: path.stat().st_mtime_ns for path in files}
-    assert run(*arguments).returncode == 1
+    assert run(*arguments).returncode == 0
     assert before == {path: path.stat().st_mtime_ns for path in files}
 
 
@@ -77,10 +74,13 @@ def test_an_interrupted_sweep_saves_and_resumes() -> None:
 
 @pytest.mark.slow
 def test_submitit_runs_each_as_a_job() -> None:
+    """A run that fails is named, and the others go on."""
     pytest.importorskip("submitit")
     done = run("rope.toml", "broken.toml", "--submitit", "jobs", "--slurm", "timeout_min=5")
     assert done.returncode == 1, done.stderr
-    assert "rope: done" in done.stdout and "run broken: train.py ended with 2" in done.stderr
+    assert "rope: done" in done.stdout and "broken: train.py ended with 2" in done.stdout
+    assert done.stderr.startswith("error: run broken: train.py ended with 2: error: data.dir nowhere")
+    assert done.stderr.endswith("see runs/broken.log\n") and done.stderr.count("\n") == 1
     assert len(list(Path("jobs").glob("*_submitted.pkl"))) == 2 and Path("runs/report/report.md").exists()
 
 

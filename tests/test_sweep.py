@@ -43,7 +43,7 @@ def test_a_sweep_trains_evaluates_compares_and_does_nothing_twice() -> None:
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
     assert "rope: done" in done.stdout and "alibi: skipped --extend yarn" in done.stdout
-    assert "yarn" in Path("runs/report/report.md").read_text()
+    assert "yarn" in Path("runs/report/report.html").read_text()
     files = [p for name in ("rope", "alibi") for p in (Path("runs") / name).rglob("*") if p.is_file()]
     before = {path: path.stat().st_mtime_ns for path in files}
     assert run(*arguments).returncode == 0
@@ -81,7 +81,7 @@ def test_submitit_runs_each_as_a_job() -> None:
     assert "rope: done" in done.stdout and "broken: train.py ended with 2" in done.stdout
     assert done.stderr.startswith("error: run broken: train.py ended with 2: error: data.dir nowhere")
     assert done.stderr.endswith("see runs/broken.log\n") and done.stderr.count("\n") == 1
-    assert len(list(Path("jobs").glob("*_submitted.pkl"))) == 2 and Path("runs/report/report.md").exists()
+    assert len(list(Path("jobs").glob("*_submitted.pkl"))) == 2 and Path("runs/report/report.html").exists()
 
 
 def test_an_evaluation_is_repeated_when_checkpoint_or_arguments_changed(monkeypatch) -> None:

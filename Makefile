@@ -1,19 +1,16 @@
 # make train     set up .venv, prepare the corpus if it is missing, train the quick config, evaluate it at
 #                longer contexts
-# make test      the tests without those marked slow or gpu: about a minute and a half on two cores
-# make test-all  every test that this machine can run; the ones marked gpu are skipped where there is no CUDA
-# make lint      ruff, mypy, and the contract that imports point one way
+# make test      the fast tests: about a minute on two cores
+# make test-all  all tests but those marked gpu or soak
+# make lint      ruff and mypy
 # make compare   train and evaluate four encodings at the quick size -> runs/compare/report/report.html;
 #                takes four times as long as make train; the same command resumes an interrupted one
-# make bench     on the CPU, which must be otherwise idle: a training step of nanorope and of its peers
-#                -> results/bench-cpu.md, of each encoding relative to RoPE's -> results/bench-encodings.md,
-#                its growth with T and with the number of parameters -> results/growth.md
+# make bench     on the CPU, which must be otherwise idle: a training step of nanorope and of its peers, of each
+#                encoding relative to RoPE's, and by length and size -> runs/bench/
 # make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/; in four parts
 #                of at most ten minutes each: make gpu-parity, gpu-speed (NANOGPT=FOLDER adds a checkout of
 #                nanoGPT), gpu-encodings, gpu-flex
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
-# make soak      break training again and again, half an hour -> docs/reliability.md; needs root to mount
-#                small disks
 # make lock      pin what pip finds now for the ranges of pyproject.toml -> constraints.txt; needs the network
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
@@ -22,7 +19,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery soak lock
+.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -30,47 +27,44 @@ train: .venv/.installed data/stdlib/meta.json
 	$(PY) eval.py runs/quick
 
 test: .venv/.installed-test
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu and not soak" --ignore tests/peers
 
 test-all: .venv/.installed-test
-	$(PYTEST)
+	$(PYTEST) -m "not gpu and not soak"
 
 lint: .venv/.installed-test
 	$(PY) -m ruff check
 	$(PY) -m mypy
-	$(PY) .ci/layers.py
 
 compare: .venv/.installed data/stdlib/meta.json
 	$(PY) sweep.py configs/quick.toml configs/alibi.toml configs/sinusoidal.toml configs/none.toml --runs runs/compare
 
+STEPS := $(PY) -m bench.steps
 bench: .venv/.installed-test
-	$(PY) -m bench.training --out results/bench-cpu.md
-	$(PY) -m bench.each_encoding --out results/bench-encodings.md
-	$(PY) -m bench.growth --out results/growth.md
+	$(STEPS) --shapes 256,16 1024,4 --out runs/bench/peers.md
+	$(STEPS) rope encodings --sizes 4x192 --shapes 128,32 256,16 1024,4 --rounds 5 --out runs/bench/encodings.md
+	$(STEPS) rope alibi t5 x-transformers --shapes 512,8 2048,2 4096,1 8192,1 --rounds 2 --out runs/bench/lengths.md
+	$(STEPS) rope x-transformers --sizes 5x128 6x192 9x576 14x768 --rounds 3 --out runs/bench/sizes.md
 
 # `make bench-gpu PY=python3` uses a Python that has PyTorch already, with what is missing on PYTHONPATH
-GPU := --device cuda --preset gpt2-124m
+GPT2 := learned+model.norm=layernorm+model.mlp=gelu+model.bias=true
+WIDE := --device cuda --shapes 1024,16 --sizes
 bench-gpu: gpu-parity gpu-speed gpu-encodings gpu-flex
 READY := $(if $(filter file,$(origin PY)),.venv/.installed-test)
 
 gpu-parity: $(READY)
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout 580 $(PY) -m pytest -m gpu -n 14 --tb=short 2>&1 | tee results/gpu/parity.txt
 
-gpu-speed: export TORCHINDUCTOR_COMPILE_THREADS = 3
+gpu-speed gpu-encodings gpu-flex: export TORCHINDUCTOR_COMPILE_THREADS = 2
 gpu-speed: $(READY)
-	timeout 200 $(PY) -m bench.training $(GPU) $(if $(NANOGPT),--nanogpt $(NANOGPT)) --out results/gpu/training.md
-	timeout 90 $(PY) -m bench.evaluation $(GPU) --length 65536 --rounds 1 --out results/gpu/evaluation.md
-	timeout 200 $(PY) -m bench.growth --device cuda --rounds 1 --seconds 0.5 --sizes 6x384,12x768,24x1024,36x1280,48x1600,32x2560,32x4096 --out results/gpu/growth.md
+	timeout 300 $(STEPS) rope+compile rope $(GPT2)+compile llama+compile $(if $(NANOGPT),$(NANOGPT)/model.py+compile) model.vocab_size=50304 $(WIDE) 12x768 --out results/gpu/training.md
+	timeout 270 $(STEPS) rope model.vocab_size=50304 $(WIDE) 6x384 24x1024 36x1280 48x1600 --rounds 3 --out results/gpu/sizes.md
 
-gpu-encodings: export TORCHINDUCTOR_COMPILE_THREADS = 2
 gpu-encodings: $(READY)
-	timeout 580 $(PY) -m bench.each_encoding $(GPU) --compile --out results/gpu/encodings.md
+	timeout 580 $(STEPS) rope+compile encodings+compile model.vocab_size=512 $(WIDE) 4x768 --out results/gpu/encodings.md
 
 gpu-flex: $(READY)
-	timeout 580 $(PY) -m bench.attention --device cuda --compile --lengths 1024 --out results/gpu/attention.md
-
-soak: .venv/.installed-test
-	$(PY) -m bench.soak
+	timeout 580 $(STEPS) rope+compile $(foreach case,rope+model.window=256 alibi t5 t5+model.window=256 kerple_log sandwich,$(case)+compile $(case)+model.flex=true+compile) model.vocab_size=512 $(WIDE) 4x768 --out results/gpu/flex.md
 
 gallery: .venv/.installed
 	$(PY) -m docs.gallery

@@ -1,15 +1,15 @@
 """Time to a loss: a plain config and its speedrun, both trained by train.py, in turn.
 
-`python -m bench.speedrun [PAIR] [--data DIR] [--rounds N] [--out FILE.md]` trains the two configs of a pair
-in turn, each from scratch in a fresh process; the seed is the number of the round.
+`python -m bench.speedrun [PAIR] [section.key=value ...] [--rounds N]` trains the two configs of a pair in
+turn, each from scratch in a fresh process; the seed is the number of the round.
 
   tinyshakespeare  nanoGPT's own CPU example, which reaches 1.886 nats per character after its 2000 steps
   quick            the model of `make train`, trained by AdamW, and the config of `make train`, which reaches
                    1.345 nats per token (perplexity 3.84) in less time
 
-It measures the wall time of the whole process, that of the training loop in it (summary.json's wall_s; both
+It prints the wall time of the whole process, that of the training loop in it (summary.json's wall_s; both
 include validation), and the loss at the end, on the whole validation split or, for quick, on 131,072 tokens
-of it. The speedrun must end at or below the loss of the pair; otherwise the round is shown as missed.
+of it. The speedrun must end at or below the loss of the pair.
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from bench.measuring import table, write
-from config import Config, load_config
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
@@ -35,92 +31,51 @@ from runtime.errors import UserError
 class Pair(NamedTuple):
     """Two configs of the same corpus, the loss to reach in nats per token, and overrides of both."""
 
-    baseline: Path
-    speedrun: Path
+    baseline: str
+    speedrun: str
     target: float
     overrides: tuple[str, ...] = ()
 
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+ROOT = Path(__file__).resolve().parent.parent
 PAIRS = {
-    "tinyshakespeare": Pair(CONFIGS / "tinyshakespeare-nanogpt.toml",
-                            CONFIGS / "tinyshakespeare-speedrun.toml", 1.886),
-    "quick": Pair(CONFIGS / "quick-adamw.toml", CONFIGS / "quick.toml", 1.345,
+    "tinyshakespeare": Pair("tinyshakespeare-nanogpt", "tinyshakespeare-speedrun", 1.886),
+    "quick": Pair("quick-adamw", "quick", 1.345,
                   ("train.val_windows=1024", "run.eval_every=1000")),       # validated once, at the end
 }
 
 
-class Trained(NamedTuple):
-    """A training in a fresh process: seconds of the process and of the training loop, and the loss."""
-
-    wall_s: float
-    loop_s: float
-    val_loss: float
-
-
-def train(path: Path, overrides: Sequence[str], seed: int) -> Trained:
-    """Train a config from scratch. Raises UserError with the last lines of train.py if that fails."""
+def train(config: str, overrides: Sequence[str]) -> tuple[float, float, float]:
+    """Train a config from scratch: seconds of the process and of the training loop, and the loss."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        done = subprocess.run([sys.executable, CONFIGS.parent / "train.py", path, f"train.seed={seed}",
-                               f"run.dir={folder}/run", *overrides], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, ROOT / "train.py", ROOT / "configs" / f"{config}.toml",
+                               *overrides, f"run.dir={folder}/run"], capture_output=True, text=True)
         wall_s = time.perf_counter() - began
         if done.returncode:
             raise UserError(*(line.removeprefix("error: ") for line in done.stderr.splitlines()[-3:]))
-        summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
-    return Trained(wall_s, summary["wall_s"], summary["val_loss"])
-
-
-def describe(name: str, config: Config) -> str:
-    """The hyper-parameters of a config that matter for its time."""
-    m, t = config.model, config.train
-    return (f"- {name}: {m.n_layer} layers, {m.n_embd} wide, {config.position.encoding}, {m.mlp}, "
-            f"{t.optimizer}, {t.dtype}, {t.steps} steps of {t.batch_size} x {t.seq_len} = "
-            f"{t.steps * t.batch_size * t.seq_len:,} tokens")
-
-
-def cells(seed: int, baseline: Trained, speedrun: Trained, target: float) -> tuple[str, ...]:
-    """A round as a row of the table."""
-    return (str(seed), f"{baseline.wall_s:.1f} ({baseline.loop_s:.1f})", f"{baseline.val_loss:.4f}",
-            f"{speedrun.wall_s:.1f} ({speedrun.loop_s:.1f})", f"{speedrun.val_loss:.4f}",
-            "yes" if speedrun.val_loss <= target else "**missed**",
-            f"{speedrun.wall_s / baseline.wall_s:.3f} ({speedrun.loop_s / baseline.loop_s:.3f})")
-
-
-def report(pair: Pair, data: str | None, n_rounds: int) -> str:
-    """The table as Markdown; each round is printed on stderr as it ends."""
-    head = [f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}; seconds of the process "
-            "(in brackets those of the training loop), nats per validation token", "",
-            *(describe(path.stem, load_config(path)) for path in pair[:2]), ""]
-    overrides = [*pair.overrides, *([f"data.dir={data}"] if data else [])]
-    rounds, rows = [], []
-    for seed in range(n_rounds):
-        rounds.append((train(pair.baseline, overrides, seed), train(pair.speedrun, overrides, seed)))
-        rows.append(cells(seed, *rounds[-1], pair.target))
-        print(*rows[-1], file=sys.stderr, flush=True)
-    ratios = [speedrun.wall_s / baseline.wall_s for baseline, speedrun in rounds]
-    n_reached = sum(speedrun.val_loss <= pair.target for _, speedrun in rounds)
-    verdict = (f"The loss was reached in {n_reached} of {n_rounds} rounds; seconds over "
-               f"{pair.baseline.stem}'s: median {statistics.median(ratios):.3f}, {min(ratios):.3f} to "
-               f"{max(ratios):.3f}.")
-    columns = ("seed", f"{pair.baseline.stem}, s", "loss", f"{pair.speedrun.stem}, s", "loss",
-               f"<= {pair.target}", "ratio of seconds")
-    return "\n".join([*head, *table(columns, rows), "", verdict])
+        summary = json.loads((Path(folder) / "run" / "summary.json").read_text(encoding="utf-8"))
+    return wall_s, summary["wall_s"], summary["val_loss"]
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__ or "")
     parser.add_argument("pair", nargs="?", choices=PAIRS, default="tinyshakespeare",
-                        help="which pair (default %(default)s)")
-    parser.add_argument("--data", help="the corpus (default: that of the configs, data/tinyshakespeare, "
-                                       "prepared from nanoGPT's input.txt, or data/stdlib)")
+                        help="default %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change both configs")
     parser.add_argument("--rounds", type=int, default=3, help="trainings of each (default %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write the result to this file")
-    args = parser.parse_args()
-    if args.rounds < 1:
-        raise UserError(f"--rounds {args.rounds}: must be at least 1")
-    text = report(PAIRS[args.pair], args.data, args.rounds)
-    write(args.out, text)
+    args = parser.parse_intermixed_args()
+    pair, ratios = PAIRS[args.pair], []
+    print(f"| seed | {pair.baseline}, s (in the loop) | loss | {pair.speedrun}, s (in the loop) | loss "
+          f"| <= {pair.target} | ratio of seconds |", "|---|" + "---:|" * 6, sep="\n", flush=True)
+    for seed in range(args.rounds):
+        (slow, slow_loop, high), (fast, fast_loop, low) = (
+            train(config, [*pair.overrides, f"train.seed={seed}", *args.overrides]) for config in pair[:2])
+        ratios.append(fast / slow)
+        is_reached = "yes" if low <= pair.target else "**missed**"
+        print(f"| {seed} | {slow:.1f} ({slow_loop:.1f}) | {high:.4f} | {fast:.1f} ({fast_loop:.1f}) "
+              f"| {low:.4f} | {is_reached} | {ratios[-1]:.3f} |", flush=True)
+    print(f"\nratio of seconds: median {statistics.median(ratios):.3f}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The documentation, and the scripts that generate a part of it: `python -m docs.gallery`.
 
-data, longer-contexts, probes, hugging-face, comparing, fair-comparisons, speed, scaling, reliability
-             pages on one subject each
-encodings    the field guide; its tables, pictures and captions are generated
+data, longer-contexts, probes, hugging-face, comparing, fair-comparisons, speed, scaling    one subject each
+encodings    the field guide; its tables, formulas and pictures are generated
 gallery      draws the pictures and writes the field guide (`make gallery`)
 properties   properties of the encodings, measured
 """

@@ -1,10 +1,9 @@
 """The field guide: pictures and computed properties of every encoding, written into docs/encodings.md.
 
 `python -m docs.gallery` takes no arguments and half a minute on one core. It writes results/gallery/NAME.png
-for each encoding of the registry, with a row for each hook that its class overrides, and two classic
-pictures. In docs/encodings.md it replaces the text between `begin NAME` and `end NAME`, adds missing
-sections, and leaves the rest, which is written by hand. Costs come from results/bench-encodings.md and
-perplexities from results/every-encoding/NAME.json, if these exist.
+for each encoding of the registry, with a row for each hook that its class overrides, and a picture of RoPE's
+decay. In docs/encodings.md it replaces the text between `begin NAME` and `end NAME`, adds missing
+sections, and leaves the rest, which is written by hand. Costs come from results/speed.md.
 
 Legend: n positions, C = n_embd, H = n_head, D channels of a head, L = train.seq_len.
 """
@@ -12,7 +11,6 @@ Legend: n positions, C = n_embd, H = n_head, D channels of a head, L = train.seq
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,34 +26,30 @@ from torch import Tensor
 
 import rope
 from docs.properties import HOOKS, SHAPE, Properties, added, biases, logits, make, overridden, properties
-from evaluation.report import DASHES, STYLES
 from positions import ENCODINGS, Encoding
-from positions.invariance import factor_and_bias
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "docs" / "encodings.md"
 PICTURES = ROOT / "results" / "gallery"
-BENCH = ROOT / "results" / "bench-encodings.md"
-RUNS = ROOT / "results" / "every-encoding"
+COSTS = ROOT / "results" / "speed.md"
 
 L = SHAPE.seq_len
 ROUNDING = 1e-3         # a residual, or a change of logits, below it counts as 0: fp32 angles leave 1e-6
-SHADE = 32              # of 255: between two CPUs the colours of a pixel differed by at most 24
 UNWRITTEN = "Not written yet."      # in a section that `update` adds; the tests refuse it in the guide
-MULTIPLES = (0.5, 1, 2, 8, 16)
 MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.12, "top": 0.86}    # the "constrained" layout is slow
 LOWEST = 40             # lines end this far below the highest logit of a head: a weight of exp(-40)
-LINES = [{"color": color, "linestyle": (0, dash) if dash else "-"}
-         for (color, _, _), dash in zip(STYLES[1:], DASHES + DASHES, strict=False)]
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")                  # of Okabe and Ito
+LINES = [{"color": colour, "linestyle": style}
+         for colour, style in zip(COLOURS, ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 2, 2, 2))), strict=True)]
 
 
 # -----------------------------------------------------------------------------------------------------------
 # Pictures
 
 
-def draw_embed(figure: Any, encoding: Encoding) -> str:
+def draw_embed(figure: Any, encoding: Encoding) -> None:
     """Heat map of the vectors that `embed` adds, by position and channel."""
     n = 4 * L
     n_defined = min(n, encoding.max_length or n)
@@ -69,23 +63,18 @@ def draw_embed(figure: Any, encoding: Encoding) -> str:
         axis.text((n_defined + n) / 2, used / 2, "not defined", ha="center", va="center")
     mark(axis, color="white" if n_defined == n else "black", linestyle="--")
     axis.set(xlabel="position (tokens)", ylabel="channel")
-    return (f"The vector added to the embedding of the token at each position, 0 ... {n - 1} = 4 L - 1, in "
-            f"{'all' if used == SHAPE.n_embd else f'the first {used} of'} {SHAPE.n_embd} channels.")
 
 
-def draw_rotate(figure: Any, encoding: Encoding) -> str:
+def draw_rotate(figure: Any, encoding: Encoding) -> None:
     """Logits of all-ones queries and keys, by distance."""
     draw_by_distance(figure, logits(encoding, 8 * L), None, "logit of q = k = 1")
-    return "The logit of a query and a key whose channels are all 1, rotated, over sqrt(D), by distance."
 
 
-def draw_scores(figure: Any, encoding: Encoding) -> str:
+def draw_scores(figure: Any, encoding: Encoding) -> None:
     """What `scores` adds to the logits, by distance."""
     far, near = biases(encoding, 8 * L), biases(encoding, L)
     is_same = torch.allclose(far[:, :L + 1], near, atol=1e-4)
     draw_by_distance(figure, far, None if is_same else near, "added to the logit")
-    caption = "Added to the logit of one random query and key, the same at all positions, by distance"
-    return caption + ("." if is_same else ", for the query at position 8 L and (thin) the one at L.")
 
 
 def draw_by_distance(figure: Any, far: Tensor, near: Tensor | None, label: str) -> None:
@@ -107,20 +96,18 @@ def draw_by_distance(figure: Any, far: Tensor, near: Tensor | None, label: str) 
     axis.legend()
 
 
-def draw_mask(figure: Any, encoding: Encoding) -> str:
+def draw_mask(figure: Any, encoding: Encoding) -> None:
     """The weight of each key if no hook is overridden and all logits are equal."""
     seen = torch.arange(1, 8 * L + 1)
     axis = figure.subplots(gridspec_kw=MARGINS)
-    axis.plot(seen, 1 / seen, color=LINES[0]["color"])
+    axis.plot(seen, 1 / seen, color=COLOURS[0])
     axis.set(xscale="log", yscale="log", xlabel="keys that the query sees (tokens)",
              ylabel="weight of each key")
     axis.grid(alpha=0.3)
     mark(axis)
-    return ("Nothing is added. Only the causal mask remains: if all logits are equal, the weight of each key "
-            "is one over the number of keys that the query sees, from which a layer can infer the position.")
 
 
-DRAW: dict[str, Callable[[Any, Encoding], str]] = {
+DRAW: dict[str, Callable[[Any, Encoding], None]] = {
     "embed": draw_embed, "rotate": draw_rotate, "scores": draw_scores}
 
 
@@ -130,31 +117,15 @@ def mark(axis: Axes, **style: Any) -> None:
     axis.annotate(f"L = {L}", (L, 1.01), xycoords=("data", "axes fraction"), ha="center")
 
 
-def draw(name: str, folder: Path) -> str:
-    """Write NAME.png, with a row for each hook that the class overrides. Returns its caption."""
+def draw(name: str, folder: Path) -> None:
+    """NAME.png: a row for each hook that the encoding overrides."""
     encoding = make(name)
     rows = [DRAW[hook] for hook in overridden(type(encoding))] or [draw_mask]
     figure = Figure(figsize=(10, 5.2 * len(rows)))                      # 2 pixels for each of 192 channels
     figure.suptitle(name, fontweight="bold")
-    parts = figure.subfigures(len(rows), squeeze=False)[:, 0]
-    captions = [row(part, encoding) for row, part in zip(rows, parts, strict=True)]
+    for row, part in zip(rows, figure.subfigures(len(rows), squeeze=False)[:, 0], strict=True):
+        row(part, encoding)
     save(figure, folder / f"{name}.png")
-    if list(encoding.parameters()):
-        captions.append("Parameters before training (seed 0); those that start at 0 are drawn at random.")
-    return " ".join(captions)
-
-
-def draw_bits(folder: Path) -> None:
-    """The classic picture of binary positions: each bit changes half as often as the one before."""
-    bits = added(make("binary"), 32)[:, :5].T.flip(0)                   # (5, 32), the highest bit on top
-    figure = Figure(figsize=(10, 2.8))
-    axis = figure.subplots(gridspec_kw=MARGINS | {"bottom": 0.18})
-    axis.imshow(bits.numpy(), aspect="auto", cmap="Greys", vmin=0, vmax=3)
-    for (bit, position), value in np.ndenumerate(bits.numpy()):
-        axis.text(position, bit, f"{value:.0f}", ha="center", va="center")
-    axis.set(xlabel="position (tokens)", ylabel="bit = channel", title="binary: the bits of the position",
-             xticks=range(32), yticks=range(5), yticklabels=range(4, -1, -1))
-    save(figure, folder / "binary-bits.png")
 
 
 def draw_decay(folder: Path) -> None:
@@ -165,7 +136,7 @@ def draw_decay(folder: Path) -> None:
     axes = figure.subplots(1, 3, sharey=True, gridspec_kw=MARGINS | {"wspace": 0.05})
     for axis, dim in zip(axes, (32, 64, 128), strict=True):
         for base, style in zip((100, 10_000, 500_000), LINES, strict=False):
-            curve = rope.long_term_decay(distance, rope.inv_freq(dim, base))
+            curve = rope.angles(distance, rope.inv_freq(dim, base)).cos().mean(dim=-1)
             mean = [curve[a:b].mean() for a, b in zip(edges, edges[1:], strict=False)]
             axis.plot(distance[1:], curve[1:], color=style["color"], alpha=0.25, linewidth=0.5)
             axis.plot((edges[:-1] * edges[1:]).sqrt(), mean, **style,
@@ -179,41 +150,11 @@ def draw_decay(folder: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """1,000 pixels wide, in 256 colours: a third of the bytes and no visible difference.
-
-    A file that shows the same stays as it is: the last bits of a curve, and with them the shades of pixels
-    at its edge, depend on the CPU.
-    """
+    """1,000 pixels wide, in 256 colours: a third of the bytes and no visible difference."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(
-        256, Image.Quantize.MAXCOVERAGE)
-    before, after = (np.asarray(image.convert("RGB"), np.int16) for image in (
-        Image.open(path) if path.exists() else Image.new("RGB", (0, 0)), picture))
-    if before.shape != after.shape or abs(after - before).max() > SHADE:
-        picture.save(path)
-
-
-def draw_scale_invariant(folder: Path, tau: float = 10.0) -> None:
-    """The factor and the bias of position.scale_invariant, and the attention that each range then gets."""
-    distance = torch.arange(2**16).double()
-    factor, bias = factor_and_bias(distance, tau)
-    expected = torch.stack((torch.full_like(bias, 0.5), bias + factor**2 / 2)).exp()    # E exp(a z + m)
-    figure = Figure(figsize=(10, 4.4))
-    near, far = figure.subplots(1, 2, gridspec_kw=MARGINS | {"wspace": 0.25, "bottom": 0.13})
-    for values, style, label in ((factor, LINES[0], "factor a"), (bias, LINES[1], "bias m")):
-        near.plot(distance[1:], values[1:], **style, label=label)
-    ranges = 2 ** torch.arange(16)                                      # from d to 2 d - 1
-    for weights, style, label in zip(expected, LINES, ("plain softmax", f"tau = {tau:g}"), strict=False):
-        sums = torch.stack([weights[d:2 * d].sum() for d in ranges])
-        far.plot(ranges, sums / weights.sum(), **style, marker=".", label=label)
-    near.set(xscale="log", xlabel="distance (tokens)", ylabel="factor on the logit, bias")
-    far.set(xscale="log", xlabel="distances d to 2 d - 1, by d (tokens)", ylabel="share of the attention")
-    for axis in (near, far):
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.suptitle("scale-invariant attention", fontweight="bold")
-    save(figure, folder / "scale-invariant.png")
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(path)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -226,83 +167,51 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "---:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def link(name: str) -> str:
-    """A link to the section of an encoding."""
-    return f"[`{name}`](#{name})"
-
-
-def places(name: str) -> str:
-    """What the encoding acts on, in words."""
-    return " and ".join(HOOKS[hook] for hook in overridden(ENCODINGS[name])) or "nothing"
-
-
 def contents() -> str:
-    """The list of sections, with the first sentence of each docstring."""
+    """The list of sections, with what each encoding acts on and the first sentence of its docstring."""
     rows = []
     for name, encoding in ENCODINGS.items():
         sentence = re.split(r"(?<=\S)\.\s", (encoding.__doc__ or "").strip() + " ")[0]
-        rows.append([link(name), places(name), sentence.replace("|", "\\|").replace("*", "\\*")])
+        acts_on = " and ".join(HOOKS[hook] for hook in overridden(encoding)) or "nothing"
+        rows.append([f"[`{name}`](#{name})", acts_on, sentence.replace("|", "\\|").replace("*", "\\*")])
     return table(["encoding", "acts on", "what it does"], rows, "---")
 
 
-def property_cells(p: Properties) -> list[str]:
-    """Properties in words, with their numbers, except rounding errors, which differ between machines."""
-    yes = {True: "yes", False: "no"}
-    linear, change = ("-" if x is None else "yes" if x < ROUNDING else f"no, {x:.1g}"
-                      for x in (p.residual, p.change))
-    unique = f"yes, {p.gap:.1g}" if p.gap else "no"
-    return [unique, linear, yes[p.is_defined], yes[p.is_fixed], yes[p.is_axial], change]
+def property_table(found: dict[str, Properties], costs: dict[str, list[str]]) -> str:
+    """Properties and costs; without the numbers of rounding errors, which differ between machines."""
+    yes, shapes, rows = {True: "yes", False: "no"}, costs["encoding"], []
+    for name, p in found.items():
+        linear, change = ("-" if x is None else "yes" if x < ROUNDING else f"no, {x:.1g}"
+                          for x in (p.residual, p.change))
+        unique = f"yes, {p.gap:.1g}" if p.gap else "no"
+        rows.append([f"[`{name}`](#{name})", unique, linear, yes[p.is_defined], yes[p.is_fixed], change,
+                     f"{p.n_parameters:,}", *costs.get(name, ["-"] * len(shapes))])
+    return table(["encoding", "unique", "linear", "defined at 8 L", "fixed", "distance alone", "parameters",
+                  *shapes], rows)
 
 
-def read_costs(path: Path) -> tuple[list[str], dict[str, list[str]]]:
-    """The table of bench/each_encoding.py -> shapes, and encoding -> "time, memory" relative to RoPE's."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    head = rows[0] if rows else []
-    columns = [i for i, cell in enumerate(head) if "step / RoPE's" in cell]     # memory is in the next column
-    costs = {row[0]: [", ".join(row[i + j].split(" (")[0] for j in (0, 1)) for i in columns] for row in rows}
-    shapes = [f"step, memory at {head[i].split(',')[0]}" for i in columns]
-    return shapes, {name: costs.get(name, ["-"] * len(columns)) for name in ENCODINGS}
+def read_costs(path: Path) -> dict[str, list[str]]:
+    """The table of `bench.steps encodings` -> encoding -> "step, memory" relative to RoPE's, by shape.
+
+    "encoding" has the headings.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    first = next(i for i, row in enumerate(rows) if row[0] == "encoding")
+    columns = [i for i, cell in enumerate(rows[first]) if "step / rope's" in cell.lower()]  # then its memory
+    costs = {row[0]: [", ".join(row[i + j].split(" (")[0] for j in (0, 1)) for i in columns]
+             for row in rows[first + 1:] if row[0] in ENCODINGS and len(row) == len(rows[first])}
+    return costs | {"encoding": [f"step, memory at {rows[first][i].split(', batch')[0]}" for i in columns]}
 
 
-def read_perplexities(path: Path) -> list[str]:
-    """The JSON of eval.py -> perplexity on fixed targets at the MULTIPLES of L, "-" if not measured."""
-    if not path.exists():
-        return ["-"] * len(MULTIPLES)
-    run = json.loads(path.read_text())
-    if run["encoding"] != path.stem:
-        raise UserError(f"{path}: this run is of {run['encoding']}; name the file {run['encoding']}.json")
-    found = {r["length"] / run["seq_len"]: r["ppl"] for r in run["records"]
-             if r["protocol"] == "fixed" and r["extend"] is None}
-    return [f"{found[m]:.4g}" if m in found else "-" for m in MULTIPLES]
-
-
-def section(name: str, caption: str, numbers: str) -> str:
-    """The generated part of an encoding's section."""
+def section(name: str) -> str:
+    """The generated part of an encoding's section: its file, sources, formula and picture."""
     text = inspect.cleandoc(ENCODINGS[name].__doc__ or "")
     path = Path(inspect.getfile(ENCODINGS[name])).relative_to(ROOT).as_posix()
     sources = [f"[arXiv:{number}](https://arxiv.org/abs/{number})"
                for number in dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{4,5})", text))]
-    where = [f'Acts on {places(name)}: `position.encoding = "{name}"`', f"[{path}](../{path})", *sources]
-    return "\n\n".join([", ".join(where), f"```text\n{text}\n```",
-                        f"![{name}](../results/gallery/{name}.png)", f"*{caption}*", numbers])
-
-
-def guide_blocks(captions: dict[str, str], found: dict[str, Properties], bench: Path,
-                 runs: Path) -> dict[str, str]:
-    """Marker -> the generated text there."""
-    shapes, costs = read_costs(bench)
-    lengths = [{0.5: "L/2", 1: "L"}.get(m, f"{m} L") for m in MULTIPLES]
-    ppl = {name: read_perplexities(runs / f"{name}.json") for name in ENCODINGS}
-    names = ["encoding", "unique", "linear", "defined at 8 L", "fixed", "n-D here", "distance alone"]
-    numbers = {name: [f"{p.n_parameters:,}", *costs[name]] for name, p in found.items()}
-    blocks = {"contents": contents(),
-              "properties": table([*names, "parameters", *shapes], [
-                  [link(name), *property_cells(p), *numbers[name]] for name, p in found.items()]),
-              "perplexities": table(["encoding", *lengths], [[link(name), *ppl[name]] for name in ppl])}
-    head = ["parameters", *shapes, *(f"perplexity at {length}" for length in lengths)]
-    return blocks | {name: section(name, captions[name], table(head, [[*numbers[name], *ppl[name]]]))
-                     for name in ENCODINGS}
+    where = ", ".join([f"[{path}](../{path})", *sources])
+    return f"{where}\n\n```text\n{text}\n```\n\n![{name}](../results/gallery/{name}.png)"
 
 
 def update(text: str, blocks: dict[str, str]) -> str:
@@ -321,15 +230,16 @@ def update(text: str, blocks: dict[str, str]) -> str:
 
 
 def main() -> None:
-    argument_parser(__doc__).parse_args()
+    argument_parser(__doc__ or "").parse_args()
     PICTURES.mkdir(parents=True, exist_ok=True)
-    captions = {name: draw(name, PICTURES) for name in ENCODINGS}
-    draw_bits(PICTURES)
+    for name in ENCODINGS:
+        draw(name, PICTURES)
     draw_decay(PICTURES)
-    draw_scale_invariant(PICTURES)
     found = {name: properties(name) for name in ENCODINGS}
-    GUIDE.write_text(update(GUIDE.read_text(), guide_blocks(captions, found, BENCH, RUNS)))
-    print(f"wrote docs/encodings.md and {len(ENCODINGS) + 3} pictures in results/gallery")
+    blocks = {"contents": contents(), "properties": property_table(found, read_costs(COSTS)),
+              **{name: section(name) for name in ENCODINGS}}
+    GUIDE.write_text(update(GUIDE.read_text(encoding="utf-8"), blocks), encoding="utf-8")
+    print(f"wrote docs/encodings.md and {len(ENCODINGS) + 1} pictures in results/gallery")
 
 
 if __name__ == "__main__":

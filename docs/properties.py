@@ -1,6 +1,6 @@
 """Properties of the position encodings, measured by running them: nothing is read from a declaration.
 
-Legend: n positions, C = n_embd, H = n_head, D channels of a head, R rotated channels, L = train.seq_len.
+Legend: n positions, C = n_embd, H = n_head, D channels of a head, L = train.seq_len.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import rope
 from config import Config, load_config
 from model import GPT, shape_of
 from positions import ENCODINGS, At, Encoding
@@ -54,30 +53,28 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
+def at(encoding: Encoding, q_pos: Tensor, k_pos: Tensor) -> At:
+    """Queries and keys at these positions (1, n) in layer 0. All tokens are the same random vector."""
+    features = encoding.features(random(1, 1, SHAPE.n_embd).expand(1, k_pos.shape[1], -1), 0)
+    return At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos),
+              None if features is None else encoding.mix(features, 0, None))
+
+
 def added(encoding: Encoding, n: int) -> Tensor:
     """The vectors that `embed` adds to token embeddings at positions 0 ... n - 1, (n, C)."""
     return encoding.embed(torch.zeros(1, n, SHAPE.n_embd, dtype=torch.float64), torch.arange(n)[None])[0]
 
 
-def features_of(encoding: Encoding, x: Tensor) -> Tensor | None:
-    """What the hooks get as at.features in layer 0 if its input is x (1, n, C)."""
-    features = encoding.features(x, 0)
-    return None if features is None else encoding.mix(features, 0, None)
-
-
 def turned(encoding: Encoding, n: int) -> Tensor:
     """One random query after `rotate` at each of the positions 0 ... n - 1, (n, D)."""
-    at = torch.arange(n)[None]
+    position = torch.arange(n)[None]
     q = random(1, 1, 1, SHAPE.head_dim).expand(1, SHAPE.n_head, n, -1)
-    x = random(1, 1, SHAPE.n_embd).expand(1, n, -1)                     # the same token everywhere
-    return encoding.rotate(q, q, At(at, at, 0, encoding.tables(at, at), features_of(encoding, x)))[0][0, 0]
+    return encoding.rotate(q, q, at(encoding, position, position))[0][0, 0]
 
 
 def look_back(encoding: Encoding, last: int) -> At:
-    """A query at position `last` and all keys up to it, in layer 0. All tokens are the same random vector."""
-    q_pos, k_pos = torch.tensor([[last]]), torch.arange(last + 1)[None]
-    x = random(1, 1, SHAPE.n_embd).expand(1, last + 1, -1)
-    return At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos), features_of(encoding, x))
+    """A query at position `last` and all keys up to it."""
+    return at(encoding, torch.tensor([[last]]), torch.arange(last + 1)[None])
 
 
 def logits(encoding: Encoding, last: int) -> Tensor:
@@ -108,23 +105,28 @@ class Properties(NamedTuple):
     gap: float  # smallest difference of two positions' codes, relative to the largest; 0: two are equal
     residual: float | None  # of PE(p + k) = W_k PE(p), relative; None: the encoding gives positions no vector
     is_defined: bool  # finite at 8 L
-    is_fixed: bool  # nothing is learned: every seed gives the same codes
-    is_axial: bool  # rope.axial_angles makes it n-dimensional
-    change: float  # of the logits when all positions shift
+    is_fixed: bool  # nothing is learned or drawn: every seed gives the same codes
+    change: float  # of the logits when all positions shift, relative to their standard deviation
     n_parameters: int  # at the quick config
 
 
 def properties(name: str) -> Properties:
     """The properties of one encoding."""
     encoding, n = make(name), 4 * SHAPE.seq_len + 1
-    code, other = codes(encoding, n), codes(make(name, seed=1), n)
+    code = codes(encoding, n)
     vectors = [points for hook, points in code.items() if hook != "scores"]
-    parameters = list(encoding.parameters())
-    is_fixed = not parameters and all(torch.equal(code[hook], other[hook]) for hook in code)
+    model, tokens = lively(name), torch.randint(257, (1, 8 * 32), generator=torch.Generator().manual_seed(0))
+    try:
+        is_defined = bool(model(tokens).isfinite().all())
+    except ValueError:                                                  # positions beyond max_length
+        is_defined = False
+    position, few = torch.arange(20), tokens[:, :20]
+    here, there = model(few, positions=position), model(few, positions=position + 11)
     return Properties(gap=max((smallest_gap(points) for points in code.values()), default=0.0),
                       residual=max((linear_residual(points) for points in vectors), default=None),
-                      is_defined=is_defined(name), is_fixed=is_fixed, is_axial=is_axial(encoding),
-                      change=change_when_shifted(name), n_parameters=sum(p.numel() for p in parameters))
+                      is_defined=is_defined, is_fixed=not encoding.state_dict(),
+                      change=((there - here).abs().max() / here.std()).item(),
+                      n_parameters=sum(p.numel() for p in encoding.parameters()))
 
 
 def codes(encoding: Encoding, n: int) -> dict[str, Tensor]:
@@ -164,46 +166,3 @@ def lively(name: str) -> GPT:
     for p in model.parameters():
         p.normal_(std=0.3 if p.dim() > 1 else 1.0)
     return model
-
-
-def tokens(n: int) -> Tensor:
-    """Random ids (1, n)."""
-    return torch.randint(257, (1, n), generator=torch.Generator().manual_seed(0))
-
-
-def is_defined(name: str) -> bool:
-    """Whether a model gives finite logits at 8 L and accepts these positions."""
-    model = lively(name)
-    try:
-        return bool(model(tokens(8 * 32)).isfinite().all())
-    except ValueError:                                                  # positions beyond max_length
-        return False
-
-
-def change_when_shifted(name: str) -> float:
-    """Largest change of a model's logits when all positions grow by 11, over their standard deviation."""
-    model, at = lively(name), torch.arange(20)
-    here = model(tokens(20), positions=at)
-    return ((model(tokens(20), positions=at + 11) - here).abs().max() / here.std()).item()
-
-
-def is_axial(encoding: Encoding) -> bool:
-    """Whether rope.axial_angles makes an n-dimensional form: logits depend on the difference along each axis.
-
-    The encoding must rotate channel pairs by position times speed and do nothing else. Then each axis of a
-    plane gets half of the speeds, and we compare the logit of two points with that of the same points moved.
-    """
-    if overridden(type(encoding)) != ["rotate"]:
-        return False
-    points = turned(encoding, 99)
-    for layout in rope.LAYOUTS:
-        pairs = points.unflatten(-1, (-1, 2) if layout == "interleaved" else (2, -1))
-        a, b = pairs.unbind(-1 if layout == "interleaved" else -2)
-        speed = torch.atan2(a[0] * b[1] - b[0] * a[1], a[0] * a[1] + b[0] * b[1])       # (R/2,)
-        if torch.allclose(points, rope.rotate(points[0], rope.angles(torch.arange(99), speed), layout),
-                          atol=1e-4):
-            plane = torch.tensor([[7, 2], [3, 9]])                      # two points, (row, column) each
-            here, there = (rope.rotate(points[0], rope.axial_angles(plane + move, [speed[::2]] * 2), layout)
-                           for move in (torch.tensor([0, 0]), torch.tensor([11, 5])))
-            return torch.allclose(here[0] @ here[1], there[0] @ there[1], atol=1e-4)
-    return False

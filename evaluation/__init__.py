@@ -15,5 +15,5 @@ report       the report of compare.py, in Markdown and HTML, and the palette of 
 pictures     the pictures of eval.py and compare.py
 sweeping     many runs: train, evaluate, resume
 advice       which method to use for a longer context (--advise)
-trials       the values that sweep.py tries for each config, the choice among them, and how much it matters
+trials       the values that sweep.py tries for each config, and the choice among them
 """

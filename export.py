@@ -20,14 +20,14 @@ from hf.export import export, rope_fields, write_extended
 from hf.pretrained import is_pretrained, pulled
 from hf.rope_parameters import Fields, rope_type
 from model import GPT
-from positions.scaling import SCALINGS, Scaling
+from positions.scaling import SCALINGS
 from runtime.checkpoint import open_run
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
 
-def extension(spec: str, model: GPT, config: Config) -> tuple[Scaling, Fields]:
-    """The scaling that --extend names, and its fields of config.json. Raises UserError if it has none."""
+def extension(spec: str, model: GPT, config: Config) -> Fields:
+    """The fields of config.json for what --extend names. Raises UserError if there are none."""
     name, (method, *others) = spec.partition(":")[0], parse(spec).methods
     if others or not isinstance(method, Rescaled) or rope_type(name) is None:
         known = ", ".join(name for name in SCALINGS if rope_type(name))
@@ -43,7 +43,7 @@ def extension(spec: str, model: GPT, config: Config) -> tuple[Scaling, Fields]:
     fields = rope_fields(config, scaling, T)
     if fields is None:
         raise UserError(f"--extend {spec}: no class of transformers has this block with this scaling")
-    return scaling, fields
+    return fields
 
 
 def main() -> None:
@@ -56,18 +56,13 @@ def main() -> None:
     if args.out.exists() and any(args.out.iterdir()):
         raise UserError(f"OUT_DIR {args.out}: exists and is not empty; give another folder")
     folder = Path(pulled(args.run))
-    run, max_length = open_run(folder), None
-    config = run.config
-    if args.extend:
-        scaling, fields = extension(args.extend, run.model, config)
-        if is_pretrained(folder):
-            write_extended(folder, args.out, fields)
-            print(f"wrote {args.out}: {folder} with {args.extend} in its config.json")
-            return
-        position = config.position.model_copy(update={"scaling": scaling})
-        config = config.model_copy(update={"position": position})
-        max_length = fields["max_position_embeddings"]
-    architecture = export(folder, args.out, run.model, config, run.tokenizer, run.state, max_length)
+    run = open_run(folder)
+    fields = extension(args.extend, run.model, run.config) if args.extend else None
+    if fields and is_pretrained(folder):
+        write_extended(folder, args.out, fields)
+        print(f"wrote {args.out}: {folder} with {args.extend} in its config.json")
+        return
+    architecture = export(folder, args.out, run.model, run.config, run.tokenizer, run.state, fields)
     print(f"wrote {args.out}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")
 
 

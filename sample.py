@@ -78,8 +78,8 @@ def main() -> None:
                         help="the prompt is a message to a model with a chat template, which answers")
     args = parser.parse_args()
     if args.tokens < 1 or (args.top_k is not None and args.top_k < 1) or not 0 <= args.seed < 2**63:
-        raise UserError(f"--tokens {args.tokens} --top-k {args.top_k} --seed {args.seed}: must be at least 1, "
-                        "1 and 0")
+        raise UserError(f"--tokens {args.tokens} --top-k {args.top_k} --seed {args.seed}: must be positive, "
+                        "the seed at least 0")
     if args.temperature and not 1e-4 <= args.temperature <= 1e4:        # NaN fails too
         raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
     args.run = pulled(args.run)

@@ -27,23 +27,22 @@ KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "ch
 
 
 def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenizer,
-           state: dict[str, Any] | None = None, max_length: int | None = None) -> str:
+           state: dict[str, Any] | None = None, extension: Fields | None = None) -> str:
     """Write the folder `out`, complete or not at all; return the architecture's name. Raises UserError.
 
     Model, config and tokenizer are those of `run`, whose name is on the model card; so are step and loss of
     the exported checkpoint, if its state is given. If the run began from a Hugging Face folder, its
-    tokenizer, special tokens, chat template and generation_config are copied from there.
-
-    The folder's number of positions is `max_length`, by default that of training or of that folder, whichever
-    is larger.
+    tokenizer, special tokens, chat template and generation_config are copied from there. The number of
+    positions is that of training or of that folder, whichever is larger. `extension`, from `rope_fields`,
+    overrides fields of config.json for a longer context.
     """
     architecture = choose(config)
     fields, source = architecture.config_json(config), origin_of(run, tokenizer)
     before = read_config(source)[1] if source else {}
     is_dynamic = getattr(getattr(config.position, "scaling", None), "is_dynamic", False)
     if isinstance(config.position, RotaryOptions) and not is_dynamic:   # else the field has another meaning
-        fields[architecture.length] = max_length or max(
-            fields[architecture.length], before.get(architecture.length) or 0)
+        fields[architecture.length] = max(fields[architecture.length], before.get(architecture.length) or 0)
+    fields |= extension or {}
     separator, eot = separator_name(tokenizer), tokenizer.eot
     special = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": None}
     special = {key: before.get(key) for key in special} if source else special
@@ -66,7 +65,7 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
         for name in KEPT:
             if source and (source / name).is_file():
                 shutil.copyfile(source / name, new / name)
-        card = model_card(run, config, model, tokenizer, architecture.class_name, state)
+        card = model_card(run, config, model, tokenizer, architecture.class_name, state, bool(extension))
         (new / "README.md").write_text(card, encoding="utf-8")
         save_file(architecture.export_tensors(weights, config), new / "model.safetensors", {"format": "pt"})
         new.rename(out)         # over an empty folder, if it is there
@@ -117,7 +116,7 @@ def write_extended(folder: Path, out: Path, fields: Fields) -> None:
 
 
 def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str,
-               state: dict[str, Any] | None) -> str:
+               state: dict[str, Any] | None, is_extended: bool) -> str:
     """README.md: what the model is, how to load it, and the config of its training."""
     separator, t, results = separator_name(tokenizer), config.train, ""
     if state is not None:
@@ -127,6 +126,8 @@ def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, arch
             results += (f", validation loss {metrics['val_loss']:.4f} nats per token, "
                         f"{metrics['val_bpb']:.4f} bits per byte")
         results += "."
+    if is_extended:
+        results += " Its rope_parameters extend the context without training."
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation

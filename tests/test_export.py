@@ -75,7 +75,8 @@ def test_every_encoding_leaves_or_is_refused_by_name(encoding: str, tiny) -> Non
     ("rope", ["model.chunk=5"], ["model.chunk = 5"]),
     ("rope", ["model.norm=layernorm", "model.mlp=relu2"], ["model.norm = 'layernorm', model.mlp = 'relu2'"]),
     ("rope", ["position.fraction=0.5", "model.qk_norm=true"], ["position.fraction = 0.5"]),
-    ("rope", ["position.fraction=0.5", 'position.scaling={method="pi",factor=2.0}'], ["does not support position."]),
+    ("rope", ["position.fraction=0.5", 'position.scaling={method="pi",factor=2.0}'],
+     ["does not support position."]),
     ("rope", ["position.spectrum=hope", 'position.scaling={method="mrrope",factor=2.0}'],
      ["position.spectrum = 'hope'", "position.scaling = 'mrrope'"]),
     ("rope", ["model.qkv_bias=true", "position.layers=first"], ["position.layers = 'first'"]),
@@ -150,6 +151,8 @@ def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, 
         assert all((tmp_path / name / file).read_text() == text for file, text in kept.items())
         written = json.loads((tmp_path / name / "config.json").read_text())
         assert special.items() <= written.items() and written["max_position_embeddings"] == longest
+        card = (tmp_path / name / "README.md").read_text()              # with the config of the training
+        assert ("extend the context" in card) == bool(extend) and "\nscaling" not in card
     content["model"]["vocab"] |= {"a": 98, "b": 97}                     # not the ids of the run
     (source / "tokenizer.json").write_text(json.dumps(content))
     out = command(monkeypatch, capsys, export_command, run, tmp_path / "changed")

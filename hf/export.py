@@ -77,16 +77,15 @@ def origin_of(run: Path, tokenizer: Tokenizer) -> Path | None:
 
     Not if it has another tokenizer by now: its ids are not those of the run.
     """
-    while not is_pretrained(run):
-        path = run / "config.toml"
-        init_from = load_config(path).train.init_from if path.is_file() else ""
+    while (run / "config.toml").is_file():
+        init_from = load_config(run / "config.toml").train.init_from
         if not init_from:
             return None
         run = Path(init_from)
-    if read_tokenizer(run, read_config(run)[1]).sha256 == tokenizer.sha256:
+    if is_pretrained(run) and read_tokenizer(run, read_config(run)[1]).sha256 == tokenizer.sha256:
         return run
-    print(f"warning: {run}, from which the run began, has another tokenizer now; its special tokens and chat "
-          "template are not copied")
+    print(f"warning: {run}, from which the run began, is gone or has another tokenizer now; its special "
+          "tokens and chat template are not copied")
     return None
 
 

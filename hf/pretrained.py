@@ -46,16 +46,14 @@ def pulled(run: str) -> str:
     part = folder.with_name(f".{folder.name}.part")     # an interrupted download goes on from there
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{part}.lock"):                      # the processes of torchrun
-        if folder.is_dir():
-            print(f"{folder} is there and is used; remove it to download {run} again", flush=True)
-            return str(folder)
-        try:
-            snapshot_download(name, revision=revision or None, local_dir=part, allow_patterns=PULLED)
-        except Exception as error:      # the client raises the exceptions of several HTTP libraries
-            raise UserError(f"{run}: cannot be downloaded ({type(error).__name__}: {error}); check the name "
-                            "and the network, or log in with `hf auth login`") from error
-        part.rename(folder)
-    print(f"downloaded {run} to {folder}", flush=True)
+        if not folder.is_dir():
+            try:
+                snapshot_download(name, revision=revision or None, local_dir=part, allow_patterns=PULLED)
+            except Exception as error:  # the client raises the exceptions of several HTTP libraries
+                raise UserError(f"{run}: cannot be downloaded ({type(error).__name__}: {error}); check the "
+                                "name and the network, or log in with `hf auth login`") from error
+            part.rename(folder)
+    print(f"{run} is in {folder}; remove that folder to download it again", flush=True)
     return str(folder)
 
 
@@ -144,14 +142,12 @@ def files_sha256(folder: Path) -> str:
 
 def weight_files(folder: Path) -> list[Path]:
     """One file, or else the files that an index lists: the order in which transformers looks for them."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / PARTS).is_file():
-        raise UserError(f"{folder}: no {WEIGHTS}; save the model again as safetensors (pickles are not read)")
-    names = sorted(set(read_json(folder / PARTS)["weight_map"].values()))
+    names = [WEIGHTS]
+    if (folder / PARTS).is_file() and not (folder / WEIGHTS).is_file():
+        names = sorted(set(read_json(folder / PARTS)["weight_map"].values()))
     for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise UserError(f"{folder}: {PARTS} lists {name}, which is missing; download the folder again")
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: {name} is missing; get the model as safetensors (no pickle is read)")
     return [folder / name for name in names]
 
 

@@ -4,6 +4,7 @@ tests/peers/test_transformers.py compares the logits with those of transformers.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,8 @@ def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, 
         assert ("extend the context" in card) == bool(extend) and "\nscaling" not in card
     content["model"]["vocab"] |= {"a": 98, "b": 97}                     # not the ids of the run
     (source / "tokenizer.json").write_text(json.dumps(content))
-    out = command(monkeypatch, capsys, export_command, run, tmp_path / "changed")
-    assert f"warning: {source}, from which the run began, has another tokenizer now" in out
-    assert json.loads((tmp_path / "changed" / "tokenizer.json").read_text())["model"]["vocab"]["a"] == 97
+    for name in ("changed", "gone"):
+        out = command(monkeypatch, capsys, export_command, run, tmp_path / name)
+        assert f"warning: {source}, from which the run began, is gone or has another tokenizer now" in out
+        assert json.loads((tmp_path / name / "tokenizer.json").read_text())["model"]["vocab"]["a"] == 97
+        shutil.rmtree(source, ignore_errors=True)

@@ -101,9 +101,9 @@ def test_a_config_that_does_not_fit_is_named(fields: dict, expected: str, folder
 
 
 @pytest.mark.parametrize(("file", "content", "expected"), [
-    (WEIGHTS, None, "no model.safetensors; save the model again as safetensors"),
+    (WEIGHTS, None, "model.safetensors is missing; get the model as safetensors"),
     (WEIGHTS, "cut", "damaged"),
-    ("part-1.safetensors", None, "lists part-1.safetensors, which is missing"),
+    ("part-1.safetensors", None, "part-1.safetensors is missing"),
     ("config.json", "{", "config.json: damaged"),
     ("config.json", "[]", "config.json: damaged"),
     ("tokenizer.json", "{}", "tokenizer.json"),
@@ -209,7 +209,7 @@ def test_a_model_of_the_hub_is_downloaded_once_and_without_code(folder: Path, tm
     assert pulled("hf:o/m@v1") == pulled("hf:o/m@v1") == "models/o/m@v1" and asked == [("o/m", "v1")] * 2
     assert {path.name for path in Path("models/o/m@v1").iterdir()} == {
         "config.json", WEIGHTS, "tokenizer.json", "chat.jinja"}
-    assert "is there and is used; remove it to download hf:o/m@v1 again" in capsys.readouterr().out
+    assert "hf:o/m@v1 is in models/o/m@v1; remove that folder" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "expected"), [

@@ -110,9 +110,10 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
             tensors |= load_file(path)
         model.load_state_dict(architecture.import_tensors(tensors, shapes), assign=True)
         tokenizer = read_tokenizer(folder, hf_config)
-        if tokenizer.vocab_size > len(model.head_weight()):
+        n_rows = len(model.embedding.weight)
+        if tokenizer.vocab_size > n_rows:
             raise UserError(f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, but the model has a "
-                            f"vocabulary of {len(model.head_weight())}; take both from the same model")
+                            f"vocabulary of {n_rows}; take both from the same model")
     return model, config, tokenizer
 
 

@@ -72,8 +72,7 @@ from evaluation.protocols import (
 from evaluation.show import table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.export import export, write_extended
-from hf.hub import pulled
-from hf.pretrained import is_pretrained
+from hf.pretrained import is_pretrained, pulled
 from runtime import parallel
 from runtime.checkpoint import Opened, open_run, weights_sha256
 from runtime.command import argument_parser, run_command

@@ -1,54 +1,69 @@
-"""Export a run as a Hugging Face folder, or to the hub: `python export.py RUN OUT_DIR`, or RUN hf:ORG/NAME.
+"""Export a run as a Hugging Face folder: `python export.py RUN OUT_DIR [--extend METHOD]`.
 
 Writes config.json, model.safetensors (fp32), tokenizer.json, tokenizer_config.json, generation_config.json
 and a model card, README.md. AutoModelForCausalLM and AutoTokenizer load the folder without this repository.
 The supported encodings and architectures are in hf/architectures.py; export fails with one error that lists
 every setting in the way. A run that began from a Hugging Face folder keeps its tokenizer, special tokens,
-chat template and generation_config. To go the other way, give a Hugging Face folder to eval.py, sample.py or
-train.init_from.
+chat template and generation_config.
+
+--extend yarn:factor=4 writes a scaling of RoPE into config.json: the model that eval.py measures under it at
+4 L. RUN may then be a Hugging Face folder too, which is copied with other fields in its config.json.
 """
 
 from __future__ import annotations
 
-import signal
-import sys
-import tempfile
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # no traceback if Ctrl-C comes during the slow imports
-    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
-
-from hf import hub
-from hf.export import export
+from config import Config
+from evaluation.extension import Rescaled, parse
+from hf.export import export, rope_fields, write_extended
+from hf.pretrained import is_pretrained, pulled
+from hf.rope_parameters import Fields, rope_type
+from model import GPT
+from positions.scaling import SCALINGS
 from runtime.checkpoint import open_run
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 
 
+def extension(spec: str, model: GPT, config: Config) -> Fields:
+    """The fields of config.json for what --extend names. Raises UserError if there are none."""
+    name, (method, *others) = spec.partition(":")[0], parse(spec).methods
+    if others or not isinstance(method, Rescaled) or rope_type(name) is None:
+        known = ", ".join(name for name in SCALINGS if rope_type(name))
+        raise UserError(f"--extend {spec}: config.json has no field for it; it has fields for {known}")
+    field = SCALINGS[name].model_fields.get("factor")
+    if field and field.is_required() and "factor" not in method.given:
+        raise UserError(f"--extend {spec}: needs a factor; write --extend {name}:factor=4")
+    problem = method.problem(model, config, config.train.seq_len)
+    if problem:
+        raise UserError(f"--extend {spec}: {problem}")
+    scaling = method.scaling(model, config, config.train.seq_len)
+    T = round((scaling.original_length or 0) * getattr(scaling, "factor", 1.0))
+    fields = rope_fields(config, scaling, T)
+    if fields is None:
+        raise UserError(f"--extend {spec}: no class of transformers has this block with this scaling")
+    return fields
+
+
 def main() -> None:
     parser = argument_parser(__doc__ or "")
-    parser.add_argument("run", metavar="RUN", type=Path, help="a folder that train.py made")
-    parser.add_argument("out", metavar="OUT_DIR",
-                        help="the folder to write, new or empty; or hf:ORG/NAME, after `hf auth login`")
-    parser.add_argument("--private", action="store_true",
-                        help="make hf:ORG/NAME private if it is new (default: as the settings of ORG say)")
-    parser.add_argument("--max-length", type=int, metavar="N",
-                        help="max_position_embeddings of the folder (default: that of training, or of the "
-                        "model that the run began from if that is longer)")
+    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, a Hugging Face folder, or "
+                        "hf:ORG/NAME of the hub")
+    parser.add_argument("out", metavar="OUT_DIR", type=Path, help="the folder to write, new or empty")
+    parser.add_argument("--extend", metavar="METHOD", help="a scaling of RoPE, such as yarn:factor=4")
     args = parser.parse_args()
-    if args.max_length is not None and not 1 <= args.max_length < 2**31:
-        raise UserError(f"--max-length {args.max_length}: must be 1 ... 2^31 - 1")
-    is_hub = args.out.startswith(hub.PREFIX)
-    if is_hub:
-        hub.parts(args.out, may_have_revision=False)
-    elif args.private:
-        raise UserError(f"--private: is for hf:ORG/NAME, and {args.out} is a folder; omit it")
-    with tempfile.TemporaryDirectory() as temporary:
-        out = Path(temporary, "model") if is_hub else Path(args.out)
-        architecture = export(args.run, out, *open_run(args.run)[:4], args.max_length)
-        where = hub.push(out, args.out, args.private) if is_hub else args.out
-    print(f"wrote {where}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")
+    if args.out.exists() and any(args.out.iterdir()):
+        raise UserError(f"OUT_DIR {args.out}: exists and is not empty; give another folder")
+    folder = Path(pulled(args.run))
+    run = open_run(folder)
+    fields = extension(args.extend, run.model, run.config) if args.extend else None
+    if fields and is_pretrained(folder):
+        write_extended(folder, args.out, fields)
+        print(f"wrote {args.out}: {folder} with {args.extend} in its config.json")
+        return
+    architecture = export(folder, args.out, run.model, run.config, run.tokenizer, run.state, fields)
+    print(f"wrote {args.out}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")
 
 
 if __name__ == "__main__":

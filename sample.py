@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import codecs
-import signal
-import sys
 from collections.abc import Iterator
 from itertools import chain, takewhile
 from pathlib import Path
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
-    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from hf.hub import pulled
-from hf.pretrained import is_pretrained
+from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import chat_ids, eos_ids
 from model import GPT
 from runtime.checkpoint import load_run
@@ -32,15 +25,17 @@ def stream(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, 
     """Continue tokens (1, T) by n_tokens: yield each one, (1, 1), then decode it with a key-value cache.
 
     Draws from softmax(logits / temperature) over the top_k most likely; temperature 0 takes the most likely.
-    Raises UserError if logits are not finite.
+    Raises UserError if weights or logits are not finite.
     """
+    # PyTorch's kernel gives 0 for queries of NaN, so finite logits do not show that the weights are
+    if not all(weight.isfinite().all() for weight in model.parameters()):
+        raise UserError("weights of the model are NaN or infinite; give a run that did not diverge")
     generator = torch.Generator(tokens.device).manual_seed(seed)
     cache = model.new_cache()
     for _ in range(n_tokens):
         logits = model.logits(model.hidden(tokens, cache=cache, last=1)[:, -1]).float()     # (1, V)
         if not logits.isfinite().all():
-            raise UserError("the model's logits are NaN or infinite, so it has no probabilities; give a run "
-                            "that did not diverge")
+            raise UserError("the model's logits are NaN or infinite; give a run that did not diverge")
         if temperature == 0:
             tokens = logits.argmax(dim=-1, keepdim=True)
         else:
@@ -82,12 +77,11 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true",
                         help="the prompt is a message to a model with a chat template, which answers")
     args = parser.parse_args()
-    if args.tokens < 1 or (args.top_k is not None and args.top_k < 1):
-        raise UserError(f"--tokens and --top-k must be at least 1, got {args.tokens} and {args.top_k}")
+    if args.tokens < 1 or (args.top_k is not None and args.top_k < 1) or not 0 <= args.seed < 2**63:
+        raise UserError(f"--tokens {args.tokens} --top-k {args.top_k} --seed {args.seed}: must be positive, "
+                        "the seed at least 0")
     if args.temperature and not 1e-4 <= args.temperature <= 1e4:        # NaN fails too
         raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed}: must be 0 ... 2^63 - 1")
     args.run = pulled(args.run)
     model, config, tokenizer = load_run(args.run)
     folder = Path(args.run)
@@ -107,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, needs_output=True)
+    run_command(main)

@@ -40,14 +40,14 @@ def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, 
     return fields, original if scaling.is_dynamic else L        # dynamic scales from max_position_embeddings
 
 
-def read_rope_parameters(hf_config: Fields, theta: float, max_length: int) -> tuple[Fields, int]:
+def read_rope_parameters(hf_config: Fields, max_length: int) -> tuple[Fields, int]:
     """Keys of [position], and L, from rope_parameters, or rope_theta and rope_scaling (transformers 4).
 
     Where somebody has added rope_scaling to rope_parameters, transformers takes rope_scaling.
     """
     given = {key: value for key, value in (hf_config.get("rope_scaling") or hf_config.get("rope_parameters")
                                            or {}).items() if value is not None}
-    base = float(given.pop("rope_theta", hf_config.get("rope_theta", theta)))
+    base = float(given.pop("rope_theta", hf_config["rope_theta"]))
     fraction = given.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
     kind, older = given.pop("rope_type", "default"), given.pop("type", None)
     kind = {"su": "longrope"}.get(older, older) or kind
@@ -63,7 +63,7 @@ def read_rope_parameters(hf_config: Fields, theta: float, max_length: int) -> tu
     unknown = [key for key in given if key not in known]
     if not method or unknown:
         what = f"rope_type {kind!r}" if not method else f"{', '.join(unknown)} of {kind}"
-        raise UserError(f"config.json: rope_parameters: {what} is not supported; supported are default, "
+        raise UserError(f"rope_parameters: {what} is not supported; supported are default, "
                         f"{', '.join(ROPE_TYPES.values())}")
     L = int(original or max_length)
     if kind in STORE_L:

@@ -6,7 +6,6 @@ llama.cpp's own script: the same names, and pairs of queries and keys next to ea
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,36 +28,27 @@ NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def write_gguf(folder: Path, out: Path) -> None:
-    """A Hugging Face folder of a Llama model as GGUF, without its vocabulary."""
-    config = read_json(folder / "config.json")
-    rope, n_head = config["rope_parameters"], config["num_attention_heads"]
-    writer = gguf.GGUFWriter(out, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(n_head)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(config["hidden_size"] // n_head)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    """A Hugging Face folder of a Llama model under YaRN as GGUF, without its vocabulary."""
+    config, writer = read_json(folder / "config.json"), gguf.GGUFWriter(out, "llama")
+    rope, heads = config["rope_parameters"], (config["num_attention_heads"], config["num_key_value_heads"])
+    for key, value in {
+            "context_length": config["max_position_embeddings"], "embedding_length": config["hidden_size"],
+            "block_count": config["num_hidden_layers"], "feed_forward_length": config["intermediate_size"],
+            "head_count": heads[0], "head_count_kv": heads[1], "layer_norm_rms_eps": config["rms_norm_eps"],
+            "rope_freq_base": rope["rope_theta"], "vocab_size": config["vocab_size"],
+            "rope_dimension_count": config["hidden_size"] // heads[0], "tokenizer_model": "no_vocab",
+            "rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": rope["factor"],
+            "rope_scaling_orig_ctx_len": rope["original_max_position_embeddings"]}.items():
+        getattr(writer, f"add_{key}")(value)
     for name, tensor in load_file(folder / "model.safetensors").items():
-        stem, _, _ = name.rpartition(".")
+        stem, prefix = name.removesuffix(".weight"), ""
         if stem.startswith("model.layers."):
-            _, _, layer, rest = stem.split(".", 3)
-            stem = f"blk.{layer}.{NAMES[rest]}"
-            if rest in ("self_attn.q_proj", "self_attn.k_proj"):
-                n = n_head if rest == "self_attn.q_proj" else config["num_key_value_heads"]
-                tensor = tensor.view(n, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        else:
-            stem = NAMES[stem]
-        writer.add_tensor(f"{stem}.weight", tensor.contiguous().numpy())
+            _, _, layer, stem = stem.split(".", 3)
+            prefix = f"blk.{layer}."
+        if stem.endswith(("q_proj", "k_proj")):
+            pairs = tensor.view(heads["k_proj" in stem], 2, -1, tensor.shape[1])
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(f"{prefix}{NAMES[stem]}.weight", tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -69,16 +59,15 @@ def perplexity_of_llama_cpp(path: Path, ids: torch.Tensor, n_vocab: int) -> floa
     """Of ids (T,), whose first one opens the text."""
     # cyllama 0.2.18 asks its model for an attribute that it lacks
     has_vocab = type("HasVocab", (cpp.LlamaModel,), {"n_vocab": n_vocab})
-    model = has_vocab(str(path), cpp.LlamaModelParams())
     parameters = cpp.LlamaContextParams()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = len(ids)
     parameters.type_k = parameters.type_v = 0                       # fp32
-    context = cpp.LlamaContext(model, parameters)
+    context = cpp.LlamaContext(has_vocab(str(path), cpp.LlamaModelParams()), parameters)
     batch = cpp.LlamaBatch(n_tokens=len(ids), embd=0, n_seq_max=1)
     for t, token in enumerate(ids.tolist()):
         batch.add(token, t, [0], True)
     context.decode(batch)
-    rows: list[Any] = [list(context.get_logits_ith(t)) for t in range(len(ids) - 1)]
+    rows = [list(context.get_logits_ith(t)) for t in range(len(ids) - 1)]
     return math.exp(F.cross_entropy(torch.tensor(rows), ids[1:]).item())
 
 
@@ -88,16 +77,13 @@ def test_llama_cpp_finds_our_perplexity_under_yarn(layout: str, tiny, tmp_path: 
     config = tiny("rope", f"train.seq_len={L}", "train.steps=60", "train.lr=1e-2", "model.n_embd=64",
                   "model.n_head=4", "model.n_kv_head=2", f"position.layout={layout}",
                   f"position.scaling={{method='yarn', factor=4.0, original_length={L}}}")
-    with torch.enable_grad():
-        assert train(config, []) == 0
-    run, folder = Path(config.run.dir), tmp_path / "hf"
-    export(run, folder, *load_run(run))
-    write_gguf(folder, tmp_path / "model.gguf")
-    model, _, tokenizer = load_run(run)
-    text = b"the dog chased another cat a b\n" * 20
-    everything = torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()])
-    for times in (1, 2, 4):
-        ids = everything[:times * L + 1]
+    assert train(config, []) == 0
+    model, _, tokenizer = load_run(config.run.dir)
+    export(Path(config.run.dir), tmp_path / "hf", model, config, tokenizer)
+    write_gguf(tmp_path / "hf", tmp_path / "model.gguf")
+    text = tokenizer.encode(b"the dog chased another cat a b\n" * 20).tolist()
+    for T in (L, 2 * L, 4 * L):
+        ids = torch.tensor([tokenizer.eot, *text])[:T + 1]
         with torch.no_grad():
             ours = math.exp(F.cross_entropy(model(ids[None])[0, :-1], ids[1:]).item())
         theirs = perplexity_of_llama_cpp(tmp_path / "model.gguf", ids, config.model.vocab_size)

@@ -14,7 +14,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any

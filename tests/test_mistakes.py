@@ -13,12 +13,12 @@ from config import load_config, to_toml
 
 # Command, arguments, what the error must contain. Names in braces are of the folder that `made` makes.
 MISTAKES: list[tuple[str, str, list[str]]] = [
-    ("train", "configs/quik.toml", ["configs/quick.toml"]),
+    ("train", "configs/quik.toml", ["did you mean", "quick.toml?"]),
     ("train", "train.lr=1", ["CONFIG.toml"]),
     ("train", "{config} nonsense", ["nonsense", "section.key=value"]),
     ("train", "{config} modle.n_layer=2", ["modle", "did you mean model?"]),
     ("train", "{config} train.bach_size=3", ["train.bach_size", "did you mean batch_size?"]),
-    ("train", "{config} run.lr=1", ["run.lr", "train.lr"]),
+    ("train", "{config} run.lr=1", ["run.lr", "unknown key"]),
     ("train", "{config} position.encoding=rop", ["position.encoding", "did you mean rope?"]),
     ("train", "{config} position.encoding=alibi position.base=5.0", ["position.base"]),
     ("train", "{config} train.steps=2.5 train.lr=-1", ["train.steps", "2.5", "train.lr", "-1"]),
@@ -49,7 +49,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("compare", "nowhere", ["nowhere", "config.toml"]),
     ("compare", "{run}", ["eval.py {run}"]),
     ("sweep", "train.lr=1", ["config"]),
-    ("sweep", "{config} --seeds 0,a", ["--seeds 0,a"]),
+    ("sweep", "{config} --seeds 0,a", ["--seeds", "0,a"]),
     ("sweep", "{config} --grid train.lr", ["--grid train.lr"]),
     ("sweep", "{config} --grid train.bach_size=1,2", ["batch_size"]),
     ("sweep", "{config} --workers 0", ["--workers 0"]),
@@ -63,12 +63,12 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("export", "{cope} {hf}-2", ["cope"]),
     ("data.prepare", "nowhere.txt", ["nowhere.txt"]),
     ("data.prepare", "{text} --tokenizer gpt3", ["gpt3", "gpt2"]),
-    ("data.prepare", "{empty} --out {new}", ["{empty}", "empty"]),
-    ("data.prepare", "{rows} --out {new}", ["{rows}", "--text-column"]),
-    ("data.prepare", "{torn} --out {new}", ["{torn}", "2"]),
-    ("data.prepare", "{partial} --out {new}", ["partial-train"]),
-    ("data.prepare", "{text} --val-share 2 --out {new}", ["--val-share 2"]),
-    ("data.prepare", "stdlib --length 64 --out {new}", ["--length"]),
+    ("data.prepare", "{empty} --out {out}", ["{empty}", "empty"]),
+    ("data.prepare", "{rows} --out {out}", ["{rows}", "--text-column"]),
+    ("data.prepare", "{torn} --out {out}", ["{torn}", "2"]),
+    ("data.prepare", "{partial} --out {out}", ["partial-train"]),
+    ("data.prepare", "{text} --val-share 2 --out {out}", ["--val-share 2"]),
+    ("data.prepare", "stdlib --length 64 --out {out}", ["--length"]),
 ]
 
 
@@ -94,7 +94,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str
     (folder / "cut" / "train.bin").write_bytes(b"cut short")
     return {name.partition(".")[0]: folder / name for name in
             ("config", "run", "learned", "cope", "hf", "mine", "text.txt", "empty.txt", "rows.jsonl",
-             "torn.jsonl", "partial", "cut", "new")}
+             "torn.jsonl", "partial", "cut", "new", "out")}
 
 
 @pytest.mark.parametrize(("command", "arguments", "expected"), MISTAKES,
@@ -106,7 +106,8 @@ def test_a_mistake_is_an_error_line_that_says_what_to_type(command: str, argumen
     error = one_error(call(command, *(word.format(**made) for word in arguments.split())))
     missing = [text for text in expected if text.format(**made) not in error]
     assert not missing, error
-    assert not made["new"].exists() and not Path(f"{made['hf']}-2").exists()
+    left = [made["new"] / "config.toml", made["out"], Path(f"{made['hf']}-2")]
+    assert not any(path.exists() for path in left)
 
 
 @pytest.mark.parametrize("content", [("text " * 999).encode("utf-16"), b"text\0" * 999, b"caf\xe9 " * 999],

@@ -54,11 +54,6 @@ def test_the_readme_names_every_page_encoding_and_file() -> None:
     assert not missing and all((ROOT / name).exists() for name in names)
 
 
-def test_nothing_is_fetched_without_encryption() -> None:
-    pages = [*PAGES, "Makefile", *(f"configs/{path.name}" for path in ROOT.glob("configs/*.toml"))]
-    assert not [name for name in pages if "http://" in read(name)]
-
-
 def test_constraints_pin_what_pyproject_asks_for() -> None:
     pins = dict(line.split("==") for line in read("constraints.txt").splitlines() if "==" in line)
     project = tomllib.loads(read("pyproject.toml"))["project"]

@@ -1,12 +1,15 @@
 """What the tests share: a small corpus, small configs and models whose logits are far from zero."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,18 +18,42 @@ from config import Config, load_config
 from data.prepare import prepare
 from model import GPT
 from positions import ENCODINGS, Encoding
+from runtime.command import run_command
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("NANOROPE_TEST_DATA", ROOT.parent / "shared" / "data"))
+TINY = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "train.seq_len=32", "train.batch_size=4",
+        "train.steps=12", "train.warmup=2", "train.val_windows=8", "train.dtype=float32", "train.compile=off",
+        "train.device=cpu", "run.log_every=1", "run.save_every=4", "run.eval_every=6",
+        *os.environ.get("NANOROPE_TEST_OVERRIDES", "").split()]
+SIGNALS = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "QUIT", "XCPU", "USR1", "USR2")]
 
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):   # nohup and & ignore some; commands inherit it
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler)
 
-ROOT = Path(__file__).resolve().parent.parent
-DATA = Path(os.environ.get("NANOROPE_TEST_DATA", ROOT.parent / "shared" / "data"))
 
-TINY = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "train.seq_len=32", "train.batch_size=4",
-        "train.steps=12", "train.warmup=2", "train.val_windows=8", "train.dtype=float32", "train.compile=off",
-        "train.device=cpu", "run.log_every=1", "run.save_every=4", "run.eval_every=6",
-        *os.environ.get("NANOROPE_TEST_OVERRIDES", "").split()]
+class Ended(NamedTuple):
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def call(name: str, *arguments: object) -> Ended:
+    """Run a command in this process, such as call("train", "a.toml") or call("data.prepare", "a.txt")."""
+    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    sys.argv = [f"{name}.py", *map(str, arguments)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            run_command(import_module(name).main)
+    finally:
+        sys.argv = argv
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return Ended(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +63,18 @@ def denormals() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
+def python(*command: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` in a fresh process that has ended: a script, or "-m" and a module."""
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, cwd=cwd,
+                          errors="replace", env={**os.environ, "COLUMNS": "120", **environment})
+
+
 def needs(*parts: str) -> Path:
     """A file of the optional test data; the test is skipped where it is absent."""
     path = DATA.joinpath(*parts)
     if not path.exists():
         pytest.skip(f"no {path}: set NANOROPE_TEST_DATA to a folder with {'/'.join(parts)}")
     return path
-
-
-def python(*command: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python COMMAND` in a fresh process that has ended: a script, or "-m" and a module."""
-    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, cwd=cwd,
-                          errors="replace", env={**os.environ, "COLUMNS": "120", **environment})
 
 
 @pytest.fixture

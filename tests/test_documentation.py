@@ -1,92 +1,183 @@
-"""The documentation agrees with the repository: every link with its target, every file with its list."""
+"""The documentation agrees with the repository: its links, its lists, and every command that it shows."""
 
+import json
+import os
 import re
+import shlex
+import shutil
 import subprocess
+import sys
+import sysconfig
+import textwrap
 import tomllib
-from importlib.metadata import requires
+from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
-from conftest import ROOT
+from conftest import ROOT, call
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from positions import ENCODINGS
 
-RESULTS = ROOT / "results"
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/*.md")))]
-NOTES = sorted(path.relative_to(ROOT).as_posix() for path in RESULTS.glob("*/README.md"))
+NOTES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("results/*/README.md"))
 
 
-def anchors(path: Path) -> set[str]:
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def anchors(page: str) -> set[str]:
     """The anchors that GitHub makes of the headings of a page."""
-    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTES])
 def test_every_link_leads_somewhere(page: str) -> None:
-    path = ROOT / page
-    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", read(page)):
         file, _, anchor = target.partition("#")
         if not target.startswith("http"):
-            there = path.parent / file if file else path
-            assert there.exists(), target
-            assert not anchor or anchor in anchors(there), target
+            path = (ROOT / page).parent / file if file else ROOT / page
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), target
 
 
-def test_every_page_is_linked_and_the_readme_is_short() -> None:
-    readme = (ROOT / "README.md").read_text()
-    # rows for the encodings of a fork do not count
-    n_lines = sum(not line.startswith("| [`") and not line.startswith("| `") for line in readme.splitlines())
-    long = [line for line in readme.splitlines() if len(line) > 120]
-    assert n_lines <= 195, f"README.md has {n_lines} lines besides the rows of encodings; at most 195"
-    assert not long, f"README.md: lines of more than 120 characters: {long}"
-    assert all(f"]({page})" in readme for page in PAGES[1:])
-    missing = [name for name in ENCODINGS if f"`{name}`" not in readme]
-    assert not missing, f"README.md: add a row for {missing} to the table of encodings"
-
-
-@pytest.mark.parametrize("folder", ["positions", "data", "evaluation", "hf", "runtime", "bench", "docs"])
-def test_each_folder_lists_its_files(folder: str) -> None:
-    listed = (ROOT / folder / "__init__.py").read_text().split('"""')[1]
-    files = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
-    missing = files - set(re.findall(r"^(\w+)(?:\.py)?  +", listed, re.MULTILINE))
-    assert not missing, f"{folder}/__init__.py: add a line for {missing} to its docstring"
-
-
-def test_the_readme_shows_only_files_that_exist() -> None:
-    tree = (ROOT / "README.md").read_text().split("## The folders")[1].split("```")[1]
+def test_the_readme_names_every_page_encoding_and_file() -> None:
+    readme = read("README.md")
+    missing = [page for page in PAGES[1:] if f"]({page})" not in readme]
+    missing += [name for name in ENCODINGS if f"`{name}`" not in readme]
+    tree = readme.split("## The folders")[1].split("```")[1]
     names = [name for line in tree.strip().splitlines() for name in line.partition("  ")[0].split()]
-    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout
-    assert {name for name in tracked.split() if "/" not in name} <= set(names)
-    assert all((ROOT / name).exists() for name in names)
+    missing += {path.name for path in ROOT.glob("*.py")} - set(names)
+    assert not missing and all((ROOT / name).exists() for name in names)
 
 
-def test_nothing_is_fetched_without_encryption() -> None:
-    """A corpus by http could be changed on its way here, and no checksum is known before."""
-    listed = subprocess.run(["git", "ls-files", "*.md", "*.toml", "Makefile"], cwd=ROOT, capture_output=True,
-                            text=True).stdout.split()
-    assert "docs/data.md" in listed and "configs/enwik8.toml" in listed
-    assert not [name for name in listed if "http://" in (ROOT / name).read_text(encoding="utf-8")]
+def test_constraints_pin_what_pyproject_asks_for() -> None:
+    pins = dict(line.split("==") for line in read("constraints.txt").splitlines() if "==" in line)
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    for text in (*project["dependencies"], *project["optional-dependencies"]["test"]):
+        wanted = Requirement(text)
+        assert pins.get(wanted.name.replace("_", "-"), "0") in wanted.specifier, f"{text}: run make lock"
 
 
-def test_constraints_pin_every_package_within_the_ranges() -> None:
-    """Direct or not: each one that the requirements lead to here, apart from CUDA's, which torch pins."""
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()
-                if not line.startswith("#"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    left = [(line, "") for line in (*project["dependencies"], *project["optional-dependencies"]["test"])]
-    seen = set(left)
-    for line, extra in left:                                # grows
-        wanted = Requirement(line)
-        name = canonicalize_name(wanted.name)
-        is_needed = not wanted.marker or wanted.marker.evaluate({"extra": extra})
-        if not is_needed or re.match("nvidia|cuda|triton", name):
-            continue
-        assert name in pins and pins[name] in wanted.specifier, f"{wanted}: run make lock"
-        found = {(line, extra) for line in requires(name) or [] for extra in ("", *wanted.extras)} - seen
-        left += found
-        seen |= found
-    assert len({name for name in pins if any(line.startswith(name) for line, _ in left)}) > 30
+# -----------------------------------------------------------------------------------------------------------
+# Every command at toy size, in the order in which a reader types them
+
+
+BLOCK = re.compile(r"(?:`(?P<path>[\w./-]+)`:\s*\n\s*)?^(?P<indent> *)```(?P<language>\w*)\n(?P<content>.*?)"
+                   r"^(?P=indent)```$|`(?P<inline>(?:python|make) [^`]+)`", re.M | re.S)
+TRAIN = "train.steps=2 train.warmup=1 train.batch_size=4 train.val_windows=4"
+EVAL = "--windows 2 --tokens 2048 --lengths 64,128,256"
+RULES = [                                       # pattern, replacement; all of them apply to each command
+    (r"\b(train|sweep)\.py (?!--help)[^&;#\n]*", rf"\g<0> {TRAIN} "),
+    (r"\beval\.py (?!--help)[^&;#\n]*", rf"\g<0> {EVAL} "),
+    (r"\bpython sweep\.py (?![^\n]*--eval)", rf'\g<0>--eval="{EVAL}" '),
+    (r'--eval="(?!--windows)', rf'\g<0>{EVAL} '),
+    (r"--seeds 0,1(,2)?", "--seeds 0"),
+    (r"\bdata[./]prepare(?:\.py)? (?!--help|--check)[^&;#\n]*", r"\g<0> --limit-tokens 200000 "),
+    (r"bpe:8192", "bpe:300"),
+    (r"--tokens 200$", "--tokens 20"),
+    (r"-m pytest -k", r"-m pytest -q tests/test_positions.py -k"),
+]
+SKIPPED = "|".join((
+    r"^make (test|lint|gallery|compare|bench|lock)|pytest tests/|documentation|-m bench",       # minutes
+    r"https?://|hf:|tinyshakespeare|^pip |^hf ",                                    # need the network
+    r"gpt2-124m|-m gpu|--nnodes|--submitit|^for |^done|CUDA",                       # need GPUs or a cluster
+    r"models?/|smol|\bMODEL\b|^lm_eval",                # need a pretrained model; tests of hf/ have one
+    r"--grid|--trials|configs/none.toml --seeds|-m soak"))                          # other tests run these
+IN_PROCESS = re.compile(r"python (?:-m )?(train|eval|compare|sweep|sample|export|data[./]prepare)(?:\.py)? "
+                        r"[^|&;<>$\n]*")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the tracked files, with the texts and the trained runs that the pages assume."""
+    scratch = tmp_path_factory.mktemp("documented")
+    folder = scratch / "nanorope"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout
+    for name in listed.split("\0"):
+        if name and (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("t*.py"))
+    for i, source in enumerate(sources):
+        path = scratch / "books" / ("val" if i < 4 else "train") / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, path)
+    for name in ("another.txt", "book.txt", "my-text.txt"):
+        shutil.copy(sources[0], folder / name)
+    texts = [source.read_text(encoding="utf-8") for source in sources]
+    rows = (json.dumps({"body": text[i:i + 2000]}) for text in texts for i in range(0, len(text), 2000))
+    with pyarrow.output_stream(str(folder / "dump.jsonl.zst"), compression="zstd") as file:
+        file.write("\n".join(rows).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        for name, value in (("HOME", str(scratch)), ("WANDB_MODE", "offline"), ("HF_HUB_OFFLINE", "1")):
+            patch.setenv(name, value)
+        for command in ("python data/prepare.py stdlib", "python train.py configs/quick.toml",
+                        "python train.py configs/rope.toml", "python eval.py runs/quick"):
+            run(command, set())
+        yield folder
+
+
+def write_files(page: str, folder: Path) -> set[str]:
+    """Write the files that a page shows, register the encoding that it adds; -> the names of the modules."""
+    shown = {folder / found["path"]: found["content"] for found in BLOCK.finditer(page) if found["path"]}
+    for path, content in shown.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(content), encoding="utf-8")
+    lines = re.search(r"Add two lines to .*?`(from [^`]+)`, and\s+`([^`]+)` in `ENCODINGS`", page, re.S)
+    if lines:
+        path = folder / "positions" / "__init__.py"
+        text = path.read_text(encoding="utf-8").replace("\n__all__", f"{lines[1]}\n\n__all__", 1)
+        path.write_text(text.rstrip().removesuffix("}") + f"    {lines[2]}\n}}\n", encoding="utf-8")
+    return {path.stem for path in shown if path.suffix == ".py"}
+
+
+def commands(page: str, has_inline: bool) -> Iterator[str]:
+    """The commands of a page, in reading order: of `sh` and `python` blocks, and of the README's text."""
+    for found in BLOCK.finditer(page):
+        if found["inline"] and has_inline:
+            yield re.sub(r"\s+", " ", found["inline"])
+        elif found["language"] == "python" and not found["path"]:
+            yield f"python - <<'END'\n{found['content']}END"
+        elif found["language"] == "sh":
+            yield from split(found["content"])
+
+
+def split(block: str) -> list[str]:
+    """The commands of a shell block: its lines without comments, joined where one ends in a backslash."""
+    lines = (re.sub(r"(^|  +)#.*", "", line).strip() for line in block.replace("\\\n", " ").splitlines())
+    return [line for line in lines if line]
+
+
+def run(command: str, added: set[str]) -> None:
+    """Run a command at toy size: in this process if it is one of ours and needs no `added` module."""
+    if command.startswith("make "):             # the commands of the target, without the installation
+        call_make = ["make", "-n", "PY=python", "-o", ".venv/.installed", command.split()[1]]
+        for line in split(subprocess.check_output(call_make, text=True)):
+            run(line, added)
+        return
+    for pattern, replacement in RULES if "<<" not in command else ():
+        command = re.sub(pattern, replacement, command)
+    own = IN_PROCESS.fullmatch(command)
+    if own and not any(name in command for name in added):
+        words = [os.path.expanduser(word) for word in shlex.split(command)]
+        ended = call(own[1].replace("/", "."), *words[words.index("-m") + 2 if words[1] == "-m" else 2:])
+        assert ended.code == 0, f"{command}\n{ended.out[-2000:]}{ended.err[-2000:]}"
+    else:
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", command], text=True, capture_output=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run(page: str, checkout: Path) -> None:
+    added = write_files(read(page), checkout)
+    for command in dict.fromkeys(commands(read(page), page == "README.md")):
+        if not re.search(SKIPPED, command):
+            run(command, added)

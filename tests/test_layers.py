@@ -1,0 +1,79 @@
+"""Imports point one way, and the source keeps what a fork relies on."""
+
+import ast
+import re
+import sys
+from graphlib import TopologicalSorter
+
+import pytest
+from conftest import ROOT
+
+from positions import ENCODINGS
+
+LAYERS = [      # from the top; a module belongs to the longest name that fits
+    ["train", "eval", "compare", "sweep", "sample", "export", "data.prepare", "bench", "docs"],
+    ["evaluation"],
+    ["runtime"],
+    ["hf"],
+    ["data"],
+    ["model"],
+    ["config"],
+    ["attention", "runtime.loss", "runtime.flex", "runtime.gradients"],
+    ["positions"],
+    ["rope"],
+    ["runtime.errors", "runtime.files", "runtime.command", "runtime.schema", "runtime.toml"],
+]
+ROOMS = ("positions", "data", "evaluation", "hf", "runtime", "bench", "docs")
+PATHS = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in sorted((ROOT / room).glob("*.py")))]
+SOURCES = {path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", "."):
+           ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}        # module -> its syntax tree
+
+
+def layer_of(module: str) -> int:
+    """The number of the module's layer, 0 being the top."""
+    fitting = [(len(name), number) for number, names in enumerate(LAYERS) for name in names
+               if f"{module}.".startswith(f"{name}.")]
+    assert fitting, f"{module} is in no layer of this file; add it"
+    return max(fitting)[1]
+
+
+def imports_of(tree: ast.AST) -> set[str]:
+    """The modules of this program that a file imports anywhere, also late or for type checking alone."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in SOURCES else node.module for name in names}
+    return found & SOURCES.keys()
+
+
+def test_imports_point_one_way() -> None:
+    graph = {module: imports_of(tree) for module, tree in SOURCES.items()}
+    wrong = [f"{module} imports {other}, which is in a higher layer" for module, others in graph.items()
+             for other in sorted(others) if layer_of(other) < layer_of(module)]
+    assert not wrong
+    TopologicalSorter(graph).prepare()          # raises CycleError
+
+
+def test_only_positions_knows_encodings_by_name() -> None:
+    for module, tree in SOURCES.items():
+        compared = {constant.value for node in ast.walk(tree)
+                    if isinstance(node, ast.Compare | ast.MatchValue) for constant in ast.walk(node)
+                    if isinstance(constant, ast.Constant) and isinstance(constant.value, str)}
+        assert module.startswith("positions") or not compared & set(ENCODINGS), module
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_room_is_a_package_that_lists_its_files(room: str) -> None:
+    """Python prefers a module of the user, such as a data.py, to a folder that is no package."""
+    lines = (ast.get_docstring(SOURCES[room]) or "").splitlines()
+    listed = re.findall(r"\w+", " ".join(line.partition("  ")[0] for line in lines))
+    missing = {path.stem for path in (ROOT / room).glob("*.py")} - {"__init__", *listed}
+    assert not missing, f"{room}/__init__.py: add {missing} to its docstring"
+
+
+def test_no_file_hides_a_module_of_the_standard_library() -> None:
+    """A script's folder is on the path of the Pythons that torch.compile starts to look at the chip."""
+    assert not {module.rpartition(".")[2] for module in SOURCES} & sys.stdlib_module_names

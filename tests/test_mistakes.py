@@ -1,0 +1,120 @@
+"""Promise 10: a mistake ends with exit code 2 and `error:` lines that say what to type instead."""
+
+import shutil
+from pathlib import Path
+
+import pandas
+import pytest
+import torch
+from conftest import ROOT, call
+from test_promises import SMALL, Case, one_error
+
+from config import load_config, to_toml
+
+# Command, arguments, what the error must contain. Names in braces are of the folder that `made` makes.
+MISTAKES: list[tuple[str, str, list[str]]] = [
+    ("train", "configs/quik.toml", ["did you mean", "quick.toml?"]),
+    ("train", "train.lr=1", ["CONFIG.toml"]),
+    ("train", "{config} nonsense", ["nonsense", "section.key=value"]),
+    ("train", "{config} modle.n_layer=2", ["modle", "did you mean model?"]),
+    ("train", "{config} train.bach_size=3", ["train.bach_size", "did you mean batch_size?"]),
+    ("train", "{config} run.lr=1", ["run.lr", "unknown key"]),
+    ("train", "{config} position.encoding=rop", ["position.encoding", "did you mean rope?"]),
+    ("train", "{config} position.encoding=alibi position.base=5.0", ["position.base"]),
+    ("train", "{config} train.steps=2.5 train.lr=-1", ["train.steps", "2.5", "train.lr", "-1"]),
+    ("train", "{config} model.n_head=3", ["model.n_head", "model.n_embd = 16"]),
+    ("train", "{config} train.accumulate=3", ["train.accumulate", "batch_size"]),
+    ("train", "{config} data.dir=nowhere", ["nowhere", "data/prepare.py"]),
+    ("train", "{config} train.seq_len=99999", ["seq_len", "99999"]),
+    ("train", "{config} model.vocab_size=9", ["model.vocab_size", "257"]),
+    ("train", "{config} train.init_from=nowhere", ["nowhere", "config.toml"]),
+    ("train", "{config} run.dir={mine}", ["{mine}", "run.dir"]),
+    ("train", "{config} train.device=cuda", ["train.device", "cuda"]),
+    ("train", "{config} --no-such-option", ["--no-such-option"]),
+    ("train", "--help yran", ["yran", "did you mean yarn?"]),
+    ("train", "{config} data.dir={cut}", ["{cut}", "train.bin", "prepare"]),
+    ("eval", "nowhere", ["nowhere", "config.toml"]),
+    ("eval", "{run} --lengths 64,x", ["--lengths", "64,x"]),
+    ("eval", "{run} --lengths 99999", ["99999", "--lengths"]),
+    ("eval", "{run} --protocol fixd", ["fixd", "fixed"]),
+    ("eval", "{run} --extend yran", ["yran", "yarn"]),
+    ("eval", "{run} --extend yarn:beta=2", ["yarn.beta", "did you mean beta_"]),
+    ("eval", "{learned} --extend yarn --lengths 16", ["yarn", "learned"]),
+    ("eval", "{learned} --lengths 64", ["--lengths", "learned"]),
+    ("eval", "{run} --data nowhere", ["--data nowhere"]),
+    ("eval", "{run} --data {mine}", ["--data", "{mine}"]),
+    ("eval", "{run} --json out.txt", ["--json out.txt"]),
+    ("eval", "{run} --windows 0", ["--windows"]),
+    ("eval", "{hf}", ["--data"]),
+    ("compare", "nowhere", ["nowhere", "config.toml"]),
+    ("compare", "{run}", ["eval.py {run}"]),
+    ("sweep", "train.lr=1", ["config"]),
+    ("sweep", "{config} --seeds 0,a", ["--seeds", "0,a"]),
+    ("sweep", "{config} --grid train.lr", ["--grid train.lr"]),
+    ("sweep", "{config} --grid train.bach_size=1,2", ["batch_size"]),
+    ("sweep", "{config} --workers 0", ["--workers 0"]),
+    ("sample", "nowhere", ["nowhere", "config.toml"]),
+    ("sample", "{run} --tokens 0", ["--tokens"]),
+    ("sample", "{run} --temperature nan", ["--temperature nan"]),
+    ("sample", "{learned} --prompt dog --tokens 30", ["--tokens 30", "29"]),
+    ("sample", "hf:nonsense", ["hf:ORG/NAME"]),
+    ("export", "nowhere {hf}-2", ["nowhere", "config.toml"]),
+    ("export", "{run} {mine}", ["{mine}", "another folder"]),
+    ("export", "{cope} {hf}-2", ["cope"]),
+    ("data.prepare", "nowhere.txt", ["nowhere.txt"]),
+    ("data.prepare", "{text} --tokenizer gpt3", ["gpt3", "gpt2"]),
+    ("data.prepare", "{empty} --out {out}", ["empty.txt", "add text"]),
+    ("data.prepare", "{rows} --out {out}", ["{rows}", "--text-column"]),
+    ("data.prepare", "{torn} --out {out}", ["{torn}"]),
+    ("data.prepare", "{partial} --out {out}", ["partial-train"]),
+    ("data.prepare", "{text} --val-share 2 --out {out}", ["--val-share 2"]),
+    ("data.prepare", "stdlib --length 64 --out {out}", ["--length"]),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str, Path]:
+    """Trained runs, and texts and corpora in which something is wrong, by name."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    case = Case(folder, corpus_dir)
+    for name in ("run", "learned", "cope"):
+        encoding = f"position.encoding={'rope' if name == 'run' else name}"
+        assert case.train(name, "train.steps=1", "train.warmup=0", encoding).code == 0
+    assert call("export", folder / "run", folder / "hf").code == 0
+    config = to_toml(load_config(case.config, [*SMALL, f"run.dir={folder / 'new'}"]))
+    for name, content in {
+            "config": config, "mine/mine.md": "mine", "text.txt": "text " * 99, "empty.txt": "",
+            "rows.jsonl": '{"body": "text"}\n' * 9, "torn.jsonl": '{"text": "text"}\n{"text": "te',
+            }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / "partial" / "partial-train").mkdir(parents=True)
+    pandas.DataFrame({"text": ["text"] * 99}).to_parquet(folder / "partial" / "partial-train" / "0.parquet")
+    shutil.copytree(corpus_dir, folder / "cut")
+    (folder / "cut" / "train.bin").write_bytes(b"cut short")
+    return {name.partition(".")[0]: folder / name for name in
+            ("config", "run", "learned", "cope", "hf", "mine", "text.txt", "empty.txt", "rows.jsonl",
+             "torn.jsonl", "partial", "cut", "new", "out")}
+
+
+@pytest.mark.parametrize(("command", "arguments", "expected"), MISTAKES,
+                         ids=[f"{command} {arguments}" for command, arguments, _ in MISTAKES])
+def test_a_mistake_is_an_error_line_that_says_what_to_type(command: str, arguments: str, expected: list[str],
+                                                           made: dict[str, Path], monkeypatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    error = one_error(call(command, *(word.format(**made) for word in arguments.split())))
+    missing = [text for text in expected if text.format(**made) not in error]
+    assert not missing, error
+    left = [made["new"] / "config.toml", made["out"], Path(f"{made['hf']}-2")]
+    assert not any(path.exists() for path in left)
+
+
+@pytest.mark.parametrize("content", [("text " * 999).encode("utf-16"), b"text\0" * 999, b"caf\xe9 " * 999],
+                         ids=["UTF-16", "NUL", "Latin-1"])
+def test_text_that_is_no_utf_8_gets_a_line_when_it_is_prepared(content: bytes, tmp_path: Path) -> None:
+    """Bytes are kept as they are, but who meant text should know."""
+    (tmp_path / "odd.txt").write_bytes(content)
+    ended = call("data.prepare", tmp_path / "odd.txt", "--out", tmp_path / "odd")
+    said = [line for line in (ended.out + ended.err).splitlines() if line.startswith("warning")]
+    assert ended.code == 0 and len(said) == 1 and "odd.txt" in said[0], ended

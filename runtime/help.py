@@ -7,7 +7,7 @@ import textwrap
 from config import SECTIONS
 from positions import ENCODINGS, Options
 from positions.scaling import SCALINGS
-from runtime.errors import UserError, did_you_mean, shortened
+from runtime.errors import UserError, did_you_mean
 from runtime.schema import describe_choice
 
 
@@ -23,7 +23,7 @@ def help_text(topic: str | None = None) -> str:
         return "\n".join(topics[topic])
     if topic is not None:
         hint = did_you_mean(topic, topics) or "; --help lists the topics"
-        raise UserError(f"--help {shortened(topic)}: unknown topic{hint}")
+        raise UserError(f"--help {topic!r}: unknown topic{hint}")
     return "\n".join([
         "sections of a config (set a key in CONFIG.toml, or by section.key=value on the command line):",
         *(f"  {topics[section][0]}" for section in SECTIONS),

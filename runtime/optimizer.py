@@ -34,7 +34,7 @@ class Muon(Optimizer):
     Liu et al. 2025, arXiv:2502.16982, section 2.2: the root mean square of a step is about 0.2 lr, like
     AdamW's, so that one learning rate can serve both. It computes what torch.optim.Muon does with
     "match_rms_adamw"; in addition it batches matrices of one shape, and gathers those that FSDP2 shards.
-    It changes nothing if `found_inf`, a number on the device, is not 0, and no value is read for that.
+    A non-zero device scalar `found_inf` makes the step a no-op, without a host sync, as in PyTorch's AdamW.
     """
 
     found_inf: Tensor | None = None
@@ -101,7 +101,7 @@ class CombinedOptimizer(Optimizer):
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient, unless `found_inf` is not 0."""
+        """Update all parameters that have a gradient."""
         for part in self.parts:
             part.found_inf = self.found_inf                             # type: ignore[attr-defined]
             part.step()
@@ -115,7 +115,7 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     would pull a distance that is rarely seen towards "no preference".
     """
     t = config.train
-    own = {*model.encoding.parameters(), *model.temperature.parameters()}
+    own = {p for name, p in model.named_parameters() if name.startswith(("encoding.", "temperature."))}
     hidden = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear) and t.optimizer == "muon"}
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden - own
     rest = set(model.parameters()) - hidden - matrices - own
@@ -135,16 +135,3 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Give each group its share of train.lr at this step."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
-
-
-def skips_on_device(device: torch.device) -> bool:
-    """Whether the optimizer itself skips a bad step, so that the CPU need not wait for the result.
-
-    Its attribute `found_inf` says so, the one that GradScaler sets.
-    """
-    return device.type == "cuda"
-
-
-def state_keys(group: dict[str, Any]) -> tuple[str, ...]:
-    """The keys of the state that an optimizer keeps for each parameter of a group."""
-    return ("momentum_buffer",) if "momentum" in group else ("step", "exp_avg", "exp_avg_sq")

@@ -10,9 +10,7 @@ the forward passes, and gathers the losses of the others.
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from config import Config, TrainConfig
 from model import GPT
 from runtime.device import pick_device
-from runtime.errors import UserError, shortened
+from runtime.errors import UserError
 
 EVALUATION_TIMEOUT = timedelta(days=1)  # a forward pass may take long; a dead process is noticed at once
 
@@ -44,23 +42,10 @@ class Process(NamedTuple):
 
 
 def torchrun_ranks() -> tuple[int, int, int]:
-    """Rank, rank on this machine, and world size, from torchrun's environment; 0, 0, 1 without torchrun.
-
-    Raises UserError if only a part of it is set.
-    """
-    names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+    """Rank, rank on this machine, and world size, from torchrun's environment; 0, 0, 1 without torchrun."""
     if "LOCAL_RANK" not in os.environ:
         return 0, 0, 1
-    values = [os.environ.get(name, "") for name in names]
-    if not all(re.fullmatch("[0-9]{1,9}", value) for value in values) or not max(
-            map(int, values[:2])) < int(values[2]):
-        raise UserError(f"environment: {', '.join(names)} are {', '.join(map(shortened, values))}, which no "
-                        "torchrun sets; start by torchrun, or unset LOCAL_RANK to train with one process")
-    rank, local_rank, world_size = map(int, values)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if world_size > 1 and missing:
-        raise UserError(f"environment: WORLD_SIZE is {world_size} without {missing[0]}; start by torchrun")
-    return rank, local_rank, world_size
+    return int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def start(t: TrainConfig) -> Process:
@@ -77,9 +62,8 @@ def start(t: TrainConfig) -> Process:
                             "GPUs of this machine; start one for each GPU")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        # with GPUs, gloo too: the CPUs exchange signals, so that none waits for its GPU
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    # with GPUs, gloo too: the CPUs exchange signals, so that none waits for its GPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     silence_unless_first(rank)
     return Process(device, rank, world_size)
 
@@ -117,8 +101,8 @@ def parallelize(model: GPT, config: Config, process: Process) -> nn.Module:
     if config.train.parallel == "ddp":
         model.to(process.device)
         # what is not in all layers, or is dropped, may have weights that get no gradient
-        is_partial = config.position.drop_at < 1 or any(
-            len(layers) < len(model.blocks) for layers in (model.encoded_layers, model.tempered_layers))
+        p = config.position
+        is_partial = p.drop_at < 1 or p.skip_every > 0 or not (p.layers == p.temperature_layers == "all")
         return DistributedDataParallel(model, [process.device] if process.device.type == "cuda" else None,
                                        find_unused_parameters=is_partial)
     mesh = init_device_mesh(process.device.type, (process.world_size,))
@@ -131,18 +115,18 @@ def parallelize(model: GPT, config: Config, process: Process) -> nn.Module:
 def sync_gradients(model: Any, is_on: bool) -> None:
     """Whether the next backward pass averages gradients over processes: only the last of a batch must."""
     model = getattr(model, "_orig_mod", model)                          # torch.compile's wrapper
-    if hasattr(model, "require_backward_grad_sync"):                    # DDP; its no_sync() sets this
-        model.require_backward_grad_sync = is_on
-    elif hasattr(model, "set_requires_gradient_sync"):                  # FSDP2
+    if hasattr(model, "set_requires_gradient_sync"):                    # FSDP2
         model.set_requires_gradient_sync(is_on)
+    else:                                                               # DDP; its no_sync() sets this
+        model.require_backward_grad_sync = is_on
 
 
-def all_gather(process: Process, *values: Tensor) -> Tensor:
-    """The n scalars of all processes, (world_size, n), in fp64 on the device. Does not wait for a GPU."""
-    gathered = torch.zeros(process.world_size, len(values), dtype=torch.float64, device=process.device)
-    for i, value in enumerate(values):
-        gathered[process.rank, i] = value
-    return all_reduce(process, gathered)
+def mean_and_largest(process: Process, loss: Tensor, grad_norm: Tensor) -> Tensor:
+    """The mean loss and the largest gradient norm over processes, (2,) in fp64. Does not wait for a GPU."""
+    gathered = torch.zeros(process.world_size, 2, dtype=torch.float64, device=process.device)
+    gathered[process.rank, 0], gathered[process.rank, 1] = loss, unshard(grad_norm)
+    all_reduce(process, gathered)
+    return torch.stack((gathered[:, 0].mean(), gathered[:, 1].max()))
 
 
 def all_reduce(process: Process, values: Tensor) -> Tensor:
@@ -172,8 +156,7 @@ def errors_of_others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:       # what gloo raises for a closed connection
-        raise UserError("another process of torchrun has ended; fix what its error line says, then start all "
-                        "of them again") from error
+        raise UserError("another process of torchrun has ended; see its error, then restart all") from error
 
 
 def round_robin(process: Process, work: Sequence[Any], do: Callable[[Any], Any]) -> Iterator[Any]:
@@ -200,12 +183,10 @@ def all_gather_objects(process: Process, own: Any) -> list[Any]:
 def require_agreement(process: Process, own: dict[str, Any]) -> None:
     """Raise UserError unless these values are the same in all processes; they are compared as text."""
     texts = all_gather_objects(process, {key: str(value) for key, value in own.items()})
-    for key, (rank, other) in itertools.product(own, enumerate(texts)):
-        lines = itertools.zip_longest(texts[0][key].splitlines(), other[key].splitlines(), fillvalue="")
-        for first, line in lines:
-            if line != first:
-                raise UserError(f"torchrun: processes 0 and {rank} have different {key}: {shortened(first)} "
-                                f"and {shortened(line)}; start all with the same files and arguments")
+    for rank, other in enumerate(texts):
+        if different := [key for key in own if other[key] != texts[0][key]]:
+            raise UserError(f"torchrun: processes 0 and {rank} have different {' and '.join(different)}; "
+                            "start all with the same files and arguments")
 
 
 def barrier(process: Process) -> None:

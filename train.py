@@ -10,7 +10,6 @@ limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward U
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -30,9 +29,9 @@ from data.tokenizer import byte_lengths, tokenizer_of
 from data.training_positions import training_positions
 from hf.pretrained import pretrained_tables
 from model import GPT, is_dropped
-from runtime import checkpoint, parallel
+from runtime import parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast, make_model, pick_device, set_up_cpu, should_compile, to_device
+from runtime.device import autocast, dtype_name, make_model, pick_device, set_up_cpu, should_compile
 from runtime.errors import UserError
 from runtime.files import finite
 from runtime.help import help_text
@@ -58,11 +57,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)       #
 
 
 def training_loop(run: Run) -> None:
-    """Train from the step of the run to the end. Raises Ended after a signal, or too many bad steps in a row."""
+    """Train from the step of the run to the end. Raises Ended after a signal or too many bad steps."""
     config, t, process = run.config, run.config.train, run.process
-    model, optimizer = run.parallel_model, run.optimizer
+    model, optimizer, in_dtype = run.parallel_model, run.optimizer, autocast(t, process.device)
     model.train()
-    for step in range(run.step, t.steps):                               # the number of updates made so far
+    for step in range(run.state["step"], t.steps):                      # the number of updates made so far
         set_learning_rate(optimizer, learning_rate(step, t))
         # dropout is a function of the step, so that a resumed run draws what an uninterrupted one does
         torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)
@@ -72,7 +71,7 @@ def training_loop(run: Run) -> None:
             if process.world_size > 1:
                 # gradients add up in each process, and are averaged once, in the last backward pass
                 parallel.sync_gradients(model, is_on=part == t.accumulate)
-            with autocast(t, process.device):
+            with in_dtype:                                              # matrix products, perhaps in bfloat16
                 loss = model(x, y, positions, documents=documents) / n_parts
             loss.backward()
             losses.append(loss.detach())
@@ -97,17 +96,19 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     With several processes these are the sequences of this one. Mean losses of parts, each over its n_parts
     (train.accumulate, unless a mask leaves out targets), add up to that of the batch.
     """
-    t, positions = config.train, None
-    batch = corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size)
+    t = config.train
+    batch = list(corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size))
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
     n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
-    inputs, targets = (to_device(x, process.device).chunk(t.accumulate) for x in batch)
     if t.positions != "plain":
-        drawn = process.shard(training_positions(t, step))              # type: ignore[arg-type]
-        positions = to_device(drawn, process.device).chunk(t.accumulate)
+        batch.append(process.shard(training_positions(t, step)))        # type: ignore[arg-type]
+    if process.device.type == "cuda":
+        batch = [x.pin_memory() for x in batch]         # from there a GPU copies while the CPU goes on
+    inputs, targets, *positions = (x.to(process.device, non_blocking=True).chunk(t.accumulate)
+                                   for x in batch)
     for part, (x, y, n) in enumerate(zip(inputs, targets, n_own, strict=True)):
         y, n_parts = (y, n_scored / n) if n else (x, math.inf)  # a part without targets would give NaN
-        yield x, y, positions[part] if positions else None, packed_documents(x, config, corpus), n_parts
+        yield x, y, positions[0][part] if positions else None, packed_documents(x, config, corpus), n_parts
 
 
 def packed_documents(tokens: Tensor, config: Config, corpus: Corpus) -> Tensor | None:
@@ -157,7 +158,9 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
 
 def train(config: Config, stop: list[int]) -> int:
     """Train to the end, or until a signal number appears in `stop`; return the exit code."""
-    process = parallel.start(config.train) if "LOCAL_RANK" in os.environ else Process(pick_device(config.train))
+    process = Process(pick_device(config.train))
+    if "LOCAL_RANK" in os.environ:                      # torchrun sets it
+        process = parallel.start(config.train)
     config, corpus = open_corpus(config)
     run_dir = Path(config.run.dir)
     if is_finished(run_dir, config, corpus):
@@ -169,34 +172,37 @@ def train(config: Config, stop: list[int]) -> int:
         with FileLock(run_dir / ".lock", timeout=0) if process.rank == 0 else nullcontext():
             return train_in(run_dir, config, corpus, process, stop)
     except Timeout as error:
-        raise UserError(f"run {run_dir}: another process trains it; wait for that process or stop it, or give "
-                        "another run.dir; several processes of one run are started by torchrun") from error
+        raise UserError(f"run {run_dir}: is being trained by another process; wait for it or stop it, or "
+                        "give another run.dir (torchrun starts several processes of one run)") from error
 
 
 def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
     """Start or resume the run in its folder, which this process has locked; return the exit code."""
-    t, is_several = config.train, process.world_size > 1
+    t, is_several, dtype = config.train, process.world_size > 1, dtype_name(config.train, process.device)
     torch.manual_seed(t.seed)
     model = make_model(config, n_bytes=16)
     check_positions(model, config)
     parallel_model = parallel.parallelize(model, config, process) if is_several else model.to(process.device)
     optimizer = make_optimizer(model, config)
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
-    state = resume(run_dir, config, model, optimizer, tokenizer, process)
+    state = resume(config, model, optimizer, tokenizer, dtype)
     model.is_dropped = is_dropped(config, state["step"])
-    if is_several:      # they also wait here, until every process has read the folder: now it may change
+    if is_several:      # every process waits here until all have read the folder: now it may change
         parallel.require_agreement(process, {
-            "config": to_toml(config), "corpus": json.dumps(content_of(corpus.meta)), "code": state["revisions"],
-            "dtype": state["dtype"], "checkpoint": [state.get(key) for key in ("step", "sha256", "init_sha256")]})
+            "config": to_toml(config), "corpus": content_of(corpus.meta), "code": state["revisions"],
+            "dtype": dtype, "checkpoint": [state[key] for key in ("step", "sha256", "init_sha256")]})
     is_compiled = should_compile(model, t, process.device)
     if process.rank == 0:
         make_run(run_dir, config, corpus)
-        checkpoint.prune(run_dir, state["step"], config.run.keep)
-    for line in describe(config, corpus, model, process, is_compiled):
-        say(line)
+    machine = f"{process.world_size} x {process.device.type} by {t.parallel}" if is_several \
+        else str(process.device)
+    machine += f", {dtype}, compile {'on' if is_compiled else 'off'}, seed {t.seed}"
+    say("\n".join(describe(config, corpus, model, machine)))
+    if is_compiled:
+        parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
     n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
-    run = Run(config, corpus, model, torch.compile(parallel_model) if is_compiled else parallel_model, optimizer,
-              process, lambda: validate(model, corpus, n_bytes_of, config, process), state, stop,
+    run = Run(config, corpus, model, parallel_model, optimizer, process,
+              lambda: validate(model, corpus, n_bytes_of, config, process), state, stop,
               Log(run_dir, config, state) if process.rank == 0 else None)
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing
     handlers = {number: signal.signal(number, lambda number, frame: stop.append(number))
@@ -213,6 +219,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
             signal.signal(number, handler)
     if run.log:
         write_summary(run, run.log)
+        say(f"finished {run_dir}: {read_summary(run_dir)}")
     return 0
 
 
@@ -232,14 +239,12 @@ def dry_run(config: Config) -> None:
         print(to_toml(config), end="", flush=True)      # this much is known without a corpus
         raise
     corpus.require_windows(config.train.seq_len)
-    process = Process(pick_device(config.train))
     with torch.device("meta"):                          # shapes without memory
         model = GPT(config)
     check_positions(model, config)
     is_finished(Path(config.run.dir), config, corpus)
-    is_compiled = should_compile(model, config.train, process.device)
-    for line in describe(config, corpus, model, process, is_compiled):
-        print(f"# {line}")
+    machine = str(pick_device(config.train))
+    print(*(f"# {line}" for line in describe(config, corpus, model, machine)), sep="\n")
     print(to_toml(config), end="")
 
 

@@ -44,7 +44,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
     Every process must call it, to gather sharded tensors; one of them is the writer. If it fails, older
     checkpoints are untouched.
     """
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     moments = {f"{names[p]}/{key}": torch.as_tensor(value)
                for p, values in optimizer.state.items() for key, value in values.items()}
     tensors = [_gathered(x, is_writer) for x in (model.state_dict(), moments)]
@@ -148,8 +148,7 @@ def open_run(run_dir: str | Path) -> Opened:
                       files_sha256=files_sha256(run_dir))
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
-                        "such as runs/quick, or a Hugging Face folder with a config.json; eval.py and sample.py "
-                        f"download a model of the hub as hf:{run_dir}")
+                        "such as runs/quick, a Hugging Face folder with a config.json, or hf:ORG/NAME")
     config, corpus = load_config(run_dir / "config.toml"), read_meta(run_dir / "corpus.json")
     model, tokenizer = make_model(config), tokenizer_of(corpus, run_dir)
     state = load_newest(run_dir, model)

@@ -1,4 +1,4 @@
-"""Settings that depend on the machine: device, dtype, compiling, asynchronous copies, freed memory."""
+"""Settings that depend on the machine: device, dtype, memory, compiling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from config import Config, TrainConfig
 from model import GPT
@@ -82,11 +81,6 @@ def should_compile(model: GPT, t: TrainConfig, device: torch.device) -> bool:
         return t.compile != "off"
     total_flops = model.flops_per_token(t.seq_len) * t.seq_len * t.batch_size * t.steps
     return total_flops > COMPILE_WORTH_FLOPS and shutil.which(os.environ.get("CXX", "g++")) is not None
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device; to a GPU from pinned memory, so that the CPU does not wait for the copy."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def set_up_cpu() -> None:

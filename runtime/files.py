@@ -25,10 +25,11 @@ def finite(number: float) -> float | None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: after a crash it has either its old content or all of the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
-    flush(path.parent)
 
 
 def flush(path: Path) -> None:

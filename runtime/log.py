@@ -24,12 +24,12 @@ class Log:
         self.tokens_per_step = config.train.batch_size * config.train.seq_len
         self.start = self.last = state["step"], time.perf_counter()     # a step, and when it was done
         self.wall_before = state["wall_s"]
-        if self.path.exists():
-            # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
-            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-            steps = [re.fullmatch(r'\{"step": (\d+).*\}', line) for line in lines]
-            write_whole(self.path, "".join(f"{line}\n" for line, found in zip(lines, steps, strict=True)
-                                           if found and int(found[1]) <= state["step"]))
+        self.path.touch()
+        # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        steps = [re.match(r'\{"step": (\d+),.*\}\n', line) for line in lines]
+        write_whole(self.path, "".join(line for line, found in zip(lines, steps, strict=True)
+                                       if found and int(found[1]) <= state["step"]))
         self.wandb = start_wandb(run_dir, config) if config.run.wandb else None
 
     def wall_s(self) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -57,6 +56,7 @@ class Muon(Optimizer):
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum, updates = group["lr"], group["momentum"], []
+        is_sharded = hasattr(matrices[0], "full_tensor")                # by FSDP2
         found_inf = torch.zeros((), device=matrices[0].device) if self.found_inf is None else self.found_inf
         is_skipped = found_inf > 0
         for p in matrices:
@@ -66,11 +66,13 @@ class Muon(Optimizer):
             average = self.state[p]["momentum_buffer"]
             grad = torch.where(is_skipped, average, p.grad)             # then the average stays as it is
             average.lerp_(grad, 1 - momentum)
-            updates.append(parallel.unshard(grad.lerp(average, momentum)))
+            update = grad.lerp(average, momentum)
+            updates.append(parallel.unshard(update) if is_sharded else update)
         decay = torch.where(is_skipped, 1.0, 1 - lr * group["weight_decay"])
         rate = torch.where(is_skipped, 0.0, -lr * 0.2 * math.sqrt(max(matrices[0].shape)))
         for p, update in zip(matrices, orthogonal(torch.stack(updates)), strict=True):
-            p.mul_(decay).add_(parallel.shard_like(update.to(p.dtype), p) * rate)
+            update = update.to(p.dtype)
+            p.mul_(decay).add_((parallel.shard_like(update, p) if is_sharded else update) * rate)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -119,16 +121,14 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     hidden = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear) and t.optimizer == "muon"}
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden - own
     rest = set(model.parameters()) - hidden - matrices - own
-
-    def group(members: Collection[Tensor], weight_decay: float, lr_scale: float = 1.0) -> dict[str, Any]:
-        return {"params": [p for p in model.parameters() if p in members], "weight_decay": weight_decay,
-                "lr_scale": lr_scale}
-
-    groups = [group(matrices, t.weight_decay), group(rest, 0.0), group(own, 0.0, config.position.lr_scale)]
-    adamw = AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p in members], "weight_decay": decay, "lr_scale": scale}
+        for members, decay, scale in ((hidden, t.weight_decay, 1.0), (matrices, t.weight_decay, 1.0),
+                                      (rest, 0.0, 1.0), (own, 0.0, config.position.lr_scale))]
+    adamw = AdamW(groups[1:], lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
     if not hidden:
         return adamw
-    return CombinedOptimizer(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
+    return CombinedOptimizer(Muon(groups[:1], t.lr, t.weight_decay, t.beta1), adamw)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

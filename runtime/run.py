@@ -23,17 +23,15 @@ from config import Config, differences, load_config, to_toml
 from data.loader import Corpus, read_meta
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from model import GPT, is_dropped
-from positions import ENCODINGS
 from runtime import checkpoint, parallel
-from runtime.device import dtype_name
 from runtime.errors import UserError
-from runtime.files import finite, flush, read_json, write_whole
+from runtime.files import flush, read_json, write_whole
 from runtime.log import Log, say, shown
 from runtime.parallel import Process
 
 # what may change while a run is trained: its folder and intervals, the machine, the place of the corpus
 NO_PART_OF_A_RUN = ("run", "train.device", "train.compile", "data.dir")
-SHOWN_WINDOWS = 8       # in the message of a divergence
+RUNS_AHEAD = ("cuda",)      # devices that are not waited for at each step
 
 
 class Ended(Exception):
@@ -56,26 +54,21 @@ class Run:
     log: Log | None             # rank 0 writes
     unread: list[tuple[float, Tensor]] = field(default_factory=list)    # of the steps since: lr, (loss, norm)
 
-    @property
-    def step(self) -> int:
-        """Updates made, up to the last metrics that were read."""
-        return self.state["step"]
-
     def after_step(self, loss_and_norm: Tensor) -> None:
-        """Log, validate and save where it is due. Raises Ended after a signal, or too many bad steps in a row.
+        """Log, validate and save where it is due. Raises Ended after a signal or too many bad steps in a row.
 
         loss_and_norm (2,) stays on the device until a line is written, so that a GPU need not be waited for.
         """
         r, steps = self.config.run, self.config.train.steps
         self.unread.append((self.optimizer.param_groups[0]["lr"], loss_and_norm))
-        step = self.step + len(self.unread)
+        step = self.state["step"] + len(self.unread)
         self.model.is_dropped = is_dropped(self.config, step)
         is_log, is_eval, is_save = (step % every == 0 or step == steps
                                     for every in (r.log_every, r.eval_every, r.save_every))
         number = self.stop[0] if self.stop else 0
         if self.process.world_size > 1:
             number = parallel.any_signal(self.process, [number])
-        if self.process.device.type == "cuda" and not (is_log or is_eval or is_save or number):
+        if self.process.device.type in RUNS_AHEAD and not (is_log or is_eval or is_save or number):
             return
         self.read_metrics()
         if is_eval:
@@ -92,15 +85,20 @@ class Run:
     def read_metrics(self) -> None:
         """Wait for the steps since the last call; log those that were skipped, except for the last step."""
         unread, self.unread = self.unread, []
-        last = self.step + len(unread)
-        for lr, loss_and_norm in unread:
-            loss, grad_norm = loss_and_norm.tolist()
+        for left, (lr, loss_and_norm) in zip(reversed(range(len(unread))), unread, strict=True):
+            loss, grad_norm = (x if math.isfinite(x) else None for x in loss_and_norm.tolist())
+            is_bad = loss is None or grad_norm is None
             self.state["step"] += 1
-            self.state["metrics"] = {"loss": finite(loss), "lr": lr, "grad_norm": finite(grad_norm)}
-            self.state["n_bad"] = 0 if math.isfinite(loss + grad_norm) else self.state["n_bad"] + 1
+            self.state["n_bad"] = self.state["n_bad"] + 1 if is_bad else 0
+            self.state["metrics"] = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
             if self.state["n_bad"] >= self.config.train.max_bad_steps:
-                self.fail(loss, grad_norm, lr)
-            if self.state["n_bad"] and self.step < last:
+                newest = checkpoint.newest(Path(self.config.run.dir)) or "none yet"
+                raise Ended(3, f"error: training diverged at step {self.state['step']}: loss {shown(loss)}, "
+                               f"gradient norm {shown(grad_norm)}, lr {lr:.3g}, windows "
+                               f"{', '.join(self.windows()[:8])}; {self.state['n_bad']} steps in a row "
+                               f"(train.max_bad_steps), none was applied; last good checkpoint: {newest}; "
+                               "lower train.lr in another run.dir")
+            if is_bad and left:
                 self.write_line()
 
     def write_line(self) -> None:
@@ -108,31 +106,21 @@ class Run:
         n_bad, metrics = self.state["n_bad"], self.state["metrics"]
         if self.log:
             more = {"n_bad": n_bad, "windows": self.windows()} if n_bad else {}
-            self.log.write(self.step, metrics | more)
+            self.log.write(self.state["step"], metrics | more)
 
     def windows(self) -> list[str]:
         """CORPUS:FIRST_TOKEN of each window of the newest step."""
         t = self.config.train
-        return [f"{corpus.folder}:{start}"
-                for corpus, start in self.corpus.places(t.seq_len, t.batch_size, t.seed, self.step - 1)]
+        places = self.corpus.places(t.seq_len, t.batch_size, t.seed, self.state["step"] - 1)
+        return [f"{corpus.folder}:{start}" for corpus, start in places]
 
     def save(self) -> None:
         """Write a checkpoint; delete older ones, unless the last step was bad."""
         if self.log:
-            self.state |= {"wall_s": self.log.wall_s()}
-            if self.log.path.exists():
-                flush(self.log.path)        # a resume does not write the lines before its checkpoint again
-        checkpoint.save(Path(self.config.run.dir), self.model, self.optimizer, self.step, self.state,
+            self.state["wall_s"] = self.log.wall_s()
+            flush(self.log.path)            # a resume does not write the lines before its checkpoint again
+        checkpoint.save(Path(self.config.run.dir), self.model, self.optimizer, self.state["step"], self.state,
                         keep=None if self.state["n_bad"] else self.config.run.keep, is_writer=bool(self.log))
-
-    def fail(self, loss: float, grad_norm: float, lr: float) -> None:
-        """Raise Ended: too many steps in a row were skipped."""
-        windows, newest = self.windows(), checkpoint.newest(Path(self.config.run.dir))
-        shown = ", ".join(windows[:SHOWN_WINDOWS]) + " ..." * (len(windows) > SHOWN_WINDOWS)
-        raise Ended(3, f"error: training diverged at step {self.step}: loss {loss}, gradient norm {grad_norm}, "
-                       f"lr {lr:.3g}, windows {shown}; {self.state['n_bad']} steps in a row "
-                       "(train.max_bad_steps), none was applied; last good checkpoint: "
-                       f"{newest or 'none yet'}; lower train.lr in another run.dir")
 
 
 def open_corpus(config: Config) -> tuple[Config, Corpus]:
@@ -154,27 +142,25 @@ def with_vocabulary(config: Config, corpus: Corpus) -> Config:
 
 def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
     """Whether this run has been trained to its end. Raises UserError if the folder holds anything else."""
-    config_path = run_dir / "config.toml"
-    if not config_path.exists():
+    if not (run_dir / "config.toml").exists():
         # a kill may have left hidden files and these two in a folder that was being made
-        others = [path for path in run_dir.iterdir() if not path.name.startswith(".")
-                  and path.name not in ("corpus.json", TOKENIZER_FILE)] if run_dir.exists() else []
-        if others:
+        found = {path.name for path in run_dir.glob("[!.]*")} - {"corpus.json", TOKENIZER_FILE}
+        if found:
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         return False
-    if changes := differences(load_config(config_path), config, NO_PART_OF_A_RUN):
-        raise UserError(*(f"run {run_dir}: was started with another config: {change}; give another run.dir or "
-                          "delete the folder" for change in changes))
+    changes = differences(load_config(run_dir / "config.toml"), config, NO_PART_OF_A_RUN)
     if content_of(read_meta(run_dir / "corpus.json")) != content_of(corpus.meta):
-        raise UserError(f"run {run_dir}: was started on another corpus than {config.data.dir} now holds; "
-                        "prepare that one again, give another run.dir, or delete the folder")
+        changes.append(f"another corpus than {config.data.dir} now holds")
+    if changes:
+        raise UserError(*(f"run {run_dir}: was started with another config: {change}; give another run.dir "
+                          "or delete the folder" for change in changes))
     return (run_dir / "summary.json").exists()
 
 
-def content_of(meta: dict[str, Any]) -> Any:
-    """What decides the batches of a corpus: the checksums of its files, and the same of a mixture's."""
+def content_of(meta: dict[str, Any]) -> list[Any]:
+    """What a corpus is, wherever it lies: the checksums of its tokenizer and files, and of a mixture's."""
     mixture = {name: content_of(other) for name, other in meta.get("mixture", {}).items()}
-    return [meta["tokenizer"]["sha256"], [meta["splits"][split]["sha256"] for split in ("train", "val")], mixture]
+    return [meta["tokenizer"]["sha256"], {name: s["sha256"] for name, s in meta["splits"].items()}, mixture]
 
 
 def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
@@ -182,53 +168,51 @@ def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
     if not (run_dir / "config.toml").exists():
         write_whole(run_dir / "corpus.json", json.dumps(corpus.meta, indent=1))
         if (corpus.folder / TOKENIZER_FILE).exists():
-            text = (corpus.folder / TOKENIZER_FILE).read_text(encoding="utf-8")
-            write_whole(run_dir / TOKENIZER_FILE, text)
+            tokenizer = (corpus.folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+            write_whole(run_dir / TOKENIZER_FILE, tokenizer)
         write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
 
 
-def resume(run_dir: Path, config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer,
-           process: Process) -> dict[str, Any]:
+def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer,
+           dtype: str) -> dict[str, Any]:
     """The state of the newest checkpoint, or of a start from the initialisation or train.init_from."""
-    now = {"dtype": dtype_name(config.train, process.device), "code": git_revision() or "unknown"}
-    state = checkpoint.load_newest(run_dir, model, optimizer) if run_dir.exists() else None
+    run_dir, now = Path(config.run.dir), {"dtype": dtype, "code": git_revision() or "unknown"}
+    state = checkpoint.load_newest(run_dir, model, optimizer) if (run_dir / "checkpoints").exists() else None
     if state is None:
-        state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0, "revisions": [], "init_sha256": None}
+        state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0, "revisions": [], "init_sha256": None,
+                 "sha256": None}
         if config.train.init_from:
             state["init_sha256"] = checkpoint.start_from(config.train.init_from, model, config, tokenizer)
     else:
         say(f"resuming {run_dir} at step {state['step']}")
-        before = {"dtype": state.get("dtype"), "code": state["revisions"][-1] if state["revisions"] else None}
+        before = {"dtype": state.get("dtype"), "code": "".join(state["revisions"][-1:])}
         for key, value in before.items():
-            if value not in (None, now[key]):
+            if value and value != now[key]:
                 say(f"warning: {run_dir} resumes with another {key}: {value} -> {now[key]}")
-    state["dtype"], revisions = now["dtype"], state["revisions"]
-    if revisions[-1:] != [now["code"]]:
-        state["revisions"] = [*revisions, now["code"]]      # of each start, each once
+    state["dtype"] = dtype
+    if state["revisions"][-1:] != [now["code"]]:
+        state["revisions"] = [*state["revisions"], now["code"]]
     return state
 
 
-def describe(config: Config, corpus: Corpus, model: GPT, process: Process, is_compiled: bool) -> Iterator[str]:
+def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> Iterator[str]:
     """Lines for the screen about what is going to be trained."""
     m, p, t = config.model, config.position, config.train
     yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
            f"parameters, {model.flops_per_token(t.seq_len):,} FLOPs per token")
-    defaults = {key: option.default for key, option in type(p).model_fields.items()}
-    defaults["lr_scale"] = ENCODINGS[p.encoding].lr_scale
-    changed = [f"{key} {value}" for key, value in p if key != "encoding" and value != defaults[key]]
-    changed += [f"{key} {value}" for key, value in (("window", m.window), ("chunk", m.chunk)) if value]
+    changed = {key: value for key, value in p.model_dump(exclude={"encoding"}).items()
+               if value != type(p).model_fields[key].default}
+    changed |= {key: value for key, value in (("window", m.window), ("chunk", m.chunk)) if value}
     if t.positions != "plain":
-        changed.append(f"{t.positions} positions below {t.position_range}")
-    yield "position  " + ", ".join([p.encoding, *changed, f"trained at L = {t.seq_len}"])
+        changed[t.positions] = f"positions below {t.position_range}"
+    yield "position  " + ", ".join([p.encoding, *(f"{key} {value}" for key, value in changed.items()),
+                                    f"trained at L = {t.seq_len}"])
     if warning := model.encoding.warning():
         yield f"warning: {warning}"
     n_tokens, n_corpus = t.steps * t.batch_size * t.seq_len, len(corpus.tokens["train"])
     yield (f"data      {corpus.folder}, {n_corpus:,} tokens; {n_tokens:,} to train on "
            f"({n_tokens / n_corpus:.2f} epochs)")
-    machine = f"{process.world_size} x {process.device.type} by {t.parallel}" if process.world_size > 1 \
-        else str(process.device)
-    yield (f"machine   {machine}, {dtype_name(t, process.device)}, compile {'on' if is_compiled else 'off'}, "
-           f"seed {t.seed}")
+    yield f"machine   {machine}"
 
 
 def write_summary(run: Run, log: Log) -> None:
@@ -250,43 +234,30 @@ def write_summary(run: Run, log: Log) -> None:
         "git_revisions": revisions,             # of all starts: a run may be resumed by other code
         "git_dirty": any("-dirty" in revision for revision in revisions),
     }
-    run_dir = Path(run.config.run.dir)
-    write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_whole(log.path.with_name("summary.json"), json.dumps(summary, indent=1) + "\n")
     log.to_wandb(lambda wandb: wandb.summary.update(summary))
     log.to_wandb(lambda wandb: wandb.finish())
-    say(f"finished {run_dir}: {describe_summary(summary)}")
 
 
 def read_summary(run_dir: Path) -> str:
-    """The main results of a finished run, as text. Raises UserError if summary.json is damaged."""
-    try:
-        return describe_summary(read_json(run_dir / "summary.json"))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{run_dir}/summary.json: damaged ({error}); delete this file, the same command writes "
-                        "it again from the last checkpoint") from error
-
-
-def describe_summary(summary: dict[str, Any]) -> str:
     """The main results in summary.json, as text."""
+    summary = read_json(run_dir / "summary.json")
     return (f"validation loss {shown(summary['val_loss'])} nats/token, {shown(summary['val_bpb'])} "
             f"bits/byte; {summary['tokens']:,} tokens in {summary['wall_s']:.0f} s, "
             f"{summary['tokens_per_s']:,}/s")
 
 
 def git_revision() -> str | None:
-    """The commit of this code; with changes "COMMIT-dirty-HASH8", which tells one change from another.
+    """The commit of this code, or with changes "COMMIT-dirty-HASH8". None without a checkout or git.
 
-    The hash is of `git diff HEAD` and of the Python files that are not tracked. None without a checkout or git.
+    The hash is of `git diff HEAD` and of the Python files that git does not track.
     """
-    root = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> bytes:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True).stdout
+    root, found = Path(__file__).resolve().parent.parent, []
     try:
-        commit, changes = git("rev-parse", "HEAD").decode().strip(), git("diff", "HEAD")
-        names = git("ls-files", "--others", "--exclude-standard", "-z", "*.py").decode().split("\0")
-        for path in [root / name for name in names if name]:
-            changes += path.name.encode() + path.read_bytes()
+        for command in ("rev-parse HEAD", "diff HEAD", "ls-files -z --others --exclude-standard *.py"):
+            found.append(subprocess.run(["git", *command.split()], cwd=root, capture_output=True).stdout)
     except OSError:
         return None
-    return f"{commit}-dirty-{hashlib.sha256(changes).hexdigest()[:8]}" if commit and changes else commit or None
+    commit, untracked = found[0].decode().strip(), found[2].decode().split("\0")[:-1]
+    changes = b"".join([found[1], *((root / name).read_bytes() for name in untracked)])
+    return (f"{commit}-dirty-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit) or None

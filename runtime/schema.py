@@ -31,8 +31,8 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Mapping[s
     by_key: dict[tuple[str, ...], list[Any]] = {}
     for one in error.errors():
         # without the members of a union, such as "list[int]"; the tag of a table, its method, stays
-        path = [str(part) for part in one["loc"] if isinstance(part, str) and "[" not in part]
-        by_key.setdefault((name, *path), []).append(one)
+        keys = [part for part in one["loc"] if isinstance(part, str) and "[" not in part]
+        by_key.setdefault((name, *keys), []).append(one)
     for path, found in by_key.items():
         kind, message, known = found[0]["type"], "", schema.model_fields
         if len(path) > 3 or kind.startswith("union_tag"):       # a table with a choice of `method`

@@ -284,7 +284,7 @@ def _broken_rules(config: Config) -> dict[str, str]:
            f"{p.encoding} does not act in layers; remove this key")
           for key, default in (("layers", "all"), ("skip_every", 0)))]
     broken = {key: text for key, is_broken, text in rules if is_broken}
-    return broken | {f"position.{key}": text for key, text in p.problems(m.n_embd, m.head_width).items()}
+    return broken or {f"position.{key}": text for key, text in p.problems(m.n_embd, m.head_width).items()}
 
 
 def to_toml(config: Config) -> str:

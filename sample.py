@@ -107,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, needs_output=True)
+    run_command(main)

@@ -50,7 +50,8 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Mapping[s
             message = f"unknown method {method!r}{did_you_mean(method, known) or choices}"
         if place or kind != "missing":
             where = origin.get(".".join(path[:2]), "(default)" if origin and kind != "missing" else place)
-            yield f"{'.'.join(path)} {where}: {message}"
+            full_name = ".".join((*path[:2], *(path[3:] or path[2:])))     # without the method
+            yield f"{full_name} {where}: {message}"
 
 
 def tables_of(field: Any) -> dict[str, Schema]:

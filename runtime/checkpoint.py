@@ -41,8 +41,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
          keep: int | None, is_writer: bool = True) -> None:
     """Write checkpoints/STEP, then delete all but the newest `keep` (None: none). Raises OSError.
 
-    Every process must call it, to gather sharded tensors; one of them is the writer. If it fails, older
-    checkpoints are untouched.
+    Every process must call it, to gather sharded tensors; one of them is the writer.
     """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     moments = {f"{names[p]}/{key}": torch.as_tensor(value)
@@ -76,7 +75,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
 def prune(run_dir: Path, step: int, keep: int) -> None:
     """Delete incomplete checkpoints that a kill left, and all but the newest `keep` up to this step.
 
-    Later checkpoints must be damaged (else the run would have resumed from them), so they are ignored.
+    Later ones must be damaged, else the run would have resumed from them: they do not count.
     """
     for stale in (run_dir / "checkpoints").glob(".tmp-*"):
         shutil.rmtree(stale)
@@ -85,10 +84,10 @@ def prune(run_dir: Path, step: int, keep: int) -> None:
 
 
 def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
-    """Read the newest intact checkpoint into model and optimizer, strictly; return its state or None.
+    """Read the newest intact checkpoint into model and optimizer; return its state, or None without one.
 
-    A damaged one is named on the screen, and the next older one is used. Raises UserError if all are damaged,
-    or if an intact one belongs to another model.
+    A damaged one is named on the screen, and the one before is used. Raises UserError if all are damaged, or
+    if an intact one belongs to another model.
     """
     damaged = []
     for folder in reversed(_checkpoints(run_dir)):
@@ -122,20 +121,14 @@ class Opened(NamedTuple):
     files_sha256: str | None = None             # of a Hugging Face folder
 
     def origin(self) -> dict[str, Any]:
-        """Step and checksum of the checkpoint's weights, and of those that the run began from, or None.
-
-        Of a Hugging Face folder a checksum alone.
-        """
+        """Step and checksum of the checkpoint's weights, and of those that the run began from, or None."""
         return {"step": self.state and self.state["step"],
                 "checkpoint_sha256": self.state["sha256"][FILES[0]] if self.state else self.files_sha256,
                 "init_sha256": self.state and self.state["init_sha256"]}
 
 
 def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
-    """The model of a run at its newest checkpoint, or of a Hugging Face folder (hf/pretrained.py).
-
-    In evaluation mode, on the configured device.
-    """
+    """The model of a run at its newest checkpoint, or of a Hugging Face folder, in evaluation mode."""
     return open_run(run_dir)[:3]
 
 
@@ -161,8 +154,7 @@ def open_run(run_dir: str | Path) -> Opened:
 def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer) -> str:
     """Read the newest weights of another run into a model of the same shape, encoding and tokenizer.
 
-    Returns their checksum. If the formula of the encoding contains L (fire, integer_normalised, log_n), it
-    uses the new L.
+    Returns their checksum. An encoding whose formula contains L (fire, integer_normalised) uses the new L.
     """
     source, source_config, source_tokenizer = load_run(run_dir)
     changes = differences(source_config, config, ["run", "data", "train", *MAY_CHANGE])
@@ -221,7 +213,7 @@ def _verified_state(folder: Path) -> dict[str, Any]:
     for name in FILES:
         if _sha256(folder / name) != state["sha256"][name]:
             raise ValueError(f"{name}: checksum mismatch")
-    return {"n_bad": 0, "revisions": [], "init_sha256": None, **state}          # old runs lack these
+    return {"n_bad": 0, "revisions": [], "dtype": None, "init_sha256": None, **state}    # old runs lack some
 
 
 def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:

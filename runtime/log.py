@@ -71,7 +71,7 @@ class Log:
 def start_wandb(run_dir: Path, config: Config) -> Any:
     """A W&B run, offline without a key or network; None if even that fails: training continues without it."""
     has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
-    for mode in [os.environ.get("WANDB_MODE", "online" if has_key else "offline"), "offline"]:
+    for mode in (os.environ.get("WANDB_MODE", "online" if has_key else "offline"), "offline"):
         try:
             import wandb
             return wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),

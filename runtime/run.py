@@ -176,23 +176,21 @@ def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
 def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer,
            dtype: str) -> dict[str, Any]:
     """The state of the newest checkpoint, or of a start from the initialisation or train.init_from."""
-    run_dir, now = Path(config.run.dir), {"dtype": dtype, "code": git_revision() or "unknown"}
+    run_dir, revision = Path(config.run.dir), git_revision() or "unknown"
     state = checkpoint.load_newest(run_dir, model, optimizer) if (run_dir / "checkpoints").exists() else None
     if state is None:
-        state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0, "revisions": [], "init_sha256": None,
-                 "sha256": None}
+        state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0, "revisions": [], "dtype": dtype,
+                 "init_sha256": None, "sha256": None}
         if config.train.init_from:
             state["init_sha256"] = checkpoint.start_from(config.train.init_from, model, config, tokenizer)
     else:
         say(f"resuming {run_dir} at step {state['step']}")
-        before = {"dtype": state.get("dtype"), "code": "".join(state["revisions"][-1:])}
-        for key, value in before.items():
-            if value and value != now[key]:
-                say(f"warning: {run_dir} resumes with another {key}: {value} -> {now[key]}")
-    state["dtype"] = dtype
-    if state["revisions"][-1:] != [now["code"]]:
-        state["revisions"] = [*state["revisions"], now["code"]]
-    return state
+    if state["dtype"] not in (None, dtype):
+        say(f"warning: {run_dir} resumes with another dtype: {state['dtype']} -> {dtype}")
+    if state["revisions"] and state["revisions"][-1] != revision:
+        say(f"warning: {run_dir} resumes with other code: {state['revisions'][-1]} -> {revision}")
+    revisions = state["revisions"] + [revision] * (state["revisions"][-1:] != [revision])
+    return state | {"dtype": dtype, "revisions": revisions}
 
 
 def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> Iterator[str]:

@@ -39,18 +39,7 @@ from runtime.log import Log, say
 from runtime.loss import IGNORED
 from runtime.optimizer import make_optimizer, set_learning_rate
 from runtime.parallel import Process
-from runtime.run import (
-    Ended,
-    Run,
-    content_of,
-    describe,
-    is_finished,
-    make_run,
-    open_corpus,
-    read_summary,
-    resume,
-    write_summary,
-)
+from runtime.run import Ended, Run, describe, is_finished, make_run, open_corpus, read_summary, resume
 
 VAL_TOKENS = 16_384         # most tokens in a validation batch
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)       # they save, then end
@@ -158,15 +147,14 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
 
 def train(config: Config, stop: list[int]) -> int:
     """Train to the end, or until a signal number appears in `stop`; return the exit code."""
-    process = Process(pick_device(config.train))
-    if "LOCAL_RANK" in os.environ:                      # torchrun sets it
-        process = parallel.start(config.train)
+    t, is_several = config.train, "LOCAL_RANK" in os.environ                    # torchrun sets it
+    process = parallel.start(t) if is_several else Process(pick_device(t))
     config, corpus = open_corpus(config)
     run_dir = Path(config.run.dir)
     if is_finished(run_dir, config, corpus):
         print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
         return 0
-    corpus.require_windows(config.train.seq_len)
+    corpus.require_windows(t.seq_len)
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(run_dir / ".lock", timeout=0) if process.rank == 0 else nullcontext():
@@ -189,7 +177,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     model.is_dropped = is_dropped(config, state["step"])
     if is_several:      # every process waits here until all have read the folder: now it may change
         parallel.require_agreement(process, {
-            "config": to_toml(config), "corpus": content_of(corpus.meta), "code": state["revisions"],
+            "config": to_toml(config), "corpus": corpus.meta, "code": state["revisions"],
             "dtype": dtype, "checkpoint": [state[key] for key in ("step", "sha256", "init_sha256")]})
     is_compiled = should_compile(model, t, process.device)
     if process.rank == 0:
@@ -211,15 +199,15 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
         training_loop(run)
     except Ended as end:
         code, message = end.args
-        if process.rank == 0:
-            print(message, file=sys.stderr) if code == 3 else say(message)
+        if process.rank == 0 and code == 3:
+            print(f"error: {message}", file=sys.stderr)
+        elif process.rank == 0:
+            say(message)
         return code
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if run.log:
-        write_summary(run, run.log)
-        say(f"finished {run_dir}: {read_summary(run_dir)}")
+    run.finish()
     return 0
 
 

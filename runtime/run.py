@@ -93,7 +93,7 @@ class Run:
             self.state["metrics"] = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
             if self.state["n_bad"] >= self.config.train.max_bad_steps:
                 newest = checkpoint.newest(Path(self.config.run.dir)) or "none yet"
-                raise Ended(3, f"error: training diverged at step {self.state['step']}: loss {shown(loss)}, "
+                raise Ended(3, f"training diverged at step {self.state['step']}: loss {shown(loss)}, "
                                f"gradient norm {shown(grad_norm)}, lr {lr:.3g}, windows "
                                f"{', '.join(self.windows()[:8])}; {self.state['n_bad']} steps in a row "
                                f"(train.max_bad_steps), none was applied; last good checkpoint: {newest}; "
@@ -121,6 +121,29 @@ class Run:
             flush(self.log.path)            # a resume does not write the lines before its checkpoint again
         checkpoint.save(Path(self.config.run.dir), self.model, self.optimizer, self.state["step"], self.state,
                         keep=None if self.state["n_bad"] else self.config.run.keep, is_writer=bool(self.log))
+
+    def finish(self) -> None:
+        """Write summary.json, which marks the run as finished."""
+        if not self.log:
+            return
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        n_tokens, wall_s = self.config.train.steps * self.log.tokens_per_step, self.log.wall_s()
+        revisions, run_dir = self.state["revisions"], Path(self.config.run.dir)
+        summary = {
+            "steps": self.config.train.steps, "tokens": n_tokens, "wall_s": round(wall_s, 3),
+            **{key: self.state["metrics"].get(key) for key in ("loss", "val_loss", "val_bpb")},
+            "tokens_per_s": round(n_tokens / wall_s),
+            "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss,
+            "parameters": self.model.n_parameters(), "dtype": self.state["dtype"],
+            "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                         "numpy": np.__version__},
+            # of the last start, and of all: a run may be resumed by other code
+            "git_revision": revisions[-1], "git_revisions": revisions,
+            "git_dirty": any("-dirty" in revision for revision in revisions)}
+        write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        self.log.to_wandb(lambda wandb: wandb.summary.update(summary))
+        self.log.to_wandb(lambda wandb: wandb.finish())
+        say(f"finished {run_dir}: {read_summary(run_dir)}")
 
 
 def open_corpus(config: Config) -> tuple[Config, Corpus]:
@@ -211,30 +234,6 @@ def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> Iterat
     yield (f"data      {corpus.folder}, {n_corpus:,} tokens; {n_tokens:,} to train on "
            f"({n_tokens / n_corpus:.2f} epochs)")
     yield f"machine   {machine}"
-
-
-def write_summary(run: Run, log: Log) -> None:
-    """Write summary.json, which marks the run as finished."""
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    steps, revisions, wall_s = run.config.train.steps, run.state["revisions"], log.wall_s()
-    summary = {
-        "steps": steps,
-        "tokens": steps * log.tokens_per_step,
-        "wall_s": round(wall_s, 3),
-        **{key: run.state["metrics"].get(key) for key in ("loss", "val_loss", "val_bpb")},
-        "tokens_per_s": round(steps * log.tokens_per_step / wall_s),
-        "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss,
-        "parameters": run.model.n_parameters(),
-        "dtype": run.state["dtype"],
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "numpy": np.__version__},
-        "git_revision": revisions[-1],
-        "git_revisions": revisions,             # of all starts: a run may be resumed by other code
-        "git_dirty": any("-dirty" in revision for revision in revisions),
-    }
-    write_whole(log.path.with_name("summary.json"), json.dumps(summary, indent=1) + "\n")
-    log.to_wandb(lambda wandb: wandb.summary.update(summary))
-    log.to_wandb(lambda wandb: wandb.finish())
 
 
 def read_summary(run_dir: Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import torch
 from conftest import ROOT, lively, python, tokens
 from test_train import assert_equal_runs, metrics, weights
 
-import eval as eval_command
 from config import Config, to_toml
 from data.loader import Corpus
 from runtime import parallel
@@ -24,22 +24,20 @@ from runtime.parallel import Process
 from train import train, validate
 
 STEPS = 40
+AS_ON_A_GPU = """
+import os, sys, train
+from runtime import command, loss, run
+loss.MAX_LOGITS, run.RUNS_AHEAD = 16 * 257, ("cpu",)        # the loss in chunks of 16 rows, metrics read late
+sys.argv = [argument.replace("RANK", os.environ["RANK"]) for argument in sys.argv]
+command.run_command(train.main)
+"""
 
 
-def train_as_on_a_gpu(folder: Path) -> str:
-    """A script that is train.py as on a GPU: the loss in chunks of 16 rows, metrics read late."""
-    path = folder / "train_as_on_a_gpu.py"
-    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
-                    "from runtime import command, loss, run\n"
-                    "loss.MAX_LOGITS, run.RUNS_AHEAD = 16 * 257, ('cpu',)\n"
-                    "command.run_command(train.main)\n")
-    return str(path)
-
-
-def start(config: Config, path: Path) -> list[subprocess.Popen]:
-    """Two processes of train.py, as torchrun starts them, with the loss in chunks."""
+def start(config: Config, *overrides: str) -> list[subprocess.Popen]:
+    """Two processes of train.py, as torchrun starts them, but as on a GPU."""
+    path = Path(f"{config.run.dir}.toml")
     path.write_text(to_toml(config))
-    return start_two(train_as_on_a_gpu(path.parent), str(path))
+    return start_two("-c", AS_ON_A_GPU, str(path), *overrides)
 
 
 def start_two(*command: str) -> list[subprocess.Popen]:
@@ -90,18 +88,18 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
                     "train.position_range=64", f"run.dir={tmp_path / name}", "run.save_every=100")
 
     (tmp_path / "straight.toml").write_text(to_toml(make("straight")))
-    launcher = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
-                               train_as_on_a_gpu(tmp_path), str(tmp_path / "straight.toml")],
-                              capture_output=True, text=True)
+    (tmp_path / "as_on_a_gpu.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{AS_ON_A_GPU}")
+    launcher = python("-m", "torch.distributed.run", "--nproc_per_node=2", tmp_path / "as_on_a_gpu.py",
+                      tmp_path / "straight.toml")
     assert launcher.returncode == 0, launcher.stderr
     assert "2 x cpu by ddp" in launcher.stdout
     assert launcher.stdout.count("\nfinished ") == 1                    # one process prints for all
     train(make("alone"), [])
     assert_close_runs(tmp_path / "straight", tmp_path / "alone")
 
-    codes, out = stop_in_the_middle(start(make("stopped"), tmp_path / "stopped.toml"), 15)
+    codes, out = stop_in_the_middle(start(make("stopped")), signal.SIGTERM)
     assert codes == [143, 143] and "stopped by SIGTERM, saved at step" in out[0] and not out[1]
-    again = start(make("stopped"), tmp_path / "stopped.toml")
+    again = start(make("stopped"))
     assert "resuming" in again[0].communicate()[0] and again[1].wait() == again[0].returncode == 0
     assert_equal_runs(tmp_path / "straight", tmp_path / "stopped", STEPS)
 
@@ -114,7 +112,7 @@ def test_a_sharded_run_goes_on_in_one_process(overrides: tuple[str, ...], tiny, 
         return tiny("t5", f"train.steps={STEPS}", "train.parallel=fsdp", *overrides,
                     "model.n_hidden=37", f"run.dir={tmp_path / name}", "run.save_every=100")
 
-    codes, out = stop_in_the_middle(start(make("sharded"), tmp_path / "sharded.toml"), 15)
+    codes, out = stop_in_the_middle(start(make("sharded")), signal.SIGTERM)
     assert codes == [143, 143] and "2 x cpu by fsdp" in out[0]
     assert train(make("sharded"), []) == 0
     train(make("alone"), [])
@@ -171,51 +169,27 @@ def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) 
         assert [done for _, done in results] == [list(range(rank, n_pieces, size)) for rank in range(size)]
 
 
-EVALUATE = """
-import os, sys, eval
-from evaluation import protocols
-from runtime.command import run_command
-protocols.TOKENS_PER_FORWARD = 2100         # so there are several forwards to share
-sys.argv[-1] = sys.argv[-1].replace("RANK", os.environ["RANK"])
-run_command(eval.main)
-"""
-
-
 @pytest.mark.slow
-def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, tmp_path: Path,
-                                                                          monkeypatch) -> None:
-    """Protocols and a probe, plain and extended, bit for bit."""
+def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, tmp_path: Path) -> None:
     train(tiny("rope", "train.steps=4"), [])
-    arguments = [str(tmp_path / "run"), "--lengths", "24,32,1000", "--windows", "5", "--tokens", "4000",
-                 "--protocol", "nonoverlap,sliding,fixed,position,needle", "--extend", "yarn"]
-    together = start_two("-c", EVALUATE, *arguments, "--json", str(tmp_path / "twoRANK.json"))
-    monkeypatch.setattr("evaluation.protocols.TOKENS_PER_FORWARD", 2100, raising=False)
-    monkeypatch.setattr(sys, "argv", ["eval.py", *arguments, "--json", str(tmp_path / "one.json")])
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)            # as the two have: it may decide in which order a product is summed
-    eval_command.main()
-    torch.set_num_threads(n_threads)
-    (out, errors), (silent, others) = (process.communicate(timeout=300) for process in together)
-    assert [process.returncode for process in together] == [0, 0], errors + others
+    command = ["eval.py", str(tmp_path / "run"), "--lengths", "24,32,1000", "--windows", "5", "--tokens",
+               "4000", "--protocol", "nonoverlap,fixed", "--extend", "yarn", "--json"]
+    one = python(*command, tmp_path / "one.json", OMP_NUM_THREADS="1")
+    assert one.returncode == 0, one.stderr
+    two = start_two(*command, str(tmp_path / "two.json"))
+    (out, errors), (silent, others) = (process.communicate(timeout=300) for process in two)
+    assert [process.returncode for process in two] == [0, 0], errors + others
     assert "wrote" in out and not silent
-    one, two = (json.loads((tmp_path / name).read_text())["records"] for name in ("one.json", "two0.json"))
-    assert [{**r, "seconds": 0} for r in one] == [{**r, "seconds": 0} for r in two]
-    one, two = (np.load(tmp_path / name, allow_pickle=False) for name in ("one.npz", "two0.npz"))
+    records = [[{**record, "seconds": 0} for record in json.loads((tmp_path / name).read_text())["records"]]
+               for name in ("one.json", "two.json")]
+    assert records[0] == records[1]
+    one, two = (np.load(tmp_path / name, allow_pickle=False) for name in ("one.npz", "two.npz"))
     assert one.files == two.files and all(one[key].tobytes() == two[key].tobytes() for key in one.files)
-
-
-DIFFERENT = """
-import os, sys, train
-from runtime.command import run_command
-sys.argv = [argument.replace("RANK", os.environ["RANK"]) for argument in sys.argv]
-run_command(train.main)
-"""
 
 
 @pytest.mark.slow
 def test_processes_that_would_not_train_the_same_end_in_one_line(tiny, tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text(to_toml(tiny("rope")))
-    both = start_two("-c", DIFFERENT, str(tmp_path / "c.toml"), "train.lr=RANK.5")
+    both = start(tiny("rope"), "train.lr=RANK.5")
     results = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [2, 2], results
     assert all(error.startswith("error: ") and error.count("\n") == 1 for _, error in results), results
@@ -248,16 +222,6 @@ def test_one_of_several_processes_ends_before_python_frees_its_objects() -> None
     """
     done = python("-c", ABORTS_AT_PYTHONS_OWN_END)
     assert (done.returncode, done.stdout, done.stderr) == (2, "works\nfinished\n", "error: a mistake\n")
-
-
-def test_processes_agree_on_each_value_or_the_difference_is_named(monkeypatch) -> None:
-    def agree(*texts: str) -> None:
-        monkeypatch.setattr(parallel, "all_gather_objects", lambda *_: [{"config": text} for text in texts])
-        parallel.require_agreement(Process(torch.device("cpu")), {"config": texts[0]})
-
-    agree(*["a = 1\nb = 2"] * 3)
-    with pytest.raises(UserError, match="processes 0 and 2 have different config"):
-        agree("a = 1", "a = 1", "a = 2")
 
 
 def test_a_share_is_every_nth_row() -> None:

@@ -64,6 +64,7 @@ def training_loop(run: Run) -> None:
                 loss = model(x, y, positions, documents=documents) / n_parts
             loss.backward()
             losses.append(loss.detach())
+        # one norm of all gradients, with FSDP2 of all shards; returned as it was before clipping
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
         if process.world_size > 1:
             loss_and_norm = parallel.mean_and_largest(process, torch.stack(losses).sum(), grad_norm)

@@ -21,6 +21,8 @@ CPU_INFO = Path("/proc/cpuinfo")        # of Linux
 
 def pick_device(train: TrainConfig) -> torch.device:
     """The configured device; "auto" is CUDA where there is one."""
+    if train.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device cuda: PyTorch finds no GPU here; use train.device=auto or cpu")
     if train.device != "auto":
         return torch.device(train.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding_slowly, lively, words
+from conftest import ROOT, every_encoding_slowly, lively
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as train_module
 from config import Config, to_toml
 from data.loader import Corpus
-from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from model import GPT
 from runtime import checkpoint
@@ -207,15 +206,6 @@ def test_a_run_that_reads_its_metrics_late_is_the_same_run(tiny, tmp_path: Path,
     assert lines == metrics(tmp_path / "straight")
 
 
-def test_a_bad_step_changes_nothing(tiny, spoil) -> None:
-    config = tiny("learned", "train.steps=1", "train.optimizer=muon")
-    spoil(1)
-    run = run_loop(config)
-    before, after = lively(config).state_dict(), run.model.state_dict()
-    assert run.state["n_bad"] == 1 and all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(x.any() for moments in run.optimizer.state.values() for x in moments.values())
-
-
 def test_no_checkpoint_is_saved_or_given_up_while_steps_are_bad(tiny, tmp_path: Path, spoil, capsys) -> None:
     """Weights that are spoilt fail at each step: at last the run must still have those from before."""
     spoil(*range(5, 99))
@@ -225,29 +215,6 @@ def test_no_checkpoint_is_saved_or_given_up_while_steps_are_bad(tiny, tmp_path: 
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["00000003", "00000004", "00000006"]
     assert "last good checkpoint" in capsys.readouterr().err
-
-
-def test_where_a_corpus_lies_and_on_what_a_run_is_trained_may_change(tiny, tmp_path: Path) -> None:
-    config, path = tiny("rope"), tmp_path / "words"
-    assert train(config, stop_after(5)) == 130
-    shutil.copytree(config.data.dir, path)
-    moved = tiny("rope", f"data.dir={path}", "train.device=auto", "train.compile=auto", "run.log_every=3")
-    if not torch.cuda.is_available():
-        assert train(moved, []) == 0
-
-
-def test_another_corpus_is_refused(tiny, tmp_path: Path) -> None:
-    source = tmp_path / "source.txt"
-    config = tiny("rope", f"data.dir={tmp_path / 'corpus'}")
-    for seed in (0, 1):
-        source.write_bytes(words(seed, 4000))
-        prepare(str(source), tmp_path / "corpus", "byte")
-        if seed == 0:
-            train(config, stop_after(1))
-    with pytest.raises(UserError, match="another corpus"):
-        train(config, [])
-    with pytest.raises(UserError, match="vocab_size"):
-        train(tiny("rope", "model.vocab_size=100", f"run.dir={tmp_path / 'other'}"), [])
 
 
 def test_the_code_of_a_run_is_named_with_its_changes(tmp_path: Path, monkeypatch) -> None:

@@ -242,16 +242,3 @@ def _check(state: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# COMPAT until the last commit
-def check_links(run_dir: Path) -> None:
-    pass
-
-
-def check_checkpoints(run_dir: Path, config: Config, corpus: dict[str, Any]) -> None:
-    pass
-
-
-def remedy_for(run_dir: Path) -> str:
-    return "give a run"

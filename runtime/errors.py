@@ -18,16 +18,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message that suggests the known word nearest to this one; empty if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-# COMPAT until the last commit
-def shortened(value: object) -> str:
-    return repr(value)
-
-
-def one_line(text: str, longest: int = 2000) -> str:
-    return text
-
-
-def describe_exception(error: BaseException, secret: str | None = None) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -39,24 +39,3 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# COMPAT until the last commit
-from contextlib import contextmanager  # noqa: E402
-
-
-def read_text(path: Path, limit: int = 0) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def temporary_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
-
-
-def is_fixed(folder: Path) -> bool:
-    return os.path.ismount(folder) or Path.cwd().is_relative_to(folder.resolve())
-
-
-@contextmanager
-def name_in_errors(path: Path):
-    yield

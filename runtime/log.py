@@ -92,8 +92,3 @@ def say(text: str, end: str = "\n") -> None:
 def shown(number: float | None, form: str = ".4f") -> str:
     """A measured number for the screen; "nan" for one that was not finite."""
     return "nan" if number is None else format(number, form)
-
-
-# COMPAT until the last commit
-def without_key(error: Exception) -> str:
-    return str(error)

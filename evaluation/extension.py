@@ -429,14 +429,15 @@ def make(name: str, arguments: str, spec: str) -> Extension:
         SCALINGS[name].for_context(2, 2, given)
         return Rescaled(method=SCALINGS[name], given=given)
     except ValidationError as error:
+        first = error.errors()[0]
         missing = [str(one["loc"][0]) for one in error.errors() if one["type"] == "missing"]
         if missing:
             fields = SCALINGS[name].model_fields
             form = {key: "[...]" if "list" in str(fields[key].annotation) else "..." for key in missing}
             raise UserError(f"--extend {spec}: needs {' and '.join(missing)}; write --extend '{name}:"
                             f"{','.join(f'{key}={value}' for key, value in form.items())}'") from error
-        schema: type[BaseModel] = SCALINGS.get(name, EXTENSIONS[name])
-        raise UserError(*explain(error, f"--extend {name}", schema, {}, f"in {spec!r}")) from error
+        raise UserError(explain(f"--extend {name}.{first['loc'][0]}", [first], f"in {spec!r}",
+                                SCALINGS.get(name, EXTENSIONS[name]), name)) from error
 
 
 def rotary(model: GPT) -> RoPE:

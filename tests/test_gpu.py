@@ -31,7 +31,7 @@ from model import GPT
 from positions import ENCODINGS
 from positions.distance import ALiBi
 from positions.scaling import SCALINGS
-from runtime.run import Run
+from runtime.progress import Run
 
 # 64 channels a head, as GPT-2 has; T is no multiple of the 128 that kernels compute at a time
 BATCH_SIZE, T, VOCAB_SIZE = 2, 200, 256

@@ -207,16 +207,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     return _resolve(tables, origin, problems, f"in {path}")
 
 
-def config_and_overrides(first: str | None, others: Sequence[str]) -> tuple[str, list[str]]:
-    """The config file, which may stand anywhere, and the overrides of a command line. Raises UserError."""
-    words = [first, *others] if first is not None else []
-    path = next((word for word in words if not toml.OVERRIDE.match(word)), None)
-    if path is None:
-        raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
-    words.remove(path)
-    return path, words
-
-
 def config_from(tables: toml.Tables, where: str) -> Config:
     """A config from tables that were not read from TOML. Raises one UserError with all problems."""
     return _resolve(*toml.merge([toml.Layer(where, tables)], KINDS), [], where)

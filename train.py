@@ -23,15 +23,15 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from config import Config, TrainConfig, config_and_overrides, load_config, to_toml
+from config import Config, TrainConfig, load_config, to_toml
 from data.loader import Corpus, number_documents
 from data.tokenizer import byte_lengths, tokenizer_of
 from data.training_positions import training_positions
 from hf.pretrained import pretrained_tables
-from model import GPT, is_dropped
+from model import GPT
 from runtime import parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast, dtype_name, make_model, pick_device, set_up_cpu, should_compile
+from runtime.device import autocast, make_model, pick_device, pick_dtype, set_up_cpu, should_compile
 from runtime.errors import UserError
 from runtime.files import finite
 from runtime.help import help_text
@@ -40,6 +40,7 @@ from runtime.loss import IGNORED
 from runtime.optimizer import make_optimizer, set_learning_rate
 from runtime.parallel import Process
 from runtime.run import Ended, Run, describe, is_finished, make_run, open_corpus, read_summary, resume
+from runtime.toml import OVERRIDE
 
 VAL_TOKENS = 16_384         # most tokens in a validation batch
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)       # they save, then end
@@ -167,7 +168,8 @@ def train(config: Config, stop: list[int]) -> int:
 
 def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
     """Start or resume the run in its folder, which this process has locked; return the exit code."""
-    t, is_several, dtype = config.train, process.world_size > 1, dtype_name(config.train, process.device)
+    t, is_several = config.train, process.world_size > 1
+    dtype = str(pick_dtype(t, process.device)).removeprefix("torch.")
     torch.manual_seed(t.seed)
     model = make_model(config, n_bytes=16)
     check_positions(model, config)
@@ -175,7 +177,6 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     optimizer = make_optimizer(model, config)
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
     state = resume(config, model, optimizer, tokenizer, dtype)
-    model.is_dropped = is_dropped(config, state["step"])
     if is_several:      # every process waits here until all have read the folder: now it may change
         parallel.require_agreement(process, {
             "config": to_toml(config), "corpus": corpus.meta, "code": state["revisions"],
@@ -189,9 +190,12 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     say("\n".join(describe(config, corpus, model, machine)))
     if is_compiled:
         parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
-    n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
-    run = Run(config, corpus, model, parallel_model, optimizer, process,
-              lambda: validate(model, corpus, n_bytes_of, config, process), state, stop,
+
+    def validate_now() -> dict[str, float | None]:
+        n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
+        return validate(model, corpus, n_bytes_of, config, process)
+
+    run = Run(config, corpus, model, parallel_model, optimizer, process, validate_now, state, stop,
               Log(run_dir, config, state) if process.rank == 0 else None)
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing
     handlers = {number: signal.signal(number, lambda number, frame: stop.append(number))
@@ -250,8 +254,12 @@ def main() -> int:
     if args.help is not None:
         print(help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}")
         return 0
-    path, overrides = config_and_overrides(args.config, args.overrides)
-    config = load_config(path, overrides, pretrained_tables)
+    words = [args.config, *args.overrides] if args.config else []
+    path = next((word for word in words if not OVERRIDE.match(word)), None)     # it may stand anywhere
+    if path is None:
+        raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
+    words.remove(path)
+    config = load_config(path, words, pretrained_tables)
     if args.dry_run:
         dry_run(config)
         return 0

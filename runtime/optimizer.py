@@ -38,9 +38,6 @@ class Muon(Optimizer):
 
     found_inf: Tensor | None = None
 
-    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update each matrix that has a gradient, those of one shape together."""
@@ -128,7 +125,7 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     adamw = AdamW(groups[1:], lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
     if not hidden:
         return adamw
-    return CombinedOptimizer(Muon(groups[:1], t.lr, t.weight_decay, t.beta1), adamw)
+    return CombinedOptimizer(Muon(groups[:1], {"lr": t.lr, "momentum": t.beta1}), adamw)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

@@ -208,6 +208,7 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
             state["init_sha256"] = checkpoint.start_from(config.train.init_from, model, config, tokenizer)
     else:
         say(f"resuming {run_dir} at step {state['step']}")
+        model.is_dropped = is_dropped(config, state["step"])
     if state["dtype"] not in (None, dtype):
         say(f"warning: {run_dir} resumes with another dtype: {state['dtype']} -> {dtype}")
     if state["revisions"] and state["revisions"][-1] != revision:

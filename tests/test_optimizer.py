@@ -52,7 +52,7 @@ def test_a_step_of_muon_is_orthogonal_momentum(shape: tuple[int, int]) -> None:
     lr, decay, beta = 0.5, 0.1, 0.95
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(3)]
-    optimizer = Muon(parameters, lr, decay, beta)
+    optimizer = Muon(parameters, {"lr": lr, "weight_decay": decay, "momentum": beta})
     averages = [torch.zeros(shape, dtype=torch.float64) for _ in parameters]
     for _ in range(4):
         before = [p.detach().double().clone() for p in parameters]
@@ -76,7 +76,7 @@ def test_muon_is_that_of_torch() -> None:
     shapes = [(24, 8), (16, 16), (8, 24), (16, 16), (5, 1), (16, 16)]
     ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    optimizers = (Muon(ours, 0.02, 0.1, 0.95),
+    optimizers = (Muon(ours, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}),
                   torch.optim.Muon(theirs, 0.02, 0.1, adjust_lr_fn="match_rms_adamw"))
     for _ in range(5):
         for p, q in list(zip(ours, theirs, strict=True))[:-1]:

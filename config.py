@@ -9,171 +9,160 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError
 
 from positions import ENCODINGS, Encoding, Options
 from runtime import toml
-from runtime.errors import UserError, did_you_mean, shortened
-from runtime.files import is_run_dir
-from runtime.schema import Section, checked, explain_all
+from runtime.errors import UserError, did_you_mean
+from runtime.schema import Section, explain
 
-MOST_LAYERS, MOST_CHANNELS, MOST_TOKENS = 10_000, 1_000_000, 100_000_000    # more are a typo
+MOST_LAYERS = 10_000        # more are a mistake that would take minutes to fail
 Pretrained = Callable[[str], toml.Tables | None]    # a run or Hugging Face folder -> its tables; else None
 
 
 class RunConfig(Section):
     """The run's folder, and how often it logs, validates and saves."""
 
-    dir: str = Field("", description="folder of the run, FOLDER/NAME (default: runs/<name of the config "
-                                     "file>). NAME has 1 to 100 of A-Z a-z 0-9 . _ -; FOLDER has no '..' or "
-                                     "'~'. Links that lead out of FOLDER are refused")
-    log_every: int = Field(10, ge=1, description="steps between lines on the screen and in metrics.jsonl")
-    eval_every: int = Field(250, ge=1, description="steps between validations")
-    save_every: int = Field(250, ge=1, description="steps between checkpoints; the last step is saved too")
-    keep: int = Field(2, ge=1, description="how many of the newest checkpoints are kept")
-    wandb: bool = Field(False, description="also log to Weights & Biases; offline without a key or network")
-    wandb_project: str = Field("nanorope", min_length=1, description="Weights & Biases project to log to")
+    dir: str = ""
+    """folder of the run (default: runs/<name of the config file>)"""
+    log_every: int = Field(10, ge=1)
+    """steps between lines on the screen and in metrics.jsonl"""
+    eval_every: int = Field(250, ge=1)
+    """steps between validations"""
+    save_every: int = Field(250, ge=1)
+    """steps between checkpoints; the last step is saved too"""
+    keep: int = Field(2, ge=1)
+    """how many of the newest checkpoints are kept"""
+    wandb: bool = False
+    """also log to Weights & Biases; offline without a key or network"""
+    wandb_project: str = Field("nanorope", min_length=1)
+    """Weights & Biases project to log to"""
 
 
 class DataConfig(Section):
     """The corpora that the model is trained on."""
 
-    dir: str = Field(description="a prepared corpus: what `python data/prepare.py SOURCE --out DIR` wrote")
-    mixture: dict[str, Annotated[float, Field(gt=0, lt=1)]] = Field(
-        {}, description='shares of the training windows from other corpora, such as { "data/books" = 0.3 }; '
-                        "data.dir provides the remaining share, and all validation windows")
-    mixture_only: int = Field(
-        0, ge=0, description="first steps, in which all windows come from the mixture's corpora alone")
-    cross_documents: Literal["attend", "mask", "never"] = Field(
-        "attend", description="windows with several documents. attend: attention crosses them (nanoGPT); "
-                              "mask: it stays within each, positions continue; never: windows are within "
-                              "one document, and documents shorter than seq_len + 1 are skipped")
-    bos: bool = Field(False, description="the separator replaces the first input token of each window")
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        broken = {}
-        if sum(self.mixture.values()) >= 1:
-            broken["mixture"] = ("must add up to less than 1, since data.dir provides the remaining share, "
-                                 f"got {sum(self.mixture.values()):g}")
-        elif Path(self.dir).resolve() in {Path(name).resolve() for name in self.mixture}:
-            broken["mixture"] = f"{self.dir} is data.dir, which provides the rest; name other corpora"
-        if self.mixture_only and not self.mixture:
-            broken["mixture_only"] = "needs other corpora; name them in data.mixture"
-        return checked(self, broken)
+    dir: str
+    """a prepared corpus: what `python data/prepare.py SOURCE --out DIR` wrote"""
+    mixture: dict[str, Annotated[float, Field(ge=0.001, lt=1)]] = {}
+    """shares of the training windows from other corpora, such as { "data/books" = 0.3 }, to a thousandth;
+    data.dir provides the rest, and all validation windows"""
+    mixture_only: int = Field(0, ge=0)
+    """first steps, in which all windows come from the mixture's corpora alone"""
+    cross_documents: Literal["attend", "mask", "never"] = "attend"
+    """windows with several documents. attend: attention crosses them (nanoGPT); mask: it stays within each,
+    positions continue; never: windows are within one document, shorter documents are skipped"""
+    bos: bool = False
+    """the separator replaces the first input token of each window"""
 
 
 class ModelConfig(Section):
     """The transformer: its size, its block and its attention."""
 
-    n_layer: int = Field(4, ge=1, le=MOST_LAYERS, description="layers")
-    n_head: int = Field(
-        4, ge=1, le=MOST_CHANNELS, description="attention heads; must divide n_embd unless head_dim is set")
-    n_kv_head: int | None = Field(
-        None, ge=1, description="heads of keys and values, each shared by n_head / n_kv_head query heads "
-                                "(grouped-query attention; 1: multi-query). Default: n_head")
-    head_dim: int | None = Field(
-        None, ge=1, le=MOST_CHANNELS, description="channels of a head (default: n_embd / n_head)")
-    n_embd: int = Field(256, ge=1, le=MOST_CHANNELS, description="width of the residual stream")
-    n_hidden: int | None = Field(
-        None, ge=1, le=MOST_TOKENS, description="MLP width (default: 4 n_embd; for swiglu and geglu 8/3 "
-                                                "n_embd, to a multiple of 64)")
-    vocab_size: int | None = Field(None, ge=2, le=MOST_TOKENS, description="default: that of the corpus")
-    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="normalisation before each sublayer")
-    post_norm: bool = Field(False, description="a norm after each sublayer too, before its sum (Gemma 3)")
-    norm_eps: float = Field(1e-5, gt=0, lt=1, description="added to the variance under the root")
-    mlp: Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"] = Field(
-        "swiglu", description="swiglu: Llama; geglu: Gemma; gelu: GPT-2; gelu_exact: MPT; relu2: relu(x)^2")
-    bias: bool = Field(False, description="biases in linear layers and in layernorm")
-    qkv_bias: bool = Field(False, description="biases of q, k and v even if bias is off (Qwen2)")
-    tied: bool = Field(False, description="the output matrix is the token embedding")
-    scaled_embedding: bool = Field(False, description="token embeddings times sqrt(n_embd) (Gemma)")
-    window: int | None = Field(None, ge=1, description="keys a query sees, its own included (default: all)")
-    chunk: int | None = Field(None, ge=1, description="a query sees only keys of its own chunk of as many "
-                                                      "tokens (Llama 4: 8192; default: no chunks)")
-    full_every: int = Field(
-        0, ge=0, description="k: layers k, 2k, 3k ... (from 1) have no window, no chunks (Cohere2: 4). 0: no")
-    flex: bool = Field(
-        False, description="on CUDA, use FlexAttention for windows, packed documents, biases by distance and "
-                           "position.scale_invariant; not with dropout or where train.positions is not plain")
-    qk_norm: bool = Field(False, description="RMSNorm of each head's q and k before their product")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of embeddings, attention and sublayer outputs")
+    n_layer: int = Field(4, ge=1, le=MOST_LAYERS)
+    """layers"""
+    n_head: int = Field(4, ge=1)
+    """attention heads; must divide n_embd unless head_dim is set"""
+    n_kv_head: int | None = Field(None, ge=1)
+    """heads of keys and values, fewer for grouped-query attention, 1 for multi-query (default: n_head)"""
+    head_dim: int | None = Field(None, ge=1)
+    """channels of a head (default: n_embd / n_head)"""
+    n_embd: int = Field(256, ge=1)
+    """width of the residual stream"""
+    n_hidden: int | None = Field(None, ge=1)
+    """MLP width (default: 4 n_embd; for swiglu and geglu 8/3 n_embd, to a multiple of 64)"""
+    vocab_size: int | None = Field(None, ge=2)
+    """default: that of the corpus"""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """normalisation before each sublayer"""
+    post_norm: bool = False
+    """a norm after each sublayer too, before its sum (Gemma 3)"""
+    norm_eps: float = Field(1e-5, gt=0, lt=1)
+    """added to the variance under the root"""
+    mlp: Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"] = "swiglu"
+    """swiglu: Llama; geglu: Gemma; gelu: GPT-2; gelu_exact: MPT; relu2: relu(x)^2"""
+    bias: bool = False
+    """biases in linear layers and in layernorm"""
+    qkv_bias: bool = False
+    """biases of q, k and v even if bias is off (Qwen2)"""
+    tied: bool = False
+    """the output matrix is the token embedding"""
+    scaled_embedding: bool = False
+    """token embeddings times sqrt(n_embd) (Gemma)"""
+    window: int | None = Field(None, ge=1)
+    """keys a query sees, its own included (default: all)"""
+    chunk: int | None = Field(None, ge=1)
+    """a query sees only keys of its own chunk of as many tokens (Llama 4: 8192; default: no chunks)"""
+    full_every: int = Field(0, ge=0)
+    """k: layers k, 2k, 3k ... (from 1) have no window, no chunks (Cohere2: 4). 0: no"""
+    flex: bool = False
+    """on CUDA, use FlexAttention for windows, packed documents, biases by distance and
+    position.scale_invariant; not with dropout or where train.positions is not plain"""
+    qk_norm: bool = False
+    """RMSNorm of each head's q and k before their product"""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """of embeddings, attention and sublayer outputs"""
 
     @property
     def head_width(self) -> int:
         """D, the channels of a head."""
         return self.head_dim or self.n_embd // self.n_head
 
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        broken = {}
-        if self.n_head % (self.n_kv_head or 1):
-            broken["n_kv_head"] = f"must divide model.n_head = {self.n_head}, got {self.n_kv_head}"
-        if self.head_dim is None and self.n_embd % self.n_head:
-            broken["n_head"] = f"must divide model.n_embd = {self.n_embd}, got {self.n_head}; or set head_dim"
-        if self.full_every and self.window is None and self.chunk is None:
-            broken["full_every"] = "chooses the layers without a window; set model.window or model.chunk too"
-        return checked(self, broken)
-
 
 class TrainConfig(Section):
     """Length, batch, schedule, optimiser and device of the training."""
 
-    steps: int = Field(1000, ge=1, description="optimiser steps in total")
-    batch_size: int = Field(32, ge=1, le=10**6, description="sequences per step")
-    accumulate: int = Field(1, ge=1, description="micro-batches per step, to save memory; divides batch_size")
-    seq_len: int = Field(256, ge=2, le=MOST_TOKENS, description="tokens per sequence: the training length L")
-    init_from: str = Field(
-        "", description="a run or a Hugging Face folder whose weights initialise this run, such as "
-                        "runs/quick. It also provides [model], [position] and seq_len where the config "
-                        "does not set them; a longer seq_len fine-tunes the weights")
-    positions: Literal["plain", "pose", "random", "rfs"] = Field(
-        "plain", description="in training. plain: 0, 1, 2 ...; pose: each sequence skips some once (PoSE); "
-                             "random: a random choice of integers (Ruoss 2023); rfs: random real numbers "
-                             "(Shimizu 2026), and in evaluation equidistant ones")
-    position_range: int = Field(
-        0, ge=0, le=MOST_TOKENS, description="positions of pose, random and rfs are below it; at least "
-                                             "seq_len, except for rfs: there it is 1 in the paper")
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of the initialisation, data order and dropout")
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: Muon for the matrices of the layers, AdamW for the rest; fewer, slower "
-                             "steps. Its updates have the size of AdamW's: lr and weight_decay suit both")
-    lr: float = Field(1e-3, gt=0, le=1e6, description="peak learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end; at most lr")
-    warmup: int = Field(100, ge=0, description="steps of linear warm-up")
-    schedule: Literal["cosine", "wsd"] = Field(
-        "cosine", description="after the warm-up: cosine to min_lr, or wsd: constant, then linear to min_lr")
-    decay: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps in which lr decays")
-    weight_decay: float = Field(0.1, ge=0, description="of matrices only, not of the encoding's")
-    beta1: float = Field(0.9, ge=0, lt=1, description="of AdamW; Muon's momentum, in long runs often 0.95")
-    beta2: float = Field(0.95, ge=0, lt=1, description="of AdamW")
-    grad_clip: float = Field(1.0, ge=0, description="largest gradient norm; 0: no limit")
-    max_bad_steps: int = Field(
-        5, ge=1, description="steps in a row with a NaN or infinite loss or gradient that end training")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there is a GPU")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of matrix products (weights stay fp32). auto: bfloat16 where it is faster")
-    compile: Literal["auto", "on", "off"] = Field(
-        "auto", description="torch.compile. auto: on CUDA, and on a CPU if the run is long enough")
-    parallel: Literal["ddp", "fsdp"] = Field(
-        "ddp", description="among the processes of torchrun. ddp: each holds the whole model. fsdp: each "
-                           "holds a shard of it (FSDP2)")
-    val_windows: int = Field(64, ge=0, description="validation windows of seq_len, evenly spaced; 0: all")
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> Self:
-        broken = {}
-        if self.batch_size % self.accumulate:
-            broken["accumulate"] = f"must divide train.batch_size = {self.batch_size}, got {self.accumulate}"
-        least = {"plain": 0, "rfs": 1}.get(self.positions, self.seq_len)
-        if self.position_range < least or self.position_range > least == 0:
-            broken["position_range"] = (f"must be {f'at least {least}' if least else 'unset'} with "
-                                        f"train.positions = {self.positions}, got {self.position_range}")
-        if self.min_lr > self.lr:
-            broken["min_lr"] = f"must be at most train.lr = {self.lr}, got {self.min_lr}"
-        return checked(self, broken)
+    steps: int = Field(1000, ge=1)
+    """optimiser steps in total"""
+    batch_size: int = Field(32, ge=1)
+    """sequences per step"""
+    accumulate: int = Field(1, ge=1)
+    """micro-batches per step, to save memory; divides batch_size"""
+    seq_len: int = Field(256, ge=2)
+    """tokens per sequence: the training length L"""
+    init_from: str = ""
+    """a run or a Hugging Face folder whose weights initialise this run. It also provides [model], [position]
+    and seq_len where the config does not set them; a longer seq_len fine-tunes the weights"""
+    positions: Literal["plain", "pose", "random"] = "plain"
+    """plain: 0, 1, 2 ...; pose: each sequence skips some once (PoSE); random: a random choice (Ruoss 2023)"""
+    position_range: int = Field(0, ge=0)
+    """positions of pose and random are below it; at least seq_len"""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """seed of the initialisation, data order and dropout"""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the layers, AdamW for the rest; one lr and weight_decay suit both"""
+    lr: float = Field(1e-3, gt=0)
+    """peak learning rate"""
+    min_lr: float = Field(0.0, ge=0)
+    """learning rate at the end; at most lr"""
+    warmup: int = Field(100, ge=0)
+    """steps of linear warm-up"""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """after the warm-up: cosine to min_lr, or wsd: constant, then linear to min_lr"""
+    decay: float = Field(0.2, gt=0, le=1)
+    """wsd: share of the steps in which lr decays"""
+    weight_decay: float = Field(0.1, ge=0)
+    """of matrices only, not of the encoding's"""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """of AdamW; Muon's momentum, in long runs often 0.95"""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """of AdamW"""
+    grad_clip: float = Field(1.0, ge=0)
+    """largest gradient norm; 0: no limit"""
+    max_bad_steps: int = Field(5, ge=1)
+    """steps in a row with a NaN or infinite loss or gradient that end training"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA if there is a GPU"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of matrix products (weights stay fp32). auto: bfloat16 where it is faster"""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile. auto: on CUDA, and on a CPU if the run is long enough"""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """of torchrun's processes each holds the whole model (ddp) or a shard of it (fsdp, FSDP2)"""
+    val_windows: int = Field(64, ge=0)
+    """validation windows of seq_len, evenly spaced; 0: all"""
 
 
 class Config(Section):
@@ -182,31 +171,8 @@ class Config(Section):
     run: RunConfig
     data: DataConfig
     model: ModelConfig
-    position: SerializeAsAny[Options]
+    position: SerializeAsAny[Options]       # those of the encoding
     train: TrainConfig
-
-    @field_validator("position", mode="before")
-    @classmethod
-    def _with_options_of_the_encoding(cls, keys: dict[str, Any], info: ValidationInfo) -> Options:
-        encoding, model = keys.get("encoding"), info.data.get("model")
-        if not isinstance(encoding, str):
-            return Options.model_validate(keys)
-        if encoding not in ENCODINGS:
-            hint = did_you_mean(encoding, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
-            return checked(keys, {"encoding": f"unknown encoding {shortened(encoding)}{hint}"})
-        kind = ENCODINGS[encoding]
-        position = kind.Options.model_validate({"lr_scale": kind.lr_scale} | keys)
-        if model is None:       # [model] is invalid, so there is nothing to check against
-            return position
-        broken = position.problems(model.n_embd, model.head_width)
-        if not kind.acts_in_layers():
-            broken |= {key: f"{encoding} does not act in layers; remove this key"
-                       for key in ("layers", "skip_every")
-                       if getattr(position, key) != Options.model_fields[key].default}
-        elif isinstance(position.layers, list) and not set(position.layers) <= set(range(model.n_layer)):
-            broken["layers"] = (f"layers are 0 ... {model.n_layer - 1} (model.n_layer = {model.n_layer}), "
-                                f"got {position.layers}")
-        return checked(position, broken)
 
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
@@ -219,30 +185,26 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     """Read a TOML file, the files that it extends, and overrides. Raises one UserError with all problems.
 
     If train.init_from names a run or a Hugging Face folder, the tables that `pretrained` returns for it are
-    defaults that the config's own keys override. The config.toml of a run is complete and needs none.
+    defaults that the config's own keys override. The config.toml of a run is complete: it is read without
+    that folder, which may have changed since.
     """
-    problems: list[str] = []
-    default: toml.Tables = {"run": {"dir": f"runs/{Path(path).name.removesuffix('.toml')}"}}
-    layers = [toml.Layer("(default, after the config's file name)", default),
-              *toml.read_layers(Path(path), problems), toml.read_overrides(overrides, problems)]
-    if pretrained:
-        layers = [_pretrained_layer(layers, pretrained, problems), *layers]
+    path, problems = Path(path), []     # type: ignore[var-annotated]
+    default: toml.Tables = {"run": {"dir": f"runs/{path.name.removesuffix('.toml')}"}}
+    layers = [toml.Layer("(default)", default), *toml.read_layers(path, problems),
+              toml.read_overrides(overrides, problems)]
     tables, origin = toml.merge(layers, KINDS)
-    run_dir = tables["run"]["dir"]
-    if isinstance(run_dir, str) and not is_run_dir(run_dir):
-        problems.append(f"run.dir {origin['run.dir']}: must be FOLDER/NAME without '..' or '~'; NAME has "
-                        f"1 to 100 of A-Z a-z 0-9 . _ -, got {shortened(run_dir)}; try run.dir=runs/first")
+    folder = tables.get("train", {}).get("init_from")
+    is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
+    if pretrained and folder and isinstance(folder, str) and not is_of_run:
+        try:
+            layers.insert(0, toml.Layer(f"in {folder}", pretrained(folder) or {}))
+            tables, origin = toml.merge(layers, KINDS)
+        except UserError as error:
+            problems += error.problems
+        if "encoding" not in tables.get("position", {}) and not Path(folder).is_dir():
+            problems.append(f"train.init_from {origin['train.init_from']}: no folder {folder!r}; give a run "
+                            "or a Hugging Face folder")
     return _resolve(tables, origin, problems, f"in {path}")
-
-
-def config_and_overrides(first: str | None, others: Sequence[str]) -> tuple[str, list[str]]:
-    """The config file, which may stand anywhere, and the overrides of a command line. Raises UserError."""
-    words = [first, *others] if first is not None else []
-    path = next((word for word in words if not toml.OVERRIDE.match(word)), None)
-    if path is None:
-        raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
-    words.remove(path)
-    return path, words
 
 
 def config_from(tables: toml.Tables, where: str) -> Config:
@@ -250,35 +212,66 @@ def config_from(tables: toml.Tables, where: str) -> Config:
     return _resolve(*toml.merge([toml.Layer(where, tables)], KINDS), [], where)
 
 
-def _pretrained_layer(layers: list[toml.Layer], pretrained: Pretrained, problems: list[str]) -> toml.Layer:
-    """The tables of the folder that train.init_from names; empty if it names none."""
-    tables, origin = toml.merge(layers, KINDS)
-    folder = tables.get("train", {}).get("init_from")
-    if not isinstance(folder, str) or not folder:
-        return toml.Layer("", {})
-    if "encoding" not in tables.get("position", {}) and not Path(folder).is_dir():
-        problems.append(f"train.init_from {origin['train.init_from']}: no folder {shortened(folder)}; give a "
-                        "run or a Hugging Face folder")
-    try:
-        return toml.Layer(f"in {folder}", pretrained(folder) or {})
-    except UserError as error:
-        problems += error.problems
-        return toml.Layer("", {})
-
-
-def _resolve(tables: toml.Tables, origin: toml.Origin, problems: list[str], where: str) -> Config:
+def _resolve(tables: toml.Tables, origin: toml.Origin, problems: list[str], place: str) -> Config:
     """Check the tables against the schema. Raises one UserError with the earlier problems and its own."""
-    toml.update_old_keys(tables, origin)
-    toml.drop_large_values(tables, origin, problems)
-    try:
-        config = Config.model_validate({name: {} for name in SECTIONS} | tables)
-    except ValidationError as error:
-        options = ENCODINGS.get(str(tables.get("position", {}).get("encoding")), Encoding).Options
-        # a key that seems to be missing may stand in a part that could not be read
-        problems += explain_all(error, SECTIONS | {"position": options}, origin, where, bool(problems))
+    train, position = tables.get("train", {}), tables.setdefault("position", {})
+    if "pose_length" in train:              # how an older train.py wrote it
+        train |= {"positions": "pose", "position_range": train.pop("pose_length")}
+    name, is_partly_read = position.get("encoding"), bool(problems)
+    if isinstance(name, str) and name not in ENCODINGS:
+        hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
+        problems.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
+        tables["position"] = {"encoding": name}     # which other keys there are depends on the encoding
+    kind = ENCODINGS.get(str(name), Encoding)
+    parts: dict[str, Any] = {}
+    for section, schema in (SECTIONS | {"position": kind.Options}).items():
+        keys = {"lr_scale": kind.lr_scale} if section == "position" else {}
+        try:
+            parts[section] = schema.model_validate(keys | tables.pop(section, {}))
+        except ValidationError as error:
+            problems += explain(error, section, schema, origin, "" if is_partly_read else place)
+    problems += [f"[{section}] {origin[section]}: unknown section{did_you_mean(section, SECTIONS)}"
+                 for section in tables]
+    if not problems:
+        config = Config(**parts)
+        problems = [f"{key} {origin.get(key, '(default)')}: {rule}"
+                    for key, rule in _broken_rules(config).items()]
     if problems:
         raise UserError(*problems)
     return config
+
+
+def _broken_rules(config: Config) -> dict[str, str]:
+    """Rules between keys that the config breaks: section.key -> the rule."""
+    d, m, p, t = config.data, config.model, config.position, config.train
+    kind, total = ENCODINGS[p.encoding], sum(d.mixture.values())
+    least = 0 if t.positions == "plain" else t.seq_len
+    is_outside = isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer))
+    rules = [
+        ("data.mixture", total >= 1,
+         f"must add up to less than 1, since data.dir provides the remaining share, got {total:g}"),
+        ("data.mixture", Path(d.dir).resolve() in {Path(name).resolve() for name in d.mixture},
+         f"{d.dir} is data.dir, which provides the rest; name other corpora"),
+        ("data.mixture_only", d.mixture_only and not (d.mixture and d.mixture_only < t.steps),
+         f"needs data.mixture and must be below train.steps = {t.steps}, got {d.mixture_only}"),
+        ("model.n_kv_head", m.n_head % (m.n_kv_head or 1),
+         f"must divide model.n_head = {m.n_head}, got {m.n_kv_head}"),
+        ("model.n_head", m.head_dim is None and m.n_embd % m.n_head,
+         f"must divide model.n_embd = {m.n_embd}, got {m.n_head}; or set head_dim"),
+        ("model.full_every", m.full_every and m.window is None and m.chunk is None,
+         "chooses the layers without a window; set model.window or model.chunk too"),
+        ("train.accumulate", t.batch_size % t.accumulate,
+         f"must divide train.batch_size = {t.batch_size}, got {t.accumulate}"),
+        ("train.position_range", t.position_range < least or t.position_range > least == 0,
+         f"must be {f'at least {least}' if least else 'unset'} with train.positions = {t.positions}"),
+        ("train.min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}, got {t.min_lr}"),
+        ("position.layers", is_outside,
+         f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer}), got {p.layers}"),
+        *((f"position.{key}", getattr(p, key) != default and not kind.acts_in_layers(),
+           f"{p.encoding} does not act in layers; remove this key")
+          for key, default in (("layers", "all"), ("skip_every", 0)))]
+    broken = {key: text for key, is_broken, text in rules if is_broken}
+    return broken or {f"position.{key}": text for key, text in p.problems(m.n_embd, m.head_width).items()}
 
 
 def to_toml(config: Config) -> str:
@@ -290,11 +283,15 @@ def to_toml(config: Config) -> str:
 
 
 def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
-    """`section.key: old -> new` for each key that differs; of [position] only another encoding."""
-    lines = []
+    """`section.key: old -> new` for each key that differs; of [position] only another encoding.
+
+    `ignore` names sections, or keys as section.key.
+    """
+    lines, tables = [], new.model_dump()
     for section, before in old.model_dump(exclude=set(ignore)).items():
-        after = new.model_dump()[section]
+        after = tables[section]
         keys = [key for key in before | after if before.get(key) != after.get(key)]
         lines += [f"{section}.{key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}"
-                  for key in (["encoding"] if "encoding" in keys else keys)]
+                  for key in (["encoding"] if "encoding" in keys else keys)
+                  if f"{section}.{key}" not in ignore]
     return lines

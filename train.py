@@ -4,108 +4,79 @@ The same command resumes an unfinished run exactly; for a finished run it prints
 holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
 `torchrun --nproc_per_node=N train.py CONFIG.toml` trains with N processes, each on its own device.
 Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 128 + n stopped by signal n after saving:
-129 SIGHUP (a lost terminal), 130 Ctrl-C, 131 SIGQUIT, 138 SIGUSR1, 140 SIGUSR2, 143 SIGTERM, 152 SIGXCPU.
-Slurm can send a signal before its time limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not
-forward USR1.
+129 SIGHUP (a lost terminal), 130 Ctrl-C, 138 SIGUSR1, 143 SIGTERM. Slurm can send a signal before its time
+limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward USR1.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the slow imports: no traceback
-    sys.path.insert(0, str(Path(__file__).resolve().parent))    # `python -P` leaves it out
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from config import Config, TrainConfig, config_and_overrides, to_toml
+from config import Config, TrainConfig, load_config, to_toml
 from data.loader import Corpus, number_documents
 from data.tokenizer import byte_lengths, tokenizer_of
 from data.training_positions import training_positions
-from hf.pretrained import resolve_config
-from model import GPT, is_dropped
-from runtime import checkpoint, parallel
+from hf.pretrained import pretrained_tables
+from model import GPT
+from runtime import parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast, make_model, pick_device, set_up_cpu, should_compile, to_device
+from runtime.device import autocast, make_model, pick_device, pick_dtype, set_up_cpu, should_compile
 from runtime.errors import UserError
 from runtime.files import finite
-from runtime.folder import RunFolder, claimed
 from runtime.help import help_text
-from runtime.log import Log
+from runtime.log import Log, say
 from runtime.loss import IGNORED
-from runtime.optimizer import make_optimizer, set_learning_rate, skips_on_device
+from runtime.optimizer import make_optimizer, set_learning_rate
 from runtime.parallel import Process
-from runtime.progress import Diverged, Run
-from runtime.run import describe, is_finished, make_run, open_corpus, read_summary, resume, write_summary
-from runtime.signals import Stopped, deferred_signals
+from runtime.run import Ended, Run, describe, is_finished, make_run, open_corpus, read_summary, resume
+from runtime.toml import OVERRIDE
 
 VAL_TOKENS = 16_384         # most tokens in a validation batch
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)       # they save, then end
 
 
-def training_loop(run: Run, stop: Sequence[int]) -> None:
-    """Train to the end. Raises Stopped after a signal, and Diverged after too many bad steps in a row."""
+def training_loop(run: Run) -> None:
+    """Train from the step of the run to the end. Raises Ended after a signal or too many bad steps."""
     config, t, process = run.config, run.config.train, run.process
-    model, optimizer = run.parallel_model, run.optimizer
-    intervals = config.run.eval_every, config.run.log_every, config.run.save_every
-    runs_ahead = skips_on_device(process.device)
-    for step in range(run.state["step"], t.steps + 1):          # the number of updates made so far
-        run.model.is_dropped = is_dropped(config, step)
-        signal_number = parallel.any_signal(process, stop)
-        is_eval, is_log, is_save = (is_due(step, every, t) for every in intervals)
-        # state["step"] lags behind `step` while a GPU runs ahead; a resume may owe the line of a skipped step
-        is_owed = run.state["n_bad"] > 0
-        if is_eval or is_log or is_save or is_owed or signal_number or not runs_ahead:
-            run.read_metrics()                  # waits for a GPU, as nothing else does until a signal
-            metrics = run.state["metrics"]
-            if is_eval and "val_loss" not in metrics and not run.log.has_line(step):
-                metrics |= validate(run.model, run.corpus, run.byte_lengths, config, process, stop)
-            if is_log or "val_loss" in metrics or run.state["n_bad"]:
-                run.write_line(step)
-            if is_save:
-                run.save()
-        if step == t.steps:
-            break
-        if signal_number:
-            raise Stopped(signal_number)
-
-        lr = learning_rate(step, t)
-        set_learning_rate(optimizer, lr)
-        torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)    # for dropout
-        model.train()
-        optimizer.zero_grad(set_to_none=True)
+    model, optimizer, in_dtype = run.parallel_model, run.optimizer, autocast(t, process.device)
+    model.train()
+    for step in range(run.state["step"], t.steps):                      # the number of updates made so far
+        set_learning_rate(optimizer, learning_rate(step, t))
+        # dropout is a function of the step, so that a resumed run draws what an uninterrupted one does
+        torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)
         losses = []
-        batch = enumerate(micro_batches(run.corpus, config, process, step))
-        for part, (x, y, positions, documents, n_parts) in batch:
-            if process.world_size == 1 and stop:                # several would have to agree on it
-                run.read_metrics()
-                raise Stopped(stop[0])
-            parallel.sync_gradients(model, is_on=part == t.accumulate - 1)
-            with autocast(t, process.device):
+        batch = micro_batches(run.corpus, config, process, step)
+        for part, (x, y, positions, documents, n_parts) in enumerate(batch, start=1):
+            if process.world_size > 1:
+                # gradients add up in each process, and are averaged once, in the last backward pass
+                parallel.sync_gradients(model, is_on=part == t.accumulate)
+            with in_dtype:                                              # matrix products, perhaps in bfloat16
                 loss = model(x, y, positions, documents=documents) / n_parts
             loss.backward()
             losses.append(loss.detach())
+        # one norm of all gradients, with FSDP2 of all shards; returned as it was before clipping
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
-        gathered = parallel.all_gather(process, torch.stack(losses).sum(), parallel.unshard(grad_norm))
-        is_good = gathered.isfinite().all()                     # otherwise the step is skipped:
-        if runs_ahead:                                          # by the optimizer, as with GradScaler,
-            optimizer.found_inf = (~is_good).float()            # type: ignore[attr-defined]
-            optimizer.step()
-        elif is_good:                                           # or here
-            optimizer.step()
-        run.unread.append((lr, torch.stack((gathered[:, 0].mean(), gathered[:, 1].max()))))
-
-
-def is_due(step: int, every: int, t: TrainConfig) -> bool:
-    """Whether `step` is a multiple of `every`, or the last step."""
-    return step > 0 and (step % every == 0 or step == t.steps)
+        if process.world_size > 1:
+            loss_and_norm = parallel.mean_and_largest(process, torch.stack(losses).sum(), grad_norm)
+        else:
+            loss_and_norm = torch.stack((torch.stack(losses).sum(), grad_norm)).double()
+        # a step that is not finite changes nothing: the optimizer reads this number on the device, as with
+        # GradScaler, so a GPU is not waited for
+        optimizer.found_inf = (~loss_and_norm.isfinite().all()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)                           # None frees the memory for validation
+        run.after_step(loss_and_norm)                                   # log, validate, save, stop
 
 
 def micro_batches(corpus: Corpus, config: Config, process: Process,
@@ -116,53 +87,24 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     With several processes these are the sequences of this one. Mean losses of parts, each over its n_parts
     (train.accumulate, unless a mask leaves out targets), add up to that of the batch.
     """
-    t, positions = config.train, None
-    batch = corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size)
+    t = config.train
+    batch = list(corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size))
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
     n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
-    inputs, targets = (to_device(x, process.device).chunk(t.accumulate) for x in batch)
-    drawn = training_positions(t, step)
-    if drawn is not None:
-        positions = to_device(process.shard(drawn), process.device).chunk(t.accumulate)
+    if t.positions != "plain":
+        batch.append(process.shard(training_positions(t, step)))        # type: ignore[arg-type]
+    if process.device.type == "cuda":
+        batch = [x.pin_memory() for x in batch]         # from there a GPU copies while the CPU goes on
+    inputs, targets, *positions = (x.to(process.device, non_blocking=True).chunk(t.accumulate)
+                                   for x in batch)
     for part, (x, y, n) in enumerate(zip(inputs, targets, n_own, strict=True)):
-        y, n_parts = (y, n_scored / n) if n else (x, math.inf)  # not the mean over no target, which is NaN
-        yield x, y, positions[part] if positions else None, packed_documents(x, config, corpus), n_parts
+        y, n_parts = (y, n_scored / n) if n else (x, math.inf)  # a part without targets would give NaN
+        yield x, y, positions[0][part] if positions else None, packed_documents(x, config, corpus), n_parts
 
 
 def packed_documents(tokens: Tensor, config: Config, corpus: Corpus) -> Tensor | None:
     """The document number of each token (B, T) if attention must stay within documents, else None."""
     return number_documents(tokens, corpus.meta["eot"]) if config.data.cross_documents == "mask" else None
-
-
-@torch.no_grad()
-def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config, process: Process,
-             stop: Sequence[int] = ()) -> dict[str, float | None]:
-    """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
-
-    n_bytes_of (V,) has the bytes of each token. Each process takes every world_size-th batch. The sums of the
-    batches are added in the same order for any number of processes. Raises Stopped between two batches.
-    """
-    t, device = config.train, process.device
-    model.eval()
-    # at most a training micro-batch, and small enough that its logits do not fill a GPU
-    batch_size = min(t.batch_size // t.accumulate, max(1, VAL_TOKENS // t.seq_len))
-    batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
-    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)     # nats, tokens, bytes
-    for first in range(0, len(batches), process.world_size):
-        signal_number = parallel.any_signal(process, stop)
-        if signal_number:
-            raise Stopped(signal_number)
-        number = first + process.rank
-        # FSDP gathers weights in all processes: one without a batch left repeats the last, uncounted
-        inputs, targets = (x.to(device) for x in batches[min(number, len(batches) - 1)])
-        with autocast(t, device):
-            loss = model(inputs, targets, documents=packed_documents(inputs, config, corpus))
-        scored = targets[targets != IGNORED]
-        if number < len(batches) and scored.numel():
-            sums[number, 0] = loss.double() * scored.numel()
-            sums[number, 1], sums[number, 2] = scored.numel(), n_bytes_of[scored].sum()
-    nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
-    return {"val_loss": finite(nll / max(1, n)), "val_bpb": finite(nll / math.log(2) / max(1, n_bytes))}
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:
@@ -176,68 +118,110 @@ def learning_rate(step: int, t: TrainConfig) -> float:
     return t.min_lr + (t.lr - t.min_lr) * min(1.0, left)
 
 
+@torch.no_grad()
+def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
+             process: Process) -> dict[str, float | None]:
+    """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
+
+    n_bytes_of (V,) has the bytes of each token. Each process takes every world_size-th batch. The sums of the
+    batches are added in the same order for any number of processes.
+    """
+    t, device = config.train, process.device
+    model.eval()
+    # at most a training micro-batch, and small enough that its logits do not fill a GPU
+    batch_size = min(t.batch_size // t.accumulate, max(1, VAL_TOKENS // t.seq_len))
+    batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)     # nats, tokens, bytes
+    for first in range(0, len(batches), process.world_size):
+        number = first + process.rank
+        # FSDP gathers weights in all processes: one without a batch left repeats the last, uncounted
+        inputs, targets = (x.to(device) for x in batches[min(number, len(batches) - 1)])
+        with autocast(t, device):
+            loss = model(inputs, targets, documents=packed_documents(inputs, config, corpus))
+        scored = targets[targets != IGNORED]
+        if number < len(batches) and scored.numel():
+            sums[number, 0] = loss.double() * scored.numel()
+            sums[number, 1], sums[number, 2] = scored.numel(), n_bytes_of[scored].sum()
+    model.train()
+    nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
+    return {"val_loss": finite(nll / max(1, n)), "val_bpb": finite(nll / math.log(2) / max(1, n_bytes))}
+
+
 def train(config: Config, stop: list[int]) -> int:
     """Train to the end, or until a signal number appears in `stop`; return the exit code."""
-    process = parallel.start(config.train)
+    t, is_several = config.train, "LOCAL_RANK" in os.environ                    # torchrun sets it
+    process = parallel.start(t) if is_several else Process(pick_device(t))
     config, corpus = open_corpus(config)
-    run_dir, is_writer = Path(config.run.dir), process.rank == 0
-    parallel.require_agreement(process, {
-        "config": to_toml(config), "corpus": json.dumps(corpus.meta, indent=1)})     # with those of a mixture
-    if not is_finished(run_dir, config, corpus):
-        corpus.require_windows(config.train.seq_len)
-        with claimed(run_dir, is_writer) as folder:
-            if not is_finished(run_dir, config, corpus):        # by a process that had the folder until now
-                return train_in(folder, config, corpus, process, stop)
-    print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
-    return 0
+    run_dir = Path(config.run.dir)
+    if is_finished(run_dir, config, corpus):
+        print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
+        return 0
+    corpus.require_windows(t.seq_len)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(run_dir / ".lock", timeout=0) if process.rank == 0 else nullcontext():
+            return train_in(run_dir, config, corpus, process, stop)
+    except Timeout as error:
+        raise UserError(f"run {run_dir}: is being trained by another process; wait for it or stop it, or "
+                        "give another run.dir (torchrun starts several processes of one run)") from error
 
 
-def train_in(folder: RunFolder, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
-    """Start or resume the run in its folder; return the exit code."""
-    run_dir, is_writer = folder.path, process.rank == 0
-    parallel.barrier(process)                   # rank 0 has the lock, or all of them end here
-    torch.manual_seed(config.train.seed)
-    model = make_model(config)
+def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
+    """Start or resume the run in its folder, which this process has locked; return the exit code."""
+    t, is_several = config.train, process.world_size > 1
+    dtype = str(pick_dtype(t, process.device)).removeprefix("torch.")
+    torch.manual_seed(t.seed)
+    model = make_model(config, n_bytes=16)
     check_positions(model, config)
-    parallel_model = parallel.parallelize(model, config, process)
+    parallel_model = parallel.parallelize(model, config, process) if is_several else model.to(process.device)
     optimizer = make_optimizer(model, config)
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
-    state = resume(run_dir, config, corpus, model, optimizer, tokenizer, process)
-    is_compiled = should_compile(model, config.train, process.device)
-    parallel.barrier(process)                   # every process has read the folder: now it may change
-    if is_writer:
+    state = resume(config, model, optimizer, tokenizer, dtype)
+    if is_several:      # every process waits here until all have read the folder: now it may change
+        parallel.require_agreement(process, {
+            "config": to_toml(config), "corpus": corpus.meta, "code": state["revisions"],
+            "dtype": dtype, "checkpoint": [state[key] for key in ("step", "sha256", "init_sha256")]})
+    is_compiled = should_compile(model, t, process.device)
+    if process.rank == 0:
         make_run(run_dir, config, corpus)
-        checkpoint.prune(run_dir, state["step"], config.run.keep)
-    for line in describe(config, corpus, model, process, is_compiled):
-        print(line, flush=True)
-    run = Run(config, corpus, torch.from_numpy(byte_lengths(tokenizer)).to(process.device), model,
-              torch.compile(parallel_model) if is_compiled else parallel_model, optimizer, process, folder,
-              Log(run_dir, config, state, is_writer), state, saved_at=state["step"])
-    with deferred_signals(stop):
-        try:
-            training_loop(run, stop)
-        except Stopped as stopped:
-            run.save()
-            print(run.describe_stop(stopped.args[0]))
-            return 128 + stopped.args[0]
-        except Diverged as error:
-            if is_writer:
-                print(f"error: {error}", file=sys.stderr)
-            return 3
-    if is_writer:
-        write_summary(folder.path, config, model, run.state, run.log)
+    machine = f"{process.world_size} x {process.device.type} by {t.parallel}" if is_several \
+        else str(process.device)
+    machine += f", {dtype}, compile {'on' if is_compiled else 'off'}, seed {t.seed}"
+    say("\n".join(describe(config, corpus, model, machine)))
+    if is_compiled:
+        parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
+
+    def validate_now() -> dict[str, float | None]:
+        n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
+        return validate(model, corpus, n_bytes_of, config, process)
+
+    run = Run(config, corpus, model, parallel_model, optimizer, process, validate_now, state, stop,
+              Log(run_dir, config, state) if process.rank == 0 else None)
+    # from here on a signal is only noted, for after_step to save first; a second one changes nothing
+    handlers = {number: signal.signal(number, lambda number, frame: stop.append(number))
+                for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}        # nohup
+    try:
+        training_loop(run)
+    except Ended as end:
+        code, message = end.args
+        if process.rank == 0 and code == 3:
+            print(f"error: {message}", file=sys.stderr)
+        elif process.rank == 0:
+            say(message)
+        return code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    run.finish()
     return 0
 
 
 def check_positions(model: GPT, config: Config) -> None:
     """Raise UserError if train.positions has some that the encoding does not have."""
     limit, t, name = model.encoding.max_length, config.train, config.position.encoding
-    if limit and t.position_range and t.position_range > limit:
+    if limit and t.position_range > limit:
         raise UserError(f"train.position_range {t.position_range}: {name} ends at position {limit}; use "
                         "train.positions=plain or choose another encoding")
-    if t.positions == "rfs" and not model.encoding.takes_floats:
-        raise UserError(f"train.positions rfs: {name} takes integer positions only; use random or pose, or "
-                        "choose another encoding")
 
 
 def dry_run(config: Config) -> None:
@@ -248,17 +232,12 @@ def dry_run(config: Config) -> None:
         print(to_toml(config), end="", flush=True)      # this much is known without a corpus
         raise
     corpus.require_windows(config.train.seq_len)
-    tokenizer_of(corpus.meta, corpus.folder)
-    process = Process(pick_device(config.train))
-    with torch.device("meta"):                  # shapes without memory
+    with torch.device("meta"):                          # shapes without memory
         model = GPT(config)
     check_positions(model, config)
     is_finished(Path(config.run.dir), config, corpus)
-    if config.train.init_from:
-        checkpoint.load_run(config.train.init_from)
-    is_compiled = should_compile(model, config.train, process.device)
-    for line in describe(config, corpus, model, process, is_compiled):
-        print(f"# {line}")
+    machine = str(pick_device(config.train))
+    print(*(f"# {line}" for line in describe(config, corpus, model, machine)), sep="\n")
     print(to_toml(config), end="")
 
 
@@ -275,7 +254,12 @@ def main() -> int:
     if args.help is not None:
         print(help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}")
         return 0
-    config = resolve_config(*config_and_overrides(args.config, args.overrides))
+    words = [args.config, *args.overrides] if args.config else []
+    path = next((word for word in words if not OVERRIDE.match(word)), None)     # it may stand anywhere
+    if path is None:
+        raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
+    words.remove(path)
+    config = load_config(path, words, pretrained_tables)
     if args.dry_run:
         dry_run(config)
         return 0

@@ -1,4 +1,4 @@
-"""Settings that depend on the machine: device, dtype, compiling, asynchronous copies, freed memory."""
+"""Settings that depend on the machine: device, dtype, memory, compiling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from config import Config, TrainConfig
 from model import GPT
@@ -17,6 +16,7 @@ from runtime.errors import UserError
 
 # On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step: it pays after about 2 minutes.
 COMPILE_WORTH_FLOPS = 2e13
+CPU_INFO = Path("/proc/cpuinfo")        # of Linux
 
 
 def pick_device(train: TrainConfig) -> torch.device:
@@ -30,11 +30,10 @@ def pick_device(train: TrainConfig) -> torch.device:
 
 def pick_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; "auto" is the faster one on this machine."""
-    if train.dtype != "auto":
-        return getattr(torch, train.dtype)
-    return fast_dtype(device)
+    return fast_dtype(device) if train.dtype == "auto" else getattr(torch, train.dtype)
 
 
+@functools.cache
 def fast_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where its matrix products are faster than those of float32, else float32.
 
@@ -45,19 +44,10 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported()
     else:
-        is_fast = (torch.cpu._is_amx_tile_supported() or
-                   torch.cpu._is_avx512_bf16_supported() and cpu_vendor() == "AuthenticAMD")
+        is_fast = torch.cpu._is_amx_tile_supported()
+        if not is_fast and torch.cpu._is_avx512_bf16_supported() and CPU_INFO.exists():
+            is_fast = "AuthenticAMD" in CPU_INFO.read_text(encoding="utf-8", errors="replace")
     return torch.bfloat16 if is_fast else torch.float32
-
-
-@functools.cache
-def cpu_vendor() -> str:
-    """The vendor as Linux names it, such as GenuineIntel; empty elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def dtype_name(train: TrainConfig, device: torch.device) -> str:
@@ -65,17 +55,18 @@ def dtype_name(train: TrainConfig, device: torch.device) -> str:
     return str(pick_dtype(train, device)).removeprefix("torch.")
 
 
-def make_model(config: Config) -> GPT:
-    """A new model on the CPU. Raises UserError, before anything is allocated, if memory cannot hold it."""
-    try:
-        with torch.device("meta"):                  # shapes without memory
-            n_bytes = 4 * GPT(config).n_parameters()
-    except (RuntimeError, OverflowError) as error:  # a size beyond 2^63
-        raise UserError(f"model: too large to be counted ({str(error).splitlines()[0]}); lower the sizes in "
-                        "[model], [position] or train.seq_len") from error
+def make_model(config: Config, n_bytes: int = 4) -> GPT:
+    """A new model on the CPU. Raises UserError if the machine lacks `n_bytes` of memory a parameter.
+
+    4 hold the weights; training takes 16, for gradients and two moments too.
+    """
+    with torch.device("meta"):                      # shapes without memory
+        needed = n_bytes * GPT(config).n_parameters()
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if n_bytes > available:
-        raise UserError(f"model: its weights take {n_bytes / 2**30:,.1f} GiB, and this machine has "
+    if pick_device(config.train).type == "cuda" and config.train.parallel == "ddp":
+        available = torch.cuda.get_device_properties(0).total_memory
+    if needed > available:
+        raise UserError(f"model: takes {needed / 2**30:,.1f} GiB, {n_bytes} bytes a parameter, and there are "
                         f"{available / 2**30:,.1f}; lower model.n_layer, model.n_embd or the vocabulary")
     return GPT(config)
 
@@ -92,11 +83,6 @@ def should_compile(model: GPT, t: TrainConfig, device: torch.device) -> bool:
         return t.compile != "off"
     total_flops = model.flops_per_token(t.seq_len) * t.seq_len * t.batch_size * t.steps
     return total_flops > COMPILE_WORTH_FLOPS and shutil.which(os.environ.get("CXX", "g++")) is not None
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device; to a GPU from pinned memory, so that the CPU does not wait for the copy."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def set_up_cpu() -> None:

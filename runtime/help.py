@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 from config import SECTIONS
 from positions import ENCODINGS, Options
 from positions.scaling import SCALINGS
-from runtime.errors import UserError, did_you_mean, shortened
+from runtime.errors import UserError, did_you_mean
 from runtime.schema import describe_choice
 
 
 def help_text(topic: str | None = None) -> str:
     """What `train.py --help [TOPIC]` prints; a topic is a section, encoding, scaling method or "all"."""
-    topics = {name: describe_choice(f"[{name}]", schema, schema) for name, schema in SECTIONS.items()}
-    for name, encoding in ENCODINGS.items():
-        topics[name] = describe_choice(name, encoding, encoding.Options, Options.model_fields)
-        topics[name] += [f"lr_scale is {encoding.lr_scale:g} by default; all shared keys: --help position"]
-    topics |= {name: describe_choice(name, scaling, scaling) for name, scaling in SCALINGS.items()}
-    topics["all"] = [line for lines in topics.values() for line in [*lines, ""]]
+    sections = {name: (f"[{name}]", schema, schema) for name, schema in SECTIONS.items()}
+    topics: dict[str, tuple[Any, ...]] = {
+        **sections, **{name: (name, kind, kind) for name, kind in SCALINGS.items()},
+        **{name: (name, kind, kind.Options, Options.model_fields) for name, kind in ENCODINGS.items()}}
+    if topic == "all":
+        return "\n\n".join("\n".join(describe_choice(*about)) for about in topics.values())
     if topic in topics:
-        return "\n".join(topics[topic])
+        return "\n".join(describe_choice(*topics[topic]))
     if topic is not None:
         hint = did_you_mean(topic, topics) or "; --help lists the topics"
-        raise UserError(f"--help {shortened(topic)}: unknown topic{hint}")
+        raise UserError(f"--help {topic!r}: unknown topic{hint}")
     return "\n".join([
         "sections of a config (set a key in CONFIG.toml, or by section.key=value on the command line):",
-        *(f"  {topics[section][0]}" for section in SECTIONS),
+        *(f"  [{name}]: {schema.__doc__.splitlines()[0]}" for name, schema in SECTIONS.items()),
         "", "encodings (position.encoding):", textwrap.indent(textwrap.fill(", ".join(ENCODINGS)), "  "),
         "", "scaling methods of rotary encodings (position.scaling):", f"  {', '.join(SCALINGS)}",
         "", "keys with type, default and meaning: --help SECTION|ENCODING|METHOD|all, such as --help train"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -11,75 +12,51 @@ from pathlib import Path
 from typing import Any
 
 from config import Config
-from runtime.errors import describe_exception
-from runtime.files import flush, name_in_errors, write_whole
+from runtime.command import discard_stdout
+from runtime.files import write_whole
 
 
 class Log:
-    """Progress on the screen, in metrics.jsonl, and on W&B if the config asks for it."""
+    """Writes the lines of a run. Rank 0 alone has one."""
 
-    def __init__(self, run_dir: Path, config: Config, state: dict[str, Any], is_writer: bool) -> None:
-        self.config, self.is_writer = config, is_writer
-        self.path = run_dir / "metrics.jsonl"
+    def __init__(self, run_dir: Path, config: Config, state: dict[str, Any]) -> None:
+        self.path, self.steps = run_dir / "metrics.jsonl", config.train.steps
         self.tokens_per_step = config.train.batch_size * config.train.seq_len
-        self.first_step = self.last_step = state["step"]
-        self.first_time = self.last_time = time.perf_counter()
+        self.start = self.last = state["step"], time.perf_counter()     # a step, and when it was done
         self.wall_before = state["wall_s"]
-        # tokens per second since the last line, and since this start (at first: as in the checkpoint)
-        self.speed = self.mean_speed = state["step"] * self.tokens_per_step / max(state["wall_s"], 1e-9)
-        lines = self._lines_up_to(self.first_step)      # read by every process: all must agree on the next
-        self.n_lines = len(lines)
-        if is_writer and self.n_lines < state.get("lines", 0):
-            print(f"warning: {self.path}: has only {self.n_lines} of the {state['lines']} lines up to step "
-                  f"{self.first_step}; the others are lost, but weights and moments are complete", flush=True)
-        self.has_first_line = bool(lines) and step_of(lines[-1]) == self.first_step
-        if is_writer and self.path.exists():
-            write_whole(self.path, "".join(f"{line}\n" for line in lines))
-        self.wandb = start_wandb(run_dir, config) if config.run.wandb and is_writer else None
+        self.path.touch()
+        # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        steps = [re.match(r'\{"step": (\d+),.*\}\n', line) for line in lines]
+        write_whole(self.path, "".join(line for line, found in zip(lines, steps, strict=True)
+                                       if found and int(found[1]) <= state["step"]))
+        self.wandb = start_wandb(run_dir, config) if config.run.wandb else None
 
     def wall_s(self) -> float:
-        """Seconds spent in the loop, including those before a resume."""
-        return self.wall_before + time.perf_counter() - self.first_time
+        """Seconds of training, including those before a resume."""
+        return self.wall_before + time.perf_counter() - self.start[1]
 
-    def has_line(self, step: int) -> bool:
-        """Whether an earlier start has written the line of this step."""
-        return step == self.first_step and self.has_first_line
-
-    def write(self, step: int, metrics: dict[str, Any], done: int) -> None:
-        """Write the line of a step everywhere, unless a resume finds it written. `done` steps are complete.
-
-        A GPU may have completed several steps by the time the metrics of one are read.
-        """
-        if not self.is_writer or self.has_line(step):
-            return
-        if done > self.last_step:
-            now = time.perf_counter()
-            self.speed = (done - self.last_step) * self.tokens_per_step / (now - self.last_time)
-            self.mean_speed = (done - self.first_step) * self.tokens_per_step / (now - self.first_time)
-            self.last_step, self.last_time = done, now
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Write the line of a step everywhere."""
+        now = time.perf_counter()
+        speed, mean_speed = (self.tokens_per_step * (step - n) / (now - since)
+                             for n, since in (self.last, self.start))
+        self.last = step, now
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics,
-                "tokens_per_s": round(self.speed), "wall_s": round(self.wall_s(), 3)}
-        with name_in_errors(self.path), self.path.open("a", encoding="utf-8") as file:
+                "tokens_per_s": round(speed), "wall_s": round(self.wall_s(), 3)}
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        self.n_lines += 1
         self.to_wandb(lambda run: run.log(line, step=step))
-        steps = self.config.train.steps
-        eta = (steps - step) * self.tokens_per_step / self.mean_speed
-        text = (f"step {step}/{steps}  loss {shown(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
-                f"{shown(metrics['grad_norm'], '.2f')}  {self.speed:,.0f} tokens/s  ETA {eta // 60:.0f}m"
+        eta = (self.steps - step) * self.tokens_per_step / mean_speed
+        text = (f"step {step}/{self.steps}  loss {shown(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
+                f"{shown(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s  ETA {eta // 60:.0f}m"
                 f"{eta % 60:02.0f}s")
         if "n_bad" in metrics:
             text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
         if "val_loss" in metrics:
             text += f"  val {shown(metrics['val_loss'])} nats/token  {shown(metrics['val_bpb'])} bits/byte"
         stays = {"val_loss", "n_bad"} & set(metrics) or not sys.stdout.isatty()
-        print(f"\r{text:<110}" if sys.stdout.isatty() else text, end="\n" if stays else "", flush=True)
-
-    def sync(self) -> None:
-        """Flush metrics.jsonl to disk: before a checkpoint, which a resume does not go behind."""
-        if self.is_writer and self.path.exists():
-            flush(self.path)
-            flush(self.path.parent)
+        say(f"\r{text:<110}" if sys.stdout.isatty() else text, end="\n" if stays else "")
 
     def to_wandb(self, send: Callable[[Any], None]) -> None:
         """Pass the W&B run to `send`; if that fails, warn once and continue without W&B."""
@@ -87,54 +64,29 @@ class Log:
             if self.wandb:
                 send(self.wandb)
         except Exception as error:  # a failing logger must not end a training run
-            print(f"warning: W&B failed and is off from here: {without_key(error)}")
+            say(f"warning: W&B failed and is off from here: {type(error).__name__}: {error}")
             self.wandb = None
-
-    def _lines_up_to(self, step: int) -> list[str]:
-        """The lines of steps that a resume does not repeat, one for each; torn lines are left out."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-        of_steps: dict[int, str] = {}
-        for line in lines:                  # a step has two if two processes once wrote them
-            of_steps.setdefault(step_of(line), line)
-        return [line for n, line in of_steps.items() if 0 < n <= step]
-
-
-def step_of(line: str) -> int:
-    """The step of a line of metrics.jsonl; 0 if the line is torn."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return 0
-
-
-def without_key(error: Exception) -> str:
-    """The message of W&B's error, on one line, without the API key that it may quote."""
-    return describe_exception(error, os.environ.get("WANDB_API_KEY"))
 
 
 def start_wandb(run_dir: Path, config: Config) -> Any:
     """A W&B run, offline without a key or network; None if even that fails: training continues without it."""
     has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
-    if os.environ.get("WANDB_MODE", "" if has_key else "offline") == "offline":
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")         # it looks up its host even offline
+    for mode in (os.environ.get("WANDB_MODE", "online" if has_key else "offline"), "offline"):
+        try:
+            import wandb
+            return wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),
+                              config=config.model_dump(), mode=mode)     # type: ignore[arg-type]
+        except Exception as error:  # see Log.to_wandb
+            say(f"warning: W&B is off ({mode}): {type(error).__name__}: {error}")
+    return None
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print, and train on in silence once the terminal or pipe is gone."""
     try:
-        import wandb
-        options: dict[str, Any] = {
-            "project": config.run.wandb_project, "name": run_dir.name, "dir": str(run_dir),
-            "config": config.model_dump(), "settings": wandb.Settings(init_timeout=30)}
-        reason = "no API key (run `wandb login`)"
-        if "WANDB_MODE" in os.environ or has_key:
-            try:
-                return wandb.init(**options)
-            except wandb.errors.Error as error:
-                reason = without_key(error)
-        print(f"warning: W&B: {reason}; logging offline to {run_dir}/wandb, upload it with `wandb sync`")
-        return wandb.init(**options, mode="offline")
-    except Exception as error:  # see Log.to_wandb
-        print(f"warning: W&B is off: {without_key(error)}")
-        return None
+        print(text, end=end, flush=True)
+    except OSError:
+        discard_stdout()
 
 
 def shown(number: float | None, form: str = ".4f") -> str:

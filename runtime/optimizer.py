@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -34,13 +33,10 @@ class Muon(Optimizer):
     Liu et al. 2025, arXiv:2502.16982, section 2.2: the root mean square of a step is about 0.2 lr, like
     AdamW's, so that one learning rate can serve both. It computes what torch.optim.Muon does with
     "match_rms_adamw"; in addition it batches matrices of one shape, and gathers those that FSDP2 shards.
-    It changes nothing if `found_inf`, a number on the device, is not 0, and no value is read for that.
+    A non-zero device scalar `found_inf` makes the step a no-op, without a host sync, as in PyTorch's AdamW.
     """
 
     found_inf: Tensor | None = None
-
-    def __init__(self, params: Any, lr: float, weight_decay: float, momentum: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -57,6 +53,7 @@ class Muon(Optimizer):
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum, updates = group["lr"], group["momentum"], []
+        is_sharded = hasattr(matrices[0], "full_tensor")                # by FSDP2
         found_inf = torch.zeros((), device=matrices[0].device) if self.found_inf is None else self.found_inf
         is_skipped = found_inf > 0
         for p in matrices:
@@ -66,11 +63,13 @@ class Muon(Optimizer):
             average = self.state[p]["momentum_buffer"]
             grad = torch.where(is_skipped, average, p.grad)             # then the average stays as it is
             average.lerp_(grad, 1 - momentum)
-            updates.append(parallel.unshard(grad.lerp(average, momentum)))
+            update = grad.lerp(average, momentum)
+            updates.append(parallel.unshard(update) if is_sharded else update)
         decay = torch.where(is_skipped, 1.0, 1 - lr * group["weight_decay"])
         rate = torch.where(is_skipped, 0.0, -lr * 0.2 * math.sqrt(max(matrices[0].shape)))
         for p, update in zip(matrices, orthogonal(torch.stack(updates)), strict=True):
-            p.mul_(decay).add_(parallel.shard_like(update.to(p.dtype), p) * rate)
+            update = update.to(p.dtype)
+            p.mul_(decay).add_((parallel.shard_like(update, p) if is_sharded else update) * rate)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ class CombinedOptimizer(Optimizer):
             part.state = self.state
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient, unless `found_inf` is not 0."""
+        """Update all parameters that have a gradient."""
         for part in self.parts:
             part.found_inf = self.found_inf                             # type: ignore[attr-defined]
             part.step()
@@ -115,36 +114,21 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     would pull a distance that is rarely seen towards "no preference".
     """
     t = config.train
-    own = {*model.encoding.parameters(), *model.temperature.parameters()}
+    own = {p for name, p in model.named_parameters() if name.startswith(("encoding.", "temperature."))}
     hidden = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear) and t.optimizer == "muon"}
     matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden - own
     rest = set(model.parameters()) - hidden - matrices - own
-
-    def group(members: Collection[Tensor], weight_decay: float, lr_scale: float = 1.0) -> dict[str, Any]:
-        return {"params": [p for p in model.parameters() if p in members], "weight_decay": weight_decay,
-                "lr_scale": lr_scale}
-
-    groups = [group(matrices, t.weight_decay), group(rest, 0.0), group(own, 0.0, config.position.lr_scale)]
-    adamw = AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p in members], "weight_decay": decay, "lr_scale": scale}
+        for members, decay, scale in ((hidden, t.weight_decay, 1.0), (matrices, t.weight_decay, 1.0),
+                                      (rest, 0.0, 1.0), (own, 0.0, config.position.lr_scale))]
+    adamw = AdamW(groups[1:], lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
     if not hidden:
         return adamw
-    return CombinedOptimizer(Muon([group(hidden, t.weight_decay)], t.lr, t.weight_decay, t.beta1), adamw)
+    return CombinedOptimizer(Muon(groups[:1], {"lr": t.lr, "momentum": t.beta1}), adamw)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Give each group its share of train.lr at this step."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
-
-
-def skips_on_device(device: torch.device) -> bool:
-    """Whether the optimizer itself skips a bad step, so that the CPU need not wait for the result.
-
-    Its attribute `found_inf` says so, the one that GradScaler sets.
-    """
-    return device.type == "cuda"
-
-
-def state_keys(group: dict[str, Any]) -> tuple[str, ...]:
-    """The keys of the state that an optimizer keeps for each parameter of a group."""
-    return ("momentum_buffer",) if "momentum" in group else ("step", "exp_avg", "exp_avg_sq")

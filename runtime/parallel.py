@@ -1,18 +1,13 @@
 """Several processes, one run: `torchrun --nproc_per_node=N train.py CONFIG`, one device for each process.
 
 The processes split the sequences of one global batch, so the batch of a step, its order and its loss do not
-depend on their number. With `train.parallel = "ddp"` each process holds the whole model; with "fsdp" each
-holds a shard of the weights, gradients and moments, for models that are too large for one device. Rank 0
-writes the run's folder. Checkpoints hold whole tensors: any number of processes can resume from them.
-`torchrun ... eval.py RUN` distributes the windows: each process holds the whole model, computes its part of
-the forward passes, and gathers the losses of the others.
+depend on their number. Rank 0 writes the run's folder. Checkpoints hold whole tensors, from which any number
+of processes can resume. `torchrun ... eval.py RUN` distributes forward passes.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +21,7 @@ from torch import Tensor, nn
 from config import Config, TrainConfig
 from model import GPT
 from runtime.device import pick_device
-from runtime.errors import UserError, shortened
-
-EVALUATION_TIMEOUT = timedelta(days=1)  # a forward pass may take long; a dead process is noticed at once
+from runtime.errors import UserError
 
 
 class Process(NamedTuple):
@@ -43,84 +36,55 @@ class Process(NamedTuple):
         return batch[self.rank::self.world_size]
 
 
-def torchrun_ranks() -> tuple[int, int, int]:
-    """Rank, rank on this machine, and world size, from torchrun's environment; 0, 0, 1 without torchrun.
-
-    Raises UserError if only a part of it is set.
-    """
-    names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
-    if "LOCAL_RANK" not in os.environ:
-        return 0, 0, 1
-    values = [os.environ.get(name, "") for name in names]
-    if not all(re.fullmatch("[0-9]{1,9}", value) for value in values) or not max(
-            map(int, values[:2])) < int(values[2]):
-        raise UserError(f"environment: {', '.join(names)} are {', '.join(map(shortened, values))}, which no "
-                        "torchrun sets; start by torchrun, or unset LOCAL_RANK to train with one process")
-    rank, local_rank, world_size = map(int, values)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if world_size > 1 and missing:
-        raise UserError(f"environment: WORLD_SIZE is {world_size} without {missing[0]}; start by torchrun")
-    return rank, local_rank, world_size
-
-
 def start(t: TrainConfig) -> Process:
     """Join torchrun's other processes, if any. Raises UserError if the batch cannot be divided among them."""
-    device, (rank, local_rank, world_size) = pick_device(t), torchrun_ranks()
-    if world_size == 1:
-        return Process(device)
+    device, world_size = pick_device(t), int(os.environ.get("WORLD_SIZE", 1))
     if t.batch_size % (world_size * t.accumulate):
         raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {world_size} processes "
                         f"times train.accumulate = {t.accumulate}; change one of the three")
-    if device.type == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(f"torchrun --nproc_per_node: more processes than the {torch.cuda.device_count()} "
-                            "GPUs of this machine; start one for each GPU")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        # with GPUs, gloo too: the CPUs exchange signals, so that none waits for its GPU
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    silence_unless_first(rank)
-    return Process(device, rank, world_size)
+    if device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+        raise UserError(f"torchrun --nproc_per_node: more processes than the {torch.cuda.device_count()} "
+                        "GPUs of this machine; start one for each GPU")
+    # with GPUs, gloo too: the CPUs exchange signals, so that none waits for its GPU
+    return _join(device, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
 def start_evaluation() -> Process:
     """Join torchrun's other processes, if any; "cuda" then means a GPU for each process.
 
     Results are exchanged between CPUs, wherever the model is: losses are small, and when a process ends, gloo
-    reports it to the others at once.
+    reports it to the others at once. A forward pass may take long.
     """
-    rank, local_rank, world_size = torchrun_ranks()
-    if world_size > 1:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        dist.init_process_group("gloo", timeout=EVALUATION_TIMEOUT)
-        silence_unless_first(rank)
-    return Process(torch.device("cpu"), rank, world_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return _join(device, "gloo", timeout=timedelta(days=1))._replace(device=torch.device("cpu"))
 
 
-def silence_unless_first(rank: int) -> None:
-    """Only rank 0 prints: discard the standard output of the others; their errors still appear."""
+def _join(device: torch.device, backend: str, timeout: timedelta | None = None) -> Process:
+    """Join the process group, each process with a GPU of its own. Only rank 0 prints; all report errors."""
+    if "LOCAL_RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+        return Process(device)
+    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if device.type == "cuda":
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timeout)
     if rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return Process(device, rank, world_size)
 
 
 def parallelize(model: GPT, config: Config, process: Process) -> nn.Module:
-    """The model to train, on its device: unchanged, wrapped in DDP, or sharded in place by FSDP2."""
-    if process.world_size == 1:
-        return model.to(process.device)
+    """The model to train, on its device: wrapped in DDP, or sharded in place by FSDP2."""
     # imported here because they take half a second, which a single process need not spend
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     if config.train.parallel == "ddp":
-        model.to(process.device)
         # what is not in all layers, or is dropped, may have weights that get no gradient
-        is_partial = config.position.drop_at < 1 or any(
-            len(layers) < len(model.blocks) for layers in (model.encoded_layers, model.tempered_layers))
-        return DistributedDataParallel(model, [process.device] if process.device.type == "cuda" else None,
-                                       find_unused_parameters=is_partial)
+        p = config.position
+        is_partial = p.drop_at < 1 or p.skip_every > 0 or not (p.layers == p.temperature_layers == "all")
+        return DistributedDataParallel(model.to(process.device), find_unused_parameters=is_partial)
     mesh = init_device_mesh(process.device.type, (process.world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -131,18 +95,18 @@ def parallelize(model: GPT, config: Config, process: Process) -> nn.Module:
 def sync_gradients(model: Any, is_on: bool) -> None:
     """Whether the next backward pass averages gradients over processes: only the last of a batch must."""
     model = getattr(model, "_orig_mod", model)                          # torch.compile's wrapper
-    if hasattr(model, "require_backward_grad_sync"):                    # DDP; its no_sync() sets this
-        model.require_backward_grad_sync = is_on
-    elif hasattr(model, "set_requires_gradient_sync"):                  # FSDP2
+    if hasattr(model, "set_requires_gradient_sync"):                    # FSDP2
         model.set_requires_gradient_sync(is_on)
+    else:                                                               # DDP; its no_sync() sets this
+        model.require_backward_grad_sync = is_on
 
 
-def all_gather(process: Process, *values: Tensor) -> Tensor:
-    """The n scalars of all processes, (world_size, n), in fp64 on the device. Does not wait for a GPU."""
-    gathered = torch.zeros(process.world_size, len(values), dtype=torch.float64, device=process.device)
-    for i, value in enumerate(values):
-        gathered[process.rank, i] = value
-    return all_reduce(process, gathered)
+def mean_and_largest(process: Process, loss: Tensor, grad_norm: Tensor) -> Tensor:
+    """The mean loss and the largest gradient norm over processes, (2,) in fp64. Does not wait for a GPU."""
+    gathered = torch.zeros(process.world_size, 2, dtype=torch.float64, device=process.device)
+    gathered[process.rank, 0], gathered[process.rank, 1] = loss, unshard(grad_norm)
+    all_reduce(process, gathered)
+    return torch.stack((gathered[:, 0].mean(), gathered[:, 1].max()))
 
 
 def all_reduce(process: Process, values: Tensor) -> Tensor:
@@ -157,13 +121,11 @@ def any_signal(process: Process, stop: Sequence[int]) -> int:
 
     Processes exchange it between CPUs, so that none waits for the work that its GPU has queued.
     """
-    number = stop[0] if stop else 0
-    if process.world_size == 1:
-        return number
-    largest = torch.tensor(number)
-    with errors_of_others():
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
+    number = torch.tensor(stop[0] if stop else 0)
+    if process.world_size > 1:
+        with errors_of_others():
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+    return int(number)
 
 
 @contextmanager
@@ -172,15 +134,11 @@ def errors_of_others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:       # what gloo raises for a closed connection
-        raise UserError("another process of torchrun has ended; fix what its error line says, then start all "
-                        "of them again") from error
+        raise UserError("another process of torchrun has ended; see its error, then restart all") from error
 
 
 def round_robin(process: Process, work: Sequence[Any], do: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield do(piece) for each piece of work, in order, on every process; each computes a share of it.
-
-    Raises UserError if another process has ended.
-    """
+    """Yield do(piece) for each piece of work, in order, on every process; each computes a share of it."""
     for first in range(0, len(work), process.world_size):
         turn = first + process.rank
         own = [do(piece) for piece in work[turn:turn + 1]]              # one result, or none at the end
@@ -189,23 +147,20 @@ def round_robin(process: Process, work: Sequence[Any], do: Callable[[Any], Any])
 
 def all_gather_objects(process: Process, own: Any) -> list[Any]:
     """The objects of all processes, in the order of their ranks. Raises UserError if one has ended."""
-    if process.world_size == 1:
-        return [own]
-    gathered: list[Any] = [None] * process.world_size
-    with errors_of_others():
-        dist.all_gather_object(gathered, own)
+    gathered: list[Any] = [own] * process.world_size
+    if process.world_size > 1:
+        with errors_of_others():
+            dist.all_gather_object(gathered, own)
     return gathered
 
 
 def require_agreement(process: Process, own: dict[str, Any]) -> None:
     """Raise UserError unless these values are the same in all processes; they are compared as text."""
     texts = all_gather_objects(process, {key: str(value) for key, value in own.items()})
-    for key, (rank, other) in itertools.product(own, enumerate(texts)):
-        lines = itertools.zip_longest(texts[0][key].splitlines(), other[key].splitlines(), fillvalue="")
-        for first, line in lines:
-            if line != first:
-                raise UserError(f"torchrun: processes 0 and {rank} have different {key}: {shortened(first)} "
-                                f"and {shortened(line)}; start all with the same files and arguments")
+    for rank, other in enumerate(texts):
+        if different := [key for key in own if other[key] != texts[0][key]]:
+            raise UserError(f"torchrun: processes 0 and {rank} have different {' and '.join(different)}; "
+                            "start all with the same files and arguments")
 
 
 def barrier(process: Process) -> None:

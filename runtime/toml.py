@@ -5,20 +5,16 @@ Nothing here knows a schema. A problem is a line added to `problems`, so that al
 
 from __future__ import annotations
 
-import difflib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.errors import shortened
-from runtime.files import read_text
+from runtime.errors import did_you_mean
 
-LIMIT = 2**17           # bytes of a file; the largest of configs/ has a few hundred
-DEEPEST = 20            # files that extend one another, and tables or lists inside one another
-LARGEST = 2**53         # integers up to this are exact as a float
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")        # TOML requires quotes around any other key
 OVERRIDE = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)+\s*=")      # section.key=value, and no path
 
@@ -35,50 +31,47 @@ class Layer(NamedTuple):
 
 def read_layers(path: Path, problems: list[str], seen: tuple[Path, ...] = ()) -> list[Layer]:
     """A file and the files that it extends, the outermost parent first; `seen` are files that extend it."""
+    if path.resolve() in seen:
+        problems.append(f"extends in {seen[-1]}: {path} extends itself in a circle; remove one `extends`")
+        return []
     try:
-        if path.resolve() in seen or len(seen) > DEEPEST:
-            problems.append(f"extends in {seen[-1]}: {path} extends itself in a circle, or more than "
-                            f"{DEEPEST} others; remove one `extends`")
-            return []
-        content = tomllib.loads(read_text(path, LIMIT))
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
-        hint = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a .toml file"
-        problems.append(f"config {path}: no such file; {hint}")
-        return []
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        reason = (error.strerror or "").lower()
-        problems.append(f"config {path}: {reason}; give the path of a readable .toml file")
+        hint = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
+        problems.append(f"config {path}: {(error.strerror or str(error)).lower()}"
+                        f"{hint or '; give the path of a .toml file'}")
         return []
-    except (ValueError, RuntimeError) as error:     # not TOML, or nested too deeply; symlinks in a circle
+    except ValueError as error:
         problems.append(f"config {path}: not valid TOML: {error}; see https://toml.io")
         return []
-    parent = content.pop("extends", None)
-    layers: list[Layer] = []
+    parent, layers = content.pop("extends", None), []
     if isinstance(parent, str):
         layers = read_layers(path.parent / parent, problems, (*seen, path.resolve()))
     elif parent is not None:
-        problems.append(f'extends in {path}: must be a file name such as "quick.toml", '
-                        f"got {shortened(parent)}")
+        problems.append(f'extends in {path}: must be a file name such as "quick.toml", got {parent!r}')
     for name in [name for name, keys in content.items() if not isinstance(keys, dict)]:
-        del content[name]       # the message does not show the value: the file may be one of secrets
+        del content[name]
         problems.append(f"{name} in {path}: must be a table; write [SECTION], and each key below its section")
     return [*layers, Layer(f"in {path}", content)]
 
 
 def read_overrides(overrides: Sequence[str], problems: list[str]) -> Layer:
-    """The tables of `section.key=value` arguments."""
+    """The tables of `section.key=value` arguments; a bare word is a string, without quotes."""
     tables: Tables = {}
     for text in overrides:
         key, equals, value = text.partition("=")
-        section, *names = key.strip().split(".")
-        if not equals or not names or not all((section, *names)):
-            problems.append(f"override {shortened(text)}: must read section.key=value, such as train.lr=1e-3")
-        elif len(names) > 1:
-            problems.append(f"override {shortened(text)}: {section}.{names[0]} is set as a whole; "
-                            f"write {section}.{names[0]}=...")
+        section, _, name = key.strip().partition(".")
+        if not (equals and section and name):
+            problems.append(f"override {text!r}: must read section.key=value, such as train.lr=1e-3")
+        elif "." in name:
+            key = f"{section}.{name.partition('.')[0]}"
+            problems.append(f"override {text!r}: {key} is set as a whole; write {key}=...")
         else:
-            tables.setdefault(section, {})[names[0]] = _parse_value(value.strip())
+            keys = tables.setdefault(section, {})
+            try:
+                keys[name] = tomllib.loads(f"value = {value}")["value"]
+            except ValueError:
+                keys[name] = os.path.expanduser(value.strip())          # a shell leaves run.dir=~/x as it is
     return Layer("on the command line", tables)
 
 
@@ -101,40 +94,6 @@ def merge(layers: Sequence[Layer],
             old.update(keys)
             origin |= {section: where, **{f"{section}.{key}": where for key in keys}}
     return tables, origin
-
-
-def update_old_keys(tables: Tables, origin: Origin) -> None:
-    """Put keys of runs that an older train.py started into their present form."""
-    train = tables.get("train", {})
-    if "pose_length" in train and not {"positions", "position_range"} & set(train):
-        train |= {"positions": "pose", "position_range": train.pop("pose_length")}
-        origin["train.position_range"] = origin["train.pose_length"]
-
-
-def drop_large_values(tables: Tables, origin: Origin, problems: list[str]) -> None:
-    """Remove each value that is nested deeply, or holds an integer that a float cannot hold exactly."""
-    for section, keys in tables.items():
-        for key in [key for key, value in keys.items() if not is_small(value)]:
-            del keys[key]
-            problems.append(f"{section}.{key} {origin[f'{section}.{key}']}: must hold no integer beyond 2^53 "
-                            f"and no deep nesting; --help {section} lists the keys")
-
-
-def _parse_value(text: str) -> Any:
-    """A TOML value; a bare word is a string, so that a shell needs no nested quotes."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):    # no TOML, an integer of thousands of digits, deep nesting
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
-
-
-def is_small(value: Any, depth: int = 0) -> bool:
-    """Whether the value is not nested deeply and all its integers are exact as a float."""
-    if isinstance(value, dict | list):
-        parts = value.values() if isinstance(value, dict) else value
-        return depth < DEEPEST and all(is_small(part, depth + 1) for part in parts)
-    return not isinstance(value, int) or abs(value) <= LARGEST
 
 
 def as_toml(value: Any) -> str:

@@ -6,8 +6,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import Literal, get_args, get_origin
+from typing import get_origin
 
 import pytest
 import torch
@@ -58,13 +57,6 @@ def test_configs_of_the_size_of_gpt2_have_its_parameters(name: str) -> None:
     assert round(model.flops_per_token(1024) / 1e6) == 798            # used in docs/scaling.md
 
 
-def test_strings_survive_the_round_trip(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path / "a.toml", MINIMAL),
-                         ['run.wandb_project="a \\"quoted\\" \\\\ path\\u007f ü"'])
-    assert config.run.wandb_project == 'a "quoted" \\ path\x7f ü'
-    assert load_config(write(tmp_path / "b.toml", to_toml(config))) == config
-
-
 def test_extends_inherits_and_overrides_come_last(tmp_path: Path) -> None:
     write(tmp_path / "base.toml", MINIMAL + "base = 500.0\n[train]\nlr = 0.5\nsteps = 7\n")
     child = write(tmp_path / "child.toml", 'extends = "base.toml"\n[train]\nlr = 0.25\n')
@@ -97,24 +89,29 @@ def test_all_problems_come_at_once_each_with_its_fix(tmp_path: Path) -> None:
     path = write(tmp_path / "a.toml", '[data]\ndir = "x"\n[position]\nencoding = "rop"\n'
                                       '[train]\nlearning_rate = 1\nsteps = 2.5\nlr = -1.0\n'
                                       '[modle]\nn_layer = 2\n[model]\nn_head = "4"\n')
-    found = problems(path, ["train.lr.x=1", "train.bach_size=3", "nonsense", "run.lr=1"])
-    expected = ["[modle]", "did you mean model?", "position.encoding", "'rop'; did you mean rope?",
-                "train.learning_rate", "unknown key", "train.steps", "must be an integer >= 1, got 2.5",
-                f"train.lr in {path}: must be a number > 0 and <= 1e+06, got -1.0", "model.n_head",
-                "must be an integer",
-                "train.lr is set as a whole", "train.bach_size on the command line",
-                "did you mean batch_size?", "'nonsense': must read section.key=value", "run.lr",
-                "did you mean train.lr?"]
+    found = problems(path, ["train.lr.x=1", "train.bach_size=3", "nonsense",
+                            'position.scaling={method="yarm"}', "train.positions=rfs"])
+    expected = [f"[modle] in {path}: unknown section; did you mean model?", "'rop'; did you mean rope?",
+                "train.learning_rate", "unknown key", "train.steps", "must be a valid integer, got 2.5",
+                f"train.lr in {path}: must be greater than 0, got -1.0", "model.n_head in",
+                "train.lr is set as a whole", "train.bach_size on the command line: unknown key; did you",
+                "'nonsense': must read section.key=value", "train.positions on the command line: must be "]
     text = "\n".join(found)
-    assert [e for e in expected if e not in text] == []
-    assert len(found) == 10
+    assert [e for e in expected if e not in text] == [] and len(found) == 10
+    wrong = ['position.scaling={method="yarm"}', "position.layers=[true]"]
+    assert problems(write(path, MINIMAL), wrong) == (
+        "position.layers on the command line: must be 'all' or 'first' or must be a valid integer, "
+        "got [True]",
+        "position.scaling on the command line: unknown method 'yarm'; did you mean yarn?")
 
 
-def test_rope_has_a_config_of_its_name() -> None:
-    """Otherwise `train.py configs/rope.toml` would suggest p-rope.toml, another encoding."""
-    rope, quick = (load_config(ROOT / "configs" / name) for name in ("rope.toml", "quick.toml"))
-    assert rope.position.encoding == "rope" and differences(quick, rope) == [
-        "run.dir: runs/quick -> runs/rope"]
+def test_what_is_missing_is_named_unless_a_part_could_not_be_read(tmp_path: Path) -> None:
+    found = problems(write(tmp_path / "a.toml", 'extends = "gone.toml"\n[train]\nsteps = 0\n'))
+    assert len(found) == 2 and "no such file" in found[0] and "train.steps" in found[1]
+    assert [line.split()[0] for line in problems(write(tmp_path / "b.toml", ""))] == [
+        "data.dir", "position.encoding"]
+    write(tmp_path / "c.toml", 'extends = "d.toml"')
+    assert "circle" in problems(write(tmp_path / "d.toml", 'extends = "c.toml"'))[0]
 
 
 def test_every_encoding_has_a_config_of_its_name() -> None:
@@ -123,27 +120,12 @@ def test_every_encoding_has_a_config_of_its_name() -> None:
         assert config.position.encoding == name
 
 
-def test_an_unreadable_part_does_not_make_keys_seem_missing(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.toml", 'extends = "gone.toml"\n[train]\nsteps = 0\n')
-    found = problems(path)
-    assert len(found) == 2 and "no such file" in found[0] and "train.steps" in found[1]
-    assert [line.split()[0] for line in problems(write(tmp_path / "b.toml", ""))] == [
-        "data.dir", "position.encoding"]
-
-
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path / "quick.toml", MINIMAL)
     assert problems(tmp_path / "quik.toml") == (
-        f"config {tmp_path / 'quik.toml'}: no such file; did you mean {tmp_path / 'quick.toml'}?",)
+        f"config {tmp_path / 'quik.toml'}: no such file or directory; did you mean quick.toml?",)
     assert "valid TOML" in problems(write(tmp_path / "bad.toml", "[train\n"))[0]
-    assert "readable" in problems(tmp_path)[0]
-
-
-def test_a_missing_folder_to_start_from_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.toml", '[data]\ndir = "x"\n[train]\ninit_from = "hf/gone"\n')
-    assert problems(path, (), lambda folder: None) == (
-        f"train.init_from in {path}: no folder 'hf/gone'; give a run or a Hugging Face folder",)
-    load_config(write(tmp_path / "b.toml", MINIMAL), ["train.init_from=gone"])  # resuming does not need it
+    assert "directory" in problems(tmp_path)[0]
 
 
 def hugging_face(folder: str) -> toml.Tables | None:
@@ -175,14 +157,17 @@ def test_a_config_overrides_the_hugging_face_folder_that_it_starts_from(tuned: P
 def test_an_error_in_the_tables_of_a_hugging_face_folder_names_the_folder(tuned: Path) -> None:
     write(tuned.parent / "base" / "tables.toml", '[model]\nn_head = 0\n[position]\nencoding = "rope"\n')
     where = f"in {tuned.parent / 'base'}"
-    assert problems(tuned, (), hugging_face) == (f"model.n_head {where}: must be an integer >= 1 "
-                                                 "and <= 1000000, got 0",)
+    assert problems(tuned, (), hugging_face) == (
+        f"model.n_head {where}: must be greater than or equal to 1, got 0",)
 
     def refuse(folder: str) -> None:
         raise UserError("the folder is damaged")
 
     assert problems(tuned, ["train.steps=0"], refuse) == (
-        "the folder is damaged", "train.steps on the command line: must be an integer >= 1, got 0")
+        "the folder is damaged",
+        "train.steps on the command line: must be greater than or equal to 1, got 0")
+    assert problems(tuned, ["train.init_from=hf/gone"], lambda folder: None) == (
+        "train.init_from on the command line: no folder 'hf/gone'; give a run or a Hugging Face folder",)
 
 
 def test_the_config_of_a_run_does_not_depend_on_the_folder_it_started_from(tuned: Path) -> None:
@@ -194,11 +179,6 @@ def test_the_config_of_a_run_does_not_depend_on_the_folder_it_started_from(tuned
     assert load_config(run) == config
 
 
-def test_a_corpus_is_not_mixed_with_itself(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.toml", MINIMAL)
-    assert "is data.dir" in problems(path, ["data.dir=data/a", 'data.mixture={"data/b/../a/"=0.3}'])[0]
-
-
 def test_out_of_memory_is_one_line(capsys) -> None:
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
@@ -207,12 +187,6 @@ def test_out_of_memory_is_one_line(capsys) -> None:
         with pytest.raises(SystemExit) as ended:
             run_command(main)
         assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: out of memory; ")
-
-
-def test_extends_in_a_circle_ends(tmp_path: Path) -> None:
-    write(tmp_path / "a.toml", 'extends = "b.toml"')
-    write(tmp_path / "b.toml", 'extends = "a.toml"')
-    assert "circle" in problems(tmp_path / "a.toml")[0]
 
 
 @pytest.mark.parametrize(("overrides", "key"), [
@@ -226,27 +200,13 @@ def test_extends_in_a_circle_ends(tmp_path: Path) -> None:
     (["position.encoding=none", "position.skip_every=2"], "position.skip_every"),
     (["model.full_every=2"], "model.full_every"),
     (["position.fraction=0.1"], "position.fraction"),
-    (["model.n_embd=36", "model.n_head=4"], "position.fraction"),
+    (["data.mixture={x=0.3}"], "data.mixture"),
+    (["data.mixture={a=0.0005}"], "data.mixture.a"),        # 0.001 is the smallest that windows can have
+    (["data.mixture_only=4"], "data.mixture_only"),
 ])
 def test_rules_between_keys(overrides: list[str], key: str, tmp_path: Path) -> None:
     found = problems(write(tmp_path / "a.toml", MINIMAL), overrides)
     assert len(found) == 1 and found[0].startswith(key)
-
-
-def wrong_values(field) -> list[str]:
-    """Values of a wrong type or out of range, derived from the field."""
-    kinds = {int: ["1.5", "true", '"x"', "[]"], float: ["true", '"x"', "nan", "inf"], bool: ["1", '"yes"'],
-             str: ["1", "true", "[]"]}
-    parts = [part for part in get_args(field.annotation) if part is not NoneType] or [field.annotation]
-    if parts[0] not in kinds and get_origin(parts[0]) is None:          # a table
-        return ["1", '"x"', "[]"]
-    if any(get_origin(part) in (Literal, list) for part in (field.annotation, *parts)):
-        return ["1", '"no such choice"', '["x"]', "[true]"]
-    bounds = [rule.ge - 1 for rule in field.metadata if hasattr(rule, "ge")]
-    bounds += [rule.gt for rule in field.metadata if hasattr(rule, "gt")]
-    bounds += [rule.lt for rule in field.metadata if hasattr(rule, "lt")]
-    bounds += [rule.le + 1 for rule in field.metadata if hasattr(rule, "le")]
-    return kinds[parts[0]] + [str(bound) for bound in bounds]
 
 
 def every_schema() -> Iterator[tuple[str, type, Callable[[str, str], list[str]]]]:
@@ -268,19 +228,6 @@ def give_scaling(name: str, key: str, value: str) -> list[str]:
     return ["position.scaling={" + ", ".join(f"{k} = {v}" for k, v in given.items()) + "}"]
 
 
-def test_every_field_refuses_wrong_types_and_values(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.toml", MINIMAL)
-    n_cases = 0
-    for where, schema, give in every_schema():
-        for key, field in schema.model_fields.items():
-            for value in wrong_values(field) if key not in ("encoding", "method") else []:
-                found = problems(path, give(key, value))
-                assert len(found) == 1, found
-                assert found[0].startswith(f"{where}.{key} on the command line: must be"), found
-                n_cases += 1
-    assert n_cases > 400
-
-
 def test_every_field_has_its_typo_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.toml", MINIMAL)
     for where, schema, give in every_schema():
@@ -293,51 +240,22 @@ def test_every_field_has_its_typo_named(tmp_path: Path) -> None:
             assert f"did you mean {key}?" in found[0], found
 
 
-def test_an_option_of_another_encoding_is_answered_by_the_keys_of_this_one(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.toml", MINIMAL)
-    assert problems(path, ["position.encoding=alibi", "position.fraction=0.5"]) == (
-        "position.fraction on the command line: unknown key of [position] with this encoding; its keys are "
-        "encoding, layers, skip_every, temperature, temperature_layers, scale_invariant, drop_at, lr_scale, "
-        "learned",)
-
-
-def test_a_bad_field_ends_the_command_with_2(tmp_path: Path, capsys) -> None:
-    path = write(tmp_path / "a.toml", MINIMAL)
-    with pytest.raises(SystemExit) as caught:
-        run_command(lambda: load_config(path, ["train.lr=x", "train.stepps=1", "model.n_layer=0"]) and None)
-    error = capsys.readouterr().err.splitlines()
-    assert caught.value.code == 2 and len(error) == 3 and all(line.startswith("error: ") for line in error)
-
-
-def test_help_without_a_topic_is_one_screen_that_names_every_topic() -> None:
-    text = help_text(None)
-    words = set(re.findall(r"\w+", text))
+def test_help_names_every_topic_and_its_keys() -> None:
+    text, every = help_text(None), help_text("all")
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 110
-    assert {*SECTIONS, *ENCODINGS, *SCALINGS, "all"} <= words
-
-
-def topics() -> dict[str, type]:
+    assert {*SECTIONS, *ENCODINGS, *SCALINGS, "all"} <= set(re.findall(r"\w+", text))
     encodings = {name: encoding.Options for name, encoding in ENCODINGS.items()}
-    return {**SECTIONS, **encodings, **SCALINGS}
-
-
-@pytest.mark.parametrize("topic", topics())
-def test_help_on_a_topic_lists_its_keys_and_no_others(topic: str) -> None:
-    fields = dict(topics()[topic].model_fields)
-    if topic in ENCODINGS:      # the keys that all encodings share are the topic "position"
-        fields = {key: field for key, field in fields.items() if key not in SECTIONS["position"].model_fields}
-    text = help_text(topic)
-    assert re.findall(r"^  (\w+) ", text, re.MULTILINE) == list(fields)
-    assert all((field.description or "") in text for field in fields.values())
-    assert text.splitlines()[0].endswith(".")
-    assert text in help_text("all")
-
-
-def test_an_unknown_topic_of_help_has_its_typo_named() -> None:
+    for topic, schema in {**SECTIONS, **encodings, **SCALINGS}.items():
+        fields = dict(schema.model_fields)
+        if topic in ENCODINGS:      # the keys that all encodings share are the topic "position"
+            fields = {key: field for key, field in fields.items()
+                      if key not in SECTIONS["position"].model_fields}
+        text = help_text(topic)
+        assert re.findall(r"^  (\w+) ", text, re.MULTILINE) == list(fields), topic
+        assert all(" ".join((field.description or "").split()) in text for field in fields.values()), topic
+        assert text.splitlines()[0].endswith(".") and text in every
     with pytest.raises(UserError, match="^--help 'trian': unknown topic; did you mean train[?]$"):
         help_text("trian")
-    with pytest.raises(UserError, match="unknown topic; --help lists the topics$"):
-        help_text("zzzz")
 
 
 @every_encoding
@@ -353,5 +271,5 @@ def test_differences_name_what_changed(tmp_path: Path) -> None:
     assert "train.lr: 0.001 -> 0.5" in differences(old, new, ignore=["run"])
     changes = differences(old, new)
     assert [d for d in changes if d.startswith("position")] == ["position.encoding: rope -> none"]
-    assert not any("run." in d for d in differences(old, new, ignore=["run"]))
+    assert not any("run." in d for d in differences(old, new, ignore=["run", "train.lr"]))
     assert differences(old, old) == []

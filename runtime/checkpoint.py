@@ -43,10 +43,11 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
 
     Every process must call it, to gather sharded tensors; one of them is the writer.
     """
+    weights = model.state_dict()            # first: under FSDP2 it makes the sharded parameters current
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     moments = {f"{names[p]}/{key}": torch.as_tensor(value)
                for p, values in optimizer.state.items() for key, value in values.items()}
-    tensors = [_gathered(x, is_writer) for x in (model.state_dict(), moments)]
+    tensors = [_gathered(x, is_writer) for x in (weights, moments)]
     if not is_writer:
         return
     folder = run_dir / "checkpoints"

@@ -1,0 +1,558 @@
+"""The formula of every encoding, one logit at a time in plain loops, against its hooks in fp64.
+
+TERMS: name -> term(c, b, h, i, j), the logit of query i and key j, both counted from the first token, in row
+b and head h of layer 1. To add an encoding, add its term here.
+"""
+
+import cmath
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import lively, tokens
+from explicit import config_of, logits_of, model_of
+from torch import Tensor
+
+from model import GPT
+from positions import ENCODINGS, At, Encoding, Options, Shape
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+B, T, L, LAYER = 2, 9, 32, 1
+# what is computed a few at a time, made so small that these 9 tokens take several times and a rest
+PIECES = {"KEYS_AT_A_TIME": 4, "CHUNK": 4, "TILE": 3, "MOST_HIDDEN": 1000}
+
+
+class Case:
+    """An encoding with large random parameters; queries, keys, the layer's input and positions, in fp64."""
+
+    def __init__(self, name: str, overrides: str = "", n_axes: int = 1) -> None:
+        self.config = config_of(name, overrides)
+        self.encoding, self.options = deepcopy(model_of(name, overrides).encoding), self.config.position
+        for key, p in self.encoding.named_parameters():
+            if key.rpartition(".")[2] in ("p", "a"):                    # of KERPLE: where no clamp acts
+                p.copy_(p.abs() + 0.3)
+        m, random = self.config.model, torch.Generator().manual_seed(1)
+        self.H, self.D, self.C = m.n_head, m.head_width, m.n_embd
+        q, k = torch.randn(2, B, self.H, T, self.D, generator=random, dtype=torch.float64)
+        self.x = torch.randn(B, T, self.C, generator=random, dtype=torch.float64)
+        # gaps that differ between rows, some distances beyond every threshold
+        axes = (n_axes,) if n_axes > 1 else ()
+        pos = torch.randint(1, 40, (B, T, *axes), generator=random).cumsum(1)
+        self.tensors = q, k, pos
+        self.q, self.k, self.pos = q.tolist(), k.tolist(), pos.tolist()
+
+    def found(self, Tq: int = T) -> Tensor:
+        """Logits of the last Tq queries by the hooks; 0 for masked keys."""
+        q, k, pos = self.tensors
+        logits = logits_of(self.encoding, q[:, :, -Tq:], k, pos[:, -Tq:], pos, self.x, LAYER)
+        return logits.masked_fill(logits.isneginf(), 0)
+
+    def expected(self, term: Callable[..., float]) -> Tensor:
+        """Logits of all queries by the term."""
+        out = torch.zeros(B, self.H, T, T, dtype=torch.float64)
+        for b in range(B):
+            for h in range(self.H):
+                for i in range(T):
+                    for j in range(i + 1):
+                        out[b, h, i, j] = term(self, b, h, i, j)
+        return out
+
+    def distance(self, b: int, i: int, j: int) -> int:
+        return self.pos[b][i] - self.pos[b][j]
+
+
+def product(x: Sequence[float], y: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(x, y, strict=True))
+
+
+def dot(c: Case, b: int, h: int, i: int, j: int) -> float:
+    """No encoding in the layers: none, and what is added to the embeddings."""
+    return product(c.q[b][h][i], c.k[b][h][j]) / math.sqrt(c.D)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Rotary: a complex factor z for each pair of channels
+
+
+def turned(c: Case, b: int, h: int, i: int, j: int, z_i: Sequence[complex], z_j: Sequence[complex]) -> float:
+    """sum_pairs Re(conj(q z_i) k z_j) / sqrt(D); the other channels pass."""
+    q, k, R = c.q[b][h][i], c.k[b][h][j], 2 * len(z_i)
+    total = product(q[R:], k[R:])
+    for n, (at_i, at_j) in enumerate(zip(z_i, z_j, strict=True)):
+        first, second = ((n, n + R // 2) if getattr(c.options, "layout", "half") == "half"
+                         else (2 * n, 2 * n + 1))
+        total += ((complex(q[first], q[second]) * at_i).conjugate()
+                  * complex(k[first], k[second]) * at_j).real
+    return total / math.sqrt(c.D)
+
+
+def waves(frequencies: Sequence[float], t: float) -> list[complex]:
+    return [cmath.exp(1j * t * f) for f in frequencies]
+
+
+def rope(c: Case, b: int, h: int, i: int, j: int) -> float:
+    o, R = c.options, round(c.options.fraction * c.D)
+    is_local = LAYER not in range(-1, 9, c.config.model.full_every or 99)
+    base = o.local_base if o.local_base and is_local else o.base
+    f = [base ** (-2 * n / R) for n in range(R // 2)]
+    if o.spectrum == "hope":                                            # less than one turn in L
+        f = [x if L * x >= 2 * math.pi else 0.0 for x in f]
+    if o.spectrum == "rope_id":                                         # from 2 pi / 32 to 4 pi / L
+        f = [2 * math.pi / 32 * (32 * 2 / L) ** (n / (R // 2 - 1)) for n in range(R // 2)]
+    return turned(c, b, h, i, j, waves(f, c.pos[b][i]), waves(f, c.pos[b][j]))
+
+
+def rope_2d(c: Case, b: int, h: int, i: int, j: int) -> float:
+    f = [c.options.base ** (-4 * n / c.D) for n in range(c.D // 4)]
+    z = [[z for axis in range(2) for z in waves(f, c.pos[b][t][axis])] for t in (i, j)]
+    return turned(c, b, h, i, j, *z)
+
+
+def p_rope(c: Case, b: int, h: int, i: int, j: int) -> float:
+    kept = math.floor(c.options.p * c.D / 2)
+    f = [c.options.base ** (-2 * n / c.D) if n < kept else 0.0 for n in range(c.D // 2)]
+    return turned(c, b, h, i, j, waves(f, c.pos[b][i]), waves(f, c.pos[b][j]))
+
+
+def xpos(c: Case, b: int, h: int, i: int, j: int) -> float:
+    f = [10_000 ** (-2 * n / c.D) for n in range(c.D // 2)]
+    zeta = [(2 * n / c.D + 0.4) / 1.4 for n in range(c.D // 2)]
+    decay = [x ** (c.distance(b, i, j) / c.options.scale_base) for x in zeta]
+    z_i = [x * z for x, z in zip(decay, waves(f, c.pos[b][i]), strict=True)]
+    return turned(c, b, h, i, j, z_i, waves(f, c.pos[b][j]))
+
+
+def pope(c: Case, b: int, h: int, i: int, j: int) -> float:
+    total = 0.0
+    for n, (q, k, delta) in enumerate(zip(c.q[b][h][i], c.k[b][h][j], c.encoding.delta[LAYER, h].tolist(),
+                                          strict=True)):
+        radius = math.log(1 + math.exp(q)) * math.log(1 + math.exp(k))
+        total += radius * math.cos(-c.distance(b, i, j) * c.options.base ** (-n / c.D) + delta)
+    return total / math.sqrt(c.D)
+
+
+def fope(c: Case, b: int, h: int, i: int, j: int) -> float:
+    length = c.config.train.seq_len
+    f = [x for x in (10_000 ** (-2 * m / c.D) for m in range(c.D // 2)) if length * x >= 2 * math.pi]
+    N = min(len(f), c.D // 4)
+    cos, sin = c.encoding.cos_mixture[LAYER, h].tolist(), c.encoding.sin_mixture[LAYER, h].tolist()
+
+    def mixed(t: int, n: int) -> complex:                               # pairs beyond N: cosine = sine = 1
+        return complex(sum(cos[m][n] * math.cos(t * x) for m, x in enumerate(f)),
+                       sum(sin[m][n] * math.sin(t * x) for m, x in enumerate(f))) if n < N else 1 + 1j
+
+    return turned(c, b, h, i, j, *([mixed(c.pos[b][t], n) for n in range(c.D // 2)] for t in (i, j)))
+
+
+def convolved(raw: Tensor, weight: Tensor) -> Tensor:
+    """PyTorch's depthwise convolution of (T, F), padded on the left; weight (F, n)."""
+    padded = F.pad(raw.T[None], (weight.shape[1] - 1, 0))
+    return F.conv1d(padded, weight[:, None], groups=weight.shape[0])[0].T
+
+
+@cache
+def selective_angles(c: Case, b: int, h: int) -> list[list[float]]:
+    """Of each token and pair: what the tokens up to it said, times the pair's frequency."""
+    e = c.encoding
+    x = torch.cat([part / part.norm(dim=-1, keepdim=True) for part in c.x[b].chunk(c.H, dim=-1)], dim=-1)
+    raw = x @ (e.up[LAYER].unflatten(0, (c.H, c.D // 2))[h] @ e.down[LAYER]).T
+    phi = convolved(raw, e.convolution[LAYER, h])                       # (T, D / 2)
+    f = torch.tensor([500_000 ** (-2 * n / c.D) for n in range(c.D // 2)], dtype=torch.float64)
+    return (phi.cumsum(dim=0) * f).tolist()
+
+
+def selective_rope(c: Case, b: int, h: int, i: int, j: int) -> float:
+    angles = selective_angles(c, b, h)
+    return turned(c, b, h, i, j, waves(angles[i], 1), waves(angles[j], 1))
+
+
+def repo(c: Case, b: int, h: int, i: int, j: int) -> float:
+    e, f = c.encoding, [10_000 ** (-2 * n / c.D) for n in range(c.D // 2)]
+    z = [float(e.out[LAYER, h] @ (F.silu(e.gate[LAYER] @ x) * (e.value[LAYER] @ x))) for x in c.x[b, [i, j]]]
+    return turned(c, b, h, i, j, waves(f, z[0]), waves(f, z[1]))
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Biases by distance
+
+
+def slope(h: int, H: int) -> float:
+    """2^(-8 (h + 1) / H); for other H those of the power of two below, then every second of the next."""
+    P = 2 ** math.floor(math.log2(H))
+    return 2 ** (-8 * (h + 1) / P) if h < P else 2 ** (-4 * (2 * (h - P) + 1) / P)
+
+
+def alibi(c: Case, b: int, h: int, i: int, j: int) -> float:
+    m = math.exp(c.encoding.log_slopes[h]) if c.options.learned else slope(h, c.H)
+    return dot(c, b, h, i, j) - m * c.distance(b, i, j)
+
+
+def t5(c: Case, b: int, h: int, i: int, j: int) -> float:
+    d, n, exact = c.distance(b, i, j), c.options.num_buckets, c.options.num_buckets // 2
+    if d >= exact:
+        share = math.log(d / exact) / math.log(c.options.max_distance / exact)
+        d = min(n - 1, exact + math.floor(share * (n - exact)))
+    return dot(c, b, h, i, j) + float(c.encoding.table.weight[d, h])
+
+
+def kerple_log(c: Case, b: int, h: int, i: int, j: int) -> float:
+    p, a = c.encoding.p[h], c.encoding.a[h]
+    return dot(c, b, h, i, j) - float(p * math.log(1 + a * c.distance(b, i, j)))
+
+
+def kerple_power(c: Case, b: int, h: int, i: int, j: int) -> float:
+    return dot(c, b, h, i, j) - float(c.encoding.a[h] * c.distance(b, i, j) ** c.encoding.p[h])
+
+
+def bam(c: Case, b: int, h: int, i: int, j: int) -> float:
+    s, beta = c.encoding.s[LAYER, h], float(c.encoding.beta[LAYER, h])
+    return dot(c, b, h, i, j) - math.exp(s) * (c.distance(b, i, j) + 1e-5) ** beta
+
+
+def fire(c: Case, b: int, h: int, i: int, j: int) -> float:
+    scale, threshold = abs(float(c.encoding.c[LAYER])), abs(float(c.encoding.threshold[LAYER]) * L)
+    longest = max(c.pos[b][i], threshold)
+    share = math.log(scale * c.distance(b, i, j) + 1) / (math.log(scale * longest + 1) + 1e-6)
+    first, _, second = c.encoding.mlps[LAYER]
+    hidden = (first.weight[:, 0] * share + first.bias).clamp(min=0)
+    return dot(c, b, h, i, j) + float(second.weight[h] @ hidden + second.bias[h])
+
+
+def sandwich(c: Case, b: int, h: int, i: int, j: int) -> float:
+    """(p_i . p_j) over the head's ratio, p the sinusoids of Vaswani et al."""
+    a, d = c.options.dim, [c.pos[b][i], c.pos[b][j]]
+    angles = [[t / 10_000 ** (2 * n / a) for n in range(a // 2)] for t in d]
+    p_i, p_j = ([math.sin(x) for x in of_t] + [math.cos(x) for x in of_t] for of_t in angles)
+    return dot(c, b, h, i, j) + product(p_i, p_j) / ((h + 1) * 8 / c.H)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Content
+
+
+def relative_key(c: Case, b: int, h: int, i: int, j: int) -> float:
+    longest = c.options.max_distance or L - 1
+    assert c.encoding.table.shape == (2, longest + 1, c.D)
+    e = c.encoding.table[LAYER, min(c.distance(b, i, j), longest)].tolist()
+    both = product(c.k[b][h][j], e) if c.options.encoding == "relative_key_query" else 0.0
+    return dot(c, b, h, i, j) + (product(c.q[b][h][i], e) + both) / math.sqrt(c.D)
+
+
+def transformer_xl(c: Case, b: int, h: int, i: int, j: int) -> float:
+    q, k, _ = c.tensors
+    angles = [c.distance(b, i, j) / 10_000 ** (2 * n / c.C) for n in range(c.C // 2)]
+    wave = torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
+    r = (c.encoding.w[LAYER] @ wave)[h * c.D:(h + 1) * c.D]
+    u, v = c.encoding.u[h], c.encoding.v[h]
+    return float((q[b, h, i] + u) @ k[b, h, j] + (q[b, h, i] + v) @ r) / math.sqrt(c.D)
+
+
+def cope(c: Case, b: int, h: int, i: int, j: int) -> float:
+    gates = [1 / (1 + math.exp(-dot(c, b, h, i, n))) for n in range(j, i + 1)]
+    q, e, last = c.q[b][h][i], c.encoding.table[LAYER].tolist(), c.options.max_pos - 1
+    count = min(sum(gates), last)
+    low = int(count)
+    high = min(low + 1, last)
+    share = count - low
+    return dot(c, b, h, i, j) + product(q, e[low]) * (1 - share) + product(q, e[high]) * share
+
+
+@cache
+def forget_gates(c: Case, b: int, h: int) -> list[float]:
+    gates = getattr(c.encoding, "gates", c.encoding)
+    return F.logsigmoid(c.x[b] @ gates.w[LAYER, h] + gates.b[LAYER, h]).tolist()
+
+
+def forgetting(c: Case, b: int, h: int, i: int, j: int) -> float:
+    return dot(c, b, h, i, j) + sum(forget_gates(c, b, h)[j + 1:i + 1])
+
+
+def grape_ap(c: Case, b: int, h: int, i: int, j: int) -> float:
+    p_dim, half = c.options.p_dim, c.options.p_dim // 2
+    p = (c.x[b] @ c.encoding.w[LAYER, h * p_dim:(h + 1) * p_dim].T).tolist()
+    total = dot(c, b, h, i, j)
+    for n in range(j + 1, i + 1):
+        size = math.sqrt(product(p[n], p[n]) / p_dim)
+        z = [complex(p[n][m], p[n][m + half]) / size * cmath.exp(-1j * c.pos[b][n]) for m in range(half)]
+        agreed = product(p[i], [x.real for x in z] + [x.imag for x in z])
+        total -= slope(h, c.H) * math.log(1 + math.exp(-agreed / p_dim))
+    return total
+
+
+def dape(c: Case, b: int, h: int, i: int, j: int) -> float:
+    d, base = c.distance(b, i, j), c.encoding.bias
+    biases = [-slope(n, c.H) * d if c.options.bias == "alibi"
+              else -float(base.p[n] * math.log(1 + base.a[n] * d)) for n in range(c.H)]
+    first, _, last = c.encoding.mlps[LAYER]
+    assert first.weight.shape == (32, 2 * c.H) and last.weight.shape == (c.H, 32)
+    given = torch.tensor([dot(c, b, n, i, j) for n in range(c.H)] + biases, dtype=torch.float64)
+    hidden = first.weight @ given + first.bias
+    hidden = torch.where(hidden > 0, hidden, 0.01 * hidden)
+    return dot(c, b, h, i, j) + biases[h] + float(last.weight[h] @ hidden + last.bias[h])
+
+
+def tapa(c: Case, b: int, h: int, i: int, j: int) -> float:
+    q, k, half = c.q[b][h][i], c.k[b][h][j], c.D // 2
+    a, p = (product(q[part], k[part]) / math.sqrt(half) for part in (slice(0, half), slice(half, None)))
+    return a * math.cos(2 * math.pi * c.distance(b, i, j) ** c.options.alpha * p)
+
+
+@cache
+def reflections(c: Case, b: int, h: int) -> list[Tensor]:
+    """I - beta w w^T (D, D) of each token."""
+    e = c.encoding
+    raw = c.x[b] @ (e.up[LAYER].unflatten(0, (c.H, c.D))[h] @ e.down[LAYER]).T
+    w = F.silu(convolved(raw, e.convolution[LAYER, h]))
+    w = w / w.norm(dim=-1, keepdim=True)
+    beta = 2 * torch.sigmoid(c.x[b] @ e.u[LAYER, h] + e.b[LAYER, h])
+    return [torch.eye(c.D, dtype=torch.float64) - beta[t] * torch.outer(w[t], w[t]) for t in range(T)]
+
+
+def path(c: Case, b: int, h: int, i: int, j: int) -> float:
+    row = c.tensors[0][b, h, i]
+    for t in range(i, j, -1):
+        row = row @ reflections(c, b, h)[t]
+    logit = float(row @ c.tensors[1][b, h, j]) / math.sqrt(c.D)
+    gates = forget_gates(c, b, h)[j + 1:i + 1] if c.options.encoding == "path_fox" else []
+    return logit + sum(gates)
+
+
+@cache
+def channel_gates(c: Case, b: int, h: int) -> Tensor:
+    """Log of the forget gate of each token and channel, (T, D)."""
+    w = c.encoding.w[LAYER].unflatten(0, (c.H, c.D))[h]
+    return F.logsigmoid(c.x[b] @ w.T + c.encoding.b[LAYER, h])
+
+
+def wall(c: Case, b: int, h: int, i: int, j: int) -> float:
+    q, k, _ = c.tensors
+    factor = channel_gates(c, b, h)[j + 1:i + 1].sum(dim=0).exp()       # (D,)
+    return float((q[b, h, i] * k[b, h, j] * factor).sum()) / math.sqrt(c.D)
+
+
+TERMS: dict[str, Callable[..., float]] = {
+    **dict.fromkeys(("none", "learned", "integer", "integer_normalised", "binary", "sinusoidal"), dot),
+    **{f.__name__: f for f in (
+        rope, rope_2d, p_rope, xpos, pope, fope, selective_rope, repo, alibi, t5, kerple_log, kerple_power,
+        bam, fire, sandwich, relative_key, transformer_xl, cope, forgetting, grape_ap, dape, tapa, path, wall)},
+    "relative_key_query": relative_key, "path_fox": path}
+VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options in (
+    "position.layout=interleaved position.base=500", "position.fraction=0.5",
+    "position.fraction=0.25 position.layout=interleaved", "position.spectrum=hope",
+    "position.spectrum=rope_id position.fraction=0.5", "model.window=5 position.local_base=50",
+    "model.window=5 position.local_base=50 model.full_every=2")),
+    ("rope_2d", "position.layout=interleaved position.base=500"),
+    *(("p_rope", f"position.p={p} position.base=500") for p in (0.0, 0.2, 0.3, 1.0)),
+    ("p_rope", "position.p=0.5 position.layout=interleaved"), ("xpos", "position.scale_base=20"),
+    ("xpos", "position.layout=interleaved"), ("pope", "position.base=500"), ("fope", "train.seq_len=4096"),
+    ("fope", "train.seq_len=6"), ("fope", "position.layout=interleaved"), ("alibi", "position.learned=true"),
+    ("alibi", "model.n_head=6 model.n_embd=96"), ("t5", "position.num_buckets=12 position.max_distance=40"),
+    ("sandwich", "position.dim=64"), ("relative_key", "position.max_distance=5"),
+    ("relative_key_query", "position.max_distance=5"), ("cope", "position.max_pos=3"),
+    ("grape_ap", "position.p_dim=2"), ("dape", "position.bias=kerple_log"), ("tapa", "position.alpha=0.5"),
+    ("selective_rope", "position.n_taps=1")]
+FP32_ANGLES = ("rope", "rope_2d", "p_rope", "xpos", "pope", "fope", "transformer_xl", "sandwich")
+# BAM's logarithm of the distance is fp32 too; PaTH has 1e-6 under the root of a length
+TOLERANCE = {**dict.fromkeys(FP32_ANGLES, 3e-4), "bam": 1e-5, "path": 1e-5, "path_fox": 1e-5}
+
+
+@pytest.mark.parametrize(("name", "overrides"), VARIANTS)
+def test_logits_are_the_formula(name: str, overrides: str, monkeypatch) -> None:
+    """Of all queries, of some after cached keys, and of one."""
+    for module in {importlib.import_module(encoding.__module__) for encoding in ENCODINGS.values()}:
+        for constant in set(PIECES) & set(vars(module)):
+            monkeypatch.setattr(module, constant, PIECES[constant])
+    c, tolerance = Case(name, overrides, n_axes=2 if name == "rope_2d" else 1), TOLERANCE.get(name, 1e-9)
+    found = [c.found(Tq) for Tq in (T, 4, 1)]           # first: a forward clamps parameters
+    expected, plain = c.expected(TERMS[name]), c.expected(dot)
+    assert name in ("none", *EMBEDDED) or "p=0.0" in overrides or (expected - plain).abs().max() > 0.1
+    for logits in found:
+        torch.testing.assert_close(logits, expected[:, :, -logits.shape[2]:], atol=tolerance, rtol=tolerance)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Added to the embeddings: what channel n gets at position t
+
+
+def binary(e: Encoding, t: int, n: int) -> float:
+    text = f"{t:b}"
+    return float(text[-1 - n]) if n < len(text) else 0.0
+
+
+def sinusoidal(e: Encoding, t: int, n: int) -> float:
+    pair, is_cos = (n % 16, n >= 16) if e.layout == "half" else (n // 2, n % 2)
+    return (math.cos if is_cos else math.sin)(t / 10_000 ** (2 * pair / 32))
+
+
+EMBEDDED: dict[str, Callable[[Any, int, int], float]] = {
+    "learned": lambda e, t, n: float(e.table.weight[t, n]), "integer": lambda e, t, n: float(t),
+    "integer_normalised": lambda e, t, n: t / L, "binary": binary, "sinusoidal": sinusoidal}
+
+
+@pytest.mark.parametrize(("name", "overrides"), [*((name, "") for name in EMBEDDED),
+                                                 ("sinusoidal", "position.layout=half")])
+def test_what_is_added_to_the_embeddings_is_the_formula(name: str, overrides: str) -> None:
+    encoding, factor = model_of(name, overrides).encoding, 32**0.5 if name == "sinusoidal" else 1.0
+    pos = torch.tensor([[0, 1, 2, 5, 31], [7, 8, 100, 1000, 20_003]])[:1 if name == "learned" else 2]
+    x = torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    added = [[[EMBEDDED[name](encoding, t, n) for n in range(32)] for t in row] for row in pos.tolist()]
+    close = 2e-3 if name == "sinusoidal" else 1e-6                      # fp32's angles
+    torch.testing.assert_close(encoding.embed(x, pos), factor * x + torch.tensor(added).double(), atol=close,
+                               rtol=1e-6)
+
+
+def test_every_encoding_has_a_term() -> None:
+    assert set(TERMS) == set(ENCODINGS)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Where they begin, and what their parameters may be
+
+
+def start(name: str, overrides: str = "") -> Any:
+    torch.manual_seed(0)
+    return GPT(config_of(name, overrides)).encoding
+
+
+def test_parameters_start_as_the_authors_do() -> None:
+    wide = start("t5", "model.n_embd=256 model.n_head=16")
+    assert wide.table.weight.std() == pytest.approx(1 / 16, rel=0.1)
+    torch.manual_seed(0)
+    learned = GPT(config_of("learned"))
+    assert 0.9 < learned.encoding.table.weight.std() / learned.embedding.weight.std() < 1.1
+    for name in ("kerple_log", "kerple_power"):                         # p ~ U(0, 2), a ~ U(0, 1)
+        encoding = start(name, "model.n_embd=1024 model.n_head=512")
+        for p, top in ((encoding.p, 2), (encoding.a, 1)):
+            assert p.shape == (512,) and p.min() >= 0 and 0.95 * top < p.max() < top
+            assert p.mean() == pytest.approx(top / 2, rel=0.1)
+    fire = start("fire", "model.n_layer=3")
+    assert fire.c.tolist() == pytest.approx([0.1] * 3) and fire.threshold.tolist() == [1] * 3
+    assert (start("cope").table == 0).all() and (start("pope").delta == 0).all()
+    assert start("pope").delta.shape == (2, 2, 16)
+    slopes = torch.tensor([slope(h, 6) for h in range(6)]).log()
+    six = "model.n_head=6 model.n_embd=96"
+    torch.testing.assert_close(start("alibi", f"{six} position.learned=true").log_slopes, slopes)
+    bam = start("bam", six)                                             # ALiBi's bias
+    torch.testing.assert_close(bam.s, slopes.repeat(2, 1))
+    assert (bam.beta == 1).all()
+    torch.manual_seed(0)
+    s = dict(GPT(config_of("rope", "position.temperature=ssmax")).named_parameters())["temperature.s"]
+    assert s.shape == (2, 2) and (s == 0.43).all()
+
+
+def test_fopes_mixtures_begin_at_single_waves_with_xaviers_noise() -> None:
+    """M = 6 waves, N = 4 mixtures: every second wave begins one; without noise nothing else is in it."""
+    plain = start("fope", "train.seq_len=4096 position.gain=0")
+    expected = torch.zeros(6, 4)
+    expected[0, 0] = expected[2, 1] = expected[4, 2] = 1
+    assert torch.equal(plain.cos_mixture, expected.expand(2, 2, 6, 4))
+    noisy = start("fope", "train.seq_len=100000 model.n_embd=512 position.gain=0.5")
+    H, M, N = noisy.sin_mixture.shape[1:]
+    begins = range(0, M, math.ceil(M / N))
+    noise = noisy.sin_mixture.clone()
+    noise[:, :, list(begins), list(range(len(begins)))] -= 1
+    assert noise.std().item() == pytest.approx(0.5 * math.sqrt(2 / (N * (M + H))), rel=0.2)
+    assert not torch.equal(noisy.sin_mixture, noisy.cos_mixture)
+    assert not list(noisy.parameters()) and "cos_mixture" in noisy.state_dict()     # saved, not trained
+
+
+@pytest.mark.parametrize(("name", "parameter", "low", "high"), [
+    ("kerple_log", "p", 0.01, 7.0), ("kerple_power", "p", 0.01, 2.0), ("kerple_power", "a", 0.01, 7.0),
+    ("pope", "delta", -2 * math.pi, 0.0)])
+def test_a_parameter_is_clamped_at_every_forward_and_can_leave_the_bound(name: str, parameter: str,
+                                                                         low: float, high: float) -> None:
+    model = lively(config_of(name))
+    p = dict(model.encoding.named_parameters())[parameter]
+    p.copy_(torch.linspace(-9, 7, p.numel()).view(p.shape))
+    with torch.enable_grad():
+        model(tokens((2, 32)), tokens((2, 32), 1)).backward()
+    assert p.min() == pytest.approx(low) and p.max() == pytest.approx(high) and (p.grad != 0).all()
+
+
+def test_bam_bars_near_tokens_with_a_negative_power_and_stays_finite() -> None:
+    model = lively(config_of("bam", "position.temperature=ssmax"))
+    for beta in (-30.0, 30.0, -2.0):
+        model.zero_grad()
+        model.encoding.beta.fill_(beta)
+        with torch.enable_grad():
+            model(tokens((1, 32)), tokens((1, 32), 1)).backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+    pos, none = torch.arange(9)[None], torch.zeros(1, 2, 9, 16)
+    bias = logits_of(model.encoding, none, none, pos, pos)[0]
+    assert (bias[:, 8, 8] < -1e9).all() and (bias[:, 8].diff(dim=-1) < 0).all()
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Precision
+
+
+def test_near_keys_stay_exact_after_long_texts() -> None:
+    """A sum of 50,000 gates in fp32 has errors of 0.01; the difference of two near sums must not."""
+    encoding = ENCODINGS["forgetting"](Shape(1, 1, 4, 4, 8), Options(encoding="forgetting"))
+    log_f = F.logsigmoid(torch.randn(1, 1, 50_000, 1, generator=torch.Generator().manual_seed(0)))
+    q, k, pos = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 50_000, 4), torch.arange(50_000)[None]
+    bias = encoding.scores(torch.zeros(1, 1, 4, 50_000), q, k, At(pos[:, -4:], pos, 0, None, log_f))
+    assert bias[0, 0, 3, -10].item() == pytest.approx(log_f[0, 0, -9:, 0].sum().item(), abs=1e-5)
+    assert bias.dtype == torch.float32
+
+
+def test_wall_survives_gates_that_close_at_once() -> None:
+    """exp(-P) of these gates overflows after four tokens; the logit of a token with itself has no gate."""
+    encoding = lively(config_of("wall")).encoding
+    encoding.b.fill_(-200.0)
+    q, k = torch.randn(2, 2, 2, 70, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    x, pos = torch.randn(2, 70, 32, generator=torch.Generator().manual_seed(1)), torch.arange(70)[None]
+    own = torch.einsum("bhic,bhic->bhi", q, k) / 4
+    q.requires_grad_(), k.requires_grad_()
+    with torch.enable_grad():
+        found = logits_of(encoding, q, k, pos, pos, x)
+        found = found.masked_fill(found.isneginf(), 0)
+        gradients = torch.autograd.grad(found.sum(), (q, k))
+    torch.testing.assert_close(found, torch.diag_embed(own), atol=1e-5, rtol=1e-5)
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_xpos_stays_in_range_far_from_zero_and_over_long_spans() -> None:
+    encoding = model_of("xpos", "position.base=100").encoding
+    q, k = torch.randn(2, 1, 1, 50, 16, generator=torch.Generator().manual_seed(0))
+    pos = torch.arange(50)[None]
+    far = pos + 10**6                                                   # 1.25 * 10^6 / 512 e-folds from zero
+    torch.testing.assert_close(logits_of(encoding, q, k, far, far), logits_of(encoding, q, k, pos, pos),
+                               atol=0.3, rtol=0)                        # fp32's angles
+    assert logits_of(encoding, q, k, 700 * pos, 700 * pos).tril().isfinite().all()      # 67 scale_base
+    last, old = torch.tensor([[10**7]]), torch.tensor([[0, 10**6, 10**7 - 512, 10**7]])
+    one = logits_of(encoding, torch.ones(1, 1, 1, 16), torch.ones(1, 1, 4, 16), last, old)[0, 0, 0]
+    assert one.isfinite().all() and one[:2].abs().max() < 1e-6 and one[3] == pytest.approx(4)
+
+
+def test_the_gradients_of_cope() -> None:
+    """Against differences, second ones too; counts stay off the whole numbers, where the slope jumps."""
+    c = Case("cope", "position.max_pos=3")
+    q, k, pos = c.tensors
+    inputs = q[:1, :, 5:].clone().requires_grad_(), k[:1, :, 3:].clone().requires_grad_()
+
+    def logits(q: Tensor, k: Tensor) -> Tensor:
+        found = logits_of(c.encoding, q, k, pos[:1, 5:], pos[:1, 3:])
+        return found.masked_fill(found.isneginf(), 0)
+
+    with torch.enable_grad():
+        assert torch.autograd.gradcheck(logits, inputs) and torch.autograd.gradgradcheck(logits, inputs)
+
+
+@pytest.mark.parametrize("name", [n for n, e in ENCODINGS.items() if e.by_distance or n == "fire"])
+def test_biases_by_distance_are_fp32_under_autocast(name: str) -> None:
+    encoding, none = lively(config_of(name)).encoding, torch.zeros(1, 2, 9, 16)
+    pos = torch.arange(9)[None] * 37
+    exact = logits_of(encoding, none, none, pos, pos)
+    with torch.autocast("cpu", torch.bfloat16):
+        q, k, at = none, none, At(pos, pos, 1, encoding.tables(pos, pos))
+        low = encoding.scores(torch.zeros(1, 2, 9, 9).masked_fill(exact.isneginf(), -torch.inf), q, k, at)
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, exact, atol=1e-6, rtol=1e-6)

@@ -340,8 +340,9 @@ def wall(c: Case, b: int, h: int, i: int, j: int) -> float:
 TERMS: dict[str, Callable[..., float]] = {
     **dict.fromkeys(("none", "learned", "integer", "integer_normalised", "binary", "sinusoidal"), dot),
     **{f.__name__: f for f in (
-        rope, rope_2d, p_rope, xpos, pope, fope, selective_rope, repo, alibi, t5, kerple_log, kerple_power,
-        bam, fire, sandwich, relative_key, transformer_xl, cope, forgetting, grape_ap, dape, tapa, path, wall)},
+        rope, rope_2d, p_rope, xpos, pope, fope, selective_rope, repo, alibi, t5, kerple_log,
+        kerple_power, bam, fire, sandwich, relative_key, transformer_xl, cope, forgetting, grape_ap, dape,
+        tapa, path, wall)},
     "relative_key_query": relative_key, "path_fox": path}
 VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options in (
     "position.layout=interleaved position.base=500", "position.fraction=0.5",

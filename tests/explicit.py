@@ -97,39 +97,33 @@ def visible(config: Config, layer: int, T: int, documents: Tensor | None) -> Ten
     return seen
 
 
-def projected(model: GPT, config: Config, layer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, H, T, D), k and v (B, G, T, D) of a layer's normalised input x (B, T, C)."""
-    a, D = model.blocks[layer].attention, config.model.head_width
-    q, k, v = (p(x).unflatten(-1, (-1, D)).transpose(1, 2) for p in (a.q, a.k, a.v))
-    return a.q_norm(q), a.k_norm(k), v
-
-
-def mixed(model: GPT, layer: int, logits: Tensor, v: Tensor) -> Tensor:
-    """The output (B, T, C) of a layer's attention with these logits."""
-    v = v.repeat_interleave(logits.shape[1] // v.shape[1], 1)
-    return model.blocks[layer].attention.o((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
 def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
-                 documents: Tensor | None = None) -> Tensor:
+                 documents: Tensor | None = None, farthest: int | None = None) -> Tensor:
     """What a layer's attention returns, (B, T, C), for its normalised input x at pos (1 or B, T).
 
-    documents (B, T), the same in each row. All switches are applied here, by their formulas.
+    documents (B, T), the same in each row. Pairs further apart than `farthest` are as if at that distance.
+    All switches are applied here, by their formulas.
     """
-    name, p = config.position.encoding, config.position
+    a, p, name = model.blocks[layer].attention, config.position, config.position.encoding
+    q, k, v = (y(x).unflatten(-1, (-1, config.model.head_width)).transpose(1, 2) for y in (a.q, a.k, a.v))
+    q, k, v = a.q_norm(q), a.k_norm(k), v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     encoded, tempered = layers_of(config)
     is_encoded = layer in encoded and p.drop_at > 0
     encoding = model.encoding if is_encoded else ENCODINGS["none"](None, config_of("none").position)
-    q, k, v = projected(model, config, layer, x)
     factor = temperature_of(model, config, layer, pos) if layer in tempered else torch.ones(())
-    comes_after = is_encoded and name in AFTER_THEIR_SCORES
+    q, after = (q, factor) if is_encoded and name in AFTER_THEIR_SCORES else (q * factor, 1)
     seen = visible(config, layer, x.shape[1], None if documents is None else documents[0])
-    logits = logits_of(encoding, q if comes_after else q * factor, k, pos, pos, x, layer, documents, seen)
-    logits = logits.masked_fill(~seen, 0) * (factor if comes_after else 1)
+    logits = logits_of(encoding, q, k, pos, pos, x, layer, documents, seen)
+    distance = (pos[:, :, None] - pos[:, None]).clamp(min=0)[:, None]
+    if farthest is not None:
+        far = torch.full_like(pos, farthest), torch.zeros_like(pos)
+        logits = logits.where(distance < farthest, logits_of(encoding, q, k, *far, x, layer, documents, seen))
+        distance = distance.clamp(max=farthest)
+    logits = logits.masked_fill(~seen, 0) * after
     if p.scale_invariant:
-        distance = (pos[:, :, None] - pos[:, None]).clamp(min=0)[:, None]
         logits = scale_invariant(logits, distance, p.scale_invariant)
-    return mixed(model, layer, logits.masked_fill(~seen, -torch.inf), v)
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    return a.o((weights @ v).transpose(1, 2).flatten(2))
 
 
 def watched(model: GPT, *args: Tensor, **arguments: Tensor) -> list[tuple[Tensor, Tensor]]:

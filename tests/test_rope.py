@@ -50,9 +50,9 @@ def test_rotations_form_a_group_and_logits_depend_on_the_distance_alone(layout: 
     close = {"atol": 1e-10, "rtol": 0}
     turned = rope.rotate(x, angle(a), layout)
     assert turned.norm().item() == pytest.approx(x.norm().item(), abs=1e-10)
-    both = rope.rotate(x, angle(a) + angle(b), layout)
-    torch.testing.assert_close(rope.rotate(turned, angle(b), layout), both, **close)    # R(a) R(b) = R(a + b)
-    torch.testing.assert_close(turned @ y, x @ rope.rotate(y, -angle(a), layout), **close)      # R(a)^T = R(-a)
+    both = rope.rotate(x, angle(a) + angle(b), layout)                  # R(a) R(b) = R(a + b)
+    torch.testing.assert_close(rope.rotate(turned, angle(b), layout), both, **close)
+    torch.testing.assert_close(turned @ y, x @ rope.rotate(y, -angle(a), layout), **close)  # R(a)^T = R(-a)
     here = turned @ rope.rotate(y, angle(b), layout)
     there = rope.rotate(x, angle(a + shift), layout) @ rope.rotate(y, angle(b + shift), layout)
     torch.testing.assert_close(here, there, **close)
@@ -64,13 +64,9 @@ def test_rotation_is_the_block_diagonal_matrix(layout: str) -> None:
         x = vectors(5, D)
         torch.testing.assert_close(rope.rotate(x, angle(position), layout),
                                    x @ matrix(angle(position), layout).T, atol=1e-12, rtol=0)
-
-
-def test_interleaved_rotation_is_complex_multiplication() -> None:
     x, a = vectors(3, 9, D), rope.angles(torch.arange(9), rope.inv_freq(D, dtype=torch.float64))
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(a), a)
-    torch.testing.assert_close(rope.rotate(x, a, "interleaved"), torch.view_as_real(turned).flatten(-2),
-                               atol=1e-12, rtol=0)
+    torch.testing.assert_close(rope.rotate(x, a, "interleaved"), torch.view_as_real(turned).flatten(-2))
 
 
 @layouts
@@ -81,15 +77,6 @@ def test_the_rest_passes_and_the_callers_dtype_comes_back(layout: str, dtype: to
     assert turned.dtype == dtype and torch.equal(turned[:, D // 2:], x[:, D // 2:])
     torch.testing.assert_close(turned.double(), exact, atol=2 * torch.finfo(dtype).eps + 1e-7, rtol=2e-2)
     torch.testing.assert_close(turned[:, :D // 2], rope.rotate(x[:, :D // 2], a, layout))
-
-
-@layouts
-@pytest.mark.parametrize("R", [D, D // 2])
-def test_the_gradient_turns_back(layout: str, R: int) -> None:
-    x, a = vectors(2, 3, D).requires_grad_(), rope.angles(torch.arange(3), rope.inv_freq(R, dtype=torch.float64))
-    weights = vectors(2, 3, D, seed=1)
-    gradient, = torch.autograd.grad((rope.rotate(x, a, layout) * weights).sum(), x)
-    torch.testing.assert_close(gradient, rope.rotate(weights, -a, layout), atol=1e-12, rtol=0)
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -103,8 +90,7 @@ def test_wrong_arguments_are_refused() -> None:
             call()
 
 
-# -----------------------------------------------------------------------------------------------------------
-# The layouts are one function up to a permutation
+# --- The layouts are one function up to a permutation
 
 
 @pytest.mark.parametrize("dim", [D, D // 2])
@@ -148,34 +134,29 @@ def test_a_trained_model_converts_between_layouts(fraction: float) -> None:
     torch.testing.assert_close(other(x), model(x), atol=1e-5, rtol=1e-5)
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Frequencies and angles
+# --- Frequencies and angles
 
 
 def test_frequencies_are_the_closed_form() -> None:
     assert rope.inv_freq(8, 10_000.0).tolist() == pytest.approx([1, 0.1, 0.01, 0.001])
     f = rope.inv_freq_in_sight(32, 4096)                # from a turn in 32 positions to two turns in L
-    assert f.shape == (16,) and 2 * math.pi / f[0].item() == pytest.approx(32)
-    assert 4096 * f[-1].item() == pytest.approx(4 * math.pi)
-    torch.testing.assert_close(f[1:] / f[:-1], (f[1] / f[0]).expand(15))
+    assert f.shape == (16,) and (2 * math.pi / f[0], 4096 * f[-1]) == pytest.approx((32, 4 * math.pi))
     for L in (32, 128, 4096):                           # hope stops the pairs without a whole turn
         found, f = rope.stop_unfinished(rope.inv_freq(64), L), rope.inv_freq(64)
-        turns = [L * 10_000 ** (-2 * i / 64) / (2 * math.pi) for i in range(32)]
-        assert found.tolist() == [x if n >= 1 else 0 for x, n in zip(f.tolist(), turns, strict=True)]
-        assert 0 < (found == 0).sum() < 32
+        assert torch.equal(found, f * (L * f >= 2 * math.pi)) and 0 < (found == 0).sum() < 32
 
 
 @pytest.mark.parametrize("name", ["rope", "rope_2d", "p_rope", "xpos", "pope"])
 def test_angles_stay_in_fp32_under_autocast_and_in_a_model_in_bfloat16(name: str, monkeypatch) -> None:
     config, at = config_of(name, "train.dtype=bfloat16"), torch.tensor([[0, 257, 4099, 65_537]])
-    model = lively(config)
-    expected = model.encoding.tables(at, at)                            # none of these but 0 is a bfloat16
-    seen, rotate = [], model.encoding.rotate
+    model, seen = lively(config), []
+    expected, rotate = model.encoding.tables(at, at), model.encoding.rotate     # but 0, none is a bfloat16
     monkeypatch.setattr(model.encoding, "rotate", lambda q, k, at: seen.append(at.tables) or rotate(q, k, at))
     with autocast(config.train, torch.device("cpu")):
         model(tokens((1, 4)), positions=at)
     for tables in (*seen, GPT(config).bfloat16().encoding.tables(at, at)):
-        assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(tables, expected, strict=True))
+        for a, b in zip(tables, expected, strict=True):
+            assert torch.equal(a, b) and a.dtype == torch.float32
     assert len(seen) == 2
 
 
@@ -185,18 +166,6 @@ def test_long_term_decay_is_the_logit_of_ones() -> None:
     decay = rope.long_term_decay(distance, f)
     torch.testing.assert_close(decay, (rope.rotate(ones, rope.angles(distance, f)) * ones[0]).sum(-1) / D)
     assert decay[0] == 1 and decay[200:].mean() < decay[:100].mean() < 1
-
-
-def test_rope_serves_outside_attention() -> None:
-    """GlobalPointer's span scores: q, k for each entity type, logit[m, n] = R(m) q_m . R(n) k_n, m <= n."""
-    q, k = vectors(2, 3, 7, D), vectors(2, 3, 7, D, seed=1)             # (B, types, T, D)
-    a = rope.angles(torch.arange(7), rope.inv_freq(D, dtype=torch.float64))
-    scores = rope.rotate(q, a) @ rope.rotate(k, a).mT
-    for m in range(7):
-        for n in range(m, 7):
-            relative = matrix(angle(n) - angle(m), "half")
-            expected = torch.einsum("bhd,de,bhe->bh", q[:, :, m], relative, k[:, :, n])
-            torch.testing.assert_close(scores[:, :, m, n], expected, atol=1e-10, rtol=0)
 
 
 def test_a_spectrum_keeps_its_pairs_under_a_scaling_or_refuses_it() -> None:
@@ -210,8 +179,7 @@ def test_a_spectrum_keeps_its_pairs_under_a_scaling_or_refuses_it() -> None:
     assert "changes a base" in method.problem(lively(config), config, 64)
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Positions with two axes
+# --- Positions with two axes
 
 
 def grid(batch: int = 1, T: int = 30) -> torch.Tensor:
@@ -232,20 +200,14 @@ def test_logits_depend_on_the_difference_along_each_axis_alone(layout: str) -> N
     assert (model(x, positions=at.flip(-1)) - plain).abs().max() > 1e-2
 
 
-def test_axial_angles_and_one_axis_for_both() -> None:
-    f, at = rope.inv_freq(D // 2, dtype=torch.float64), grid()[0]
-    x = vectors(30, D)
-    turned = rope.rotate(x, rope.axial_angles(at, (f, f)), "interleaved")
-    for axis, share in enumerate((slice(0, D // 2), slice(D // 2, D))):
-        alone = rope.rotate(x[:, share], rope.angles(at[:, axis], f), "interleaved")
-        torch.testing.assert_close(turned[:, share], alone)
+def test_positions_with_one_axis_are_used_for_both() -> None:
     model, x, at = model_of("rope_2d"), tokens((2, 30)), torch.arange(30)
     for same in (at[None], at.repeat(2, 1), at[None, :, None].expand(1, -1, 2)):
         assert torch.equal(model(x, positions=same), model(x))
 
 
 def test_chatglms_answer_keeps_one_axis_and_advances_the_other() -> None:
-    """ChatGLM-6B: text at (0 ... n - 1, 0), the answer at (n - 1, 1 ...), n by sequence; decoded from a cache."""
+    """ChatGLM-6B: text at (0 ... n - 1, 0), answers at (n - 1, 1 ...), n by row; decoded from a cache."""
     model, x, T = model_of("rope_2d"), tokens((2, 30)), 30
     at = torch.zeros(2, T, 2, dtype=torch.long)
     for row, n in enumerate((10, 20)):

@@ -8,7 +8,7 @@ import cmath
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -41,21 +41,19 @@ class Case:
                 p.copy_(p.abs() + 0.3)
         m, random = self.config.model, torch.Generator().manual_seed(1)
         self.H, self.D, self.C = m.n_head, m.head_width, m.n_embd
-        q, k = torch.randn(2, B, self.H, T, self.D, generator=random, dtype=torch.float64)
+        self.q, self.k = torch.randn(2, B, self.H, T, self.D, generator=random, dtype=torch.float64)
         self.x = torch.randn(B, T, self.C, generator=random, dtype=torch.float64)
         # gaps that differ between rows, some distances beyond every threshold
         axes = (n_axes,) if n_axes > 1 else ()
-        pos = torch.randint(1, 40, (B, T, *axes), generator=random).cumsum(1)
-        self.tensors = q, k, pos
-        self.q, self.k, self.pos = q.tolist(), k.tolist(), pos.tolist()
+        self.pos = torch.randint(1, 40, (B, T, *axes), generator=random).cumsum(1)
 
     def found(self, Tq: int = T) -> Tensor:
         """Logits of the last Tq queries by the hooks; 0 for masked keys."""
-        q, k, pos = self.tensors
-        logits = logits_of(self.encoding, q[:, :, -Tq:], k, pos[:, -Tq:], pos, self.x, LAYER)
+        q, q_pos = self.q[:, :, -Tq:], self.pos[:, -Tq:]
+        logits = logits_of(self.encoding, q, self.k, q_pos, self.pos, self.x, LAYER)
         return logits.masked_fill(logits.isneginf(), 0)
 
-    def expected(self, term: Callable[..., float]) -> Tensor:
+    def expected(self, term: Callable[..., Tensor]) -> Tensor:
         """Logits of all queries by the term."""
         out = torch.zeros(B, self.H, T, T, dtype=torch.float64)
         for b, h, i, j in itertools.product(range(B), range(self.H), range(T), range(T)):
@@ -63,89 +61,77 @@ class Case:
         return out
 
     def distance(self, b: int, i: int, j: int) -> int:
-        return self.pos[b][i] - self.pos[b][j]
+        return int(self.pos[b, i] - self.pos[b, j])
 
 
-def product(x: Sequence[float], y: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(x, y, strict=True))
-
-
-def dot(c: Case, b: int, h: int, i: int, j: int) -> float:
+def dot(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     """No encoding in the layers: none, and what is added to the embeddings."""
-    return product(c.q[b][h][i], c.k[b][h][j]) / math.sqrt(c.D)
+    return c.q[b, h, i] @ c.k[b, h, j] / math.sqrt(c.D)
+
+
+def geometric(base: float, dim: int) -> Tensor:
+    """base^(-2n / dim), n = 0 ... dim/2 - 1."""
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
 # --- Rotary: a complex factor z for each pair of channels
 
 
-def turned(c: Case, b: int, h: int, i: int, j: int, z_i: Sequence[complex], z_j: Sequence[complex]) -> float:
+def turned(c: Case, b: int, h: int, i: int, j: int, z_i: Tensor, z_j: Tensor) -> Tensor:
     """sum_pairs Re(conj(q z_i) k z_j) / sqrt(D); the other channels pass."""
-    q, k, R = c.q[b][h][i], c.k[b][h][j], 2 * len(z_i)
-    total = product(q[R:], k[R:])
-    for n, (at_i, at_j) in enumerate(zip(z_i, z_j, strict=True)):
-        first, second = ((n, n + R // 2) if getattr(c.options, "layout", "half") == "half"
-                         else (2 * n, 2 * n + 1))
-        total += ((complex(q[first], q[second]) * at_i).conjugate()
-                  * complex(k[first], k[second]) * at_j).real
-    return total / math.sqrt(c.D)
+    q, k, R = c.q[b, h, i], c.k[b, h, j], 2 * len(z_i)
+    is_half = getattr(c.options, "layout", "half") == "half"
+    first, second = (slice(0, R // 2), slice(R // 2, R)) if is_half else (slice(0, R, 2), slice(1, R, 2))
+    q_pairs, k_pairs = (torch.complex(x[first], x[second]) for x in (q, k))
+    return (((q_pairs * z_i).conj() * k_pairs * z_j).real.sum() + q[R:] @ k[R:]) / math.sqrt(c.D)
 
 
-def waves(frequencies: Sequence[float], t: float) -> list[complex]:
-    return [cmath.exp(1j * t * f) for f in frequencies]
+def waves(t: float | Tensor, f: Tensor) -> Tensor:
+    return torch.exp(1j * t * f)
 
 
-def rope(c: Case, b: int, h: int, i: int, j: int) -> float:
+def rope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     o, R = c.options, round(c.options.fraction * c.D)
-    is_local = LAYER not in range(-1, 9, c.config.model.full_every or 99)
-    base = o.local_base if o.local_base and is_local else o.base
-    f = [base ** (-2 * n / R) for n in range(R // 2)]
+    is_full = c.config.model.full_every and (LAYER + 1) % c.config.model.full_every == 0
+    f = geometric(o.local_base if o.local_base and not is_full else o.base, R)
     if o.spectrum == "hope":                                            # less than one turn in L
-        f = [x if L * x >= 2 * math.pi else 0.0 for x in f]
+        f = f * (L * f >= 2 * math.pi)
     if o.spectrum == "rope_id":                                         # from 2 pi / 32 to 4 pi / L
-        f = [2 * math.pi / 32 * (32 * 2 / L) ** (n / (R // 2 - 1)) for n in range(R // 2)]
-    return turned(c, b, h, i, j, waves(f, c.pos[b][i]), waves(f, c.pos[b][j]))
+        f = 2 * math.pi / 32 * (32 * 2 / L) ** (torch.arange(R // 2) / (R // 2 - 1))
+    return turned(c, b, h, i, j, waves(c.pos[b, i], f), waves(c.pos[b, j], f))
 
 
-def rope_2d(c: Case, b: int, h: int, i: int, j: int) -> float:
-    f = [c.options.base ** (-4 * n / c.D) for n in range(c.D // 4)]
-    z = [[z for axis in range(2) for z in waves(f, c.pos[b][t][axis])] for t in (i, j)]
+def rope_2d(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    f = geometric(c.options.base, c.D // 2)
+    return turned(c, b, h, i, j, *(torch.cat([waves(p, f) for p in c.pos[b, t]]) for t in (i, j)))
+
+
+def p_rope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    f = geometric(c.options.base, c.D)
+    f[math.floor(c.options.p * c.D / 2):] = 0
+    return turned(c, b, h, i, j, waves(c.pos[b, i], f), waves(c.pos[b, j], f))
+
+
+def xpos(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    f, zeta = geometric(10_000, c.D), (torch.arange(0, c.D, 2) / c.D + 0.4) / 1.4
+    decay = zeta.double() ** (c.distance(b, i, j) / c.options.scale_base)
+    return turned(c, b, h, i, j, decay * waves(c.pos[b, i], f), waves(c.pos[b, j], f))
+
+
+def pope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    radius = (1 + c.q[b, h, i].exp()).log() * (1 + c.k[b, h, j].exp()).log()
+    f = geometric(c.options.base, 2 * c.D)
+    return radius @ (c.encoding.delta[LAYER, h] - c.distance(b, i, j) * f).cos() / math.sqrt(c.D)
+
+
+def fope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    f = geometric(10_000, c.D)
+    f = f[c.config.train.seq_len * f >= 2 * math.pi]
+    n_constant = c.D // 2 - min(len(f), c.D // 4)                       # pairs with cosine = sine = 1
+    z = [torch.complex(*(F.pad(wave @ mixture[LAYER, h], (0, n_constant), value=1) for wave, mixture in (
+        ((c.pos[b, t] * f).cos(), c.encoding.cos_mixture), ((c.pos[b, t] * f).sin(), c.encoding.sin_mixture))))
+        for t in (i, j)]
     return turned(c, b, h, i, j, *z)
-
-
-def p_rope(c: Case, b: int, h: int, i: int, j: int) -> float:
-    kept = math.floor(c.options.p * c.D / 2)
-    f = [c.options.base ** (-2 * n / c.D) if n < kept else 0.0 for n in range(c.D // 2)]
-    return turned(c, b, h, i, j, waves(f, c.pos[b][i]), waves(f, c.pos[b][j]))
-
-
-def xpos(c: Case, b: int, h: int, i: int, j: int) -> float:
-    f = [10_000 ** (-2 * n / c.D) for n in range(c.D // 2)]
-    zeta = [(2 * n / c.D + 0.4) / 1.4 for n in range(c.D // 2)]
-    decay = [x ** (c.distance(b, i, j) / c.options.scale_base) for x in zeta]
-    z_i = [x * z for x, z in zip(decay, waves(f, c.pos[b][i]), strict=True)]
-    return turned(c, b, h, i, j, z_i, waves(f, c.pos[b][j]))
-
-
-def pope(c: Case, b: int, h: int, i: int, j: int) -> float:
-    total = 0.0
-    for n, (q, k, delta) in enumerate(zip(c.q[b][h][i], c.k[b][h][j], c.encoding.delta[LAYER, h].tolist(),
-                                          strict=True)):
-        radius = math.log(1 + math.exp(q)) * math.log(1 + math.exp(k))
-        total += radius * math.cos(-c.distance(b, i, j) * c.options.base ** (-n / c.D) + delta)
-    return total / math.sqrt(c.D)
-
-
-def fope(c: Case, b: int, h: int, i: int, j: int) -> float:
-    length = c.config.train.seq_len
-    f = [x for x in (10_000 ** (-2 * m / c.D) for m in range(c.D // 2)) if length * x >= 2 * math.pi]
-    N = min(len(f), c.D // 4)
-    cos, sin = c.encoding.cos_mixture[LAYER, h].tolist(), c.encoding.sin_mixture[LAYER, h].tolist()
-
-    def mixed(t: int, n: int) -> complex:                               # pairs beyond N: cosine = sine = 1
-        return complex(sum(cos[m][n] * math.cos(t * x) for m, x in enumerate(f)),
-                       sum(sin[m][n] * math.sin(t * x) for m, x in enumerate(f))) if n < N else 1 + 1j
-
-    return turned(c, b, h, i, j, *([mixed(c.pos[b][t], n) for n in range(c.D // 2)] for t in (i, j)))
 
 
 def convolved(raw: Tensor, weight: Tensor) -> Tensor:
@@ -155,28 +141,26 @@ def convolved(raw: Tensor, weight: Tensor) -> Tensor:
 
 
 @cache
-def selective_angles(c: Case, b: int, h: int) -> list[list[float]]:
+def selective_angles(c: Case, b: int, h: int) -> Tensor:
     """Of each token and pair: what the tokens up to it said, times the pair's frequency."""
     e = c.encoding
     x = torch.cat([part / part.norm(dim=-1, keepdim=True) for part in c.x[b].chunk(c.H, dim=-1)], dim=-1)
     raw = x @ (e.up[LAYER].unflatten(0, (c.H, c.D // 2))[h] @ e.down[LAYER]).T
     phi = convolved(raw, e.convolution[LAYER, h])                       # (T, D / 2)
-    f = torch.tensor([500_000 ** (-2 * n / c.D) for n in range(c.D // 2)], dtype=torch.float64)
-    return (phi.cumsum(dim=0) * f).tolist()
+    return phi.cumsum(dim=0) * geometric(500_000, c.D)
 
 
-def selective_rope(c: Case, b: int, h: int, i: int, j: int) -> float:
-    angles = selective_angles(c, b, h)
-    return turned(c, b, h, i, j, waves(angles[i], 1), waves(angles[j], 1))
+def selective_rope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    return turned(c, b, h, i, j, *(waves(1, selective_angles(c, b, h)[t]) for t in (i, j)))
 
 
-def repo(c: Case, b: int, h: int, i: int, j: int) -> float:
-    e, f = c.encoding, [10_000 ** (-2 * n / c.D) for n in range(c.D // 2)]
-    z = [float(e.out[LAYER, h] @ (F.silu(e.gate[LAYER] @ x) * (e.value[LAYER] @ x))) for x in c.x[b, [i, j]]]
-    return turned(c, b, h, i, j, waves(f, z[0]), waves(f, z[1]))
+def repo(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    e = c.encoding
+    z = [e.out[LAYER, h] @ (F.silu(e.gate[LAYER] @ x) * (e.value[LAYER] @ x)) for x in c.x[b, [i, j]]]
+    return turned(c, b, h, i, j, *(waves(t, geometric(10_000, c.D)) for t in z))
 
 
-# --- Biases by distance
+# --- Biases by distance: what is added in head h at distance d from a query at m
 
 
 def slope(h: int, H: int) -> float:
@@ -185,112 +169,97 @@ def slope(h: int, H: int) -> float:
     return 2 ** (-8 * (h + 1) / P) if h < P else 2 ** (-4 * (2 * (h - P) + 1) / P)
 
 
-def t5(c: Case, h: int, d: int, m: int) -> float:
+def t5(c: Case, h: int, d: int, m: int) -> Tensor:
     n, exact = c.options.num_buckets, c.options.num_buckets // 2
     if d >= exact:
         share = math.log(d / exact) / math.log(c.options.max_distance / exact)
         d = min(n - 1, exact + math.floor(share * (n - exact)))
-    return float(c.encoding.table.weight[d, h])
+    return c.encoding.table.weight[d, h]
 
 
-def fire(c: Case, h: int, d: int, m: int) -> float:
+def fire(c: Case, h: int, d: int, m: int) -> Tensor:
     scale, threshold = abs(float(c.encoding.c[LAYER])), abs(float(c.encoding.threshold[LAYER]) * L)
     share = math.log(scale * d + 1) / (math.log(scale * max(m, threshold) + 1) + 1e-6)
     first, _, second = c.encoding.mlps[LAYER]
-    hidden = (first.weight[:, 0] * share + first.bias).clamp(min=0)
-    return float(second.weight[h] @ hidden + second.bias[h])
+    return second.weight[h] @ (first.weight[:, 0] * share + first.bias).clamp(min=0) + second.bias[h]
 
 
-def sandwich(c: Case, h: int, d: int, m: int) -> float:
+def sandwich(c: Case, h: int, d: int, m: int) -> Tensor:
     """(p_m . p_(m - d)) over the head's ratio, p the sinusoids of Vaswani et al."""
-    angles = [[t / 10_000 ** (2 * n / c.options.dim) for n in range(c.options.dim // 2)] for t in (m, m - d)]
-    p_i, p_j = ([math.sin(x) for x in of_t] + [math.cos(x) for x in of_t] for of_t in angles)
-    return product(p_i, p_j) / ((h + 1) * 8 / c.H)
+    angles = [t * geometric(10_000, c.options.dim) for t in (m, m - d)]
+    return (angles[0].sin() @ angles[1].sin() + angles[0].cos() @ angles[1].cos()) / ((h + 1) * 8 / c.H)
 
 
-# name -> what is added in head h at distance d from a query at m
-BIASES: dict[str, Callable[[Case, int, int, int], float]] = {
+BIASES: dict[str, Callable[[Case, int, int, int], Tensor | float]] = {
     "alibi": lambda c, h, d, m: (
-        -d * (math.exp(c.encoding.log_slopes[h]) if c.options.learned else slope(h, c.H))),
-    "kerple_log": lambda c, h, d, m: -float(c.encoding.p[h] * math.log(1 + c.encoding.a[h] * d)),
-    "kerple_power": lambda c, h, d, m: -float(c.encoding.a[h] * d ** c.encoding.p[h]),
-    "bam": lambda c, h, d, m: (
-        -math.exp(c.encoding.s[LAYER, h]) * (d + 1e-5) ** float(c.encoding.beta[LAYER, h])),
+        -d * (c.encoding.log_slopes[h].exp() if c.options.learned else slope(h, c.H))),
+    "kerple_log": lambda c, h, d, m: -c.encoding.p[h] * (1 + c.encoding.a[h] * d).log(),
+    "kerple_power": lambda c, h, d, m: -c.encoding.a[h] * d ** c.encoding.p[h],
+    "bam": lambda c, h, d, m: -c.encoding.s[LAYER, h].exp() * (d + 1e-5) ** c.encoding.beta[LAYER, h],
     "t5": t5, "fire": fire, "sandwich": sandwich}
 
 
-def biased(c: Case, b: int, h: int, i: int, j: int) -> float:
-    return dot(c, b, h, i, j) + BIASES[c.options.encoding](c, h, c.distance(b, i, j), c.pos[b][i])
+def biased(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    return dot(c, b, h, i, j) + BIASES[c.options.encoding](c, h, c.distance(b, i, j), int(c.pos[b, i]))
 
 
 # --- Content
 
 
-def relative_key(c: Case, b: int, h: int, i: int, j: int) -> float:
+def relative_key(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     longest = c.options.max_distance or L - 1
     assert c.encoding.table.shape == (2, longest + 1, c.D)
-    e = c.encoding.table[LAYER, min(c.distance(b, i, j), longest)].tolist()
-    both = product(c.k[b][h][j], e) if c.options.encoding == "relative_key_query" else 0.0
-    return dot(c, b, h, i, j) + (product(c.q[b][h][i], e) + both) / math.sqrt(c.D)
+    e, is_both = c.encoding.table[LAYER, min(c.distance(b, i, j), longest)], c.options.encoding.endswith("_query")
+    return dot(c, b, h, i, j) + (c.q[b, h, i] + c.k[b, h, j] * is_both) @ e / math.sqrt(c.D)
 
 
-def transformer_xl(c: Case, b: int, h: int, i: int, j: int) -> float:
-    q, k, _ = c.tensors
-    angles = [c.distance(b, i, j) / 10_000 ** (2 * n / c.C) for n in range(c.C // 2)]
-    wave = torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
-    r = (c.encoding.w[LAYER] @ wave)[h * c.D:(h + 1) * c.D]
+def transformer_xl(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    angle = c.distance(b, i, j) * geometric(10_000, c.C)
+    r = (c.encoding.w[LAYER] @ torch.cat((angle.sin(), angle.cos())))[h * c.D:(h + 1) * c.D]
     u, v = c.encoding.u[h], c.encoding.v[h]
-    return float((q[b, h, i] + u) @ k[b, h, j] + (q[b, h, i] + v) @ r) / math.sqrt(c.D)
+    return ((c.q[b, h, i] + u) @ c.k[b, h, j] + (c.q[b, h, i] + v) @ r) / math.sqrt(c.D)
 
 
-def cope(c: Case, b: int, h: int, i: int, j: int) -> float:
+def cope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     gates = [1 / (1 + math.exp(-dot(c, b, h, i, n))) for n in range(j, i + 1)]
-    q, e, last = c.q[b][h][i], c.encoding.table[LAYER].tolist(), c.options.max_pos - 1
-    count = min(sum(gates), last)
-    low = int(count)
-    high = min(low + 1, last)
-    share = count - low
-    return dot(c, b, h, i, j) + product(q, e[low]) * (1 - share) + product(q, e[high]) * share
+    products, last = c.encoding.table[LAYER] @ c.q[b, h, i], c.options.max_pos - 1
+    low = int(count := min(sum(gates), last))
+    return dot(c, b, h, i, j) + torch.lerp(products[low], products[min(low + 1, last)], count - low)
 
 
 @cache
-def forget_gates(c: Case, b: int, h: int) -> list[float]:
+def forget_gates(c: Case, b: int, h: int) -> Tensor:
     e = getattr(c.encoding, "gates", c.encoding)
-    return F.logsigmoid(c.x[b] @ e.w[LAYER, h] + e.b[LAYER, h]).tolist()
+    return F.logsigmoid(c.x[b] @ e.w[LAYER, h] + e.b[LAYER, h])         # (T,)
 
 
-def forgetting(c: Case, b: int, h: int, i: int, j: int) -> float:
-    return dot(c, b, h, i, j) + sum(forget_gates(c, b, h)[j + 1:i + 1])
+def forgetting(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    return dot(c, b, h, i, j) + forget_gates(c, b, h)[j + 1:i + 1].sum()
 
 
-def grape_ap(c: Case, b: int, h: int, i: int, j: int) -> float:
-    p_dim, half = c.options.p_dim, c.options.p_dim // 2
-    p = (c.x[b] @ c.encoding.w[LAYER, h * p_dim:(h + 1) * p_dim].T).tolist()
-    total = dot(c, b, h, i, j)
-    for n in range(j + 1, i + 1):
-        size = math.sqrt(product(p[n], p[n]) / p_dim)
-        z = [complex(p[n][m], p[n][m + half]) / size * cmath.exp(-1j * c.pos[b][n]) for m in range(half)]
-        agreed = product(p[i], [x.real for x in z] + [x.imag for x in z])
-        total -= slope(h, c.H) * math.log(1 + math.exp(-agreed / p_dim))
+def grape_ap(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    n = c.options.p_dim
+    p, total = c.x[b] @ c.encoding.w[LAYER, h * n:(h + 1) * n].T, dot(c, b, h, i, j)
+    for t in range(j + 1, i + 1):
+        z = torch.complex(*p[t].chunk(2)) / p[t].square().mean().sqrt() * cmath.exp(-1j * c.pos[b, t])
+        total = total - slope(h, c.H) * (1 + (-p[i] @ torch.cat((z.real, z.imag)) / n).exp()).log()
     return total
 
 
-def dape(c: Case, b: int, h: int, i: int, j: int) -> float:
-    d, base = c.distance(b, i, j), c.encoding.bias
-    biases = [-slope(n, c.H) * d if c.options.bias == "alibi"
-              else -float(base.p[n] * math.log(1 + base.a[n] * d)) for n in range(c.H)]
-    first, _, last = c.encoding.mlps[LAYER]
+def dape(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    d, base, (first, _, last) = c.distance(b, i, j), c.encoding.bias, c.encoding.mlps[LAYER]
     assert first.weight.shape == (32, 2 * c.H) and last.weight.shape == (c.H, 32)
-    given = torch.tensor([dot(c, b, n, i, j) for n in range(c.H)] + biases, dtype=torch.float64)
-    hidden = first.weight @ given + first.bias
-    hidden = torch.where(hidden > 0, hidden, 0.01 * hidden)
-    return dot(c, b, h, i, j) + biases[h] + float(last.weight[h] @ hidden + last.bias[h])
+    biases = [-slope(n, c.H) * d if c.options.bias == "alibi"
+              else -base.p[n] * math.log(1 + base.a[n] * d) for n in range(c.H)]
+    hidden = first.weight @ torch.tensor([dot(c, b, n, i, j) for n in range(c.H)] + biases).double() + first.bias
+    return (dot(c, b, h, i, j) + biases[h] + last.bias[h]
+            + last.weight[h] @ torch.where(hidden > 0, hidden, 0.01 * hidden))
 
 
-def tapa(c: Case, b: int, h: int, i: int, j: int) -> float:
-    q, k, half = c.q[b][h][i], c.k[b][h][j], c.D // 2
-    a, p = (product(q[part], k[part]) / math.sqrt(half) for part in (slice(0, half), slice(half, None)))
-    return a * math.cos(2 * math.pi * c.distance(b, i, j) ** c.options.alpha * p)
+def tapa(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    a, p = (c.q[b, h, i, part] @ c.k[b, h, j, part] / math.sqrt(c.D / 2)
+            for part in (slice(0, c.D // 2), slice(c.D // 2, None)))
+    return a * (2 * math.pi * c.distance(b, i, j) ** c.options.alpha * p).cos()
 
 
 @cache
@@ -301,32 +270,24 @@ def reflections(c: Case, b: int, h: int) -> list[Tensor]:
     w = F.silu(convolved(raw, e.convolution[LAYER, h]))
     w = w / w.norm(dim=-1, keepdim=True)
     beta = 2 * torch.sigmoid(c.x[b] @ e.u[LAYER, h] + e.b[LAYER, h])
-    return [torch.eye(c.D, dtype=torch.float64) - beta[t] * torch.outer(w[t], w[t]) for t in range(T)]
+    return [torch.eye(c.D).double() - beta[t] * torch.outer(w[t], w[t]) for t in range(T)]
 
 
-def path(c: Case, b: int, h: int, i: int, j: int) -> float:
-    row = c.tensors[0][b, h, i]
+def path(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    row = c.q[b, h, i]
     for t in range(i, j, -1):
         row = row @ reflections(c, b, h)[t]
-    logit = float(row @ c.tensors[1][b, h, j]) / math.sqrt(c.D)
-    gates = forget_gates(c, b, h)[j + 1:i + 1] if c.options.encoding == "path_fox" else []
-    return logit + sum(gates)
+    forgotten = forget_gates(c, b, h)[j + 1:i + 1].sum() if c.options.encoding == "path_fox" else 0
+    return row @ c.k[b, h, j] / math.sqrt(c.D) + forgotten
 
 
-@cache
-def channel_gates(c: Case, b: int, h: int) -> Tensor:
-    """Log of the forget gate of each token and channel, (T, D)."""
+def wall(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     w = c.encoding.w[LAYER].unflatten(0, (c.H, c.D))[h]
-    return F.logsigmoid(c.x[b] @ w.T + c.encoding.b[LAYER, h])
+    gates = F.logsigmoid(c.x[b, j + 1:i + 1] @ w.T + c.encoding.b[LAYER, h])        # (i - j, D)
+    return (c.q[b, h, i] * c.k[b, h, j]) @ gates.sum(dim=0).exp() / math.sqrt(c.D)
 
 
-def wall(c: Case, b: int, h: int, i: int, j: int) -> float:
-    q, k, _ = c.tensors
-    factor = channel_gates(c, b, h)[j + 1:i + 1].sum(dim=0).exp()       # (D,)
-    return float((q[b, h, i] * k[b, h, j] * factor).sum()) / math.sqrt(c.D)
-
-
-TERMS: dict[str, Callable[..., float]] = {
+TERMS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("none", "learned", "integer", "integer_normalised", "binary", "sinusoidal"), dot),
     **{f.__name__: f for f in (
         rope, rope_2d, p_rope, xpos, pope, fope, selective_rope, repo, relative_key, transformer_xl, cope,
@@ -512,11 +473,10 @@ def test_xpos_stays_in_range_far_from_zero_and_over_long_spans() -> None:
 def test_the_gradients_of_cope() -> None:
     """Against differences, second ones too; counts stay off the whole numbers, where the slope jumps."""
     c = Case("cope", "position.max_pos=3")
-    q, k, pos = c.tensors
-    inputs = q[:1, :, 5:].clone().requires_grad_(), k[:1, :, 3:].clone().requires_grad_()
+    inputs = c.q[:1, :, 5:].clone().requires_grad_(), c.k[:1, :, 3:].clone().requires_grad_()
 
     def logits(q: Tensor, k: Tensor) -> Tensor:
-        found = logits_of(c.encoding, q, k, pos[:1, 5:], pos[:1, 3:])
+        found = logits_of(c.encoding, q, k, c.pos[:1, 5:], c.pos[:1, 3:])
         return found.masked_fill(found.isneginf(), 0)
 
     with torch.enable_grad():

@@ -7,12 +7,14 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding, lively, slow_except, tokens
 from explicit import attention_of, config_of, model_of, scale_invariant, watched
+from test_scaling import DYNAMIC, make, written
 
 import attention
 from config import load_config
 from evaluation.extension import extended, parse
 from model import GPT
 from positions import ENCODINGS, Options
+from positions.scaling import SCALINGS
 from runtime.device import autocast
 from runtime.errors import UserError
 
@@ -34,12 +36,16 @@ SWITCHES = {
     "encoded": f"{BEYOND} {ONLY}=encoded position.layers=first position.temperature=ssmax",
     "dropped": "position.drop_at=0"}
 IN_SOME_LAYERS = ("first", "list", "every", "encoded")
+# scalings whose frequencies do not depend on the length, under the encodings that rotate
+SCALED = {method: written(make(method)) for method in SCALINGS if method not in DYNAMIC}
 CASES = [(name, switch) for name, encoding in ENCODINGS.items() for switch in SWITCHES
          if encoding.acts_in_layers() or switch not in IN_SOME_LAYERS]
-laws = pytest.mark.parametrize(("name", "switch"), slow_except(CASES, *(
-    case for case in CASES if case[1] == "plain" or case[0] == "rope" or case in (
-        ("pope", "both"), ("bam", "ssmax"), ("tapa", "llama4"), ("alibi", "grouped"),
-        ("t5", "scale_invariant"), ("forgetting", "window and full"), ("path", "chunk"), ("learned", "dropped")))))
+CASES += [(name, method) for name in ("rope", "p_rope", "xpos") for method in SCALED]
+SWITCHES |= SCALED
+FAST = [*((name, "plain") for name in ENCODINGS), *(("rope", key) for key in SWITCHES if key not in SCALED),
+        ("rope", "yarn"), ("pope", "both"), ("bam", "ssmax"), ("tapa", "llama4"), ("alibi", "grouped"),
+        ("t5", "scale_invariant"), ("forgetting", "window"), ("path", "chunk"), ("learned", "dropped")]
+laws = pytest.mark.parametrize(("name", "switch"), slow_except(CASES, *FAST))
 every_encoding_slowly = pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope", "t5", "pope"))
 
 
@@ -233,7 +239,7 @@ def test_some_encodings_read_no_positions() -> None:
     ("xpos", "position.scale_base=1e30", "rope", 0), ("rope", "position.layers=[]", "none", 0),
     ("rope", "position.drop_at=0", "none", 0), ("t5", "position.skip_every=1", "none", 0),
     ("rope", "position.scale_invariant=0", "rope", 0), ("rope", "model.window=32", "rope", 1e-9),
-    *(("rope", f"position.temperature={kind} train.seq_len={L}", "rope", 0)     # ln 49 / ln 49 is not 1 in fp32
+    *(("rope", f"position.temperature={kind} train.seq_len={L}", "rope", 0)     # ln L / ln L is not 1 at 49
       for kind in ("log_n", "llama4", "ministral3") for L in (7, 32, 49))])
 def test_in_a_limit_it_is_another(name: str, overrides: str, other: str, tolerance: float) -> None:
     """Up to L, where log_n and ministral3 are exactly 1, and llama4 but for the last token."""

@@ -1,6 +1,7 @@
 """Scaling methods: their formulas, what they leave alone, through a model, and as a config key."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -47,8 +48,7 @@ def frequencies(scaling: Scaling, dim: int = 16, base: float = BASE, length: int
 @pytest.mark.parametrize(("dim", "base", "length", "s"), shapes)
 def test_frequencies_are_the_formula(dim: int, base: float, length: int, s: float) -> None:
     """Of pair i with the plain frequency f, which makes n turns in the length."""
-    arguments, T = (dim, base, length), int(s * length)
-    plain = [base ** (-2 * i / dim) for i in range(dim // 2)]
+    T, plain = int(s * length), [base ** (-2 * i / dim) for i in range(dim // 2)]
     turns = [length * f / (2 * math.pi) for f in plain]
     low = max([0, *(i for i, n in enumerate(turns) if n > 32)])         # MrRoPE's product over faster pairs
     count = max(1, min([len(turns), *(i for i, n in enumerate(turns) if n < 1)]) - low)
@@ -77,24 +77,19 @@ def test_frequencies_are_the_formula(dim: int, base: float, length: int, s: floa
             (make("longrope", s, dim, short_factor=[1.0] * (dim // 2), long_factor=longer),
              [f / (longer[i] if s > 1 else 1) for i, f in enumerate(plain)],
              math.sqrt(1 + math.log(s) / math.log(length))),
-            (make("mrrope", s), [f / math.prod(s**e for e in eps[:i]) for i, f in enumerate(plain)], amplitude)):
-        f, found = frequencies(scaling, *arguments, T=T)
+            (make("mrrope", s), [f / math.prod(s**e for e in eps[:i]) for i, f in enumerate(plain)],
+             amplitude)):
+        f, found = frequencies(scaling, dim, base, length, T)
         torch.testing.assert_close(f, torch.tensor(expected), rtol=3e-5, atol=0)
         assert found == pytest.approx(factor)
 
 
 @methods
 def test_factor_1_changes_no_bit(method: str) -> None:
-    for dim in (4, 16, 36, 64):
-        for length in (7, 32, 100, 4096):
-            for base in (3.0, 500.0, 10_000.0, 5e5):
-                scaling = make(method, 1.0, dim, **({"base": base} if method == "base" else {}))
-                f, factor = frequencies(scaling, dim, base, length, T=length)
-                assert factor == 1 and torch.equal(f, rope.inv_freq(dim, base))
-    model = lively(config_of("rope"))
-    plain = model(tokens((1, L)))
-    model.encoding.scaling = make(method, 1.0)
-    assert torch.equal(model(tokens((1, L))), plain)
+    for dim, length, base in product((4, 16, 36, 64), (7, 32, 100, 4096), (3.0, 500.0, 10_000.0, 5e5)):
+        scaling = make(method, 1.0, dim, **({"base": base} if method == "base" else {}))
+        f, factor = frequencies(scaling, dim, base, length, T=length)
+        assert factor == 1 and torch.equal(f, rope.inv_freq(dim, base))
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.21, 2.7, 8.0])
@@ -151,17 +146,13 @@ def test_yarn_warns_if_it_keeps_no_pair_and_names_a_better_beta_fast() -> None:
 
 @methods
 @pytest.mark.parametrize("name", ["rope", "p_rope", "xpos"])
-def test_a_trained_model_takes_another_scaling_and_decodes_with_it(method: str, name: str) -> None:
+def test_a_trained_model_takes_another_scaling(method: str, name: str) -> None:
     """It is not in the checkpoint: setting it equals building the model with it; None removes it."""
     scaling, x = make(method), tokens((2, 3 * L))
     model, plain = lively(config_of(name)).double(), model_of(name)(x)
     model.encoding.scaling = scaling
     whole = model_of(name, written(scaling))(x)
     assert torch.equal(model(x), whole) and (whole - plain).abs().max() > 1e-2
-    if method not in DYNAMIC:
-        cache = model.new_cache()
-        parts = [model(x[:, i:j], cache=cache) for i, j in ((0, 20), (20, 21), (21, 40), (40, 96))]
-        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
     model.encoding.scaling = None
     assert torch.equal(model(x), plain)
 

@@ -128,10 +128,14 @@ def fope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     f = geometric(10_000, c.D)
     f = f[c.config.train.seq_len * f >= 2 * math.pi]
     n_constant = c.D // 2 - min(len(f), c.D // 4)                       # pairs with cosine = sine = 1
-    z = [torch.complex(*(F.pad(wave @ mixture[LAYER, h], (0, n_constant), value=1) for wave, mixture in (
-        ((c.pos[b, t] * f).cos(), c.encoding.cos_mixture), ((c.pos[b, t] * f).sin(), c.encoding.sin_mixture))))
-        for t in (i, j)]
-    return turned(c, b, h, i, j, *z)
+    mixtures = c.encoding.cos_mixture[LAYER, h], c.encoding.sin_mixture[LAYER, h]
+
+    def z(t: int) -> Tensor:
+        a = c.pos[b, t] * f
+        mixed = (wave @ mixture for wave, mixture in zip((a.cos(), a.sin()), mixtures, strict=True))
+        return torch.complex(*(F.pad(x, (0, n_constant), value=1) for x in mixed))
+
+    return turned(c, b, h, i, j, z(i), z(j))
 
 
 def convolved(raw: Tensor, weight: Tensor) -> Tensor:
@@ -209,7 +213,8 @@ def biased(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
 def relative_key(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     longest = c.options.max_distance or L - 1
     assert c.encoding.table.shape == (2, longest + 1, c.D)
-    e, is_both = c.encoding.table[LAYER, min(c.distance(b, i, j), longest)], c.options.encoding.endswith("_query")
+    e = c.encoding.table[LAYER, min(c.distance(b, i, j), longest)]
+    is_both = c.options.encoding == "relative_key_query"
     return dot(c, b, h, i, j) + (c.q[b, h, i] + c.k[b, h, j] * is_both) @ e / math.sqrt(c.D)
 
 
@@ -251,7 +256,8 @@ def dape(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     assert first.weight.shape == (32, 2 * c.H) and last.weight.shape == (c.H, 32)
     biases = [-slope(n, c.H) * d if c.options.bias == "alibi"
               else -base.p[n] * math.log(1 + base.a[n] * d) for n in range(c.H)]
-    hidden = first.weight @ torch.tensor([dot(c, b, n, i, j) for n in range(c.H)] + biases).double() + first.bias
+    logits = [dot(c, b, n, i, j) for n in range(c.H)]
+    hidden = first.weight @ torch.tensor(logits + biases).double() + first.bias
     return (dot(c, b, h, i, j) + biases[h] + last.bias[h]
             + last.weight[h] @ torch.where(hidden > 0, hidden, 0.01 * hidden))
 

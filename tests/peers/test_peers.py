@@ -53,8 +53,7 @@ def transformers(module: str) -> ModuleType:
     return pytest.importorskip(f"transformers.{module}")
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Rotary
+# --- Rotary
 
 
 def test_rope() -> None:
@@ -66,7 +65,7 @@ def test_rope() -> None:
         same(rope.rotate(x, rope.angles(at[:, None], rope.inv_freq(D))), other)
 
 
-def test_interleaved_rope_is_that_of_rotary_embedding_torch() -> None:
+def test_interleaved_rope() -> None:
     module = pytest.importorskip("rotary_embedding_torch")
     at, x = torch.randint(100_000, (50,)), vectors(2, 4, 50, D)
     expected = module.apply_rotary_emb(module.RotaryEmbedding(D)(at), x)
@@ -79,7 +78,7 @@ def test_xpos(library: str) -> None:
     if library == "x_transformers":
         module = x_transformers()
         angle, scale = module.RotaryEmbedding(D, use_xpos=True)(torch.arange(700)[None])
-        peer = (module.apply_rotary_pos_emb(q, angle, scale), module.apply_rotary_pos_emb(k, angle, scale**-1))
+        peer = [module.apply_rotary_pos_emb(x, angle, size) for x, size in ((q, scale), (k, scale**-1))]
     else:
         module = pytest.importorskip(library)
         peer = module.RotaryEmbedding(D, use_xpos=True).rotate_queries_and_keys(q, k)
@@ -93,27 +92,27 @@ def test_the_frequencies_of_p_rope(p: float, dim: int) -> None:
     assert factor == 1 and torch.equal(rope.stop_slowest(rope.inv_freq(dim), p), peer)
 
 
-def test_pope_is_that_of_x_transformers() -> None:
-    peer, encoding, pos = x_transformers(), encoding_of("pope"), torch.arange(20)
-    q, k = vectors(2, 2, 20, D), vectors(2, 2, 20, D, seed=1)
+@pytest.mark.parametrize("library", ["x_transformers", "PoPE_pytorch"])
+def test_pope(library: str) -> None:
+    """The second is the authors' package."""
+    encoding, q, k = encoding_of("pope"), vectors(2, 2, 20, D), vectors(2, 2, 20, D, seed=1)
     found = logits(encoding, q, k)                                      # first: it clamps delta
-    polar = peer.PolarEmbedding(D, 2)
-    polar.learned_bias.data.copy_(encoding.delta[LAYER][:, None])
-    freqs, bias = polar(pos)
-    same(found, (peer.apply_polar_pos_emb(q, freqs) @ peer.apply_polar_pos_emb(k, freqs + bias).mT / 4).tril())
+    delta = encoding.delta[LAYER][:, None]
+    if library == "x_transformers":
+        module = x_transformers()
+        polar = module.PolarEmbedding(D, 2)
+        polar.learned_bias.data.copy_(delta)
+        angle, bias = polar(torch.arange(20))
+        peer = module.apply_polar_pos_emb(q, angle), module.apply_polar_pos_emb(k, angle + bias)
+    else:
+        module = pytest.importorskip(library)
+        pope = module.PoPE(D, heads=2)
+        pope.bias.data.copy_(delta.reshape(pope.bias.shape))
+        peer = module.apply_pope_to_qk(pope(20), q, k)
+    same(found, (peer[0] @ peer[1].mT / 4).tril())
 
 
-def test_pope_is_that_of_the_authors_package() -> None:
-    peer, encoding = pytest.importorskip("PoPE_pytorch"), encoding_of("pope")
-    q, k = vectors(2, 2, 20, D), vectors(2, 2, 20, D, seed=1)
-    found, pope = logits(encoding, q, k), peer.PoPE(D, heads=2)
-    pope.bias.data.copy_(encoding.delta[LAYER].reshape(pope.bias.shape))
-    peer_q, peer_k = peer.apply_pope_to_qk(pope(20), q, k)
-    same(found, (peer_q @ peer_k.mT / 4).tril())
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Scalings
+# --- Scalings
 
 
 def rope_init(method: str, dim: int, base: float, length: int, T: int | None = None,
@@ -151,27 +150,27 @@ def test_scalings_are_those_of_transformers(dim: int, base: float, length: int, 
 
 
 @pytest.mark.parametrize(("dim", "base", "length", "factor"), shapes)
-def test_ntk_and_pi_are_those_of_rotary_embedding_torch(dim: int, base: float, length: int, factor: float) -> None:
+def test_ntk_and_pi(dim: int, base: float, length: int, factor: float) -> None:
     module, at = pytest.importorskip("rotary_embedding_torch"), torch.arange(0, 2000, 37)
-    peer = module.RotaryEmbedding(dim, theta=base, theta_rescale_factor=factor).freqs
-    torch.testing.assert_close(frequencies(NTK(factor=factor), dim, base)[0], peer.detach(), rtol=2e-6, atol=0)
+    found, peer = frequencies(NTK(factor=factor), dim, base)[0], module.RotaryEmbedding(
+        dim, theta=base, theta_rescale_factor=factor).freqs
+    torch.testing.assert_close(found, peer.detach(), rtol=2e-6, atol=0)
     peer = module.RotaryEmbedding(dim, theta=base, interpolate_factor=factor)
+    found = rope.angles(at, frequencies(PI(factor=factor), dim, base)[0])
     angle = peer(peer.get_seq_pos(2000, torch.device("cpu"), torch.float32))[at][:, ::2]
-    torch.testing.assert_close(rope.angles(at, frequencies(PI(factor=factor), dim, base)[0]), angle, rtol=1e-5,
-                               atol=0)
+    torch.testing.assert_close(found, angle, rtol=1e-5, atol=0)
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Biases by distance
+# --- Biases by distance
 
 
 @pytest.mark.parametrize("n_head", [1, 2, 6, 8, 12, 40])
-def test_alibis_slopes_are_those_of_bloom_and_mpt(n_head: int) -> None:
+def test_alibis_slopes_are_blooms_and_mpts(n_head: int) -> None:
     bloom, mpt = (transformers(f"models.{name}.modeling_{name}") for name in ("bloom", "mpt"))
     encoding = encoding_of("alibi", f"model.n_head={n_head} model.n_embd={16 * n_head}")
     none, at = torch.zeros(1, n_head, 50, D), torch.arange(50)
     found = logits(encoding, none[:, :, -1:], none)[0, :, 0]            # -slope * distance
-    peer = bloom.build_alibi_tensor(torch.ones(1, 50), n_head, torch.float32).view(n_head, 50)  # slope * key
+    peer = bloom.build_alibi_tensor(torch.ones(1, 50), n_head, torch.float32).view(n_head, 50)  # slope j
     same(found - found[:, :1], peer)
     if n_head & (n_head - 1) == 0 or n_head == 12:                      # MPT orders others differently
         peer = mpt.build_mpt_alibi_tensor(n_head, 50).view(n_head, 50)
@@ -190,7 +189,7 @@ def test_t5s_buckets_are_hugging_faces(num_buckets: int, max_distance: int) -> N
     distance = pos.flip(1)[0]
     peer = module.T5Attention._relative_position_bucket(-distance, False, num_buckets, max_distance)
     assert torch.equal(found.long(), peer)
-    assert found[distance >= max_distance].unique().tolist() == [num_buckets - 1]    # one entry for all beyond
+    assert found[distance >= max_distance].unique().tolist() == [num_buckets - 1]     # one for all beyond
 
 
 def test_t5s_bias_is_that_of_x_transformers() -> None:
@@ -201,8 +200,7 @@ def test_t5s_bias_is_that_of_x_transformers() -> None:
     same(logits(encoding, none[:, :, 150:], none), peer(50, 200)[None].tril(150))
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Content
+# --- Content
 
 
 def test_relative_key_is_that_of_wav2vec2_bert() -> None:
@@ -218,8 +216,8 @@ def test_relative_key_is_that_of_wav2vec2_bert() -> None:
 
 def test_transformer_xl_is_xlnets_attention() -> None:
     """XLNet, by the same authors, uses the same formula."""
-    module, encoding, (q, k) = (transformers("models.xlnet.modeling_xlnet"), encoding_of("transformer_xl"),
-                                vectors(2, B, H, 9, D))
+    module, (q, k) = transformers("models.xlnet.modeling_xlnet"), vectors(2, B, H, 9, D)
+    encoding = encoding_of("transformer_xl")
     config = module.XLNetConfig(d_model=C, n_head=H, n_layer=1, d_inner=C, vocab_size=4, dropout=0.0)
     peer = module.XLNetRelativeAttention(config)
     peer.r_w_bias.data, peer.r_r_bias.data = encoding.u, encoding.v
@@ -271,32 +269,25 @@ def naive(name: str, monkeypatch) -> ModuleType:
 @pytest.mark.parametrize("name", ["path", "path_fox", "wall"])
 def test_it_is_that_of_flash_linear_attention(name: str, monkeypatch) -> None:
     """Over several chunks of 64 tokens, or tiles of 8, in fp32, forwards and backwards."""
-    module, T = naive("wall_attn" if name == "wall" else "path_attn", monkeypatch), 200
+    kind, T = "wall" if name == "wall" else "path", 200
+    peer = getattr(naive(f"{kind}_attn", monkeypatch), f"naive_{kind}_attn")
     encoding, pos, found = encoding_of(name), torch.arange(T)[None], []
-    q, k, v = vectors(3, B, H, T, D)
     features = encoding.features(vectors(B, T, C, seed=1), LAYER)
-    if name == "wall":
-        features = features / 9
-    else:
-        features = encoding.mix(features, LAYER, None).clone()
-        features[..., D + 1:] = -torch.rand(features[..., D + 1:].shape, generator=torch.Generator()) / 9
+    features = features / 9 if name == "wall" else encoding.mix(features, LAYER, None)
+    if name == "path_fox":
+        features = torch.cat((features[..., :-1], features[..., -1:] / 9), dim=-1)
+    leaves = [*vectors(3, B, H, T, D), features]
     for is_peer in (False, True):
-        inputs = [x.clone().requires_grad_() for x in (q, k, v, features)]
-        q_, k_, v_, f_ = inputs
+        q, k, v, f = inputs = [x.clone().requires_grad_() for x in leaves]
         with torch.enable_grad():
-            if is_peer and name == "wall":
-                rest = (f_,)
-            elif is_peer:               # the scale is on the gates too
-                rest = (f_[..., :D], f_[..., D],
-                        f_[..., D + 1] * D**0.5 if name == "path_fox" else torch.zeros(B, H, T))
-            if is_peer:
-                attend = getattr(module, "naive_wall_attn" if name == "wall" else "naive_path_attn")
-                out = attend(*(x.transpose(1, 2) for x in (q_, k_, v_, *rest)), scale=D**-0.5).transpose(1, 2)
+            if is_peer:                                                 # its scale is on the gates too
+                gate = f[..., D + 1] * D**0.5 if name == "path_fox" else torch.zeros(B, H, T)
+                rest = (f,) if name == "wall" else (f[..., :D], f[..., D], gate)
+                out = peer(*(x.transpose(1, 2) for x in (q, k, v, *rest)), scale=D**-0.5).transpose(1, 2)
             else:
-                at = At(pos, pos, LAYER, None, encoding.mix(f_, LAYER, None) if name == "wall" else f_)
+                at = At(pos, pos, LAYER, None, encoding.mix(f, LAYER, None) if name == "wall" else f)
                 masked = torch.zeros(B, H, T, T).masked_fill(~causal(T, T), -torch.inf)
-                out = encoding.scores(masked, q_, k_, at).softmax(dim=-1) @ v_
-            gradients = torch.autograd.grad(out.square().sum(), inputs)
-        found.append([out, *gradients])
+                out = encoding.scores(masked, q, k, at).softmax(dim=-1) @ v
+            found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -43,8 +43,11 @@ def logits_of(encoding: Encoding, q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Te
     x (B, Tk, C) is the layer's input, which `features` gets; `seen` (Tq, Tk) is causal by default.
     """
     features = None if x is None else encoding.features(x, layer)
-    if features is not None:
-        features = encoding.mix(features, layer, documents)
+    if features is not None:                                            # (B, H, Tk, F)
+        documents = torch.zeros(x.shape[:2]) if documents is None else documents
+        lengths = documents[0].unique_consecutive(return_counts=True)[1].tolist()
+        alone = features.split(lengths, dim=2)                          # each document mixes its own tokens
+        features = torch.cat([encoding.mix(part, layer, None) for part in alone], dim=2)
     at = At(q_pos, k_pos, layer, encoding.tables(q_pos, k_pos), features)
     turned_q, turned_k = encoding.rotate(q, k, at)
     k, turned_k = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, turned_k))

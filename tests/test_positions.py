@@ -77,7 +77,7 @@ def test_attention_is_one_softmax_over_all_pairs(name: str, switch: str, monkeyp
         pos = arguments.get("positions", torch.arange(T)[None])
         for layer, (before, after) in enumerate(watched(model, x, **arguments)):
             expected = attention_of(model, config, layer, before, pos, arguments.get("documents"))
-            torch.testing.assert_close(after, expected, atol=1e-4, rtol=1e-4)   # angles are fp32
+            torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)   # angles are fp32
 
 
 @laws
@@ -101,7 +101,7 @@ def test_only_relative_encodings_ignore_a_shift_of_all_positions(name: str, swit
     change = (model(x, positions=at + shift) - model(x, positions=at)).abs().max()
     is_relative = ENCODINGS[name].is_relative or switch == "dropped"
     has_temperature = "temperature" in SWITCHES[switch]
-    assert change < 1e-4 if is_relative and not has_temperature else change > 1e-3
+    assert change < 1e-4 if is_relative and not has_temperature else change > 1e-2
 
 
 @laws
@@ -113,14 +113,14 @@ def test_cached_decoding_equals_the_full_forward(name: str, switch: str) -> None
     whole, cache = model(x), model.new_cache()
     parts = [model(x[:, i:j], cache=cache) for i, j in zip(cuts, cuts[1:], strict=False)]
     assert cache.next_position() == T
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
     T, pos = T - 4, gaps(T - 4)
     whole, cache = model(x[:, :T], positions=pos), model.new_cache()
     parts = [model(x[:, i:j], positions=pos[:, i:j], cache=cache) for i, j in ((0, 4), (4, 5), (5, T))]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
     for b in range(2):
         alone = model(x[b:b + 1, :T], positions=pos[b])
-        torch.testing.assert_close(alone, whole[b:b + 1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(alone, whole[b:b + 1], atol=1e-5, rtol=1e-5)
 
 
 @laws
@@ -128,11 +128,11 @@ def test_the_last_tokens_alone_are_the_end_of_all(name: str, switch: str) -> Non
     model, x = given(name, switch)
     T, whole = x.shape[1], model.hidden(x)                              # (B, T, C)
     for n in (1, 7, T - 1, T, 99):
-        torch.testing.assert_close(model.hidden(x, last=n), whole[:, -n:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model.hidden(x, last=n), whole[:, -n:], atol=1e-5, rtol=1e-5)
     cache = model.new_cache()
     for i, j in ((0, 9), (9, 11), (11, T)):                             # of 2 new tokens, 4 are those 2
         found = model.hidden(x[:, i:j], cache=cache, last=4)
-        torch.testing.assert_close(found, whole[:, max(i, j - 4):j], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found, whole[:, max(i, j - 4):j], atol=1e-5, rtol=1e-5)
 
 
 @laws
@@ -149,7 +149,7 @@ def test_the_default_positions_change_no_value_and_no_gradient(name: str, switch
     for default, same in zip(*found, strict=True):
         assert (default is None) == (same is None)
         if same is not None:
-            torch.testing.assert_close(default, same, atol=1e-4 * max(1, float(same.abs().max())), rtol=1e-4)
+            torch.testing.assert_close(default, same, atol=1e-5 * max(1, float(same.abs().max())), rtol=1e-5)
 
 
 @laws
@@ -269,7 +269,7 @@ def test_normal_logits_get_the_attention_of_the_theorem() -> None:
 
 
 @pytest.mark.parametrize(("name", "overrides"), [
-    *(("pope", f"position.temperature={t} {BEYOND}") for t in TEMPERATURES), ("none", ON), ("rope", ON)])
+    *(("pope", f"position.temperature={t} {BEYOND}") for t in TEMPERATURES), ("rope", ON)])
 def test_a_pair_that_rerope_moves_has_its_temperature_and_its_distance(name: str, overrides: str) -> None:
     config, x, pos = config_of(name, overrides), tokens((1, 24)), torch.arange(24)[None]
     model = lively(config).double()

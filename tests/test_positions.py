@@ -1,29 +1,90 @@
-"""Laws that every encoding obeys: all in the registry, also new ones."""
+"""Laws that every encoding obeys under every switch: all in the registry, also new ones."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding, features_of, lively, slow_except, tokens
+from conftest import ROOT, every_encoding, lively, slow_except, tokens
+from explicit import attention_of, config_of, model_of, scale_invariant, watched
+from test_scaling import DYNAMIC, make, written
 
 import attention
-import rope
-from attention import Mask, attend_fused, attend_in_blocks
 from config import load_config
+from evaluation.extension import extended, parse
 from model import GPT
-from positions import ENCODINGS, At
-from positions.distance import ALiBi
+from positions import ENCODINGS, Options
+from positions.scaling import SCALINGS
 from runtime.device import autocast
+from runtime.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+TEMPERATURES = get_args(Options.model_fields["temperature"].annotation)
+ON = "position.scale_invariant=10"
+ONLY = "position.temperature_layers"
+BEYOND = "train.seq_len=16"     # half of the tokens lie beyond L
+# what acts under any encoding
+SWITCHES = {
+    "plain": "", "scale_invariant": ON, "window": "model.window=5", "chunk": "model.chunk=8",
+    "window and full": "model.window=5 model.full_every=2",
+    **{name: f"position.temperature={name} {BEYOND}" for name in TEMPERATURES if name != "none"},
+    "both": f"position.temperature=log_n {BEYOND} {ON} model.qk_norm=true",
+    "grouped": "model.n_head=4 model.n_kv_head=2 model.head_dim=12 model.qkv_bias=true",
+    "one key head": "model.n_kv_head=1", "first": "position.layers=first", "list": "position.layers=[1]",
+    "every": f"{BEYOND} {ONLY}=unencoded position.skip_every=2 position.temperature=llama4",
+    "encoded": f"{BEYOND} {ONLY}=encoded position.layers=first position.temperature=ssmax",
+    "dropped": "position.drop_at=0"}
+IN_SOME_LAYERS = ("first", "list", "every", "encoded")
+# scalings whose frequencies do not depend on the length, under the encodings that rotate
+SCALED = {method: written(make(method)) for method in SCALINGS if method not in DYNAMIC}
+CASES = [(name, switch) for name, encoding in ENCODINGS.items() for switch in SWITCHES
+         if encoding.acts_in_layers() or switch not in IN_SOME_LAYERS]
+CASES += [(name, method) for name in ("rope", "p_rope", "xpos") for method in SCALED]
+SWITCHES |= SCALED
+FAST = [*((name, "plain") for name in ENCODINGS), *(("rope", key) for key in SWITCHES if key not in SCALED),
+        ("rope", "yarn"), ("pope", "both"), ("bam", "ssmax"), ("tapa", "llama4"), ("alibi", "grouped"),
+        ("t5", "scale_invariant"), ("forgetting", "window"), ("path", "chunk"), ("learned", "dropped")]
+laws = pytest.mark.parametrize(("name", "switch"), slow_except(CASES, *FAST))
 every_encoding_slowly = pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope", "t5", "pope"))
 
 
-@every_encoding
-def test_the_future_cannot_leak(name: str, tiny) -> None:
-    model = lively(tiny(name))
-    x = tokens((2, 32))
-    before = model(x)
-    for t in (1, 17, 31):
+def given(name: str, switch: str, T: int = 30) -> tuple[GPT, torch.Tensor]:
+    """The model of a case, and as many tokens as its encoding is defined for, at most T."""
+    model = model_of(name, SWITCHES[switch])
+    return model, tokens((2, min(T, model.encoding.max_length or T)))
+
+
+def gaps(T: int) -> torch.Tensor:
+    """Positions of two rows: with a gap, and an offset. (2, T), below T + 4."""
+    i = torch.arange(T)
+    return torch.stack((i + 3 * (i > T // 3), i + 2))
+
+
+# --- Under every switch
+
+
+@laws
+def test_attention_is_one_softmax_over_all_pairs(name: str, switch: str, monkeypatch) -> None:
+    """With gaps and packed documents, and at consecutive positions; at once, in blocks, in the kernel."""
+    (model, x), config = given(name, switch, 24), config_of(name, SWITCHES[switch])
+    T = x.shape[1] - 4
+    x, packed = x[:, :T], {"positions": gaps(T), "documents": (torch.arange(T) // 11).expand(2, T)}
+    for arguments, n_rows, fuse_from in ((packed, 99, 1024), (packed, 5, 1), ({}, 5, 1024), ({}, 5, 1)):
+        monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * T * n_rows)
+        monkeypatch.setattr(attention, "MIN_ROWS", 5)
+        monkeypatch.setattr(attention, "FUSE_FROM", fuse_from)
+        pos = arguments.get("positions", torch.arange(T)[None])
+        for layer, (before, after) in enumerate(watched(model, x, **arguments)):
+            expected = attention_of(model, config, layer, before, pos, arguments.get("documents"))
+            torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)   # angles are fp32
+
+
+@laws
+def test_the_future_cannot_leak(name: str, switch: str) -> None:
+    model, x = given(name, switch)
+    before, T = model(x), x.shape[1]
+    for t in (1, T // 2, T - 1):
         changed = x.clone()
         changed[:, t] = (changed[:, t] + 1) % 257
         after = model(changed)
@@ -31,125 +92,109 @@ def test_the_future_cannot_leak(name: str, tiny) -> None:
         assert (after[:, t] != before[:, t]).any()
 
 
-@every_encoding
-def test_only_relative_encodings_ignore_a_shift_of_all_positions(name: str, tiny) -> None:
-    model = lively(tiny(name)).double()
-    x, at = tokens((2, 20)), torch.arange(20)
-    change = (model(x, positions=at + 11) - model(x, positions=at)).abs().max()
-    assert change < 1e-4 if ENCODINGS[name].is_relative else change > 1e-2
+@laws
+def test_only_relative_encodings_ignore_a_shift_of_all_positions(name: str, switch: str) -> None:
+    model, x = given(name, switch, 20)
+    shift = 60 if model.encoding.max_length is None else x.shape[1] // 2
+    T = min(x.shape[1], (model.encoding.max_length or 99) - shift)
+    x, at = x[:, :T], torch.arange(T)
+    change = (model(x, positions=at + shift) - model(x, positions=at)).abs().max()
+    is_relative = ENCODINGS[name].is_relative or switch == "dropped"
+    has_temperature = "temperature" in SWITCHES[switch]
+    assert change < 1e-4 if is_relative and not has_temperature else change > 1e-2
 
 
-@every_encoding
-def test_cached_decoding_equals_the_full_forward(name: str, tiny) -> None:
-    model = lively(tiny(name)).double()
-    x = tokens((2, 30))
-    whole = model(x)
-    cache = model.new_cache()
-    parts, start = [], 0
-    for size in (7, 1, 1, 5, 1, 15):                                    # prefill, single tokens, chunks
-        parts.append(model(x[:, start:start + size], cache=cache))
-        start += size
-    assert cache.next_position() == 30
+@laws
+def test_cached_decoding_equals_the_full_forward(name: str, switch: str) -> None:
+    """Prefill, single tokens and chunks; consecutive positions, and with gaps; rows alone and together."""
+    model, x = given(name, switch)
+    T = x.shape[1]
+    cuts = [0, 7, 8, 9, 14, 15, T] if T > 16 else [0, 4, 5, 9, T]
+    whole, cache = model(x), model.new_cache()
+    parts = [model(x[:, i:j], cache=cache) for i, j in zip(cuts, cuts[1:], strict=False)]
+    assert cache.next_position() == T
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
+    T, pos = T - 4, gaps(T - 4)
+    whole, cache = model(x[:, :T], positions=pos), model.new_cache()
+    parts = [model(x[:, i:j], positions=pos[:, i:j], cache=cache) for i, j in ((0, 4), (4, 5), (5, T))]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
+    for b in range(2):
+        alone = model(x[b:b + 1, :T], positions=pos[b])
+        torch.testing.assert_close(alone, whole[b:b + 1], atol=1e-5, rtol=1e-5)
 
 
-@every_encoding
-@pytest.mark.parametrize("overrides", slow_except([
-    "", "model.window=5 model.full_every=2", "model.window=5", "model.chunk=8",
-    "position.temperature=log_n train.seq_len=16", "position.scale_invariant=10",
-    "train.positions=rfs train.position_range=64"], "", "model.window=5 model.full_every=2"))
-def test_the_last_tokens_alone_are_the_end_of_all(name: str, overrides: str, tiny) -> None:
-    is_real, model = "positions=rfs" in overrides, lively(tiny(name, *overrides.split()))
-    if is_real and not ENCODINGS[name].takes_floats:
-        pytest.skip("has integer positions only")
-    model, tolerance = (model, 1e-4) if is_real else (model.double(), 1e-5)     # real positions are in fp32
-    T = min(30, model.encoding.max_length or 30)
-    x = tokens((2, T))
-    whole = model.hidden(x)                                             # (B, T, C)
+@laws
+def test_the_last_tokens_alone_are_the_end_of_all(name: str, switch: str) -> None:
+    model, x = given(name, switch)
+    T, whole = x.shape[1], model.hidden(x)                              # (B, T, C)
     for n in (1, 7, T - 1, T, 99):
-        torch.testing.assert_close(model.hidden(x, last=n), whole[:, -n:], atol=tolerance, rtol=tolerance)
-    if is_real:     # positions of cached tokens move: its own law is in test_training_positions.py
-        return
+        torch.testing.assert_close(model.hidden(x, last=n), whole[:, -n:], atol=1e-5, rtol=1e-5)
     cache = model.new_cache()
     for i, j in ((0, 9), (9, 11), (11, T)):                             # of 2 new tokens, 4 are those 2
         found = model.hidden(x[:, i:j], cache=cache, last=4)
-        torch.testing.assert_close(found, whole[:, max(i, j - 4):j], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(found, whole[:, max(i, j - 4):j], atol=1e-5, rtol=1e-5)
 
 
-@every_encoding
-def test_positions_may_skip(name: str, tiny) -> None:
-    """With gaps between positions, cached decoding equals the full forward."""
-    model = lively(tiny(name)).double()
-    x, at = tokens((1, 10)), torch.tensor([0, 1, 2, 9, 10, 11, 20, 21, 29, 31])
-    cache = model.new_cache()
-    parts = [model(x[:, i:j], positions=at[i:j], cache=cache) for i, j in ((0, 4), (4, 5), (5, 10))]
-    torch.testing.assert_close(torch.cat(parts, 1), model(x, positions=at), atol=1e-5, rtol=1e-5)
-    batch = model(x.repeat(2, 1), positions=torch.stack((at, torch.arange(10))))
-    torch.testing.assert_close(batch[:1], model(x, positions=at), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(batch[1:], model(x), atol=1e-5, rtol=1e-5)
-
-
-@every_encoding
-@pytest.mark.parametrize("dtype", slow_except(["float32", "bfloat16"], "bfloat16"))
-def test_every_parameter_learns(name: str, dtype: str, tiny) -> None:
-    config = tiny(name, f"train.dtype={dtype}")
-    model = lively(config).train()
-    with autocast(config.train, torch.device("cpu")):
-        loss = model(tokens((2, 32)), tokens((2, 32), 1))
-    loss.backward()
-    assert math.isfinite(loss.item())
-    for parameter_name, p in model.named_parameters():
-        assert p.grad is not None and p.grad.isfinite().all() and (p.grad != 0).any(), parameter_name
-
-
-@every_encoding
-@pytest.mark.parametrize(("window", "chunk"), slow_except(
-    [(None, None), (1, None), (7, None), (24, None), (None, 7), (4, 9)], (None, None), (7, None), (None, 7)))
-def test_both_attention_paths_equal_the_explicit_softmax(name: str, window: int | None, chunk: int | None,
-                                                         tiny, monkeypatch) -> None:
-    encoding = lively(tiny(name)).double().encoding
-    q, k, v = torch.randn(3, 2, 2, 24, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    at = torch.arange(24)[None] + 5
-    at = At(at, at, 0, encoding.tables(at, at), features_of(encoding, x))
-    turned_q, turned_k = encoding.rotate(q, k, at)
-    logits = torch.einsum("bhid,bhjd->bhij", turned_q, turned_k) / math.sqrt(16)
-    i, j = torch.arange(24)[:, None], torch.arange(24)
-    mask = (j <= i) & (i - j < (window or 99)) & (i // (chunk or 99) == j // (chunk or 99))
-    logits = encoding.final_logits(logits.masked_fill(~mask, -torch.inf), q, k, at)
-    expected = torch.einsum("bhij,bhjd->bhid", logits.exp() / logits.exp().sum(-1, keepdim=True), v)
-    # blocks of 5 rows, the last one shorter
-    monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 24 * 5)
-    monkeypatch.setattr(attention, "MIN_ROWS", 5)
-    paths = [attend_in_blocks] if encoding.changes_logits() else [attend_in_blocks, attend_fused]
-    for path in paths:
-        found = path(q, k, v, encoding, at, Mask(window=window, chunk=chunk), 0.0)
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-
-
-@every_encoding
-@pytest.mark.parametrize(("window", "chunk"), slow_except([(None, None), (7, None), (None, 7)], (None, None)))
-def test_to_know_that_positions_are_consecutive_changes_no_value_and_no_gradient(
-        name: str, window: int | None, chunk: int | None, tiny, monkeypatch) -> None:
-    encoding = lively(tiny(name)).double().encoding
-    generator = torch.Generator().manual_seed(0)
-    leaves = list(torch.randn(3, 2, 2, 24, 16, generator=generator, dtype=torch.float64).unbind())
-    for leaf in leaves:
-        leaf.requires_grad_()
-    x = torch.randn(2, 24, 32, generator=generator, dtype=torch.float64)
-    pos, learned = torch.arange(24)[None], list(encoding.parameters())
+@laws
+def test_the_default_positions_change_no_value_and_no_gradient(name: str, switch: str, monkeypatch) -> None:
+    """Positions known to be consecutive take other paths than the same positions given by the caller."""
+    model, x = given(name, switch, 24)
+    parameters, found = list(model.parameters()), []
     monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 24 * 5)         # blocks of a few rows
     monkeypatch.setattr(attention, "MIN_ROWS", 5)
-    found = []
-    for in_order in (False, True):
-        at = At(pos, pos, 0, encoding.tables(pos, pos), features_of(encoding, x))
-        mask = Mask(window=window, chunk=chunk, in_order=in_order)
-        out = attend_in_blocks(*leaves, encoding, at, mask, 0.0)
-        gradients = torch.autograd.grad(out.sin().sum(), leaves + learned, allow_unused=True)
-        found.append([out, *(g for g in gradients if g is not None)])
-    assert len(found[0]) > 3
-    for without, with_it in zip(*found, strict=True):
-        torch.testing.assert_close(with_it, without, atol=1e-5, rtol=1e-5)      # angles are in fp32
+    for positions in (None, torch.arange(x.shape[1])):
+        with torch.enable_grad():
+            out = model(x, positions=positions)
+            found.append([out, *torch.autograd.grad(out.sin().sum(), parameters, allow_unused=True)])
+    for default, same in zip(*found, strict=True):
+        assert (default is None) == (same is None)
+        if same is not None:
+            torch.testing.assert_close(default, same, atol=1e-5 * max(1, float(same.abs().max())), rtol=1e-5)
+
+
+@laws
+def test_every_parameter_learns(name: str, switch: str) -> None:
+    """Or the layer in which it acts has no encoding. Without a switch in bfloat16, else in float32."""
+    dtype, (_, x) = "float32" if SWITCHES[switch] else "bfloat16", given(name, switch, 32)
+    parameters = dict((model := model_of(name, SWITCHES[switch], torch.float32)).named_parameters())
+    with torch.enable_grad(), autocast(config_of("none", f"train.dtype={dtype}").train, torch.device("cpu")):
+        loss = model(x, tokens(tuple(x.shape), 1))
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    assert math.isfinite(loss)
+    for key, gradient in zip(parameters, gradients, strict=True):
+        is_left_out = switch in (*IN_SOME_LAYERS, "dropped") and key.startswith("encoding.")
+        may_rest = is_left_out or key.endswith(".k.bias")               # a constant in each row of logits
+        assert may_rest or (gradient is not None and (gradient != 0).any()), key
+        assert gradient is None or gradient.isfinite().all(), key
+
+
+@every_encoding
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_far_positions_stay_finite(name: str, dtype: str) -> None:
+    config, model = config_of(name, f"train.dtype={dtype}"), model_of(name, dtype=torch.float32)
+    for shift in (10**6, 2**40) if model.encoding.max_length is None else ():
+        with torch.enable_grad(), autocast(config.train, torch.device("cpu")):
+            logits = model(tokens((1, 16)), positions=torch.arange(16) + shift)
+            gradients = torch.autograd.grad(logits.float().logsumexp(-1).sum(), list(model.parameters()),
+                                            allow_unused=True)
+        assert logits.isfinite().all() and all(g is None or g.isfinite().all() for g in gradients)
+
+
+@every_encoding
+def test_single_precision_gives_the_logits_of_double(name: str) -> None:
+    x, exact = tokens((2, 30)), model_of(name)(tokens((2, 30)))
+    assert (model_of(name, dtype=torch.float32)(x) - exact).abs().max() < 1e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.75, 1.5])
+def test_fire_around_its_threshold(threshold: float) -> None:
+    """The rows before the threshold (of 32 tokens), at it and beyond it have one bias by position."""
+    model, x = lively(config_of("fire")).double(), tokens((1, 60))
+    model.encoding.threshold.fill_(threshold)
+    torch.testing.assert_close(model(x), model(x, positions=torch.arange(60)), atol=1e-8, rtol=1e-8)
+
+
+# --- Masks and order
 
 
 # tokens before a layer's window that act on it: the token after the first key takes from some before that key
@@ -157,202 +202,163 @@ BEFORE_THE_WINDOW = {"path": 1, "path_fox": 1, "selective_rope": 2}
 
 
 @every_encoding_slowly
-def test_windows_limit_how_far_a_token_acts_and_decode_from_the_cache(name: str, tiny) -> None:
+def test_windows_limit_how_far_a_token_acts(name: str) -> None:
     """With two layers of window 5 a token changes its own logits and those of the next 8, no others."""
-    model = lively(tiny(name, "model.window=5"))
-    x = tokens((1, 30))
-    whole = model(x)
-    cache = model.new_cache()
-    parts = [model(x[:, i:j], cache=cache) for i, j in ((0, 9), (9, 10), (10, 17), (17, 30))]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-4, rtol=1e-4)
-    changed = x.clone()
+    (model, x), changed = given(name, "window"), given(name, "window")[1].clone()
     changed[:, 10] = (x[:, 10] + 1) % 257
-    moved = ((model(changed) - whole).abs().amax(-1)[0] > 1e-4).nonzero().flatten().tolist()
+    moved = ((model(changed) - model(x)).abs().amax((0, 2)) > 1e-4).nonzero().flatten().tolist()
     reach = 8 + 2 * BEFORE_THE_WINDOW.get(name, 0)
     assert 10 in moved and set(moved) <= set(range(10, 11 + reach))
-    assert (lively(tiny(name, "model.window=32"))(x) - lively(tiny(name))(x)).abs().max() < 1e-4
-
-
-def test_every_kth_layer_has_no_window_or_no_encoding(tiny) -> None:
-    config = tiny("rope", "model.n_layer=5", "model.window=4", "model.full_every=2", "position.skip_every=3")
-    model = lively(config)
-    assert [block.attention.window for block in model.blocks] == [4, None, 4, None, 4]
-    assert model.encoded_layers == {0, 1, 3, 4}
-
-
-def two_dogs(name: str, tiny, *overrides: str) -> float:
-    """Difference of the outputs at both dogs of "The dog chased another dog", without a causal mask."""
-    model = lively(tiny(name, *overrides)).double()
-    for block in model.blocks:
-        block.attention.is_causal = False
-    the, dog, chased, another = 1, 2, 3, 4
-    logits = model(torch.tensor([[the, dog, chased, another, dog]]))[0]
-    return (logits[1] - logits[4]).abs().max().item()
 
 
 @every_encoding
-def test_without_a_causal_mask_only_the_encoding_shows_the_order(name: str, tiny) -> None:
-    distance = two_dogs(name, tiny)
-    assert distance < 1e-12 if name in ("none", "repo") else distance > 1e-5    # repo's positions are content
-
-
-def test_without_mask_and_encoding_the_model_is_permutation_equivariant(tiny) -> None:
-    model = lively(tiny("none"))
+def test_without_a_causal_mask_only_the_encoding_shows_the_order(name: str) -> None:
+    """The two dogs of "The dog chased another dog"; and without an encoding, any order is the same."""
+    model = lively(config_of(name)).double()
     for block in model.blocks:
         block.attention.is_causal = False
-    x, order = tokens((1, 12)), torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(model(x[:, order]), model(x)[:, order], atol=1e-4, rtol=1e-4)
+    logits = model(torch.tensor([[1, 2, 3, 4, 2]]))[0]
+    difference = (logits[1] - logits[4]).abs().max()
+    assert difference < 1e-12 if name in ("none", "repo") else difference > 1e-5    # repo's are of content
+    if name == "none":
+        x, order = tokens((1, 12)), torch.randperm(12, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(model(x[:, order]), model(x)[:, order])
 
 
-def test_rotate_gets_the_features_of_all_keys(tiny, monkeypatch) -> None:
-    model, seen = lively(tiny("forgetting")), []
-    rotate = model.encoding.rotate
-    monkeypatch.setattr(model.encoding, "rotate",
-                        lambda q, k, at: seen.append((k.shape[2], at.features.shape[2])) or rotate(q, k, at))
-    cache, x = model.new_cache(), tokens((1, 12))
-    for part in (x[:, :9], x[:, 9:]):
-        model(part, cache=cache)
-    assert seen == [(9, 9), (9, 9), (12, 12), (12, 12)]                 # two layers
+def test_some_encodings_read_no_positions() -> None:
+    x, order = tokens((1, 20)), torch.randperm(20, generator=torch.Generator().manual_seed(0))
+    for name in ("none", "cope", "forgetting", "path", "path_fox", "selective_rope", "repo", "wall"):
+        assert torch.equal(model_of(name)(x, positions=order), model_of(name)(x))
 
 
-@every_encoding
-def test_nothing_derived_enters_a_checkpoint(name: str, tiny) -> None:
-    """What is neither trained nor drawn at random has no place there."""
-    model, other = lively(tiny(name)), lively(tiny(name), seed=1)
-    trained = {n for n, _ in model.named_parameters()}
-    for key, weight in model.state_dict().items():
+# --- One encoding is another, to the last bit or nearly
+
+
+@pytest.mark.parametrize(("name", "overrides", "other", "tolerance"), [
+    ("p_rope", "position.p=1", "rope", 0), ("p_rope", "position.p=0", "none", 0),
+    ("xpos", "position.scale_base=1e30", "rope", 0), ("rope", "position.layers=[]", "none", 0),
+    ("rope", "position.drop_at=0", "none", 0), ("t5", "position.skip_every=1", "none", 0),
+    ("rope", "position.scale_invariant=0", "rope", 0), ("rope", "model.window=32", "rope", 1e-9),
+    *(("rope", f"position.temperature={kind} train.seq_len={L}", "rope", 0)     # ln L / ln L is not 1 at 49
+      for kind in ("log_n", "llama4", "ministral3") for L in (7, 32, 49))])
+def test_in_a_limit_it_is_another(name: str, overrides: str, other: str, tolerance: float) -> None:
+    """Up to L, where log_n and ministral3 are exactly 1, and llama4 but for the last token."""
+    config = config_of(name, overrides)
+    plain, model, x = model_of(other), lively(config).double(), tokens((2, config.train.seq_len))
+    weights = model.state_dict()
+    model.load_state_dict(weights | {key: y for key, y in plain.state_dict().items() if key in weights})
+    x = x[:, :-1] if "llama4" in overrides else x
+    torch.testing.assert_close(model(x), plain(x), atol=tolerance, rtol=tolerance)
+    if "temperature" in overrides:
+        assert (model(tokens((2, 80))) - plain(tokens((2, 80)))).abs().max() > 1e-3
+        assert model(x, positions=torch.arange(x.shape[1]) - 5).isfinite().all()    # no log of 0
+
+
+# --- Scale-invariant attention, temperatures, and --extend over them
+
+
+def test_normal_logits_get_the_attention_of_the_theorem() -> None:
+    """E exp(logit) = e^0.5 / (1 + d / tau) for logits from N(0, 1): an integral over their density."""
+    distance = torch.tensor([0, 1, 9, 10, 100, 1000, 10_000])[:, None]
+    z = torch.linspace(-20, 20, 4001, dtype=torch.float64)
+    density = torch.exp(-z**2 / 2) / math.sqrt(2 * math.pi)
+    found = torch.trapezoid(scale_invariant(z, distance, 10).exp() * density, z)
+    torch.testing.assert_close(found, math.e**0.5 / (1 + distance[:, 0].double() / 10), rtol=1e-9, atol=0)
+    zero, one = scale_invariant(torch.tensor([0.0, 1.0]), torch.tensor([4096, 4096]), 10.0).tolist()
+    assert (one - zero, zero) == pytest.approx((3.61, -12.0), abs=0.05)     # the paper's a and m at d = 4096
+
+
+@pytest.mark.parametrize(("name", "overrides"), [
+    *(("pope", f"position.temperature={t} {BEYOND}") for t in TEMPERATURES), ("rope", ON)])
+def test_a_pair_that_rerope_moves_has_its_temperature_and_its_distance(name: str, overrides: str) -> None:
+    config, x, pos = config_of(name, overrides), tokens((1, 24)), torch.arange(24)[None]
+    model = lively(config).double()
+    before = model(x)
+    with extended(model, config, parse("rerope:window=5").methods, 24):
+        found = watched(model, x)
+    for layer, (given_x, after) in enumerate(found):
+        expected = attention_of(model, config, layer, given_x, pos, farthest=5)
+        torch.testing.assert_close(after, expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("only", ["all", "encoded", "unencoded"])
+def test_log_n_applied_later_acts_in_the_layers_of_its_kind_alone(only: str) -> None:
+    """As if the config had it: SWAN-GPT's, for the layers without an encoding."""
+    shared = f"model.n_layer=4 position.skip_every=2 position.temperature_layers={only}"
+    config, x = config_of("rope", shared), tokens((1, 64))
+    model, built = lively(config), lively(config_of("rope", f"{shared} position.temperature=log_n"))
+    with extended(model, config, parse("log_n").methods, 64):
+        torch.testing.assert_close(model(x), built(x), atol=1e-5, rtol=1e-5)
+    assert (model(x) - built(x)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["scale-invariant", "p-rope-log-n", "p-rope-ssmax"])
+def test_the_configs_have_the_papers_frequencies(name: str) -> None:
+    """Half of the pairs turn, from 1 down to 1 / 1024 radians per token."""
+    config = load_config(f"configs/{name}.toml", ["model.vocab_size=257"])
+    p, (f, _) = config.position, GPT(config).encoding.frequencies(torch.arange(1))
+    assert config.model.qk_norm and p.encoding == "p_rope" and (p.scale_invariant, p.temperature) == {
+        "scale-invariant": (10, "none"), "p-rope-log-n": (0, "log_n"), "p-rope-ssmax": (0, "ssmax")}[name]
+    n = len(f) // 2
+    expected = torch.cat((1024.0 ** (-torch.arange(n) / (n - 1)), torch.zeros(n)))
+    torch.testing.assert_close(f, expected, rtol=1e-5, atol=0)
+
+
+# --- Checkpoints, configs and limits
+
+
+@laws
+def test_nothing_derived_enters_a_checkpoint_and_seeds_give_equal_weights(name: str, switch: str) -> None:
+    """What is neither trained nor drawn at random has no place there; other weights are as under NoPE."""
+    model, other = model_of(name, SWITCHES[switch]), lively(config_of(name, SWITCHES[switch]), seed=1)
+    trained, weights = {key for key, _ in model.named_parameters()}, model.state_dict()
+    for key, weight in weights.items():
         assert key in trained or not torch.equal(weight, other.state_dict()[key]), key
+        assert key != "temperature.s" or "ssmax" in SWITCHES[switch]
+    shape = " ".join(o for o in SWITCHES[switch].split() if o.startswith("model."))
+    made = []
+    for config in (config_of(name, SWITCHES[switch]), config_of("none", shape)):
+        torch.manual_seed(0)
+        made.append(GPT(config).state_dict())
+    assert all(torch.equal(made[0][key], weight) for key, weight in made[1].items())
 
 
 @every_encoding
-def test_equal_seeds_give_equal_weights_except_the_encodings(name: str, tiny) -> None:
-    torch.manual_seed(0)
-    model = GPT(tiny(name))
-    torch.manual_seed(0)
-    plain = GPT(tiny("none")).state_dict()
-    for parameter_name, weight in plain.items():
-        assert torch.equal(model.state_dict()[parameter_name], weight), parameter_name
-
-
-@every_encoding
-def test_every_encoding_has_a_config(name: str) -> None:
+def test_every_encoding_has_a_config_and_every_option_a_description(name: str) -> None:
+    """What --help and the field guide show."""
     used = {load_config(path).position.encoding for path in (ROOT / "configs").glob("*.toml")
             if path.stem != "needles"}                                  # it takes the encoding of a run
     assert name in used, f'no configs/*.toml has position.encoding = "{name}"'
-
-
-@every_encoding
-def test_every_encoding_and_option_is_documented(name: str) -> None:
-    """Its docstring and its options' descriptions are what --help and the field guide show."""
     assert (ENCODINGS[name].__doc__ or "").strip(), f"{ENCODINGS[name].__name__} needs a docstring"
     for key, field in ENCODINGS[name].Options.model_fields.items():
         assert field.description, f"{name}: give {key} a Field(..., description=...)"
 
 
-@pytest.mark.parametrize(("layers", "rotated"), [("all", [0, 1, 2]), ("first", [0]), ("[0, 2]", [0, 2])])
-def test_the_encoding_acts_in_the_chosen_layers(layers: str, rotated: list[int], tiny, monkeypatch) -> None:
-    model = lively(tiny("rope", "model.n_layer=3", f"position.layers={layers}"))
-    calls = []
-    turn = rope.turn
-    monkeypatch.setattr(rope, "turn", lambda *args: calls.append(1) or turn(*args))
-    counts = []
-
-    def count(*_) -> None:
-        counts.append(len(calls))
-        calls.clear()
-
-    for block in model.blocks:
-        block.register_forward_hook(count)
-    model(tokens((1, 8)))
-    assert [layer for layer, count in enumerate(counts) if count] == rotated
-    assert set(counts) <= {0, 2}                                        # q once and k once
+def test_positions_beyond_a_limit_are_refused() -> None:
+    for name, overrides, limit in (("learned", "", 32), ("binary", "model.n_embd=8", 256)):
+        model = model_of(name, overrides)
+        assert model.encoding.max_length == limit
+        assert model(tokens((1, 2)), positions=torch.tensor([0, limit - 1])).isfinite().all()
+        for arguments in ((tokens((1, limit + 1)),), (tokens((1, 2)), None, torch.tensor([0, limit]))):
+            with pytest.raises(ValueError, match=rf"positions 0 \.\.\. {limit - 1} only, got {limit}"):
+                model(*arguments)
+    wide = model_of("binary", "model.n_embd=96").encoding
+    bits = wide.embed(torch.zeros(1, 1, 96), torch.tensor([[2**63 - 2]]))[0, 0]
+    assert wide.max_length is None and bits.tolist() == [0.0] + [1.0] * 62 + [0.0] * 33
+    assert all(model_of(name)(tokens((1, 200))).isfinite().all() for name in ENCODINGS
+               if model_of(name).encoding.max_length is None)
 
 
-def test_first_layer_only_differs_from_all_and_none(tiny) -> None:
-    x = tokens((1, 16))
-    outputs = [lively(tiny("rope", *o))(x) for o in ((), ("position.layers=first",), ("position.layers=[]",))]
-    torch.testing.assert_close(outputs[2], lively(tiny("none"))(x))
-    assert all((a - b).abs().max() > 1e-2 for a, b in ((outputs[0], outputs[1]), (outputs[1], outputs[2])))
-
-
-def test_learned_refuses_positions_beyond_its_table(tiny) -> None:
-    model = lively(tiny("learned"))
-    assert model.encoding.max_length == 32
-    for arguments in ({"tokens": tokens((1, 33))},
-                      {"tokens": tokens((1, 2)), "positions": torch.tensor([0, 32])}):
-        with pytest.raises(ValueError, match=r"positions 0 \.\.\. 31 only, got 32"):
-            model(**arguments)
-
-
-def test_learned_starts_with_the_scale_of_the_token_embeddings(tiny) -> None:
-    model = GPT(tiny("learned"))
-    assert 0.9 < model.encoding.table.weight.std() / model.embedding.weight.std() < 1.1
-
-
-@every_encoding
-def test_other_encodings_have_no_length_limit(name: str, tiny) -> None:
-    model = lively(tiny(name))
-    if model.encoding.max_length is None:
-        assert model(tokens((1, 200))).isfinite().all()
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "half"])
-def test_sinusoidal_is_the_papers_table(layout: str, tiny) -> None:
-    encoding = lively(tiny("sinusoidal", f"position.layout={layout}")).encoding
-    added = encoding.embed(torch.zeros(1, 3, 32), torch.tensor([[0, 5, 1000]]))[0]
-    for row, t in enumerate((0, 5, 1000)):
-        for i in range(16):
-            a = t / 10_000 ** (2 * i / 32)
-            sin_at, cos_at = (2 * i, 2 * i + 1) if layout == "interleaved" else (i, i + 16)
-            assert added[row, sin_at].item() == pytest.approx(math.sin(a), abs=1e-4)
-            assert added[row, cos_at].item() == pytest.approx(math.cos(a), abs=1e-4)
-
-
-@pytest.mark.parametrize("n_head", [1, 2, 6, 8, 12, 40])
-def test_alibi_slopes_are_bloom_and_mpt_slopes(n_head: int) -> None:
-    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
-    mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
-    found = torch.tensor(ALiBi.slopes(n_head))
-    at = torch.arange(50)
-    peer = bloom.build_alibi_tensor(torch.ones(1, 50), n_head,
-                                      torch.float32).view(n_head, 50)   # slope * key
-    torch.testing.assert_close(found[:, None] * at, peer, atol=1e-5, rtol=1e-5)
-    if n_head & (n_head - 1) == 0 or n_head == 12:                      # MPT orders others differently
-        peer = mpt.build_mpt_alibi_tensor(n_head, 50).view(n_head, 50)
-        torch.testing.assert_close(found.sort().values[:, None] * (at - 49),
-                                   peer[peer[:, 0].argsort(descending=True)], atol=1e-5, rtol=1e-5)
-
-
-GROUPED = ("model.n_head=4", "model.head_dim=12")       # 4 x 12 is not n_embd = 32
-
-
-@every_encoding_slowly
-@pytest.mark.parametrize("n_kv_head", [1, 2])
-def test_grouped_queries_are_heads_with_repeated_keys_and_values(name: str, n_kv_head: int, tiny,
-                                                                 monkeypatch) -> None:
-    """Neighbouring query heads share a head of keys and values, on all paths and in the cache."""
-    monkeypatch.setattr(attention, "FUSE_FROM", 20)
-    grouped = lively(tiny(name, *GROUPED, f"model.n_kv_head={n_kv_head}")).double()
-    plain = GPT(tiny(name, *GROUPED)).eval().double()
-    weights = grouped.state_dict()
-    for key in weights:
-        if key.endswith((".attention.k.weight", ".attention.v.weight")):
-            heads = weights[key].unflatten(0, (n_kv_head, 12))
-            weights[key] = heads.repeat_interleave(4 // n_kv_head, 0).flatten(0, 1)
-    plain.load_state_dict(weights)
-    x = tokens((2, 24))
-    whole = grouped(x)
-    torch.testing.assert_close(whole, plain(x), atol=1e-9, rtol=1e-9)
-    cache = grouped.new_cache()
-    parts = [grouped(x[:, i:j], cache=cache) for i, j in ((0, 9), (9, 10), (10, 24))]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=1e-5)
-    assert all(layer[0].shape == layer[1].shape == (2, n_kv_head, 24, 12) for layer in cache.layers)
-
-
-@every_encoding
-def test_every_parameter_of_grouped_heads_learns(name: str, tiny) -> None:
-    model = lively(tiny(name, *GROUPED, "model.n_kv_head=2", "model.qkv_bias=true")).train()
-    model(tokens((2, 32)), tokens((2, 32), 1)).backward()
-    for n, p in model.named_parameters():
-        # a bias of k adds a constant to each row of logits under some encodings: the softmax ignores it
-        assert p.grad is not None and ((p.grad != 0).any() or n.endswith("k.bias")), n
+@pytest.mark.parametrize(("name", "overrides", "expected"), [
+    ("t5", "position.max_distance=16", "must exceed the 16 distances"),
+    ("rope", "position.scale_invariant=-1", "scale_invariant"),
+    ("rope", "position.scale_invariant=true", "scale_invariant"),
+    ("rope", "position.fraction=0.1", "must rotate a whole, even number of the 16 channels"),
+    ("rope", "position.spectrum=hope position.local_base=9", "local_base.*needs spectrum = geometric"),
+    ("rope_2d", "model.n_head=1 model.n_embd=6", "multiple of 4 channels"),
+    ("sinusoidal", "model.n_head=1 model.n_embd=7", "even model.n_embd"),
+    *((name, "model.head_dim=7", "even number") for name in ("rope", "repo", "tapa", "selective_rope"))])
+def test_options_that_make_no_sense_are_refused(name: str, overrides: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        config_of(name, overrides)

@@ -1,27 +1,29 @@
-"""Laws of rotation, both layouts against explicit matrices, complex numbers and two other implementations."""
+"""Laws of rotation: both layouts against explicit matrices and complex numbers, conversion, and two axes."""
 
 import math
 
 import pytest
 import torch
 from conftest import lively, tokens
+from explicit import config_of, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope
 from evaluation.extension import parse
 from model import GPT
+from positions import ENCODINGS
+from positions.scaling import YaRN
 from runtime.device import autocast
 from runtime.errors import UserError
-from runtime.optimizer import make_optimizer
 
 D = 16
 layouts = pytest.mark.parametrize("layout", rope.LAYOUTS)
 positions = st.integers(-100_000, 100_000)
 
 
-def vectors(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+def vectors(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def angle(position: int, dim: int = D) -> torch.Tensor:
@@ -40,26 +42,19 @@ def matrix(angles: torch.Tensor, layout: str) -> torch.Tensor:
 
 @layouts
 @settings(deadline=None)
-@given(a=positions, b=positions)
-def test_rotations_form_a_group_that_preserves_norms(layout: str, a: int, b: int) -> None:
+@given(a=positions, b=positions, shift=positions)
+def test_rotations_form_a_group_and_logits_depend_on_the_distance_alone(layout: str, a: int, b: int,
+                                                                        shift: int) -> None:
     x, y = vectors(2, D)
+    close = {"atol": 1e-10, "rtol": 0}
     turned = rope.rotate(x, angle(a), layout)
     assert turned.norm().item() == pytest.approx(x.norm().item(), abs=1e-10)
-    torch.testing.assert_close(rope.rotate(turned, angle(b), layout),
-                               rope.rotate(x, angle(a) + angle(b), layout),
-                               atol=1e-10, rtol=0)                      # R(a) R(b) = R(a + b)
-    torch.testing.assert_close(turned @ y, x @ rope.rotate(y, -angle(a), layout),
-                               atol=1e-10, rtol=0)                      # R(a)^T = R(-a)
-
-
-@layouts
-@settings(deadline=None)
-@given(m=positions, n=positions, shift=positions)
-def test_the_logit_depends_on_the_distance_alone(layout: str, m: int, n: int, shift: int) -> None:
-    q, k = vectors(2, D)
-    here = rope.rotate(q, angle(m), layout) @ rope.rotate(k, angle(n), layout)
-    there = rope.rotate(q, angle(m + shift), layout) @ rope.rotate(k, angle(n + shift), layout)
-    torch.testing.assert_close(here, there, atol=1e-10, rtol=0)
+    both = rope.rotate(x, angle(a) + angle(b), layout)                  # R(a) R(b) = R(a + b)
+    torch.testing.assert_close(rope.rotate(turned, angle(b), layout), both, **close)
+    torch.testing.assert_close(turned @ y, x @ rope.rotate(y, -angle(a), layout), **close)  # R(a)^T = R(-a)
+    here = turned @ rope.rotate(y, angle(b), layout)
+    there = rope.rotate(x, angle(a + shift), layout) @ rope.rotate(y, angle(b + shift), layout)
+    torch.testing.assert_close(here, there, **close)
 
 
 @layouts
@@ -70,26 +65,28 @@ def test_rotation_is_the_block_diagonal_matrix(layout: str) -> None:
                                    x @ matrix(angle(position), layout).T, atol=1e-12, rtol=0)
 
 
-def test_interleaved_rotation_is_complex_multiplication() -> None:
-    x, a = vectors(3, 9, D), rope.angles(torch.arange(9), rope.inv_freq(D, dtype=torch.float64))
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(a), a)
-    torch.testing.assert_close(rope.rotate(x, a, "interleaved"), torch.view_as_real(turned).flatten(-2),
-                               atol=1e-12, rtol=0)
+@layouts
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_rest_passes_and_the_callers_dtype_comes_back(layout: str, dtype: torch.dtype) -> None:
+    x, a = vectors(3, D).to(dtype), rope.angles(torch.tensor([4, 5, 6]), rope.inv_freq(D // 2))
+    turned, exact = rope.rotate(x, a, layout), rope.rotate(x.double(), a, layout)
+    assert turned.dtype == dtype and torch.equal(turned[:, D // 2:], x[:, D // 2:])
+    torch.testing.assert_close(turned.double(), exact, atol=2 * torch.finfo(dtype).eps + 1e-7, rtol=2e-2)
+    torch.testing.assert_close(turned[:, :D // 2], rope.rotate(x[:, :D // 2], a, layout))
 
 
-def test_frequencies_are_the_closed_form() -> None:
-    assert rope.inv_freq(8, 10_000.0).tolist() == pytest.approx([1, 0.1, 0.01, 0.001])
-    with pytest.raises(ValueError, match="even"):
-        rope.inv_freq(7)
+def test_wrong_arguments_are_refused() -> None:
+    for call, expected in ((lambda: rope.inv_freq(7), "even"), (lambda: rope.inv_freq(0), "positive"),
+                           (lambda: rope.rotate(vectors(2, 2), angle(1)), "channels to rotate"),
+                           (lambda: rope.rotate(vectors(2, D), angle(1), "quarter"), "layout must be one of"),
+                           (lambda: rope.to_half(vectors(10, 2), 4), "do not divide into 4 heads"),
+                           (lambda: rope.to_half(vectors(12, 2), 2, 5), "rotary_dim must be even"),
+                           (lambda: rope.axial_angles(torch.zeros(3, 1), (vectors(2), vectors(2))), "axes")):
+        with pytest.raises(ValueError, match=expected):
+            call()
 
 
-@pytest.mark.parametrize("dim", [D, D // 2])
-def test_half_is_interleaved_with_channels_permuted(dim: int) -> None:
-    a = rope.angles(torch.arange(7), rope.inv_freq(dim, dtype=torch.float64))
-    x = vectors(7, D)
-    to_half = rope.to_half(torch.eye(D, dtype=torch.float64), 1, dim)           # as a matrix: x_half = P x
-    torch.testing.assert_close(rope.rotate(x @ to_half.T, a, "half"),
-                               rope.rotate(x, a, "interleaved") @ to_half.T, atol=1e-12, rtol=0)
+# --- The layouts are one function up to a permutation
 
 
 @settings(deadline=None)
@@ -103,159 +100,118 @@ def test_layout_conversion_inverts(n_head: int, pairs: int, passed: int) -> None
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_a_trained_model_converts_between_layouts(tiny, fraction: float) -> None:
-    options = (f"position.fraction={fraction}", "model.qk_norm=true", "model.bias=true",
-               "model.norm=layernorm")
-    config = tiny("rope", "position.layout=interleaved", *options)
-    model = lively(config)
-    optimizer = make_optimizer(model, config)
-    for step in range(3):                                               # trained, so that no symmetry is left
-        model(tokens((4, 32), step), tokens((4, 32), step + 1)).backward()
-        optimizer.step()
-    other = GPT(tiny("rope", "position.layout=half", *options)).eval()
-    weights = model.state_dict()
-    rotary_dim = model.encoding.rotary_dim
+def test_a_model_converts_between_layouts(fraction: float) -> None:
+    shared = f"position.fraction={fraction} model.qk_norm=true model.bias=true model.norm=layernorm"
+    model, other = (lively(config_of("rope", f"{shared} position.layout={x}")) for x in rope.LAYOUTS[::-1])
+    x, weights = tokens((2, 100), 9), model.state_dict()
+    assert (other(x) - model(x)).abs().max() > 1e-2                 # unconverted: shapes fit, logits do not
     for name, weight in weights.items():
         if ".attention.q." in name or ".attention.k." in name:
-            weights[name] = rope.to_half(weight, 2, rotary_dim)
+            weights[name] = rope.to_half(weight, 2, round(fraction * D))
         elif "q_norm" in name or "k_norm" in name:
-            weights[name] = rope.to_half(weight, 1, rotary_dim)
-    other.load_state_dict(model.state_dict())
-    x = tokens((2, 100), 9)
-    assert (other(x) - model(x)).abs().max() > 1e-2                 # unconverted: shapes fit, logits do not
+            weights[name] = rope.to_half(weight, 1, round(fraction * D))
     other.load_state_dict(weights)
     torch.testing.assert_close(other(x), model(x), atol=1e-5, rtol=1e-5)
 
 
-def test_fraction_passes_the_rest_unchanged() -> None:
-    x = vectors(3, D)
-    a = rope.angles(torch.tensor([4, 5, 6]), rope.inv_freq(D // 4, dtype=torch.float64))
-    turned = rope.rotate(x, a)
-    assert torch.equal(turned[:, D // 4:], x[:, D // 4:])
-    torch.testing.assert_close(turned[:, :D // 4], rope.rotate(x[:, :D // 4], a))
-    with pytest.raises(ValueError, match="channels to rotate"):
-        rope.rotate(x[:, :2], a)
+# --- Frequencies and angles
 
 
-def test_axial_angles_turn_each_share_by_its_own_axis() -> None:
-    f = rope.inv_freq(D // 2, dtype=torch.float64)
-    x = vectors(6, D)
-    rows, columns = torch.tensor([0, 0, 1, 1, 5, 5]), torch.tensor([3, 1, 4, 1, 5, 9])
-    turned = rope.rotate(x, rope.axial_angles(torch.stack((rows, columns), -1), (f, f)), "interleaved")
-    torch.testing.assert_close(turned[:, :D // 2],
-                               rope.rotate(x[:, :D // 2], rope.angles(rows, f), "interleaved"))
-    torch.testing.assert_close(turned[:, D // 2:],
-                               rope.rotate(x[:, D // 2:], rope.angles(columns, f), "interleaved"))
-    with pytest.raises(ValueError, match="axes"):
-        rope.axial_angles(rows[:, None], (f, f))
+def test_frequencies_are_the_closed_form() -> None:
+    assert rope.inv_freq(8, 10_000.0).tolist() == pytest.approx([1, 0.1, 0.01, 0.001])
+    f = rope.inv_freq_in_sight(32, 4096)                # from a turn in 32 positions to two turns in L
+    assert f.shape == (16,) and (2 * math.pi / f[0], 4096 * f[-1]) == pytest.approx((32, 4 * math.pi))
+    for L in (32, 128, 4096):                           # hope stops the pairs without a whole turn
+        found, f = rope.stop_unfinished(rope.inv_freq(64), L), rope.inv_freq(64)
+        assert torch.equal(found, f * (L * f >= 2 * math.pi)) and 0 < (found == 0).sum() < 32
 
 
-def test_parity_with_transformers() -> None:
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    from transformers import LlamaConfig
-
-    peer = llama.LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * D, num_attention_heads=4, head_dim=D))
-    at = torch.randint(100_000, (2, 50), generator=torch.Generator().manual_seed(0))
-    q, k = vectors(2, 4, 50, D, dtype=torch.float32), vectors(2, 4, 50, D, seed=1, dtype=torch.float32)
-    expected = llama.apply_rotary_pos_emb(q, k, *peer(q, at))
-    a = rope.angles(at[:, None], rope.inv_freq(D))
-    for found, other in zip((q, k), expected, strict=True):
-        torch.testing.assert_close(rope.rotate(found, a), other, atol=1e-5, rtol=1e-5)
-
-
-def test_parity_with_rotary_embedding_torch() -> None:
-    module = pytest.importorskip("rotary_embedding_torch")
-    peer = module.RotaryEmbedding(D)
-    at = torch.randint(100_000, (50,), generator=torch.Generator().manual_seed(0))
-    x = vectors(2, 4, 50, D, dtype=torch.float32)
-    expected = module.apply_rotary_emb(peer(at), x)
-    torch.testing.assert_close(rope.rotate(x, rope.angles(at, rope.inv_freq(D)), "interleaved"), expected,
-                               atol=1e-5, rtol=1e-5)
-
-
-def test_angles_do_not_follow_the_model_to_bfloat16(tiny) -> None:
-    config = tiny("rope", "train.dtype=bfloat16")
-    model = lively(config)
-    at = torch.tensor([[0, 257, 4099, 65_537]])                         # none but 0 is a bfloat16
-    expected = model.encoding.tables(at, at)
-    for made in (GPT(config).to(torch.bfloat16).encoding.tables(at, at),):
-        assert all(torch.equal(a, b) and a.dtype == torch.float32
-                   for a, b in zip(made, expected, strict=True))
-    seen = []
-    model.encoding.rotate = lambda q, k, at: seen.append(at.tables) or (q, k)
+@pytest.mark.parametrize("name", ["rope", "rope_2d", "p_rope", "xpos", "pope"])
+def test_angles_stay_in_fp32_under_autocast_and_in_a_model_in_bfloat16(name: str, monkeypatch) -> None:
+    config, at = config_of(name, "train.dtype=bfloat16"), torch.tensor([[0, 257, 4099, 65_537]])
+    model, seen = lively(config), []
+    expected, rotate = model.encoding.tables(at, at), model.encoding.rotate     # but 0, none is a bfloat16
+    monkeypatch.setattr(model.encoding, "rotate", lambda q, k, at: seen.append(at.tables) or rotate(q, k, at))
     with autocast(config.train, torch.device("cpu")):
         model(tokens((1, 4)), positions=at)
+    for tables in (*seen, GPT(config).bfloat16().encoding.tables(at, at)):
+        for a, b in zip(tables, expected, strict=True):
+            assert torch.equal(a, b) and a.dtype == torch.float32
     assert len(seen) == 2
-    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(seen[0], expected, strict=True))
-
-
-@layouts
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_callers_dtype_comes_back(layout: str, dtype: torch.dtype) -> None:
-    x = vectors(3, D).to(dtype)
-    turned = rope.rotate(x, rope.angles(torch.arange(3), rope.inv_freq(D)), layout)
-    assert turned.dtype == dtype
-    exact = rope.rotate(x.double(), rope.angles(torch.arange(3), rope.inv_freq(D)), layout)
-    torch.testing.assert_close(turned.double(), exact, atol=2 * torch.finfo(dtype).eps + 1e-7, rtol=2e-2)
 
 
 def test_long_term_decay_is_the_logit_of_ones() -> None:
-    f = rope.inv_freq(D, dtype=torch.float64)
-    distance = torch.arange(300)
+    f, distance = rope.inv_freq(D, dtype=torch.float64), torch.arange(300)
     ones = torch.ones(300, D, dtype=torch.float64)
-    logits = (rope.rotate(ones, rope.angles(distance, f)) * ones[0]).sum(-1) / D
     decay = rope.long_term_decay(distance, f)
-    torch.testing.assert_close(decay, logits, atol=1e-12, rtol=0)
+    torch.testing.assert_close(decay, (rope.rotate(ones, rope.angles(distance, f)) * ones[0]).sum(-1) / D)
     assert decay[0] == 1 and decay[200:].mean() < decay[:100].mean() < 1
-    slower = rope.long_term_decay(distance, rope.inv_freq(D, 1e6, dtype=torch.float64))
-    assert slower[100:].mean() > decay[100:].mean()
 
 
-def test_rope_serves_outside_attention() -> None:
-    """GlobalPointer's span scores: q, k for each entity type, logit[m, n] = R(m) q_m . R(n) k_n, m <= n."""
-    q, k = vectors(2, 3, 7, D), vectors(2, 3, 7, D, seed=1)             # (B, types, T, D)
-    a = rope.angles(torch.arange(7), rope.inv_freq(D, dtype=torch.float64))
-    scores = rope.rotate(q, a) @ rope.rotate(k, a).mT
-    scores = scores.masked_fill(torch.ones(7, 7, dtype=torch.bool).tril(-1), -torch.inf)
-    for m in range(7):
-        for n in range(m, 7):
-            relative = matrix(angle(n) - angle(m), "half")
-            expected = torch.einsum("bhd,de,bhe->bh", q[:, :, m], relative, k[:, :, n])
-            torch.testing.assert_close(scores[:, :, m, n], expected, atol=1e-10, rtol=0)
-    assert scores[:, :, 3, 2].isneginf().all()
-
-
-@pytest.mark.parametrize("L", [32, 128, 4096])
-def test_hope_stops_the_pairs_without_a_whole_turn(L: int) -> None:
-    f = rope.inv_freq(64)
-    found = rope.stop_unfinished(f, L)
-    turns = [L * 10_000 ** (-2 * i / 64) / (2 * math.pi) for i in range(32)]
-    assert found.tolist() == [x if n >= 1 else 0 for x, n in zip(f.tolist(), turns, strict=True)]
-    assert 0 < (found == 0).sum() < 32
-
-
-def test_rope_id_goes_from_a_turn_in_32_positions_to_two_turns_in_L() -> None:
-    f = rope.inv_freq_in_sight(32, 4096)
-    assert f.shape == (16,) and 2 * math.pi / f[0].item() == pytest.approx(32)
-    assert 4096 * f[-1].item() == pytest.approx(4 * math.pi)
-    torch.testing.assert_close(f[1:] / f[:-1], (f[1] / f[0]).expand(15))
-
-
-def test_the_spectrum_is_that_of_the_config(tiny) -> None:
-    at = torch.arange(9)[None]
-    for spectrum, expected in (("geometric", rope.inv_freq(8)), ("rope_id", rope.inv_freq_in_sight(8, 32)),
-                               ("hope", rope.stop_unfinished(rope.inv_freq(8), 32))):
-        encoding = lively(tiny("rope", "position.fraction=0.5", f"position.spectrum={spectrum}")).encoding
-        found, factor = encoding.frequencies(at)
-        assert torch.equal(found, expected) and factor == 1
-    scaled = lively(tiny("rope", "position.spectrum=hope", 'position.scaling={method="pi",factor=4.0}'))
+def test_a_spectrum_keeps_its_pairs_under_a_scaling_or_refuses_it() -> None:
+    scaled = model_of("rope", 'position.spectrum=hope position.scaling={method="pi",factor=4.0}')
     expected = rope.stop_unfinished(rope.inv_freq(16), 32) / 4          # the same pairs stand still
-    assert torch.equal(scaled.encoding.frequencies(at)[0], expected)
-
-
-def test_a_scaling_of_rope_id_is_refused(tiny) -> None:
+    assert torch.equal(scaled.encoding.frequencies(torch.arange(9)[None])[0], expected)
     with pytest.raises(UserError, match="position.scaling .*: changes a base, which spectrum = rope_id"):
-        tiny("rope", "position.spectrum=rope_id", 'position.scaling={method="pi",factor=4.0}')
-    config = tiny("rope", "position.spectrum=rope_id")
+        config_of("rope", 'position.spectrum=rope_id position.scaling={method="pi",factor=4.0}')
+    config = config_of("rope", "position.spectrum=rope_id")
     (method,) = parse("yarn").methods
     assert "changes a base" in method.problem(lively(config), config, 64)
+
+
+# --- Positions with two axes
+
+
+def grid(batch: int = 1, T: int = 30) -> torch.Tensor:
+    """Random positions (batch, T, 2)."""
+    return torch.randint(0, 50, (batch, T, 2), generator=torch.Generator().manual_seed(batch))
+
+
+@layouts
+def test_logits_depend_on_the_difference_along_each_axis_alone(layout: str) -> None:
+    model, x, at = model_of("rope_2d", f"position.layout={layout}"), tokens((1, 30)), grid()
+    plain = model(x, positions=at)
+    for shift in ((11, 0), (0, 11), (7, 40)):
+        torch.testing.assert_close(model(x, positions=at + torch.tensor(shift)), plain, atol=1e-4, rtol=0)
+    for axis in (0, 1):
+        moved = at.clone()
+        moved[0, 5, axis] += 1
+        assert (model(x, positions=moved) - plain).abs().max() > 1e-2
+    assert (model(x, positions=at.flip(-1)) - plain).abs().max() > 1e-2
+
+
+def test_chatglms_answer_keeps_one_axis_and_advances_the_other() -> None:
+    """ChatGLM-6B: text at (0 ... n - 1, 0), answers at (n - 1, 1 ...), n by row; decoded from a cache."""
+    model, x, T = model_of("rope_2d"), tokens((2, 30)), 30
+    at = torch.zeros(2, T, 2, dtype=torch.long)
+    for row, n in enumerate((10, 20)):
+        at[row, :, 0] = torch.arange(T).clamp(max=n - 1)
+        at[row, :, 1] = (torch.arange(T) - n + 1).clamp(min=0)
+    for pos in (at, grid(), grid(2)):
+        whole, cache = model(x, positions=pos), model.new_cache()
+        parts = [model(x[:, i:j], positions=pos[:, i:j], cache=cache) for i, j in ((0, 7), (7, 8), (8, T))]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
+        alone = model(x[1:], positions=pos[-1:])
+        torch.testing.assert_close(alone, whole[1:], atol=1e-4, rtol=1e-4)
+
+
+def test_scaling_acts_on_the_frequencies_of_each_axis() -> None:
+    encoding = model_of("rope_2d", 'position.scaling={method="yarn",factor=4.0,beta_fast=4.0}').encoding
+    f, factor = encoding.frequencies(torch.arange(30))
+    expected, _ = YaRN(factor=4.0, beta_fast=4.0).frequencies(D // 2, 1e4, 32, torch.arange(30))
+    assert torch.equal(f, expected) and factor > 1.1 and f.shape == (D // 4,)
+
+
+def test_positions_of_other_shapes_are_refused() -> None:
+    model, x, t = model_of("rope_2d"), tokens((1, 30)), torch.arange(30)
+    for same in (t, t[None], t[None, :, None].expand(1, -1, 2)):        # one axis is used for both
+        assert torch.equal(model(x, positions=same), model(x))
+    for at in (grid()[..., :1], torch.zeros(1, 30, 3), grid()[None], grid()[:, :7]):
+        with pytest.raises(ValueError, match="position"):
+            model(x, positions=at)
+    for switch in ("position.temperature=log_n", "position.scale_invariant=10"):
+        with pytest.raises(ValueError, match="one axis"):
+            model_of("rope_2d", switch)(x, positions=grid())
+    for name, n_axes in ((name, n) for name in ENCODINGS if name != "rope_2d" for n in (1, 2, 3)):
+        with pytest.raises(ValueError, match="position"):
+            model_of(name)(x, positions=torch.zeros(1, 30, n_axes, dtype=torch.long))

@@ -1,0 +1,140 @@
+"""Attention the explicit way, in fp64: logits from an encoding's hooks, and one softmax over all pairs.
+
+The tests of encodings compare the model, or formulas, with these. Models are made once, so no test may change
+the model that it gets from `model_of`.
+"""
+
+import math
+from functools import cache
+
+import torch
+from conftest import ROOT, TINY, lively
+from torch import Tensor
+
+from config import Config, load_config
+from model import GPT
+from positions import ENCODINGS, At, Encoding
+
+AFTER_THEIR_SCORES = {"pope", "bam", "tapa"}    # a temperature multiplies these logits, not the queries
+
+
+@cache
+def config_of(name: str, overrides: str = "") -> Config:
+    """A tiny config, of two layers and two heads of 16 channels; overrides are separated by spaces."""
+    return load_config(ROOT / "configs" / "none.toml", [
+        *TINY, "model.vocab_size=257", f"position.encoding={name}", *overrides.split()])
+
+
+@cache
+def model_of(name: str, overrides: str = "", dtype: torch.dtype = torch.float64) -> GPT:
+    """A model with large random parameters. Every test gets the same one."""
+    return lively(config_of(name, overrides)).to(dtype)
+
+
+def causal(Tq: int, Tk: int) -> Tensor:
+    """The keys (Tq, Tk) that each query, of the last Tq tokens, sees."""
+    return torch.ones(Tq, Tk, dtype=torch.bool).tril(Tk - Tq)
+
+
+def logits_of(encoding: Encoding, q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, x: Tensor | None = None,
+              layer: int = 1, documents: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+    """Logits (B, H, Tq, Tk) of q (B, H, Tq, D) and k (B, G, Tk, D), before any switch; -inf where masked.
+
+    x (B, Tk, C) is the layer's input, which `features` gets; `seen` (Tq, Tk) is causal by default.
+    """
+    features = None if x is None else encoding.features(x, layer)
+    if features is not None:                                            # (B, H, Tk, F)
+        documents = torch.zeros(x.shape[:2]) if documents is None else documents
+        lengths = documents[0].unique_consecutive(return_counts=True)[1].tolist()
+        alone = features.split(lengths, dim=2)                          # each document mixes its own tokens
+        features = torch.cat([encoding.mix(part, layer, None) for part in alone], dim=2)
+    at = At(q_pos, k_pos, layer, encoding.tables(q_pos, k_pos), features)
+    turned_q, turned_k = encoding.rotate(q, k, at)
+    k, turned_k = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, turned_k))
+    hidden = ~(causal(q.shape[2], k.shape[2]) if seen is None else seen)
+    logits = (turned_q @ turned_k.mT / math.sqrt(q.shape[3])).masked_fill(hidden, -torch.inf)
+    after = encoding.scores(logits, q, k, at)
+    assert torch.equal(after.isneginf(), hidden.expand_as(after)) and not after.isnan().any()
+    return after
+
+
+def temperature_of(model: GPT, config: Config, layer: int, q_pos: Tensor) -> Tensor:
+    """The factor of each query, (B, 1 or H, Tq, 1), from the formulas."""
+    n, L = q_pos[:, None, :, None].double() + 1, config.train.seq_len
+    return {"none": lambda: torch.ones_like(n),
+            "log_n": lambda: (n.log() / math.log(L)).clamp(min=1),
+            "ssmax": lambda: dict(model.named_parameters())["temperature.s"][layer, :, None, None] * n.log(),
+            "llama4": lambda: 1 + 0.1 * (1 + (n / L).floor()).log(),
+            "ministral3": lambda: 1 + 0.1 * (1 + ((n - 1) / L).floor()).log(),
+            }[config.position.temperature]()
+
+
+def scale_invariant(logits: Tensor, distance: Tensor, tau: float) -> Tensor:
+    """Equation 16 of Anson 2025, with a(0) = 1 and m(0) = 0."""
+    a = (2 * (distance.double() / tau + 1).log() + 1).sqrt()
+    return a * logits + 1 - a**2
+
+
+def layers_of(config: Config) -> tuple[set[int], set[int]]:
+    """The layers that have the encoding, and those that have the temperature."""
+    p, every = config.position, set(range(config.model.n_layer))
+    named = {"all": every, "first": {0}}[p.layers] if isinstance(p.layers, str) else set(p.layers)
+    encoded = {n for n in named if not p.skip_every or (n + 1) % p.skip_every}
+    return encoded, {"all": every, "encoded": encoded, "unencoded": every - encoded}[p.temperature_layers]
+
+
+def visible(config: Config, layer: int, T: int, documents: Tensor | None) -> Tensor:
+    """The keys (T, T) that each query sees. documents (T,)."""
+    m, i, j = config.model, torch.arange(T)[:, None], torch.arange(T)
+    seen, start = j <= i, torch.zeros(T, dtype=torch.long)
+    if documents is not None:
+        seen = seen & (documents[:, None] == documents)
+        start = torch.searchsorted(documents, documents)                # chunks begin anew in each document
+    if m.full_every and (layer + 1) % m.full_every == 0:
+        return seen
+    if m.window:
+        seen = seen & (i - j < m.window)
+    if m.chunk:
+        own = (torch.arange(T) - start) // m.chunk
+        seen = seen & (own[:, None] == own)
+    return seen
+
+
+def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
+                 documents: Tensor | None = None, farthest: int | None = None) -> Tensor:
+    """What a layer's attention returns, (B, T, C), for its normalised input x at pos (1 or B, T).
+
+    documents (B, T), the same in each row. Pairs further apart than `farthest` are as if at that distance.
+    All switches are applied here, by their formulas.
+    """
+    a, p, name = model.blocks[layer].attention, config.position, config.position.encoding
+    q, k, v = (y(x).unflatten(-1, (-1, config.model.head_width)).transpose(1, 2) for y in (a.q, a.k, a.v))
+    q, k, v = a.q_norm(q), a.k_norm(k), v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    encoded, tempered = layers_of(config)
+    is_encoded = layer in encoded and p.drop_at > 0
+    encoding = model.encoding if is_encoded else ENCODINGS["none"](None, config_of("none").position)
+    factor = temperature_of(model, config, layer, pos) if layer in tempered else torch.ones(())
+    q, after = (q, factor) if is_encoded and name in AFTER_THEIR_SCORES else (q * factor, 1)
+    seen = visible(config, layer, x.shape[1], None if documents is None else documents[0])
+    logits = logits_of(encoding, q, k, pos, pos, x, layer, documents, seen)
+    distance = (pos[:, :, None] - pos[:, None]).clamp(min=0)[:, None]
+    if farthest is not None:
+        far = torch.full_like(pos, farthest), torch.zeros_like(pos)
+        logits = logits.where(distance < farthest, logits_of(encoding, q, k, *far, x, layer, documents, seen))
+        distance = distance.clamp(max=farthest)
+    logits = logits.masked_fill(~seen, 0) * after
+    if p.scale_invariant:
+        logits = scale_invariant(logits, distance, p.scale_invariant)
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    return a.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+def watched(model: GPT, *args: Tensor, **arguments: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The normalised input and the output of each layer's attention in one forward."""
+    found: list[tuple[Tensor, Tensor]] = []
+    handles = [block.attention.register_forward_hook(lambda _, given, out: found.append((given[0], out)))
+               for block in model.blocks]
+    model(*args, **arguments)
+    for handle in handles:
+        handle.remove()
+    return found

@@ -235,9 +235,6 @@ def check_positions(model: GPT, config: Config) -> None:
     if limit and t.position_range and t.position_range > limit:
         raise UserError(f"train.position_range {t.position_range}: {name} ends at position {limit}; use "
                         "train.positions=plain or choose another encoding")
-    if t.positions == "rfs" and not model.encoding.takes_floats:
-        raise UserError(f"train.positions rfs: {name} takes integer positions only; use random or pose, or "
-                        "choose another encoding")
 
 
 def dry_run(config: Config) -> None:

@@ -30,7 +30,7 @@ import rope
 from docs.properties import HOOKS, SHAPE, Properties, added, biases, logits, make, overridden, properties
 from evaluation.report import DASHES, STYLES
 from positions import ENCODINGS, Encoding
-from positions.invariance import factor_and_bias
+from positions.switches import factor_and_bias
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
 

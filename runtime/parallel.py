@@ -117,8 +117,8 @@ def parallelize(model: GPT, config: Config, process: Process) -> nn.Module:
     if config.train.parallel == "ddp":
         model.to(process.device)
         # what is not in all layers, or is dropped, may have weights that get no gradient
-        is_partial = config.position.drop_at < 1 or any(
-            len(layers) < len(model.blocks) for layers in (model.encoded_layers, model.tempered_layers))
+        is_partial = config.position.drop_at < 1 or len(set(model.encodings)) > 1 or (
+            config.position.temperature_layers != "all")
         return DistributedDataParallel(model, [process.device] if process.device.type == "cuda" else None,
                                        find_unused_parameters=is_partial)
     mesh = init_device_mesh(process.device.type, (process.world_size,))

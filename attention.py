@@ -59,15 +59,12 @@ class Bias(NamedTuple):
     k: Tensor  # not rotated, (B, G or H, Tk, D)
     at: At
 
-
-def bias_of(encoding: Encoding, q: Tensor, k: Tensor, at: At) -> Bias | None:
-    """The bias of an encoding on unrotated queries and keys; None if it has no `scores`."""
-    if not encoding.has_scores():
-        return None
-    if isinstance(encoding, Tempered):      # the factor is on the query alone: what is inside may still fold
-        q, at = encoding.temper(q, at)
-        encoding = encoding.inner
-    return Bias(encoding, q, k, at)
+    def inside(self) -> Bias:
+        """The same with the temperature on q, if any: the encoding that it acts on may fold."""
+        if not isinstance(self.encoding, Tempered):
+            return self
+        q, at = self.encoding.temper(self.q, self.at)
+        return self._replace(encoding=self.encoding.inner, q=q, at=at)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
@@ -76,7 +73,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
 
     Rotated q (B, H, Tq, D or wider), k (B, G, Tk, as wide) and v (B, G, Tk, D) -> (B, H, Tq, D).
     """
-    limits = mask.window, mask.chunk
+    limits, bias = (mask.window, mask.chunk), bias and bias.inside()
     if limits in mask.flex and mask.is_causal and not dropout:
         is_masked = any(limits) or mask.documents is not None
         if flex.serves(v, bias and bias.encoding, is_masked):
@@ -96,7 +93,8 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
     """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""
     D, Tq, Tk = v.shape[-1], q.shape[2], k.shape[2]
     encoding: Any = None if bias is None else bias.encoding             # with `fold` and `folds_sums`
-    k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
+    if k.shape[1] < q.shape[1]:
+        k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
     is_cut = bias is not None and encoding.folds_sums and Tq > MIN_ROWS     # its sums lose digits over many
     if bias is not None and not is_cut:
         q, k = encoding.fold(q, k, bias.at)
@@ -145,7 +143,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
     n_each = 1 if bias is None else 2                                   # `scores` hold more numbers per logit
     limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
     n_rows = math.ceil(Tq / math.ceil(Tq / max(1, limit // (B * H * Tk))))      # blocks of equal size
-    k, v = (for_each_head(x, H) for x in (k, v))
+    if k.shape[1] < H:
+        k, v = (for_each_head(x, H) for x in (k, v))
     if bias is not None:
         bias = bias._replace(k=for_each_head(bias.k, H))
 

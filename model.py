@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Mask, attend, bias_of
+from attention import Bias, Mask, attend
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.switches import TEMPERATURES, layer_encodings
@@ -76,11 +76,6 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     device = x.device.type      # the device "meta" has no autocast; before torch 2.13 asking breaks the graph
     is_on = device != "meta" and torch.is_autocast_enabled(device)
     return x.to(torch.get_autocast_dtype(device)) if is_on else x
-
-
-def last_of(x: Tensor, n: int) -> Tensor:
-    """The last n of the tokens x (B, T, C): x itself if n == T, as a slice would add a copy in backward."""
-    return x if x.shape[1] == n else x[:, -n:]
 
 
 class Cache:
@@ -170,7 +165,7 @@ class Attention(nn.Module):
             k, v, features = cache.append(at.layer, k, v, features)     # of all Tk tokens
         if features is not None:
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
-        bias = bias_of(encoding, q, k, at)                              # None if logits stay q k^T / sqrt(D)
+        bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         mask = mask._replace(is_causal=self.is_causal, window=self.window, chunk=self.chunk)
         y = self.attend(q, k, v, mask, bias, self.dropout if self.training else 0.0)    # (B, H, Tq, D)
@@ -178,7 +173,8 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, Tq: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the last Tq tokens, keys and values of all x (B, T, C), by heads."""
-        projected = self.q(last_of(x, Tq)), self.k(x), self.v(x)
+        last = x if x.shape[1] == Tq else x[:, -Tq:]                    # a slice would add a copy in backward
+        projected = self.q(last), self.k(x), self.v(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
         return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
 
@@ -223,7 +219,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, cache: Cache | None) -> Tensor:
         y = self.attention(in_autocast_dtype(self.attention_norm(x)), encoding, at, mask, cache)
-        x = last_of(x, y.shape[1]) + self.dropout(self.attention_post_norm(y))
+        x = x if x.shape == y.shape else x[:, -y.shape[1]:]
+        x = x + self.dropout(self.attention_post_norm(y))
         y = self.mlp(in_autocast_dtype(self.mlp_norm(x)))
         return x + self.dropout(self.mlp_post_norm(y))
 
@@ -280,7 +277,7 @@ class GPT(nn.Module):
 
     def active(self) -> Encoding:
         """The encoding, unless it was dropped."""
-        return self.no_encoding if self.is_dropped else self.encoding
+        return self.no_encoding if self._is_dropped else self.encoding
 
     def choose_encodings(self) -> None:
         """Make the list of what acts in each layer; to be called after a change of the temperature."""
@@ -296,7 +293,7 @@ class GPT(nn.Module):
         x = self.hidden(tokens, positions, cache, documents)            # (B, T, C)
         if targets is None:
             return self.logits(x)                                       # (B, T, V)
-        return mean_loss(x.flatten(0, 1), self.head_weight(), targets.flatten())
+        return mean_loss(x.flatten(0, 1), (self.head or self.embedding).weight, targets.flatten())
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
                documents: Tensor | None = None, last: int | None = None) -> Tensor:
@@ -308,7 +305,8 @@ class GPT(nn.Module):
         assert documents is None or (cache is None and last is None)
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
-        tables = self._tables(q_pos, k_pos)
+        # one set of tables for all layers of an encoding
+        tables = {each: each.tables(q_pos, k_pos) for each in dict.fromkeys(self.encodings)}
         mask = Mask(documents=documents, in_order=positions is None)
         if self.flex and mask.in_order and cache is None and tokens.device.type in flex.DEVICES:
             limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
@@ -319,21 +317,13 @@ class GPT(nn.Module):
         for layer, (block, encoding) in enumerate(zip(self.blocks, self.encodings, strict=True)):
             if last and last < tokens.shape[1] and layer == len(self.blocks) - 1:
                 q_pos, mask = q_pos[:, -last:], mask._replace(flex={})
-                tables = self._tables(q_pos, k_pos)
+                tables = {encoding: encoding.tables(q_pos, k_pos)}
             x = block(x, encoding, At(q_pos, k_pos, layer, tables[encoding]), mask, cache)
         return self.norm(x)
 
-    def _tables(self, q_pos: Tensor, k_pos: Tensor) -> dict[Encoding, Any]:
-        """Each encoding of the layers -> what its layers share."""
-        return {encoding: encoding.tables(q_pos, k_pos) for encoding in dict.fromkeys(self.encodings)}
-
     def logits(self, x: Tensor) -> Tensor:
         """Output of `hidden` (..., C) -> logits (..., V)."""
-        return F.linear(x, self.head_weight())
-
-    def head_weight(self) -> Tensor:
-        """The output matrix (V, C)."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(x, (self.head or self.embedding).weight)
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
         """The given positions, or those that follow the cache's, (1 or B, T) or (1 or B, T, 2); checked."""

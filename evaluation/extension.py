@@ -33,7 +33,7 @@ from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.switches import Constant, LogN, ScaleInvariant, Temperature, Tempered, Wrapper
 from runtime.errors import UserError, did_you_mean
-from runtime.schema import describe_choice, explain
+from runtime.schema import describe_choice
 
 
 class Extension(BaseModel):
@@ -45,9 +45,9 @@ class Extension(BaseModel):
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         """Why it cannot be applied to this model, or None."""
-        is_rotary = isinstance(model.encoding, RoPE)
         if self.needs_rotary and model.is_dropped:
             return "needs a rotary encoding, and this run has dropped its own"
+        is_rotary = isinstance(model.encoding, RoPE)
         return "needs a rotary encoding" if self.needs_rotary and not is_rotary else None
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
@@ -219,9 +219,9 @@ class Part(NamedTuple):
 def attend_regrouped(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
                      dropout: float = 0.0) -> Tensor:
     """`attend`, in parts where every token sees itself and all before it: without logits of masked pairs."""
-    is_whole = mask.is_causal and mask.in_order and q.shape[2] == k.shape[2] and mask.documents is None
-    is_whole = is_whole and mask.limit(k.shape[2]) is None
-    if bias is not None and isinstance(bias.encoding, Regrouped) and is_whole:
+    bias, Tk = bias and bias.inside(), k.shape[2]
+    is_whole = mask.is_causal and mask.in_order and q.shape[2] == Tk and mask.documents is None
+    if is_whole and mask.limit(Tk) is None and bias is not None and isinstance(bias.encoding, Regrouped):
         parts = bias.encoding.parts(bias.q, bias.k, bias.at)
         if parts is not None:
             return attend_in_parts(parts, v)
@@ -472,13 +472,7 @@ class Extend(NamedTuple):
 
 def parse(spec: str) -> Extend:
     """Parse `METHOD[:key=value,...]`, several joined by +, values as in TOML. Raises UserError."""
-    methods = []
-    for part in spec.split("+"):
-        name, _, arguments = part.partition(":")
-        if name not in EXTENSIONS:
-            hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
-            raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
-        methods.append(make(name, arguments, spec))
+    methods = [make(*part.partition(":")[::2], spec) for part in spec.split("+")]
     changes = [method.changes for method in methods]
     if len(set(changes)) < len(changes):
         raise UserError(f"--extend {spec}: two methods change the same thing; give each its own --extend")
@@ -489,27 +483,29 @@ def parse(spec: str) -> Extend:
 
 
 def make(name: str, arguments: str, spec: str) -> Extension:
-    """Make the method `name` from arguments `key=value,...`."""
+    """Make the method `name` of an --extend from arguments `key=value,...`."""
+    if name not in EXTENSIONS:
+        hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
+        raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
+    schema: type[BaseModel] = SCALINGS.get(name, EXTENSIONS[name])
     try:
         given = tomllib.loads(f"x = {{{arguments}}}")["x"]
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., such as factor=4 or "
-                        "long_factor=[1.0,2.0]") from error
-    try:
         if name not in SCALINGS:
             return EXTENSIONS[name].model_validate(given)
         SCALINGS[name].for_context(2, 2, given)
         return Rescaled(method=SCALINGS[name], given=given)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., such as factor=4 or "
+                        "long_factor=[1.0,2.0]") from error
     except ValidationError as error:
         first = error.errors()[0]
-        missing = [str(one["loc"][0]) for one in error.errors() if one["type"] == "missing"]
-        if missing:
-            fields = SCALINGS[name].model_fields
-            form = {key: "[...]" if "list" in str(fields[key].annotation) else "..." for key in missing}
-            raise UserError(f"--extend {spec}: needs {' and '.join(missing)}; write --extend '{name}:"
-                            f"{','.join(f'{key}={value}' for key, value in form.items())}'") from error
-        raise UserError(explain(f"--extend {name}.{first['loc'][0]}", [first], f"in {spec!r}",
-                                SCALINGS.get(name, EXTENSIONS[name]), name)) from error
+        key, keys = str(first["loc"][0]), [key for key in schema.model_fields if key != "method"]
+        problem = f"{first['msg'].replace('Input should', 'must')}, got {first['input']!r}"
+        if first["type"] == "missing":
+            problem = f"missing; write --extend '{name}:{key}=...'"
+        elif first["type"] == "extra_forbidden":
+            problem = f"unknown option{did_you_mean(key, keys) or f'; its options are {keys}'}"
+        raise UserError(f"--extend {spec}: {name}.{key}: {problem}") from error
 
 
 def rotary(model: GPT) -> RoPE:

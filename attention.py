@@ -93,7 +93,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
     """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""
     D, Tq, Tk = v.shape[-1], q.shape[2], k.shape[2]
     encoding: Any = None if bias is None else bias.encoding             # with `fold` and `folds_sums`
-    if k.shape[1] < q.shape[1]:
+    if v.shape[1] < q.shape[1]:
         k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
     is_cut = bias is not None and encoding.folds_sums and Tq > MIN_ROWS     # its sums lose digits over many
     if bias is not None and not is_cut:
@@ -143,7 +143,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
     n_each = 1 if bias is None else 2                                   # `scores` hold more numbers per logit
     limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
     n_rows = math.ceil(Tq / math.ceil(Tq / max(1, limit // (B * H * Tk))))      # blocks of equal size
-    if k.shape[1] < H:
+    if v.shape[1] < H:
         k, v = (for_each_head(x, H) for x in (k, v))
     if bias is not None:
         bias = bias._replace(k=for_each_head(bias.k, H))

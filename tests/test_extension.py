@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from conftest import features_of, lively, slow_except, tokens
 
 import attention
 import rope
-from attention import Mask
 from evaluation import extension
 from evaluation.extension import EXTENSIONS, Regrouped, Regrouping, Rescaled, extended, parse
 from model import GPT
@@ -95,27 +93,6 @@ def placed(m: int, n: int, s: int, w: int) -> int:
 def test_regrouping_is_each_pair_at_its_own_angle(spec: str, angle_of, is_seen, tiny) -> None:
     expected = brute_force(angle_of, is_seen or (lambda m, n: True))
     torch.testing.assert_close(logits_under(spec, tiny), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_dual_chunk_attention_is_its_formula(tiny, monkeypatch) -> None:
-    """In fp64, in blocks of rows, with packed documents and two query heads for each key."""
-    monkeypatch.setattr(attention, "MAX_BLOCK", 8 * 100 * 7)
-    monkeypatch.setattr(rope, "inv_freq", partial(rope.inv_freq, dtype=torch.float64))
-    config = tiny("rope", "model.n_head=4", "model.n_kv_head=2")        # 4 heads of 8 channels
-    model, T, s, w = lively(config).double(), 70, 13, 6
-    x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    at, documents, layer = torch.arange(T)[None], torch.arange(T)[None] // 50, model.blocks[1].attention
-    with extended(model, config, parse(f"dual_chunk:chunk={s},window={w}").methods, T):
-        encoding = model.encodings[1]
-        found = layer(x, encoding, At(at, at, 1, encoding.tables(at, at)), Mask(documents=documents))
-    q, k, v = (p(x)[0].unflatten(-1, (-1, 8)) for p in (layer.q, layer.k, layer.v))
-    f, mixed = rope.inv_freq(8), torch.zeros(T, 4, 8, dtype=torch.float64)
-    for h, i in itertools.product(range(4), range(T)):
-        keys = range(i // 50 * 50, i + 1)
-        logits = [rope.rotate(q[i, h], placed(i, j, s, w) * f) @ rope.rotate(k[j, h // 2], j % s * f)
-                  for j in keys]
-        mixed[i, h] = (torch.stack(logits) / 8**0.5).softmax(0) @ v[keys.start:keys.stop, h // 2]
-    torch.testing.assert_close(found[0], layer.o(mixed.flatten(1)), atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", slow_except(RELATIVE, "rope", "t5"))
@@ -275,15 +252,6 @@ def test_by_default_the_longest_distance_is_one_that_was_trained(spec: str, T: i
     method = parse(spec).methods[0]
     m, n = method.far(torch.tensor([[T - 1]]), torch.tensor([[0]]), L, T)
     assert L / 2 < (m - n).item() < L
-
-
-def test_windows_follow_the_length_of_training_even_after_a_scaling(tiny) -> None:
-    """A run fine-tuned at 32 from 16: scaling starts from 16, the window is 32."""
-    config = tiny("rope", 'position.scaling={method="yarn",factor=2.0,original_length=16}')
-    model, x = lively(config), tokens((1, L))
-    assert torch.equal(under("window", model, config, x), model(x))
-    with extended(model, config, parse("window+pi").methods, 4 * L):
-        assert model.blocks[0].attention.window == L and model.encoding.scaling.factor == 4 * L / 16
 
 
 DYNAMIC = 'position.scaling={method="dynamic_ntk"}'

@@ -286,11 +286,3 @@ def test_the_comparison_sees_slopes_that_are_wrong_by_a_hundredth(way: str, monk
     monkeypatch.setattr(ALiBi, "slopes", staticmethod(lambda H: [1.01 * slope for slope in slopes(H)]))
     with pytest.raises(AssertionError, match="allowed"):
         check(training, CASES["alibi"], "cpu", way)
-
-
-def test_the_reference_is_explicit_and_in_fp64() -> None:
-    explicit.cache_clear()
-    with mock.patch("attention.attend_fused", lambda *args: pytest.fail("a kernel was used")):
-        exact = explicit(training, CASES["rope"], torch.float64)
-    rounded = Computed({name: tensor.float().double() for name, tensor in exact.tensors.items()})
-    assert 0 < max(rounded.errors(exact).values()) < 1e-6

@@ -110,10 +110,10 @@ def spied(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("name", FOLDED)
 def test_folding_long_texts_gives_the_same_as_blocks(name: str, tiny, monkeypatch) -> None:
-    """Logits, gradients, windows and decoding from a cache."""
+    """Logits, gradients, windows, temperatures and decoding from a cache."""
     monkeypatch.setattr(attention, "MIN_ROWS", 16)
-    for window in ((), ("model.window=9",)):
-        model = lively(tiny(name, "model.n_kv_head=1", *window)).double()
+    for options in ((), ("model.window=9",), ("position.temperature=ssmax",)):
+        model = lively(tiny(name, "model.n_kv_head=1", *options)).double()
         x, y = tokens((2, 40)), tokens((2, 40), 1)
         found = []
         for fold_from, path in ((8, "attend_fused"), (99, "attend_in_blocks")):

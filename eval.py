@@ -238,7 +238,7 @@ def measure(args: argparse.Namespace, path: Path, head: dict[str, Any], evaluati
         trained += f" and {head['positions']} positions below {head['position_range']}"
     print(f"{args.run}: {trained}, on {measured}, in {head['dtype']}", flush=True)
     if head["positions"] != "plain":
-        print(f"evaluated at {'equidistant positions' if evaluation.model.span else 'positions 0, 1, 2 ...'}")
+        print("evaluated at positions 0, 1, 2 ...")
     for extend in evaluation.extends[1:]:
         same = [length for length in evaluation.possible if evaluation.is_as_without(extend, length)]
         if same:

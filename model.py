@@ -11,15 +11,16 @@ channels of a head (C // H by default), V vocabulary. Loss in nats per token.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Mask, attend
+from attention import Bias, Mask, attend
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
-from positions.temperature import TEMPERATURES, Temperature
+from positions.switches import TEMPERATURES, layer_encodings
 from runtime import flex
 from runtime.gradients import DividedByRms, SiluTimes
 from runtime.loss import mean_loss
@@ -77,11 +78,6 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if is_on else x
 
 
-def last_of(x: Tensor, n: int) -> Tensor:
-    """The last n of the tokens x (B, T, C). All of them are x itself: a slice would be copied backwards."""
-    return x if x.shape[1] == n else x[:, -n:]
-
-
 class Cache:
     """Keys (before `rotate`), values and positions of all tokens so far, so that each is computed only once.
 
@@ -91,7 +87,7 @@ class Cache:
 
     def __init__(self, n_layer: int) -> None:
         self.positions: Tensor | None = None                            # (1 or B, Tk), or (..., axes)
-        self.layers: list[list[Tensor] | None] = [None] * n_layer
+        self.layers: list[list[Any] | None] = [None] * n_layer
 
     def next_position(self) -> int:
         """The largest position so far plus 1; 0 for an empty cache."""
@@ -104,13 +100,13 @@ class Cache:
         self.positions = positions
         return positions
 
-    def append(self, layer: int, new: list[Tensor]) -> list[Tensor]:
-        """Add a layer's new keys, values (B, G, T, D), features (B, H, T, F). -> those of all tokens."""
-        old = self.layers[layer]
+    def append(self, layer: int, *new: Tensor | None) -> list[Any]:
+        """Add a layer's keys, values (B, G, T, D), features (B, H, T, F) or None. -> those of all tokens."""
+        old, made = self.layers[layer], list(new)
         if old is not None:
-            new = [torch.cat(pair, dim=2) for pair in zip(old, new, strict=True)]
-        self.layers[layer] = new
-        return new
+            made = [x if x is None else torch.cat((past, x), dim=2) for past, x in zip(old, new, strict=True)]
+        self.layers[layer] = made
+        return made
 
 
 class RMSNorm(nn.RMSNorm):
@@ -152,7 +148,7 @@ class Attention(nn.Module):
         super().__init__()
         C, H, G, D = config.n_embd, config.n_head, config.n_kv_head or config.n_head, config.head_width
         self.head_dim, self.dropout = D, config.dropout
-        self.is_causal = True
+        self.is_causal, self.attend = True, attend                      # methods of --extend replace it
         self.window, self.chunk = (config.window, config.chunk) if is_local else (None, None)
         self.q = nn.Linear(C, H * D, bias=config.bias or config.qkv_bias)
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
@@ -161,24 +157,26 @@ class Attention(nn.Module):
         self.q_norm = HeadNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, temperature: Tensor | None = None,
+    def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask,
                 cache: Cache | None = None) -> Tensor:
-        projected = self.q(last_of(x, at.q_pos.shape[1])), self.k(x), self.v(x)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                   for y in projected)                                  # (B, H, Tq, D), (B, G, T, D) twice
-        q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
-        if temperature is not None and not encoding.applies_temperature:
-            q, temperature = (q * temperature).to(q.dtype), None
+        q, k, v = self.project(x, at.q_pos.shape[1])                    # (B, H, Tq, D), (B, G, T, D) twice
         features = encoding.features(x, at.layer)                       # (B, H, T, F) or None
         if cache is not None:
-            k, v, *rest = cache.append(at.layer, [k, v] if features is None else [k, v, features])
-            features = rest[0] if rest else None                        # (B, G or H, Tk, ...) each
+            k, v, features = cache.append(at.layer, k, v, features)     # of all Tk tokens
         if features is not None:
-            features = encoding.mix(features, at.layer, mask.documents)
-        at = at._replace(features=features, temperature=temperature)
+            at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
+        bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
+        q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         mask = mask._replace(is_causal=self.is_causal, window=self.window, chunk=self.chunk)
-        y = attend(q, k, v, encoding, at, mask, self.dropout if self.training else 0.0)     # (B, H, Tq, D)
+        y = self.attend(q, k, v, mask, bias, self.dropout if self.training else 0.0)    # (B, H, Tq, D)
         return self.o(y.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor, Tq: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of the last Tq tokens, keys and values of all x (B, T, C), by heads."""
+        last = x if x.shape[1] == Tq else x[:, -Tq:]                    # a slice would add a copy in backward
+        projected = self.q(last), self.k(x), self.v(x)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
+        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
 
 
 class MLP(nn.Module):
@@ -219,11 +217,10 @@ class Block(nn.Module):
             make_norm(config) if config.post_norm else nn.Identity() for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, temperature: Tensor | None,
-                cache: Cache | None) -> Tensor:
-        y = in_autocast_dtype(self.attention_norm(x))
-        y = self.attention(y, encoding, at, mask, temperature, cache)
-        x = last_of(x, y.shape[1]) + self.dropout(self.attention_post_norm(y))
+    def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, cache: Cache | None) -> Tensor:
+        y = self.attention(in_autocast_dtype(self.attention_norm(x)), encoding, at, mask, cache)
+        x = x if x.shape == y.shape else x[:, -y.shape[1]:]
+        x = x + self.dropout(self.attention_post_norm(y))
         y = self.mlp(in_autocast_dtype(self.mlp_norm(x)))
         return x + self.dropout(self.mlp_post_norm(y))
 
@@ -232,9 +229,8 @@ class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
     `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's;
-    (B, T, A) for an encoding with A axes. After train.positions = "rfs" they are real numbers, by default
-    equidistant. `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see
-    one another; it excludes a cache. Raises ValueError for wrong positions.
+    (B, T, 2) for rope_2d. `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which
+    do not see one another; it excludes a cache. Raises ValueError for wrong positions.
     """
 
     def __init__(self, config: Config) -> None:
@@ -251,17 +247,12 @@ class GPT(nn.Module):
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self._init_weights()
         # made last: with equal seeds all other weights are equal under every encoding
+        self.options, self.encoded_layers = config.position, encoded_layers(config)
         self.encoding = ENCODINGS[config.position.encoding](shape, config.position)
-        self.encoded_layers = encoded_layers(config)
-        self.no_encoding: Encoding = NoPE(shape, config.position)
-        self.is_dropped = is_dropped(config, 0)         # set it after training, or when a run is loaded
-        every, only = set(range(c.n_layer)), config.position.temperature_layers
-        self.tempered_layers = {"all": every, "encoded": self.encoded_layers,
-                                "unencoded": every - self.encoded_layers}[only]
+        self.no_encoding = NoPE(shape, config.position)
         self.temperature = TEMPERATURES[config.position.temperature](shape)
-        # the span of equidistant positions; 0: positions 0, 1, 2 ...
-        self.span = config.train.position_range if config.train.positions == "rfs" else 0
-        self.seq_len = shape.seq_len
+        self._is_dropped = is_dropped(config, 0)
+        self.choose_encodings()
 
     def _init_weights(self) -> None:
         """Normal, std 0.02; last matrix of each sublayer over sqrt(2 n_layer). Radford et al. 2019, 2.3."""
@@ -273,9 +264,25 @@ class GPT(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the encoding was dropped; set it during training, and when a run is loaded."""
+        return self._is_dropped
+
+    @is_dropped.setter
+    def is_dropped(self, is_dropped: bool) -> None:
+        if is_dropped != self._is_dropped:
+            self._is_dropped = is_dropped
+            self.choose_encodings()
+
     def active(self) -> Encoding:
         """The encoding, unless it was dropped."""
-        return self.no_encoding if self.is_dropped else self.encoding
+        return self.no_encoding if self._is_dropped else self.encoding
+
+    def choose_encodings(self) -> None:
+        """Make the list of what acts in each layer; to be called after a change of the temperature."""
+        self.encodings = layer_encodings(self.active(), self.no_encoding, self.temperature, self.options,
+                                         self.encoded_layers, len(self.blocks))
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""
@@ -286,7 +293,7 @@ class GPT(nn.Module):
         x = self.hidden(tokens, positions, cache, documents)            # (B, T, C)
         if targets is None:
             return self.logits(x)                                       # (B, T, V)
-        return mean_loss(x.flatten(0, 1), self.head_weight(), targets.flatten())
+        return mean_loss(x.flatten(0, 1), (self.head or self.embedding).weight, targets.flatten())
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
                documents: Tensor | None = None, last: int | None = None) -> Tensor:
@@ -298,75 +305,43 @@ class GPT(nn.Module):
         assert documents is None or (cache is None and last is None)
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
-        active, temperatures = self.active(), self.temperature(q_pos)
-        tables = active.tables(q_pos, k_pos)
-        is_plain = positions is None and not self.span
-        mask = Mask(documents=documents, in_order=is_plain)
-        if self.flex and is_plain and cache is None and tokens.device.type in flex.DEVICES:
+        # one set of tables for all layers of an encoding
+        tables = {each: each.tables(q_pos, k_pos) for each in dict.fromkeys(self.encodings)}
+        mask = Mask(documents=documents, in_order=positions is None)
+        if self.flex and mask.in_order and cache is None and tokens.device.type in flex.DEVICES:
             limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
             mask = mask._replace(flex=flex.block_masks(limits, tokens.shape[1], documents, tokens.device))
         x = self.embedding(tokens)
         x = x * self.embedding_scale if self.embedding_scale != 1 else x
-        x = self.dropout(active.embed(x, q_pos))                        # (B, T, C)
-        for layer, block in enumerate(self.blocks):
+        x = self.dropout(self.active().embed(x, q_pos))                 # (B, T, C)
+        for layer, (block, encoding) in enumerate(zip(self.blocks, self.encodings, strict=True)):
             if last and last < tokens.shape[1] and layer == len(self.blocks) - 1:
                 q_pos, mask = q_pos[:, -last:], mask._replace(flex={})
-                tables, temperatures = active.tables(q_pos, k_pos), self.temperature(q_pos)
-            encoding = active if layer in self.encoded_layers else self.no_encoding
-            temperature = temperatures[layer] if layer in self.tempered_layers else None
-            x = block(x, encoding, At(q_pos, k_pos, layer, tables), mask, temperature, cache)
+                tables = {encoding: encoding.tables(q_pos, k_pos)}
+            x = block(x, encoding, At(q_pos, k_pos, layer, tables[encoding]), mask, cache)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
         """Output of `hidden` (..., C) -> logits (..., V)."""
-        return F.linear(x, self.head_weight())
-
-    def head_weight(self) -> Tensor:
-        """The output matrix (V, C)."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(x, (self.head or self.embedding).weight)
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
-        """The given positions, or those that follow the cache's, (1 or B, T) or (1 or B, T, A); checked."""
-        limit, name = self.active().max_length, type(self.active()).__name__
-        if positions is None and self.span:
-            positions = self._equidistant(tokens, cache)
-        elif positions is None:
+        """The given positions, or those that follow the cache's, (1 or B, T) or (1 or B, T, 2); checked."""
+        limit, (B, T) = self.active().max_length, tokens.shape
+        if positions is None:
             first = cache.next_position() if cache is not None else 0
-            last = first + tokens.shape[1] - 1
-            positions = torch.arange(first, last + 1, device=tokens.device)
-        elif limit:     # reading the maximum waits for the device
-            last = int(positions.max())
+            positions = torch.arange(first, first + T, device=tokens.device)
+            last = first + T - 1
+        elif limit:
+            last = int(positions.max())                                 # waits for the device
         if limit and last >= limit:
+            name = type(self.active()).__name__
             raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, got {last}")
         positions = positions[None] if positions.dim() == 1 else positions
-        n_axes, shape = self.encoding.n_axes, tuple(positions.shape)
-        if len(shape) != 2 and (len(shape) != 3 or n_axes == 1 or shape[2] != n_axes):
-            axes = f" or (B, T, {n_axes})" if n_axes > 1 else ""
-            raise ValueError(f"{name} takes positions (T,) or (B, T){axes}, got {shape}")
-        if shape[0] not in (1, len(tokens)) or shape[1] != tokens.shape[1]:
-            raise ValueError(f"give a position for each of the tokens {tuple(tokens.shape)}, got {shape}")
-        if positions.is_floating_point() and not self.active().takes_floats:
-            raise ValueError(f"{name} takes integer positions, got {positions.dtype}")
-        if len(shape) == 3 and (type(self.temperature) is not Temperature or self.encoding.tau):
-            raise ValueError("positions must have one axis under position.temperature and "
-                             f"position.scale_invariant, got {shape}")
-        if cache is not None and cache.positions is not None and cache.positions.dim() != len(shape):
-            raise ValueError(f"the cache's positions are {tuple(cache.positions.shape)}: give positions= "
-                             f"with as many axes at each step, got {shape}")
+        is_axial = positions.shape[2:] == (getattr(self.encoding, "n_axes", 1),)
+        if positions.shape[:2] not in ((1, T), (B, T)) or not (positions.dim() == 2 or is_axial):
+            raise ValueError(f"give a position for each of the tokens {(B, T)}, got {tuple(positions.shape)}")
         return positions
-
-    def _equidistant(self, tokens: Tensor, cache: Cache | None) -> Tensor:
-        """RFS, arXiv:2602.14050: of n tokens so far, i = 0 ... n - 1 is at (i + 1/2) span / max(L, n).
-
-        -> positions of the new tokens, (T,). Beyond L each new token moves the cached ones, which are rotated
-        anew; as with dynamic NTK, keys of deeper layers were computed at earlier positions.
-        """
-        n_old = 0 if cache is None or cache.positions is None else cache.positions.shape[1]
-        n = n_old + tokens.shape[1]
-        positions = (torch.arange(n, device=tokens.device) + 0.5) * (self.span / max(self.seq_len, n))
-        if cache is not None and n_old:
-            cache.positions = positions[None, :n_old]
-        return positions[n_old:]
 
     def n_parameters(self) -> int:
         """Number of trained parameters; shared ones count once."""
@@ -380,8 +355,8 @@ class GPT(nn.Module):
         v are 2 H D each for (T + 1) / 2 keys on average, times 3. PaLM and nanoGPT count all keys: double.
         q k^T takes more in layers where the encoding widens q and k; what `scores` does is not counted.
         """
-        widening = [self.active().widening if layer in self.encoded_layers else 1
-                    for layer in range(len(self.blocks))]               # of q and k, by layer
+        wider = getattr(self.active(), "widening", 1)                   # times as wide as D: q and k
+        widening = [wider if layer in self.encoded_layers else 1 for layer in range(len(self.blocks))]
         HD = next(m.o.in_features for m in self.modules() if isinstance(m, Attention))
         weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
         products = sum(3 * HD * (w + 1) * (T + 1) for w in widening)

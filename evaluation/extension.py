@@ -16,20 +16,24 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise, starmap
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
+import attention
+from attention import Bias, Mask
 from config import Config
 from model import GPT, Attention, shape_of
-from positions.contract import At, Encoding, Part
+from positions import At, Encoding, NoPE
+from positions.contract import for_each_head
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
-from positions.temperature import Constant, LogN, Temperature
+from positions.switches import Constant, LogN, ScaleInvariant, Temperature, Tempered, Wrapper
 from runtime.errors import UserError, did_you_mean
-from runtime.schema import describe_choice, explain
+from runtime.schema import describe_choice
 
 
 class Extension(BaseModel):
@@ -41,11 +45,9 @@ class Extension(BaseModel):
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         """Why it cannot be applied to this model, or None."""
-        is_rotary = isinstance(model.encoding, RoPE)
-        if model.span and self.changes != "temperature" and not isinstance(self, Window):
-            return "needs positions 0, 1, 2 ...: those of train.positions = rfs stay within its range"
         if self.needs_rotary and model.is_dropped:
             return "needs a rotary encoding, and this run has dropped its own"
+        is_rotary = isinstance(model.encoding, RoPE)
         return "needs a rotary encoding" if self.needs_rotary and not is_rotary else None
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
@@ -121,30 +123,32 @@ class Regrouping(Extension):
         return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
-        L = config.train.seq_len
-        model.encoding = Regrouped(model.encoding, self, L, T)
-        if self.hides:      # in layers without the encoding too
-            model.no_encoding = Regrouped(model.no_encoding, self, L, T)
+        made: dict[Encoding, Encoding] = {}         # layers that share an encoding share the wrapper
+
+        def regrouped(encoding: Encoding) -> Encoding:
+            if isinstance(encoding, Tempered):      # a temperature depends on the true positions
+                return Tempered(regrouped(encoding.inner), encoding.temperature)
+            plain = encoding.inner if isinstance(encoding, ScaleInvariant) else encoding
+            if isinstance(plain, NoPE) and not self.hides:
+                return encoding
+            return Regrouped(encoding, self, config.train.seq_len, T)
+
+        model.encodings = [made.setdefault(encoding, regrouped(encoding)) for encoding in model.encodings]
+        for layer in attentions(model):
+            layer.attend = attend_regrouped
 
 
-class Regrouped(Encoding):
+class Regrouped(Wrapper):
     """An encoding whose far pairs are scored at the positions that a Regrouping gives them.
 
-    Rotary ones hand attention near and far pairs as two `parts`. Otherwise attention scores every pair once:
-    at its far positions, or, if the method hides far pairs, at its own. Then it scores keys again: if the
-    method hides some, all; else those that are near to some row of a block.
+    Rotary ones compute attention to near and to far pairs in parts, see `attend_regrouped`. Otherwise every
+    pair is scored once: at its far positions, or, if the method hides far pairs, at its own. Then keys are
+    scored again: if the method hides some, all; else those that are near to some row of a block.
     """
 
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
-        nn.Module.__init__(self)
-        self.inner, self.method, self.L, self.T = inner, method, L, T
-        self.max_length, self.applies_temperature = inner.max_length, inner.applies_temperature
-        self.embed = inner.embed                                # type: ignore[method-assign]
-        self.features, self.mix = inner.features, inner.mix     # type: ignore[method-assign]
-
-    @classmethod
-    def has_scores(cls) -> bool:
-        return True
+        super().__init__(inner)
+        self.method, self.L, self.T = method, L, T
 
     def far(self, at: At) -> At:
         """The same pairs at their far positions, with the tables as they are."""
@@ -153,12 +157,12 @@ class Regrouped(Encoding):
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
         at = At(q_pos, k_pos, 0, None)
-        return self.inner.tables(*(at if self.method.hides else self.far(at))[:2])
+        return super().tables(*(at if self.method.hides else self.far(at))[:2])
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         return self.inner.rotate(q, k, at if self.method.hides else self.far(at))
 
-    def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         hides, n = self.method.hides, at.k_pos[:, None, None]           # (1 or B, 1, 1, Tk)
         start = self.method.first_near(at.q_pos, self.L)[:, None, :, None]      # (1 or B, 1, Tq, 1)
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
@@ -168,26 +172,30 @@ class Regrouped(Encoding):
         else:
             again = n >= start.amin(2, keepdim=True)
         first, second = (at, self.far(at)) if hides else (self.far(at), at)
-        scored = self.inner.final_logits(logits, q, k, first)           # (B, H, Tq, Tk)
-        if not self.inner.is_relative:                                  # far positions have no meaning
+        scored = self.inner.scores(logits, q, k, first)                 # (B, H, Tq, Tk)
+        if not self.is_relative:                                        # far positions have no meaning
             return scored
         indices = again.flatten(0, 2).any(0).nonzero()[:, 0].tolist()
         keys = slice(indices[0], indices[-1] + 1) if indices else slice(0)
-        at, second, k = at.block(slice(None), keys), second.block(slice(None), keys), k[:, :, keys]
+        second, k = second.block(slice(None), keys), k[:, :, keys]
         second = second._replace(tables=self.inner.tables(second.q_pos, second.k_pos))
         q_rotated, k_rotated = self.inner.rotate(q, k, second)
         other = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
         other = other.masked_fill(logits[..., keys].isneginf(), -torch.inf)
-        other = self.inner.final_logits(other, q, k, second)
+        other = self.inner.scores(other, q, k, second)
         is_kept = (n[..., keys] >= start) == hides
         scored[..., keys] = torch.where(is_kept, scored[..., keys], other)
         return scored
 
     def parts(self, q: Tensor, k: Tensor, at: At) -> list[Part] | None:
-        if self.inner.changes_logits() or len(at.q_pos) > 1:
+        """Near and far pairs of unrotated queries and keys. No pair is in both; a pair in none is masked.
+
+        None for encodings with `scores`, and where rows have different positions.
+        """
+        if self.inner.has_scores() or len(at.q_pos) > 1:
             return None
         hides, m, far = self.method.hides, at.q_pos[0], self.far(at)    # (T,)
-        if not self.inner.is_relative:                                  # far positions have no meaning
+        if not self.is_relative:                                        # far positions have no meaning
             far = at
         elif hides:
             far = far._replace(tables=self.inner.tables(far.q_pos, far.k_pos))
@@ -197,6 +205,68 @@ class Regrouped(Encoding):
         end = start.clamp(max=self.method.n_first()) if hides else start
         return [Part(*self.inner.rotate(q, k, at), start, m + 1),
                 Part(*self.inner.rotate(q, k, far), torch.zeros_like(start), end)]
+
+
+class Part(NamedTuple):
+    """Pairs of query and key whose logits are the product of these factors over sqrt(D)."""
+
+    q: Tensor  # (B, H, T, D or wider)
+    k: Tensor  # (B, H or G, T, as wide)
+    first: Tensor  # index of the first key that each query sees in this part, (T,)
+    end: Tensor  # index after the last one, (T,): not above `first` where it sees none
+
+
+def attend_regrouped(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
+                     dropout: float = 0.0) -> Tensor:
+    """`attend`, in parts where every token sees itself and all before it: without logits of masked pairs."""
+    bias, Tk = bias and bias.inside(), k.shape[2]
+    is_whole = mask.is_causal and mask.in_order and q.shape[2] == Tk and mask.documents is None
+    if is_whole and mask.limit(Tk) is None and bias is not None and isinstance(bias.encoding, Regrouped):
+        parts = bias.encoding.parts(bias.q, bias.k, bias.at)
+        if parts is not None:
+            return attend_in_parts(parts, v)
+    return attention.attend(q, k, v, mask, bias, dropout)
+
+
+def attend_in_parts(parts: list[Part], v: Tensor) -> Tensor:
+    """The softmax over the pairs of all parts, from that of each and its normaliser. v as in `attend`."""
+    H, T = parts[0].q.shape[1:3]
+    v, blocks, n_rows, D = for_each_head(v, H), [], attention.MIN_ROWS, v.shape[-1]
+    parts = [part._replace(k=for_each_head(part.k, H)) for part in parts]
+    for rows in (slice(start, min(start + n_rows, T)) for start in range(0, T, n_rows)):
+        results = []
+        for part in parts:
+            first, end = part.first[rows, None], part.end[rows, None]   # (rows, 1)
+            inner = int(first.max()), int(end.min())                    # keys that every row sees
+            for keys in starmap(slice, pairwise(sorted({int(first.min()), *inner, int(end.max())}))):
+                is_blind, seen = torch.zeros_like(first, dtype=torch.bool), None    # (rows, 1)
+                if (keys.start, keys.stop) != inner:
+                    n = torch.arange(keys.start, keys.stop, device=v.device)
+                    seen = (n >= first) & (n < end)                     # (rows, keys)
+                    is_blind = ~seen.any(1, keepdim=True)
+                    if is_blind.all():
+                        continue
+                    seen |= is_blind                                    # a row without a key would make NaN
+                y, normaliser = softmax_and_normaliser(part.q[:, :, rows], part.k[:, :, keys], v[:, :, keys],
+                                                       seen, D**-0.5)
+                results.append((y, normaliser.masked_fill(is_blind[:, 0], -torch.inf)))
+        weights = torch.stack([normaliser for _, normaliser in results]).softmax(0)[..., None]
+        merged = sum(weight * y for weight, (y, _) in zip(weights, results, strict=True))
+        blocks.append(merged.to(v.dtype))
+    return torch.cat(blocks, dim=2)
+
+
+def softmax_and_normaliser(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None,
+                           scale: float) -> tuple[Tensor, Tensor]:
+    """Attention (B, H, rows, D) to keys that are `seen` (rows, keys), and log of the sum of exp(logits)."""
+    D, unseen = v.shape[-1], None if seen is None else torch.where(seen, 0.0, -torch.inf)
+    if q.device.type == "cpu" and not torch.is_grad_enabled():
+        y, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, attention.as_wide_as(q, v), scale=scale,
+            attn_mask=None if unseen is None else unseen.to(q.dtype)[None, None])
+        return y[..., :D], normaliser
+    logits = torch.add(torch.zeros(1, device=q.device) if unseen is None else unseen, q @ k.mT, alpha=scale)
+    return logits.softmax(-1).to(v.dtype) @ v, logits.logsumexp(-1)
 
 
 class ReRoPE(Regrouping):
@@ -303,8 +373,8 @@ class Window(Extension):
     size: int | None = Field(None, ge=1, description="number of keys that a query sees (default L)")
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
-        for attention in attentions(model):
-            attention.window = min(self.size or config.train.seq_len, attention.window or T)
+        for layer in attentions(model):
+            layer.window = min(self.size or config.train.seq_len, layer.window or T)
 
 
 class Sinks(Regrouping):
@@ -362,6 +432,7 @@ class LogNTemperature(Extension):
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         model.temperature = LogN(shape_of(config))
+        model.choose_encodings()
 
 
 class DropeTemperature(LogNTemperature):
@@ -375,6 +446,7 @@ class DropeTemperature(LogNTemperature):
     def apply(self, model: GPT, config: Config, T: int) -> None:
         factor = 1 + self.c * math.log(max(1.0, T / config.train.seq_len))
         model.temperature = Constant(shape_of(config), factor)
+        model.choose_encodings()
 
 
 EXTENSIONS: dict[str, type[Extension]] = {
@@ -400,13 +472,7 @@ class Extend(NamedTuple):
 
 def parse(spec: str) -> Extend:
     """Parse `METHOD[:key=value,...]`, several joined by +, values as in TOML. Raises UserError."""
-    methods = []
-    for part in spec.split("+"):
-        name, _, arguments = part.partition(":")
-        if name not in EXTENSIONS:
-            hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
-            raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
-        methods.append(make(name, arguments, spec))
+    methods = [make(*part.partition(":")[::2], spec) for part in spec.split("+")]
     changes = [method.changes for method in methods]
     if len(set(changes)) < len(changes):
         raise UserError(f"--extend {spec}: two methods change the same thing; give each its own --extend")
@@ -417,27 +483,29 @@ def parse(spec: str) -> Extend:
 
 
 def make(name: str, arguments: str, spec: str) -> Extension:
-    """Make the method `name` from arguments `key=value,...`."""
+    """Make the method `name` of an --extend from arguments `key=value,...`."""
+    if name not in EXTENSIONS:
+        hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
+        raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
+    schema: type[BaseModel] = SCALINGS.get(name, EXTENSIONS[name])
     try:
         given = tomllib.loads(f"x = {{{arguments}}}")["x"]
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., such as factor=4 or "
-                        "long_factor=[1.0,2.0]") from error
-    try:
         if name not in SCALINGS:
             return EXTENSIONS[name].model_validate(given)
         SCALINGS[name].for_context(2, 2, given)
         return Rescaled(method=SCALINGS[name], given=given)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., such as factor=4 or "
+                        "long_factor=[1.0,2.0]") from error
     except ValidationError as error:
         first = error.errors()[0]
-        missing = [str(one["loc"][0]) for one in error.errors() if one["type"] == "missing"]
-        if missing:
-            fields = SCALINGS[name].model_fields
-            form = {key: "[...]" if "list" in str(fields[key].annotation) else "..." for key in missing}
-            raise UserError(f"--extend {spec}: needs {' and '.join(missing)}; write --extend '{name}:"
-                            f"{','.join(f'{key}={value}' for key, value in form.items())}'") from error
-        raise UserError(explain(f"--extend {name}.{first['loc'][0]}", [first], f"in {spec!r}",
-                                SCALINGS.get(name, EXTENSIONS[name]), name)) from error
+        key, keys = str(first["loc"][0]), [key for key in schema.model_fields if key != "method"]
+        problem = f"{first['msg'].replace('Input should', 'must')}, got {first['input']!r}"
+        if first["type"] == "missing":
+            problem = f"missing; write --extend '{name}:{key}=...'"
+        elif first["type"] == "extra_forbidden":
+            problem = f"unknown option{did_you_mean(key, keys) or f'; its options are {keys}'}"
+        raise UserError(f"--extend {spec}: {name}.{key}: {problem}") from error
 
 
 def rotary(model: GPT) -> RoPE:
@@ -454,19 +522,21 @@ def attentions(model: GPT) -> list[Attention]:
 @contextmanager
 def extended(model: GPT, config: Config, methods: list[Extension], T: int) -> Iterator[None]:
     """Apply these methods for evaluation at T tokens; the model is restored afterwards."""
-    scaling = getattr(model.encoding, "scaling", None)
-    before = model.encoding, model.no_encoding, model.temperature
-    windows = [attention.window for attention in attentions(model)]
+    if not methods:
+        yield
+        return
+    scaling, before = getattr(model.encoding, "scaling", None), (model.encodings, model.temperature)
+    layers = [(layer, layer.window, layer.attend) for layer in attentions(model)]
     try:
         for method in methods:
             method.apply(model, config, T)
         yield
     finally:
-        model.encoding, model.no_encoding, model.temperature = before
+        model.encodings, model.temperature = before
         if isinstance(model.encoding, RoPE):
-            rotary(model).scaling = scaling
-        for attention, window in zip(attentions(model), windows, strict=True):
-            attention.window = window
+            model.encoding.scaling = scaling
+        for layer, window, attend in layers:
+            layer.window, layer.attend = window, attend
 
 
 def describe_extensions() -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import rope
 from positions.rotary import RotaryOptions
 from positions.scaling import NTK, SCALINGS, Base
 from runtime.errors import UserError
@@ -29,8 +28,10 @@ def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, 
     scaling = position.scaling
     if scaling is None or isinstance(scaling, NTK | Base):      # the last two only change the base
         theta = position.base
-        if scaling is not None:
-            theta = scaling.base if isinstance(scaling, Base) else rope.ntk_base(dim, theta, scaling.factor)
+        if isinstance(scaling, Base):
+            theta = scaling.base
+        elif scaling is not None:
+            theta = scaling.enlarged(theta, dim, scaling.factor)
         return {"rope_type": "default", "rope_theta": theta}, L
     original = scaling.original_length or L
     fields = scaling.model_dump(exclude_none=True, exclude={"method", "original_length"})

@@ -5,31 +5,32 @@ absolute.py     added to the embeddings: learned, integer, binary, sinusoidal
 rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos, pope, fope
 scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, yarn, llama3, longrope, mrrope,
                 base
-distance.py     biases by distance: alibi, t5, kerple, bam, fire, sandwich
-content.py      biases by content: relative_key, transformer_xl, cope, forgetting, grape_ap, dape,
-                tapa
-accumulated.py  by the tokens in between: path, path_fox, selective_rope, repo, wall
-temperature.py  factors on the queries, under any encoding: log_n, ssmax
-invariance.py   scale-invariant attention, under any encoding
+bias.py         biases by distance: alibi, t5, kerple, bam, fire, sandwich
+relative.py     products of content with a distance: relative_key, relative_key_query, transformer_xl
+gates.py        by the content of tokens: cope, forgetting, grape_ap, dape, tapa, path, path_fox,
+                selective_rope, repo, wall
+switches.py     under any encoding: temperatures, scale-invariant attention, the choice of layers
 
 To add one: a class in a file here, a line in ENCODINGS, a config (see the README). Everything else, even
 --help and the tests, reads this registry, in its order.
 """
 
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal
-from positions.accumulated import PaTH, PaTHFoX, RePo, SelectiveRoPE, Wall
-from positions.content import (
+from positions.bias import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
+from positions.contract import At, Encoding, NoPE, Options, Shape
+from positions.gates import (
     DAPE,
     GRAPEAP,
     TAPA,
     CoPE,
     Forgetting,
-    RelativeKey,
-    RelativeKeyQuery,
-    TransformerXL,
+    PaTH,
+    PaTHFoX,
+    RePo,
+    SelectiveRoPE,
+    Wall,
 )
-from positions.contract import At, Encoding, NoPE, Options, Shape
-from positions.distance import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
+from positions.relative import RelativeKey, RelativeKeyQuery, TransformerXL
 from positions.rotary import FoPE, PoPE, PRoPE, RoPE, RoPE2D, XPos
 
 __all__ = ["ENCODINGS", "At", "Encoding", "NoPE", "Options", "Shape"]

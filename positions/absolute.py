@@ -26,7 +26,7 @@ class Learned(Encoding):
     It has a hard limit: there is no row for a position beyond the training length.
     """
 
-    is_relative = takes_floats = False
+    is_relative = False
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
@@ -113,7 +113,7 @@ class Binary(Encoding):
     were always 0 in training become 1.
     """
 
-    is_relative = takes_floats = False
+    is_relative = False
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)

@@ -9,11 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-
-from positions.invariance import scale_invariant
 
 
 @dataclass(frozen=True)
@@ -29,14 +26,14 @@ class Shape:
 
 
 class At(NamedTuple):
-    """Where a hook is called. During cached decoding there are more keys than queries."""
+    """Positions, layer and shared tables of one attention call. A cache makes more keys than queries."""
 
     q_pos: Tensor  # positions of the queries, (1 or B, Tq)
     k_pos: Tensor  # positions of the keys, (1 or B, Tk)
     layer: int  # 0 is the layer next to the embeddings
     tables: Any  # what `tables` returned for this forward
     features: Tensor | None = None  # what `mix` returned for all the keys, (B, H, Tk, F)
-    temperature: Tensor | None = None  # (1 or B, 1 or H, Tq, 1), if the encoding is to apply it itself
+    temperature: Tensor | None = None  # factor of each query, (1 or B, 1 or H, Tq, 1): see switches.py
     ahead: int | None = None  # if all positions are consecutive integers: query i - key j is ahead + i - j
 
     def distance(self) -> Tensor:
@@ -46,22 +43,13 @@ class At(NamedTuple):
         """
         return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)[:, None]
 
-    def block(self, rows: slice, keys: slice | Tensor, is_consecutive: bool = False) -> At:
+    def block(self, rows: slice, keys: slice, is_consecutive: bool = False) -> At:
         """The same for a block of queries and the keys that they may see, with the tables as they are."""
-        ahead = rows.start - keys.start if is_consecutive and isinstance(keys, slice) else None
+        ahead = rows.start - keys.start if is_consecutive else None
         features = None if self.features is None else self.features[:, :, keys]
         temperature = None if self.temperature is None else self.temperature[:, :, rows]
         return self._replace(q_pos=self.q_pos[:, rows], k_pos=self.k_pos[:, keys], features=features,
                              temperature=temperature, ahead=ahead)
-
-
-class Part(NamedTuple):
-    """Pairs of query and key whose logits are the product of these factors over sqrt(D)."""
-
-    q: Tensor  # (B, H, T, D or wider)
-    k: Tensor  # (B, H or G, T, as wide)
-    first: Tensor  # index of the first key that each query sees in this part, (T,)
-    end: Tensor  # index after the last one, (T,): not above `first` where it sees none
 
 
 class Options(BaseModel):
@@ -107,25 +95,6 @@ def for_each_head(x: Tensor, n_head: int) -> Tensor:
     return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
 
 
-def slanted(products: Tensor) -> Tensor:
-    """(..., n, n + m - 1) -> (..., n, m), a view: row i starts at column n - 1 - i.
-
-    So a column for each distance becomes a column for each key, where positions are consecutive.
-    """
-    n, width = products.shape[-2:]
-    if n == 1:
-        return products
-    moved = products.flatten(-2)[..., n - 1:-1].unflatten(-1, (n, width - 1))   # each row one column further
-    return moved[..., :width + 1 - n]
-
-
-def falling(at: At) -> Tensor:
-    """The distances (Tq + Tk - 1,) whose products `slanted` takes, where positions are consecutive."""
-    assert at.ahead is not None
-    Tq, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
-    return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
-
-
 def odd_head(head_dim: int) -> dict[str, str]:
     """The `problems` of an encoding that pairs channels, if their number is odd."""
     return {"encoding": "needs an even number of channels of a head (head_dim, or n_embd / n_head), "
@@ -138,35 +107,27 @@ AnyOptions = Options    # inside Encoding the name Options means the attribute
 class Encoding(nn.Module):
     """Tells a decoder where its tokens are. Override `embed`, `rotate` or `scores`; the defaults do nothing.
 
-    Positions are passed to every call, never implied by a tensor's length, so offsets, gaps and cached
-    decoding need no extra code. They are integers, or real numbers with train.positions = "rfs" if
-    `takes_floats`. Keep derived tensors (frequencies, slopes, angles) out of the state dict: compute them in
-    `tables`, so that a checkpoint can be loaded under other options. Cast positions to fp32, but no
-    parameter, since the laws run in fp64. One instance serves all layers: parameters that differ among layers
-    have an axis 0 of n_layer, indexed by at.layer. Parameters are per query head (H), not per key head (G,
-    which may be fewer). A subclass of RoPE in positions/rotary.py gets every scaling method and every method
-    of --extend. It overrides `frequencies` for other frequencies and `rotate` for another rotation, and its
-    options subclass RotaryOptions.
+    Positions, which are integers, are passed to every call, never implied by a tensor's length, so offsets,
+    gaps and cached decoding need no extra code. Keep derived tensors (frequencies, slopes, angles) out of the
+    state dict: compute them in `tables`, so that a checkpoint can be loaded under other options. Cast
+    positions to fp32; leave parameters in their dtype, since the laws run in fp64. One instance serves all
+    layers: parameters that differ among layers have an axis 0 of n_layer, indexed by at.layer. Parameters are
+    per query head (H), not per key head (G, which may be fewer). A subclass of RoPE in positions/rotary.py
+    gets every scaling method and every method of --extend. It overrides `frequencies` for other frequencies
+    and `rotate` for another rotation, and its options subclass RotaryOptions.
     """
 
     Options: ClassVar[type[Options]] = Options
-    is_relative: ClassVar[bool] = True  # do the logits depend on distances alone? (tested)
-    n_axes: ClassVar[int] = 1  # above 1, positions may be (1 or B, T, n_axes) too, one number for each axis
-    takes_floats: ClassVar[bool] = True  # is it defined at positions between the integers? (tested)
+    is_relative: bool = True  # do the logits depend on distances alone? (tested)
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
-    applies_temperature: bool = False  # does it multiply by at.temperature? Else q is, before the hooks
-    widening: ClassVar[int] = 1  # how many times wider `rotate` returns q and k (tested)
-    can_fold: bool = False  # does `fold` give the same result as `scores`?
-    folds_sums: ClassVar[bool] = False  # does `fold` lose digits over many queries? Then it gets few of them
-    tau: float = 0.0  # position.scale_invariant
-    # FlexAttention may serve it: `scores` adds f(head, layer, distance), then applies at.temperature if any
+    # does `scores` add f(head, layer, distance), then apply at.temperature if any? Then attention may compute
+    # it once for each distance, and FlexAttention may serve it
     by_distance: ClassVar[bool] = False
 
     def __init__(self, shape: Shape, options: AnyOptions) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position]."""
         super().__init__()
-        self.tau = options.scale_invariant
 
     def warning(self) -> str | None:
         """One line about options that are allowed but probably a mistake, if any."""
@@ -192,7 +153,7 @@ class Encoding(nn.Module):
         return None
 
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
-        """What tokens take from earlier ones: features of all keys (B, H, Tk, F) -> at.features, as many.
+        """Mix features causally over time: those of all keys (B, H, Tk, F) -> at.features, as many.
 
         Convolutions and sums over time belong here, since `features` does not see cached tokens. documents
         (B, Tk) numbers packed documents, which must not see one another, if there are several.
@@ -216,43 +177,6 @@ class Encoding(nn.Module):
         in blocks of queries, not the fused kernel.
         """
         return logits
-
-    def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """What `scores` adds, times sqrt(D), as a product of further channels appended to q and k.
-
-        q (B, H, Tq, D) and k (B, H, Tk, D) are rotated. It may differ by a constant along each row of logits,
-        which the softmax ignores, and it holds for keys at positions up to the query's. With `can_fold` the
-        encoding runs in the fused kernel on long texts.
-        """
-        return q, k
-
-    def final_logits(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        """`scores`, then scale-invariant attention if it is on. Attention calls this; do not override it."""
-        if self.by_distance and at.ahead is not None and at.temperature is None:
-            bias = self.bias_at(falling(at), q, at)                     # (H, P)
-            logits = logits + slanted(bias[:, None].expand(-1, logits.shape[2], -1))
-        else:
-            logits = self.scores(logits, q, k, at)
-        return scale_invariant(logits, at.distance(), self.tau) if self.tau else logits
-
-    def bias_at(self, distance: Tensor, q: Tensor, at: At) -> Tensor:
-        """With `by_distance`: what `scores` adds to logits of q (B, H, Tq, D) at distances (P,), (H, P)."""
-        H, P, dtype = q.shape[1], len(distance), torch.promote_types(q.dtype, torch.float32)
-        none, logits = q.new_zeros(()), torch.zeros(1, H, 1, P, device=q.device, dtype=dtype)
-        at = at._replace(q_pos=torch.zeros_like(distance[None, :1]), k_pos=-distance[None], temperature=None)
-        q, k = none.expand(1, H, 1, q.shape[3]), none.expand(1, H, P, q.shape[3])
-        return self.scores(logits, q, k, at)[0, :, 0]
-
-    def parts(self, q: Tensor, k: Tensor, at: At) -> list[Part] | None:
-        """Factors that `final_logits` amounts to if every token sees itself and all before it, or None.
-
-        No pair is in two of these parts, a pair in none is masked. It needs no logits of masked pairs.
-        """
-        return None
-
-    def changes_logits(self) -> bool:
-        """Whether `final_logits` does anything."""
-        return self.has_scores() or self.tau > 0
 
     @classmethod
     def acts_in_layers(cls) -> bool:

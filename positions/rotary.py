@@ -78,6 +78,7 @@ class RoPE(Encoding):
     """
 
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
+    angles = staticmethod(rope.angles)      # positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)
 
     def __init__(self, shape: Shape, options: RotaryOptions) -> None:
         super().__init__(shape, options)
@@ -106,10 +107,6 @@ class RoPE(Encoding):
         if self.spectrum == "hope":     # the same pairs under every scaling
             f = f.where(rope.stop_unfinished(plain, self.seq_len) > 0, 0.0)
         return f, factor
-
-    def angles(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
-        """Positions (1 or B, T) -> radians (1 or B, T, R/2)."""
-        return rope.angles(positions, inv_freq)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
         tables = self.cos_and_sin(q_pos, k_pos, *self.frequencies(k_pos))
@@ -154,7 +151,8 @@ class RoPE2D(RoPE):
     Options = RoPE2DOptions
     n_axes = 2
 
-    def angles(self, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    @staticmethod
+    def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
         """Positions (1 or B, T) or (1 or B, T, 2) -> radians (1 or B, T, R)."""
         if positions.dim() == 2:
             positions = positions[..., None].expand(-1, -1, 2)

@@ -1,9 +1,10 @@
-"""Scaling methods: RoPE's frequencies for contexts longer than those in training. The formulas: rope.py.
+"""Scaling methods: RoPE's frequencies f_i for contexts s times as long as those in training.
 
 `scaling = { method = "yarn", factor = 4.0 }` under [position] trains with one. To apply one to a trained
 model, set its encoding's `scaling`: it is not in the checkpoint. To add one: a class here, and in AnyScaling.
 
-Legend: T time, R rotated channels, L original length, s factor. Frequencies in radians per position.
+Legend: T time, R rotated channels, L original length, s factor. Frequencies in radians per position. At s = 1
+each method returns RoPE's to the last bit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
@@ -69,17 +71,28 @@ class Scaling(BaseModel):
 
 
 class PI(Scaling):
-    """Position interpolation: f_i / s for all pairs. Chen et al. 2023, arXiv:2306.15595, section 2.3."""
+    """Position interpolation: f_i / s for all pairs. Chen et al. 2023, arXiv:2306.15595, section 2.3.
+
+    `linear` in Hugging Face. Up to s L every angle was seen in training, but neighbours differ by less.
+    """
 
     method: Literal["pi"] = "pi"
     factor: Factor
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        return rope.interpolate(rope.inv_freq(dim, base, device=k_pos.device), self.factor), 1.0
+        return rope.inv_freq(dim, base, device=k_pos.device) / self.factor, 1.0
 
 
 class NTKAware(Scaling):
-    """What the two NTK methods share: both enlarge RoPE's base."""
+    """What the two NTK methods share: the base s^(R / (R - 2)) times as large, R >= 4.
+
+    The fastest pair keeps frequency 1, the slowest gets f / s as in PI.
+    """
+
+    @staticmethod
+    def enlarged(base: float, dim: int, factor: float) -> float:
+        """The base for s = factor."""
+        return base * factor ** (dim / (dim - 2))
 
     def problem(self, dim: int) -> str | None:
         return f"{self.method} needs 4 rotary channels or more, got {dim}" if dim < 4 else None
@@ -92,7 +105,7 @@ class NTK(NTKAware):
     factor: Factor
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        return rope.inv_freq(dim, rope.ntk_base(dim, base, self.factor), device=k_pos.device), 1.0
+        return rope.inv_freq(dim, self.enlarged(base, dim, self.factor), device=k_pos.device), 1.0
 
 
 class DynamicNTK(NTKAware):
@@ -113,15 +126,31 @@ class DynamicNTK(NTKAware):
         return (self.original_length or L) >= T
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        T = int(k_pos.max()) + 1
-        base = rope.dynamic_ntk_base(dim, base, self.factor, self.original_length or L, T)
-        return rope.inv_freq(dim, base, device=k_pos.device), 1.0
+        T, L = int(k_pos.max()) + 1, self.original_length or L
+        factor = 1 + self.factor * max(0, T - L) / L                    # this order: exactly 1 at T <= L
+        return rope.inv_freq(dim, self.enlarged(base, dim, factor), device=k_pos.device), 1.0
+
+
+def pair_that_turns(times: float, dim: int, base: float, L: int) -> float:
+    """Real-valued index of the pair that makes `times` turns in L: R ln(L / (2 pi times)) / (2 ln base).
+
+    YaRN, section 3.2. From L f / (2 pi) = times and f = base^(-2i / R); below 0 if no pair is that fast.
+    """
+    return dim * math.log(L / (2 * math.pi * times)) / (2 * math.log(base))
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """0.1 ln s + 1, on both cos and sin, so its square is on the logits. YaRN, section 3.4."""
+    return 0.1 * math.log(factor) + 1
 
 
 class YaRN(Scaling):
-    """Fast pairs kept, slow ones f_i / s; cos, sin times 0.1 ln s + 1. Peng 2023, arXiv:2309.00071, 3.4.
+    """Fast pairs kept, slow ones f_i / s; cos, sin times 0.1 ln s + 1. Peng 2023, arXiv:2309.00071, 3.2, 3.4.
 
-    The default betas were tuned at L = 2048 ... 4096. At L of some hundreds few pairs turn 32 times.
+    NTK-by-parts: f' = (1 - g) f + g f / s, g = clamp((i - low) / (high - low), 0, 1). low and high are the
+    indices of the pairs that turn beta_fast and beta_slow times within L. `truncate` rounds them outwards,
+    and they are clamped to 0 ... R - 1 as in the authors' code. The default betas were tuned at L = 2048 ...
+    4096. At L of some hundreds few pairs turn 32 times.
     """
 
     method: Literal["yarn"] = "yarn"
@@ -137,9 +166,14 @@ class YaRN(Scaling):
         None, gt=0, description="factor on cos and sin (default: 0.1 ln s + 1)")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        f = rope.yarn(rope.inv_freq(dim, base, device=k_pos.device), base, self.factor,
-                      self.original_length or L, self.beta_fast, self.beta_slow, self.truncate)
-        return f, self.attention_factor or rope.yarn_attention_factor(self.factor)
+        f, L = rope.inv_freq(dim, base, device=k_pos.device), self.original_length or L
+        low, high = (pair_that_turns(beta, dim, base, L) for beta in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        i = torch.arange(dim // 2, dtype=f.dtype, device=f.device)
+        g = ((i - low) / max(high - low, 1e-3)).clamp(0, 1)             # low = high: a step
+        return torch.lerp(f, f / self.factor, g), self.attention_factor or yarn_attention_factor(self.factor)
 
     def changes_nothing(self, L: int, T: int) -> bool:
         return self.factor == 1 and self.attention_factor in (None, 1.0)
@@ -149,7 +183,7 @@ class YaRN(Scaling):
 
     def warning(self, dim: int, base: float, L: int) -> str | None:
         L = self.original_length or L
-        if rope.pair_that_turns(self.beta_fast, dim, base, L) >= 1:
+        if pair_that_turns(self.beta_fast, dim, base, L) >= 1:
             return None
         turns = [L / (2 * math.pi) * base ** (-2 * i / dim) for i in (1, dim // 8)]
         and_slow = ", and beta_slow below that" if turns[1] <= self.beta_slow else ""
@@ -161,7 +195,9 @@ class YaRN(Scaling):
 class Llama3(Scaling):
     """Long wavelengths f_i / s, short ones kept, a mix between. Llama 3.1, meta-llama/llama-models.
 
-    The wavelength of a pair is 2 pi / f_i. Meta uses s = 8 and L = 8192.
+    f' = (1 - g) f / s + g f, g = clamp((turns - low) / (high - low), 0, 1), turns = L f / (2 pi), low and
+    high = low_freq_factor and high_freq_factor. In Meta's code s = 8 and L = 8192; its paper,
+    arXiv:2407.21783, does not have it.
     """
 
     method: Literal["llama3"] = "llama3"
@@ -173,9 +209,10 @@ class Llama3(Scaling):
                                "the two, a mix that is linear in the number of turns")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        f = rope.llama3(rope.inv_freq(dim, base, device=k_pos.device), self.factor, self.original_length or L,
-                        self.low_freq_factor, self.high_freq_factor)
-        return f, 1.0
+        f = rope.inv_freq(dim, base, device=k_pos.device)
+        turns = (self.original_length or L) * f / (2 * math.pi)
+        g = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return torch.lerp(f / self.factor, f, g.clamp(0, 1)), 1.0
 
     def problem(self, dim: int) -> str | None:
         return self.unless_above("high_freq_factor", "low_freq_factor")
@@ -202,7 +239,7 @@ class LongRoPE(Scaling):
         L = self.original_length or L
         f = rope.inv_freq(dim, base, device=k_pos.device)
         factors = self.long_factor if int(k_pos.max()) + 1 > L else self.short_factor
-        return f / f.new_tensor(factors), rope.longrope_attention_factor(self.factor, L)
+        return f / f.new_tensor(factors), math.sqrt(1 + math.log(self.factor) / math.log(L))
 
     def problem(self, dim: int) -> str | None:
         for key in ("short_factor", "long_factor"):
@@ -215,8 +252,10 @@ class LongRoPE(Scaling):
 class MrRoPE(Scaling):
     """MrRoPE-Pro: from f_i for fast pairs to f_i / s, ever more steeply; cos, sin as yarn. arXiv:2601.22181.
 
-    2026, training-free; the formula is in rope.py. Pairs with more than beta_fast turns in L are kept; at L
-    of some hundreds there are few or none, as with yarn.
+    f'_i = f_i / s^(m (m + 1) / (n (n + 1))), m = clamp(i - low, 0, n). low is the last pair with more than
+    beta_fast turns in L, or 0; low + n is the first with fewer than beta_slow. Seen as digits in a mixed
+    radix, pair low + k passes a factor s^(2 (k + 1) / (n (n + 1))) on to all slower pairs: little at first,
+    more and more towards the slow ones. The factors multiply to s. 2026, training-free.
     """
 
     method: Literal["mrrope"] = "mrrope"
@@ -227,9 +266,13 @@ class MrRoPE(Scaling):
         1.0, gt=0, le=1e6, description="pairs with fewer turns within L are interpolated")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        f = rope.mrrope(rope.inv_freq(dim, base, device=k_pos.device), self.factor, self.original_length or L,
-                        self.beta_fast, self.beta_slow)
-        return f, rope.yarn_attention_factor(self.factor)
+        f = rope.inv_freq(dim, base, device=k_pos.device)
+        turns = (self.original_length or L) * f / (2 * math.pi)         # falls with i
+        low = (turns > self.beta_fast).sum().sub(1).clamp(min=0)
+        n = ((turns >= self.beta_slow).sum() - low).clamp(min=1)
+        m = (torch.arange(len(f), device=f.device) - low).clamp(min=0).minimum(n)
+        f = f / self.factor ** (m * (m + 1) / (n * (n + 1))).to(f.dtype)
+        return f, yarn_attention_factor(self.factor)
 
     def problem(self, dim: int) -> str | None:
         return self.unless_above("beta_fast", "beta_slow")

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
-from positions import At, Encoding
-from positions.invariance import factor_and_bias
+from positions import Encoding
+from positions.bias import bias_at
+from positions.switches import ScaleInvariant, factor_and_bias
 
 DEVICES = {"cuda"}      # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
 Limits = tuple[int | None, int | None]      # window and chunk of a layer
@@ -58,39 +59,37 @@ def split_into_chunks(documents: Tensor, chunk: int) -> Tensor:
     return ((index - start) % chunk == 0).cumsum(dim=1)
 
 
-def serves(q: Tensor, encoding: Encoding, is_masked: bool) -> bool:
+def serves(v: Tensor, encoding: Encoding | None, is_masked: bool) -> bool:
     """Whether the kernel applies and is worth it: a bias by distance, or a mask that is not only causal."""
-    is_served = encoding.by_distance if encoding.has_scores() else is_masked or encoding.tau > 0
-    return q.shape[-1] >= MIN_WIDTH and is_served
+    if isinstance(encoding, ScaleInvariant):
+        encoding, is_masked = encoding.inner if encoding.inner.has_scores() else None, True
+    return v.shape[-1] >= MIN_WIDTH and (is_masked if encoding is None else encoding.by_distance)
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, block_mask: Any) -> Tensor:
-    """softmax(encoding(q k^T / sqrt(D))) v. Unrotated q (B, H, T, D), k and v (B, G, T, D) -> as q."""
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, bias: Any, block_mask: Any) -> Tensor:
+    """As `attend` in attention.py, whose Bias, or None, is the bias."""
     score_mod = None
-    if encoding.changes_logits():
-        bias = None
-        if encoding.has_scores():
-            bias = encoding.bias_at(torch.arange(q.shape[2], device=q.device), q, at)   # (H, T)
-        temperature = None
-        if at.temperature is not None and encoding.has_scores():        # else `rotate` applies it
-            temperature = at.temperature[0, :, :, 0].expand(q.shape[1], -1)     # (H, T)
-        a = m = None
-        if encoding.tau:
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            distance = torch.arange(q.shape[2], device=q.device, dtype=dtype)
+    if bias is not None:
+        encoding, at, T = bias.encoding, bias.at, q.shape[2]
+        table = temperature = a = m = None
+        if isinstance(encoding, ScaleInvariant):
+            distance = torch.arange(T, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
             a, m = factor_and_bias(distance, encoding.tau)              # (T,) each
+            encoding = encoding.inner
+        if encoding.has_scores():
+            table = bias_at(encoding, torch.arange(T, device=q.device), bias.q, at)     # (H, T)
+            if at.temperature is not None:
+                temperature = at.temperature[0, :, :, 0].expand(q.shape[1], -1)         # (H, T)
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             d = (i - j).abs()                                           # keys ahead are masked
-            score = score if bias is None else score + bias[h, d]
+            score = score if table is None else score + table[h, d]
             score = score if temperature is None else score * temperature[h, i]
             return score if a is None or m is None else score * a[d] + m[d]
 
-    D = q.shape[-1]
-    q, k = encoding.rotate(q, k, at)
     return fused("flex_attention", q.device)(
-        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=D**-0.5,
-        enable_gqa=q.shape[1] != k.shape[1], kernel_options=OPTIONS if encoding.changes_logits() else None)
+        q, k, v, score_mod=score_mod, block_mask=block_mask, scale=v.shape[-1]**-0.5,
+        enable_gqa=q.shape[1] != k.shape[1], kernel_options=None if bias is None else OPTIONS)
 
 
 def fused(name: str, device: torch.device) -> Callable[..., Any]:

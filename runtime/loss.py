@@ -21,22 +21,17 @@ def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
     The product is in autocast's dtype, the rest in fp32 or fp64. NaN if no target is scored.
     """
-    n_rows = chunk_rows(len(x), len(head))
-    if n_rows >= len(x):
-        return F.cross_entropy(in_fp32(F.linear(x, head)), targets, ignore_index=IGNORED)
+    if len(x) * len(head) <= MAX_LOGITS:
+        logits = F.linear(x, head)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED)
+    n_rows = max(1, MAX_LOGITS // len(head))
+    n_rows = n_rows // 256 * 256 or n_rows                              # whole tiles of a matrix product
     if torch.is_grad_enabled():
         return ChunkedLoss.apply(x, head, targets, n_rows)
     losses = [F.cross_entropy(in_fp32(F.linear(rows, head)), wanted, ignore_index=IGNORED, reduction="sum")
               for rows, wanted in zip(x.split(n_rows), targets.split(n_rows), strict=True)]
     return torch.stack(losses).sum() / (targets != IGNORED).sum()
-
-
-def chunk_rows(N: int, V: int) -> int:
-    """Rows of a chunk: all N, or as many as keep the logits within MAX_LOGITS."""
-    if N * V <= MAX_LOGITS:
-        return N
-    n_rows = max(1, MAX_LOGITS // V)
-    return n_rows // 256 * 256 or n_rows                                # whole tiles of a matrix product
 
 
 def in_fp32(x: Tensor) -> Tensor:

@@ -1,29 +1,21 @@
 """The paths of attention: each equals the explicit softmax, and needs no more memory than it should."""
 
 import math
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding_slowly, lively, slow_except, tokens
+from conftest import every_encoding_slowly, lively, tokens
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import attention
-from attention import Mask, attend_fused, attend_in_blocks, row_blocks, visible
+from attention import Bias, Mask, attend_fused, attend_in_blocks, row_blocks, visible
 from model import GPT
 from positions import ENCODINGS, At, Encoding
-from positions.distance import ALiBi
+from positions.bias import ALiBi
 from runtime import flex
 
-FOLDED = [name for name, e in ENCODINGS.items() if e.fold is not Encoding.fold]
-FUSED = [name for name, e in ENCODINGS.items() if not e.has_scores() or name in FOLDED]
+FOLDED = ["alibi", "forgetting"]
 B, H, D = 2, 12, 8      # slopes times sqrt(D) that are no powers of two
 POSITIONS = {
     "consecutive": torch.arange(24)[None],
@@ -59,6 +51,12 @@ def at_of(encoding: Encoding, pos: Tensor, Tq: int) -> At:
     return At(pos[:, -Tq:], pos, 0, encoding.tables(pos[:, -Tq:], pos))
 
 
+def by(path, q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask | None = None) -> Tensor:
+    """Attention of unrotated q and k on a path."""
+    bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
+    return path(*encoding.rotate(q, k, at), v, mask or Mask(), bias)
+
+
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("Tq", [24, 10, 1])
 @pytest.mark.parametrize("where", POSITIONS)
@@ -67,7 +65,7 @@ def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int |
     monkeypatch.setattr(attention, "MIN_ROWS", 5)
     encoding, pos, (q, k, v) = make_alibi(tiny), POSITIONS[where], inputs(24)
     q = q[:, :, -Tq:]
-    found = attend_fused(q, k, v, encoding, at_of(encoding, pos, Tq), Mask(window=window), 0.0)
+    found = by(attend_fused, q, k, v, encoding, at_of(encoding, pos, Tq), Mask(window=window))
     torch.testing.assert_close(found, explicit(q, k, v, pos, window), atol=1e-9, rtol=1e-9)
 
 
@@ -81,8 +79,8 @@ def test_folding_is_as_exact_in_bf16_as_blocks(pos: Tensor, tiny) -> None:
     q, k, v = (x.bfloat16() for x in inputs(1500))
     expected = explicit(q, k, v, pos, None)
     at = at_of(encoding, pos, 1500)
-    folded, blocks = ((attend(q, k, v, encoding, at, Mask(), 0.0) - expected).abs()
-                      for attend in (attend_fused, attend_in_blocks))
+    folded, blocks = ((by(path, q, k, v, encoding, at) - expected).abs()
+                      for path in (attend_fused, attend_in_blocks))
     assert folded.mean() <= 1.02 * blocks.mean() and folded.max() <= 1.5 * blocks.max()
     assert folded.mean() < 3e-3
 
@@ -112,10 +110,10 @@ def spied(monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("name", FOLDED)
 def test_folding_long_texts_gives_the_same_as_blocks(name: str, tiny, monkeypatch) -> None:
-    """Logits, gradients, windows and decoding from a cache."""
+    """Logits, gradients, windows, temperatures and decoding from a cache."""
     monkeypatch.setattr(attention, "MIN_ROWS", 16)
-    for window in ((), ("model.window=9",)):
-        model = lively(tiny(name, "model.n_kv_head=1", *window)).double()
+    for options in ((), ("model.window=9",), ("position.temperature=ssmax",)):
+        model = lively(tiny(name, "model.n_kv_head=1", *options)).double()
         x, y = tokens((2, 40)), tokens((2, 40), 1)
         found = []
         for fold_from, path in ((8, "attend_fused"), (99, "attend_in_blocks")):
@@ -132,7 +130,7 @@ def test_folding_long_texts_gives_the_same_as_blocks(name: str, tiny, monkeypatc
         torch.testing.assert_close(*found, atol=1e-8, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name, e in ENCODINGS.items() if not e.has_scores()])
+@pytest.mark.parametrize("name", ["rope", "pope", "none"])
 def test_on_a_cpu_bf16_trains_in_blocks_and_evaluates_in_the_kernel(name: str, tiny, monkeypatch) -> None:
     """From FUSE_FROM queries on, and in fp32, the kernel trains too."""
     model, x, y = lively(tiny(name)), tokens((2, 12)), tokens((2, 12), 1)
@@ -166,7 +164,7 @@ def grads(attend, dtype: torch.dtype, encoding, pos: Tensor, *features: Tensor) 
     q, k, v = (x.bfloat16().to(dtype).requires_grad_() for x in inputs(pos.shape[1]))
     leaves = [x.to(torch.promote_types(dtype, torch.float32)).requires_grad_() for x in features]
     at = at_of(encoding, pos, pos.shape[1])._replace(features=leaves[0] if leaves else None)
-    y = attend(q, k, v, encoding, at, Mask(), 0.0)
+    y = by(attend, q, k, v, encoding, at)
     y.backward(inputs(pos.shape[1], 1)[2].to(dtype))
     return [x.detach().double() for x in (y, *(x.grad for x in (q, k, v, *leaves)))]
 
@@ -210,117 +208,6 @@ def test_no_block_is_larger_than_its_limit(name: str, tiny, monkeypatch) -> None
     assert len(seen) > 2 * 60 * 60 * 2 * 2 // 2000 // 2                 # both layers, half the pairs
     assert max(logits.numel() for logits in seen) <= 2000
     assert {logits.dtype for logits in seen} == {torch.float32}
-
-
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation made."""
-
-    n_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, Tensor)]
-        self.n_bytes = max([self.n_bytes, *sizes])
-        return out
-
-
-@pytest.mark.parametrize("name", slow_except(FUSED, "rope", "pope", "alibi", "forgetting"))
-def test_memory_of_the_fused_path_grows_with_T(name: str, tiny) -> None:
-    """Not with T squared: in training too, and for pope, whose `rotate` returns wider q and k."""
-    model, largest = GPT(tiny(name, "model.n_layer=1", "train.seq_len=2048")), []
-    for T in (1024, 2048):
-        with LargestTensor() as mode:
-            model(tokens((1, T)), tokens((1, T), 1)).backward()
-        largest.append(mode.n_bytes)
-    assert largest[1] <= 2 * largest[0] < 1024 * 1024 * 4               # bytes of T x T logits of one head
-
-
-@contextmanager
-def kept_storages() -> Iterator[dict[int, Any]]:
-    """The storages, by address, of what is kept for the backward pass meanwhile."""
-    saved: dict[int, Any] = {}
-
-    def note(y: Tensor) -> Tensor:
-        saved[y.untyped_storage().data_ptr()] = y.untyped_storage()
-        return y
-
-    with saved_tensors_hooks(note, lambda y: y):
-        yield saved
-
-
-@pytest.mark.parametrize("name", FOLDED)
-def test_what_a_folded_encoding_keeps_grows_with_T(name: str, tiny, monkeypatch) -> None:
-    """Blocks are computed again in the backward pass, where there are several; no mask of a block is kept."""
-    monkeypatch.setattr(attention, "FUSE_FROM", 1)
-    monkeypatch.setattr(attention, "MIN_ROWS", 16)
-    monkeypatch.setattr(attention, "RECOMPUTE_FROM", 256)
-    model, sizes = GPT(tiny(name, "model.n_layer=1", "train.seq_len=1024")), []
-    for T in (256, 512, 1024):
-        with kept_storages() as saved:
-            model(tokens((1, T)), tokens((1, T), 1))
-        sizes.append(sum(storage.nbytes() for storage in saved.values()))
-    assert sizes[2] - sizes[1] <= 2.1 * (sizes[1] - sizes[0])
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_memory_for_the_last_tokens_grows_with_T(name: str, tiny, monkeypatch) -> None:
-    """Their queries have an explicit mask, which is made in blocks: all of it would be last x T."""
-    monkeypatch.setattr(attention, "MAX_BLOCK", 2**18)
-    model = GPT(tiny(name, "model.n_layer=1", "train.seq_len=2048")).eval()
-    with torch.no_grad(), LargestTensor() as mode:
-        found = model.hidden(tokens((1, 2048)), last=2000)
-    assert mode.n_bytes <= 2048 * 256 * 4                               # bytes of MIN_ROWS rows of logits
-    torch.testing.assert_close(found, model.hidden(tokens((1, 2048)))[:, -2000:], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", slow_except([name for name, e in ENCODINGS.items() if e.has_scores()], "t5"))
-def test_what_training_keeps_grows_with_T_not_its_square(name: str, tiny, monkeypatch) -> None:
-    """Of encodings with `scores`; and what is computed again is the same, also with dropout and documents."""
-    config = tiny(name, "model.n_layer=1", "model.dropout=0.2", "train.seq_len=512")
-    model, found, kept = lively(config).double().train(), [], []
-    monkeypatch.setattr(attention, "MAX_BLOCK", 2**14)
-    for recompute_from in (256, 9999):
-        monkeypatch.setattr(attention, "RECOMPUTE_FROM", recompute_from)
-        sizes = []
-        for T in (256, 512):
-            x = tokens((1, T + 1))
-            torch.manual_seed(0)
-            model.zero_grad()
-            with kept_storages() as saved:
-                loss = model(x[:, :-1], x[:, 1:], documents=(x[:, :-1] < 3).cumsum(-1))
-            sizes.append(sum(storage.nbytes() for storage in saved.values()))
-            loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-        kept.append(sizes)
-    torch.testing.assert_close(*found, atol=0, rtol=0)
-    assert kept[0][1] < 2.1 * kept[0][0] and kept[1][1] > 2.5 * kept[1][0]
-
-
-@pytest.mark.slow
-def test_peak_memory_of_the_fused_path_at_8192_tokens() -> None:
-    """Measured by the operating system over all fused encodings; T x T logits would take 512 MB."""
-    code = f"""if True:
-        import resource, torch
-        from attention import Mask, attend_fused
-        from positions import ENCODINGS, At, Options, Shape
-        shape, T = Shape(n_layer=1, n_head=2, n_embd=32, head_dim=16, seq_len=8192), 8192
-        at, peaks = torch.arange(T)[None], []
-        torch.set_grad_enabled(False)
-        for n in (256, T):
-            for name in {FUSED}:
-                encoding = ENCODINGS[name](shape, ENCODINGS[name].Options(encoding=name))
-                q, k, v = torch.randn(3, 1, 2, n, 16)
-                pos, features = at[:, :n], encoding.features(torch.randn(1, n, 32), 0)
-                if features is not None:
-                    features = encoding.mix(features, 0, None)
-                place = At(pos, pos, 0, encoding.tables(pos, pos), features)
-                attend_fused(q, k, v, encoding, place, Mask(), 0.0)
-            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        print(peaks[1] - peaks[0])
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"})
-    assert int(done.stdout) < 150_000                                   # kilobytes
 
 
 @pytest.mark.parametrize("n_rows", [1, 4, 99])

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, every_encoding, lively, slow_except, tokens
+from conftest import TINY, every_encoding, lively, tokens
 
 import train as train_module
 from evaluation.extension import extended, parse
 from hf.pretrained import resolve_config
 from model import GPT, is_dropped
-from positions import ENCODINGS, NoPE
+from positions import NoPE
 from runtime.checkpoint import load_run
 from runtime.errors import UserError
 from train import train
@@ -32,14 +32,11 @@ def test_a_dropped_encoding_leaves_a_model_without_one(name: str, tiny) -> None:
     none.load_state_dict({key: model.state_dict()[key] for key in none.state_dict()})
     model.is_dropped = True                                             # even beyond the limit of a table
     assert torch.equal(model(x), none(x))
-    cache = model.new_cache()
-    parts = [model(x[:, i:j], cache=cache) for i, j in ((0, 9), (9, 10), (10, 40))]
-    torch.testing.assert_close(torch.cat(parts, 1), none(x), atol=2e-4, rtol=1e-4)
     model.is_dropped = False
     assert name == "none" or (model(x[:, :32]) - none(x[:, :32])).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope", "kerple_log"))
+@pytest.mark.parametrize("name", ["rope", "kerple_log"])
 def test_training_uses_it_up_to_that_step_and_the_run_is_loaded_in_its_phase(name: str, tiny, monkeypatch,
                                                                              tmp_path: Path) -> None:
     """12 steps, dropped from step 6 on, with a checkpoint after each 4; the drop outlives a checkpoint."""
@@ -68,7 +65,7 @@ def test_its_temperature_is_one_factor_for_the_whole_text(tiny) -> None:
     config = tiny("rope", "position.drop_at=0")
     model, x, c = lively(config), tokens((1, 100)), 0.3
     with extended(model, config, parse(f"drope:c={c}").methods, 100):
-        factor = model.temperature(torch.arange(100)[None])[1]
+        factor = model.temperature(torch.arange(100)[None], 1)
         assert factor.shape == (1, 1, 100, 1) and (factor == factor[0, 0, 0]).all()
         assert factor[0, 0, 0].item() == pytest.approx(1 + c * math.log(100 / 32))
         changed = model(x)

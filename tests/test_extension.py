@@ -2,8 +2,6 @@
 
 import itertools
 import math
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +9,8 @@ from conftest import features_of, lively, slow_except, tokens
 
 import attention
 import rope
-from attention import Mask
-from data.tokenizer import ByteTokenizer
+from evaluation import extension
 from evaluation.extension import EXTENSIONS, Regrouped, Regrouping, Rescaled, extended, parse
-from evaluation.protocols import Evaluation, Settings
-from evaluation.windows import open_text
 from model import GPT
 from positions import ENCODINGS, At
 from positions.scaling import SCALINGS
@@ -42,11 +37,12 @@ def logits_under(spec: str, tiny, name: str = "rope") -> torch.Tensor:
     config = tiny(name)
     model = lively(config).double()
     with extended(model, config, parse(spec).methods, 48):
-        at = At(POSITIONS, POSITIONS, 0, model.encoding.tables(POSITIONS, POSITIONS))
-        turned_q, turned_k = model.encoding.rotate(q, k, at)
+        encoding = model.encodings[0]
+        at = At(POSITIONS, POSITIONS, 0, encoding.tables(POSITIONS, POSITIONS))
+        turned_q, turned_k = encoding.rotate(q, k, at)
         logits = (turned_q @ turned_k.mT) / 4
         logits = logits.masked_fill(~torch.ones(48, 48, dtype=torch.bool).tril(), -torch.inf)
-        return model.encoding.final_logits(logits, q, k, at)[0]
+        return encoding.scores(logits, q, k, at)[0]
 
 
 @pytest.mark.parametrize("name", [name for name, encoding in ENCODINGS.items() if encoding.is_relative])
@@ -61,7 +57,7 @@ def test_far_pairs_are_not_taken_for_consecutive(name: str, tiny) -> None:
     at = At(POSITIONS, POSITIONS, 0, encoding.tables(POSITIONS, POSITIONS), features_of(encoding, x))
     logits = torch.zeros(1, 2, 48, 48, dtype=torch.float64).masked_fill(
         ~torch.ones(48, 48, dtype=torch.bool).tril(), -torch.inf)
-    without, with_it = (encoding.final_logits(logits, q, k, at._replace(ahead=ahead)) for ahead in (None, 0))
+    without, with_it = (encoding.scores(logits, q, k, at._replace(ahead=ahead)) for ahead in (None, 0))
     torch.testing.assert_close(with_it, without, atol=1e-5, rtol=1e-5)
 
 
@@ -99,39 +95,9 @@ def test_regrouping_is_each_pair_at_its_own_angle(spec: str, angle_of, is_seen, 
     torch.testing.assert_close(logits_under(spec, tiny), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_dual_chunk_attention_is_its_formula(tiny, monkeypatch) -> None:
-    """In fp64, in blocks of rows, with packed documents and two query heads for each key."""
-    monkeypatch.setattr(attention, "MAX_BLOCK", 8 * 100 * 7)
-    monkeypatch.setattr(rope, "inv_freq", partial(rope.inv_freq, dtype=torch.float64))
-    config = tiny("rope", "model.n_head=4", "model.n_kv_head=2")        # 4 heads of 8 channels
-    model, T, s, w = lively(config).double(), 70, 13, 6
-    x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    at, documents, layer = torch.arange(T)[None], torch.arange(T)[None] // 50, model.blocks[1].attention
-    with extended(model, config, parse(f"dual_chunk:chunk={s},window={w}").methods, T):
-        tables = model.encoding.tables(at, at)
-        found = layer(x, model.encoding, At(at, at, 1, tables), Mask(documents=documents, in_order=True))
-    q, k, v = (p(x)[0].unflatten(-1, (-1, 8)) for p in (layer.q, layer.k, layer.v))
-    f, mixed = rope.inv_freq(8), torch.zeros(T, 4, 8, dtype=torch.float64)
-    for h, i in itertools.product(range(4), range(T)):
-        keys = range(i // 50 * 50, i + 1)
-        logits = [rope.rotate(q[i, h], placed(i, j, s, w) * f) @ rope.rotate(k[j, h // 2], j % s * f)
-                  for j in keys]
-        mixed[i, h] = (torch.stack(logits) / 8**0.5).softmax(0) @ v[keys.start:keys.stop, h // 2]
-    torch.testing.assert_close(found[0], layer.o(mixed.flatten(1)), atol=1e-12, rtol=1e-10)
-
-
-@pytest.mark.parametrize("spec", REGROUPING)
-def test_cached_decoding_equals_the_full_forward(spec: str, tiny) -> None:
-    config = tiny("rope", "model.n_kv_head=1")
-    model, x = lively(config).double(), tokens((2, 90))
-    with extended(model, config, parse(spec).methods, 90):
-        cache = model.new_cache()
-        parts = [model(x[:, i:j], cache=cache) for i, j in ((0, 30), (30, 31), (31, 60), (60, 61), (61, 90))]
-        torch.testing.assert_close(torch.cat(parts, 1), model(x), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", slow_except(RELATIVE, "rope", "t5"))
-def test_the_last_tokens_alone_are_the_end_of_all_under_every_method(name: str, tiny) -> None:
+def test_the_last_tokens_alone_and_from_a_cache_are_the_end_of_all(name: str, tiny) -> None:
+    """Under every method. Dynamic scalings move cached keys: they are evaluated by full forwards alone."""
     config, measured = tiny(name, "model.n_kv_head=1"), []
     model, x = lively(config).double(), tokens((2, 90))
     for spec in SPECS:
@@ -143,6 +109,10 @@ def test_the_last_tokens_alone_are_the_end_of_all_under_every_method(name: str, 
             whole = model.hidden(x)
             for n in (1, 40, 89):
                 torch.testing.assert_close(model.hidden(x, last=n), whole[:, -n:], atol=1e-5, rtol=1e-5)
+            if not isinstance(methods[0], Rescaled):
+                cache = model.new_cache()
+                parts = [model.hidden(x[:, i:j], cache=cache) for i, j in ((0, 30), (30, 31), (31, 90))]
+                torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
     assert "log_n" in measured
 
 
@@ -192,28 +162,16 @@ def test_every_method_runs_far_beyond_L_and_restores_the_model(spec: str, tiny) 
     assert torch.equal(model(x), before) and list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("spec", [ARGUMENTS.get(name, name) for name in SCALINGS if name != "base"]
-                         + ["log_n", "drope", "window", "dual_chunk", "dual_chunk:chunk=31"])
-def test_up_to_L_nothing_changes_bit_for_bit(spec: str, tiny) -> None:
+@pytest.mark.parametrize(("spec", "tolerance"), [
+    *((ARGUMENTS.get(name, name), 0) for name in SCALINGS if name != "base"),
+    *((spec, 0) for spec in ("log_n", "drope", "window", "dual_chunk", "dual_chunk:chunk=31")),
+    *((spec, 2e-4) for spec in ("rerope:window=100", "leaky_rerope:k=1.0", "self_extend:group=1",
+                                "leaky_rerope", "self_extend", "sinks", "lm_infinite"))])
+def test_up_to_L_nothing_changes(spec: str, tolerance: float, tiny) -> None:
+    """Bit for bit, unless each pair is scored anew."""
     config = tiny()
     model, x = lively(config), tokens((2, L))
-    assert torch.equal(under(spec, model, config, x), model(x))
-
-
-@pytest.mark.parametrize("spec", ["rerope:window=100", "leaky_rerope:k=1.0", "self_extend:group=1",
-                                  "leaky_rerope", "self_extend", "sinks", "lm_infinite"])
-def test_up_to_L_regrouping_changes_no_logits(spec: str, tiny) -> None:
-    config = tiny()
-    model, x = lively(config), tokens((2, L))
-    torch.testing.assert_close(under(spec, model, config, x), model(x), atol=2e-4, rtol=1e-4)
-
-
-def test_the_first_L_tokens_of_a_longer_text_are_as_without_dual_chunk(tiny) -> None:
-    config = tiny()
-    model, x = lively(config).double(), tokens((2, 100))
-    changed, plain = under("dual_chunk", model, config, x), model(x)
-    torch.testing.assert_close(changed[:, :L], plain[:, :L], atol=1e-5, rtol=1e-5)
-    assert (changed[:, L] - plain[:, L]).abs().max() > 1e-3
+    torch.testing.assert_close(under(spec, model, config, x), model(x), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("spec", ["yarn:beta_fast=2", "base:base=100", "rerope", "self_extend", "dual_chunk",
@@ -227,17 +185,6 @@ def test_a_subclass_of_rope_gets_every_method(spec: str, tiny) -> None:
     assert changed.isfinite().all() and (changed - model(x)).abs().max() > 1e-3
     near = 1 if spec.startswith(("base", "yarn")) else 8                # all distances below 8 are exact
     torch.testing.assert_close(changed[:, :near], model(x)[:, :near], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("spec", ["rerope", "leaky_rerope", "self_extend", "dual_chunk", "lm_infinite"])
-def test_other_distances_need_an_encoding_by_distance(spec: str, tiny) -> None:
-    """FoPE is rotary and takes every scaling, but its logits depend on the positions themselves."""
-    config = tiny("fope")
-    model = lively(config)
-    assert "depends on distances alone" in (parse(spec).methods[0].problem(model, config, 100) or "")
-    x, scaled = tokens((1, 100)), "yarn:beta_fast=2"
-    assert parse(scaled).methods[0].problem(model, config, 100) is None
-    assert (under(scaled, model, config, x) - model(x)).abs().max() > 1e-3
 
 
 def test_window_is_the_configs_window(tiny) -> None:
@@ -265,28 +212,23 @@ def test_two_methods_at_once_are_both_applied(tiny) -> None:
     model, x = lively(config), tokens((1, 100))
     both = under("rerope+log_n", model, config, x)
     with extended(model, config, parse("log_n+yarn+rerope").methods, 100):
-        assert isinstance(model.encoding, Regrouped) and model.encoding.inner.scaling.factor == 100 / L
+        assert model.encoding.scaling.factor == 100 / L
     assert model.encoding.scaling is None
     for alone in ("rerope", "log_n"):
         assert (both - under(alone, model, config, x)).abs().max() > 1e-3
     m = torch.arange(100)
     with extended(model, config, parse("rerope+log_n").methods, 100):
-        factor = model.temperature(m[None])[0].flatten()
+        factor = model.temperature(m[None], 0).flatten()
     torch.testing.assert_close(factor, ((m + 1).double().log() / math.log(L)).clamp(min=1).float())
 
 
 @pytest.mark.parametrize(("spec", "expected"), [
-    ("yarm", "did you mean yarn"), ("", "unknown method"), ("yarn:", None), ("pi:factor=x", "key=value"),
+    ("yarm", "did you mean yarn"), ("", "unknown method"), ("pi:factor=x", "key=value"),
     ("window:size=0", "window.size"), ("window:sise=3", "did you mean size"),
-    ("sinks:sinks=1.5", "an integer"),
-    ("rerope+self_extend", "same thing"),
-    ("window+sinks", "same thing"), ("dynamic_ntk+sinks", "depend on"), ("base", "needs base; write"),
-    ("yarn:factor=inf", "factor"),
-])
-def test_specs_are_checked(spec: str, expected: str | None) -> None:
-    if expected is None:
-        assert isinstance(parse(spec).methods[0], Rescaled)
-        return
+    ("sinks:sinks=1.5", "valid integer"),
+    ("window+sinks", "same thing"), ("dynamic_ntk+sinks", "depend on"), ("base", "base:base=..."),
+    ("yarn:factor=inf", "factor")])
+def test_specs_are_checked(spec: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected) as error:
         parse(spec)
     assert "\n" not in str(error.value)
@@ -312,83 +254,25 @@ def test_by_default_the_longest_distance_is_one_that_was_trained(spec: str, T: i
     assert L / 2 < (m - n).item() < L
 
 
-def test_for_absolute_encodings_sinks_are_only_a_mask(tiny) -> None:
-    config = tiny("fire")
-    model, x = lively(config), tokens((1, 60))
-    got = under("sinks:sinks=3,window=7", model, config, x)
-    explicit = Regrouped.final_logits
-
-    def masked(self, logits, q, k, at):
-        distance = at.q_pos[:, None, :, None] - at.k_pos[:, None, None, :]
-        unseen = (distance >= 7) & (at.k_pos[:, None, None, :] >= 3)
-        return self.inner.final_logits(logits.masked_fill(unseen, -torch.inf), q, k, at)
-
-    try:
-        Regrouped.final_logits = masked
-        torch.testing.assert_close(got, under("sinks:sinks=3,window=7", model, config, x))
-    finally:
-        Regrouped.final_logits = explicit
+DYNAMIC = 'position.scaling={method="dynamic_ntk"}'
+REFUSED = [
+    ("rope position.temperature=ssmax", "log_n"), ("rope model.window=16", "sinks"),
+    ("rope model.window=16", "lm_infinite"), (f"rope {DYNAMIC}", "rerope"), (f"rope {DYNAMIC}", "dual_chunk"),
+    ("rope", "self_extend:window=31"), ("rope", "leaky_rerope:window=32"), ("rope", "dual_chunk:chunk=32"),
+    ("rope", "dual_chunk:window=9"), ("rope", "dual_chunk:chunk=30,window=3"), ("rope", "yarn:beta_fast=0.5"),
+    ("alibi", "yarn"), ("alibi", "rerope"), ("alibi", "dual_chunk"), ("sinusoidal", "lm_infinite"),
+    *(("fope", spec) for spec in ("rerope", "leaky_rerope", "self_extend", "dual_chunk", "lm_infinite"))]
+FITTING = [("p_rope", "dual_chunk:chunk=20,window=12"), ("alibi", "sinks"), ("alibi", "lm_infinite"),
+           ("sinusoidal", "sinks"), ("learned", "log_n"), ("xpos", "pi"), ("p_rope", "self_extend"),
+           ("fope", "yarn:beta_fast=2")]
 
 
-def test_windows_follow_the_length_of_training_even_after_a_scaling(tiny) -> None:
-    """A run fine-tuned at 32 from 16: scaling starts from 16, the window is 32."""
-    config = tiny("rope", 'position.scaling={method="yarn",factor=2.0,original_length=16}')
-    model, x = lively(config), tokens((1, L))
-    assert torch.equal(under("window", model, config, x), model(x))
-    with extended(model, config, parse("window+pi").methods, 4 * L):
-        assert model.blocks[0].attention.window == L and model.encoding.scaling.factor == 4 * L / 16
-
-
-@pytest.mark.parametrize(("override", "spec"), [
-    ("position.temperature=ssmax", "log_n"), ("model.window=16", "sinks"), ("model.window=16", "lm_infinite"),
-    ('position.scaling={method="dynamic_ntk"}', "rerope"), ("train.seq_len=32", "self_extend:window=31"),
-    ("train.seq_len=32", "leaky_rerope:window=32"),
-    ('position.scaling={method="dynamic_ntk"}', "dual_chunk"), ("train.seq_len=32", "dual_chunk:chunk=32"),
-    ("train.seq_len=32", "dual_chunk:window=9"), ("train.seq_len=32", "dual_chunk:chunk=30,window=3")])
-def test_methods_refuse_runs_they_do_not_fit(override: str, spec: str, tiny) -> None:
-    config = tiny("rope", override)
+@pytest.mark.parametrize(("given", "spec"), REFUSED + FITTING)
+def test_methods_refuse_runs_they_do_not_fit(given: str, spec: str, tiny) -> None:
+    """A problem is one line. FoPE is rotary and takes every scaling, but needs the positions themselves."""
+    config = tiny(*given.split())
     problem = parse(spec).methods[0].problem(lively(config), config, 4 * L)
-    assert problem and "\n" not in problem
-
-
-@pytest.mark.parametrize(("name", "spec", "fits"), [
-    ("alibi", "yarn", False), ("alibi", "rerope", False), ("alibi", "dual_chunk", False),
-    ("p_rope", "dual_chunk:chunk=20,window=12", True), ("alibi", "sinks", True),
-    ("alibi", "lm_infinite", True),
-    ("sinusoidal", "lm_infinite", False), ("sinusoidal", "sinks", True), ("learned", "log_n", True),
-    ("xpos", "pi", True), ("p_rope", "self_extend", True), ("rope", "yarn:beta_fast=0.5", False),
-])
-def test_methods_name_what_they_need(name: str, spec: str, fits: bool, tiny) -> None:
-    config = tiny(name)
-    assert (parse(spec).methods[0].problem(lively(config), config, 4 * L) is None) == fits
-
-
-def test_evaluation_has_a_curve_for_each_extension(tiny, corpus_dir: Path) -> None:
-    config = tiny()
-    model, text = lively(config), open_text(None, str(corpus_dir), ByteTokenizer())
-    extends = [parse("pi"), parse("window"), parse("base:base=100")]
-    settings = Settings(["nonoverlap", "fixed", "position"], [16, 32, 64, 128], 128, 8, 6, 256)
-    evaluation = Evaluation(model, config, ByteTokenizer(), text, settings, extends)
-    records = {(r["extend"], r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
-    for length in (16, 32):
-        for protocol in ("nonoverlap", "fixed"):
-            plain = records[None, protocol, length]["nll_sum"]
-            assert records["pi", protocol, length]["nll_sum"] == plain
-            assert records["window", protocol, length]["nll_sum"] == plain
-    piece = torch.stack([torch.from_numpy(text.documents[d][end - 128:end + 1].astype("int64"))
-                         for d, end in evaluation.ends])
-    at_L = [records[extend, "fixed", 32]["nll_sum"] for extend in (None, "base:base=100")]
-    assert at_L[0] != at_L[1]                               # so truncated has to be that of the plain model
-    for spec in ("pi", "window", "base:base=100"):
-        r = records[spec, "fixed", 128]
-        logits = under(spec, model, config, piece[:, :-1])[:, -8:]
-        expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), piece[:, -8:], reduction="sum")
-        assert r["nll_sum"] == pytest.approx(expected.item(), rel=1e-4)
-        assert r["nll_sum"] != records[None, "fixed", 128]["nll_sum"]
-        assert r["truncated_nll_sum"] == records[None, "fixed", 32]["nll_sum"]
-        assert r["gain"] == pytest.approx((r["truncated_nll_sum"] - r["nll_sum"]) / r["tokens"])
-        assert evaluation.per_window[f"{spec}/fixed/128/truncated_nll"].sum() == pytest.approx(
-            r["truncated_nll_sum"])
+    assert bool(problem) == ((given, spec) in REFUSED) and "\n" not in (problem or "")
 
 
 @pytest.mark.parametrize("spec", slow_except(
@@ -419,14 +303,14 @@ def test_parts_are_the_softmax_over_all_pairs(spec: str, name: str, tiny, monkey
     ("rerope", 75 + 40 + 40), ("self_extend", 75 + 40 + 40), ("dual_chunk", 75 + 40 + 40)])
 def test_parts_compute_little_more_than_what_is_seen(spec: str, most: int, tiny, monkeypatch) -> None:
     """Keys for a query: what it sees, T / 2 on average where that is all, and at most a block more."""
-    config, n_products, attend = tiny("rope"), 0, attention.softmax_and_normaliser
+    config, n_products, attend = tiny("rope"), 0, extension.softmax_and_normaliser
 
     def counted(q, k, *rest):
         nonlocal n_products
         n_products += q.shape[2] * k.shape[2]
         return attend(q, k, *rest)
 
-    monkeypatch.setattr(attention, "softmax_and_normaliser", counted)
+    monkeypatch.setattr(extension, "softmax_and_normaliser", counted)
     monkeypatch.setattr(attention, "MIN_ROWS", 40)
     model, x = lively(config), tokens((1, 150))
     with torch.no_grad():

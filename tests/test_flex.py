@@ -8,9 +8,9 @@ import torch
 from conftest import lively, slow_except, tokens
 from torch import Tensor
 
-from config import Config
 from model import GPT
 from positions import ENCODINGS, At
+from positions.bias import bias_at
 from runtime import flex
 
 FLEXIBLE = [name for name, encoding in ENCODINGS.items() if encoding.by_distance]
@@ -50,9 +50,11 @@ def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", slow_except(["rope", "pope", *FLEXIBLE], "rope", "t5", "bam"))
+@pytest.mark.parametrize("name", slow_except(["rope", "pope", *FLEXIBLE, "alibi position.learned=true"],
+                                             "rope", "t5", "bam"))
 def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tiny, monkeypatch) -> None:
-    model = lively(tiny(name, "model.flex=true", *OPTIONS[options])).double()
+    name, *learned = name.split()
+    model = lively(tiny(name, "model.flex=true", *learned, *OPTIONS[options])).double()
     documents = (tokens((2, 33), 2) < 30).cumsum(-1) if packed else None
     expected, n_none = values(model, documents, monkeypatch, False)
     found, n_taken = values(model, documents, monkeypatch, True)
@@ -61,7 +63,7 @@ def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tin
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-7, msg=lambda text, tensor=tensor: (
             f"{tensor} in fp64 (is a parameter cast to fp32?): {text}"))
     n_windows = sum(bool(block.attention.window or block.attention.chunk) for block in model.blocks)
-    is_always = ENCODINGS[name].by_distance or packed or model.encoding.tau
+    is_always = ENCODINGS[name].by_distance or packed or model.options.scale_invariant
     assert n_none == 0 and n_taken == (2 if is_always else n_windows)
 
 
@@ -88,13 +90,6 @@ def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
     torch.testing.assert_close(*found, atol=1e-9, rtol=1e-7)
 
 
-def test_learned_slopes_too(tiny, monkeypatch) -> None:
-    model = lively(tiny("alibi", "model.flex=true", "position.learned=true")).double()
-    found, n_taken = values(model, None, monkeypatch, True)
-    torch.testing.assert_close(found, values(model, None, monkeypatch, False)[0], atol=1e-9, rtol=1e-7)
-    assert n_taken == 2 and model.encoding.log_slopes.grad.abs().min() > 0
-
-
 @pytest.mark.parametrize("name", FLEXIBLE)
 def test_an_encoding_by_distance_adds_nothing_else(name: str, tiny) -> None:
     """At all positions of query and key, so that an encoding that declares `by_distance` wrongly fails."""
@@ -103,28 +98,21 @@ def test_an_encoding_by_distance_adds_nothing_else(name: str, tiny) -> None:
     at = At(position, position, 1, encoding.tables(position, position))
     q = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).double()
     full = encoding.scores(torch.zeros(1, 2, 40, 40).double(), q, q, at)[0]
-    table, i, j = encoding.bias_at(torch.arange(40), q, at), *torch.tril_indices(40, 40)
+    table, i, j = bias_at(encoding, torch.arange(40), q, at), *torch.tril_indices(40, 40)
     torch.testing.assert_close(full[:, i, j], table[:, i - j], atol=1e-5, rtol=1e-5)
-
-
-def asked(config: Config, **given: Tensor) -> Callable[[], Tensor]:
-    model = lively(config)
-    return lambda: model(tokens((1, 12)), **given)
 
 
 def test_flex_is_not_used_where_it_does_not_serve(tiny, monkeypatch) -> None:
     """Given positions, a cache, dropout, narrow heads, biases by content, and no causal mask."""
     monkeypatch.setattr(flex, "DEVICES", {"cpu"})
     monkeypatch.setattr(flex, "attend_flex", lambda *_: pytest.fail("flex was taken"))
-    on = "model.flex=true"
-    asked(tiny("t5", on), positions=torch.arange(12))()
-    asked(tiny("cope", on, "model.window=4"))()
-    asked(tiny("t5", on, "model.head_dim=8"))()
-    asked(tiny("t5"))()
-    asked(tiny("rope", on))()                               # no gain over the causal kernel
+    x, on = tokens((1, 12)), "model.flex=true"
+    lively(tiny("t5", on))(x, positions=torch.arange(12))
+    for given in (("cope", on, "model.window=4"), ("t5", on, "model.head_dim=8"), ("t5",), ("rope", on)):
+        lively(tiny(*given))(x)                             # rope: no gain over the causal kernel
     model = lively(tiny("t5", on))
-    model(tokens((1, 12)), cache=model.new_cache())
-    lively(tiny("t5", on, "model.dropout=0.1")).train()(tokens((1, 12)))
+    model(x, cache=model.new_cache())
+    lively(tiny("t5", on, "model.dropout=0.1")).train()(x)
     for block in model.blocks:
         block.attention.is_causal = False
-    model(tokens((1, 12)))
+    model(x)

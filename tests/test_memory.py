@@ -1,11 +1,15 @@
-"""The memory law: evaluation at T tokens holds O(T) numbers at a time, under every encoding; never T x T."""
+"""The memory law: T tokens take O(T) numbers, in evaluation and for the backward pass; never T x T."""
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from conftest import slow_except, tokens
+import torch
+from conftest import lively, slow_except, tokens
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -15,21 +19,16 @@ from evaluation.extension import EXTENSIONS, Extension, Regrouping, extended
 from model import GPT
 from positions import ENCODINGS
 
-pytestmark = pytest.mark.usefixtures("no_gradients")
-
-FAST = ("rope", "alibi", "t5")      # each of another way to compute attention, but for `path`, `wall` ...
-SWITCHES = {"temperature": ("rope", "position.temperature=ssmax"),
-            "scale-invariant": ("rope", "position.scale_invariant=10"),
-            "window": ("rope", "model.window=100"), "chunks": ("t5", "model.chunk=100"),
-            "grouped": ("rope", "model.n_kv_head=1")}
+SWITCHES = [("rope", "position.temperature=ssmax"), ("rope", "position.scale_invariant=10"),
+            ("rope", "model.window=100"), ("t5", "model.chunk=100"), ("rope", "model.n_kv_head=1")]
 
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, as they are made and freed, and the most at a time."""
+    """Bytes of all tensors that are alive, as they are made and freed: now, at most, and the largest one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.most, self.alive = 0, 0, set[int]()
+        self.now, self.most, self.largest, self.alive = 0, 0, 0, set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -38,7 +37,7 @@ class Memory(TorchDispatchMode):
                 self.alive.add(storage._cdata)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
-                self.most = max(self.most, self.now)
+                self.most, self.largest = max(self.most, self.now), max(self.largest, storage.nbytes())
         return out
 
     def free(self, key: int, n_bytes: int) -> None:
@@ -46,22 +45,37 @@ class Memory(TorchDispatchMode):
         self.now -= n_bytes
 
 
-def most_bytes(config: Config, T: int, *methods: Extension) -> int:
+@contextmanager
+def kept() -> Iterator[dict[int, Any]]:
+    """The storages, by address, of what is kept for the backward pass meanwhile."""
+    saved: dict[int, Any] = {}
+
+    def note(y: Tensor) -> Tensor:
+        saved[y.untyped_storage().data_ptr()] = y.untyped_storage()
+        return y
+
+    with saved_tensors_hooks(note, lambda y: y):
+        yield saved
+
+
+@torch.no_grad()
+def most_bytes(config: Config, T: int, *methods: Extension, last: int | None = None) -> int:
     model, memory = GPT(config).eval(), Memory()
     with extended(model, config, list(methods), T), memory:
-        model.hidden(tokens((1, T)))
+        model.hidden(tokens((1, T)), last=last)
     assert memory.now < memory.most / 20                # what was made was freed: the count is complete
     return memory.most
 
 
 @pytest.mark.parametrize(("name", "switch"), slow_except(
-    [*((name, "") for name in ENCODINGS), *SWITCHES.values()], *((name, "") for name in FAST)))
+    [*((name, "") for name in ENCODINGS), *SWITCHES], ("rope", ""), ("alibi", ""), ("t5", "")))
 def test_twice_the_length_takes_at_most_twice_the_memory(name: str, switch: str, tiny, monkeypatch) -> None:
     """With blocks of 2^16 logits; T x T would take four times as much, and more than all the rest."""
     monkeypatch.setattr(attention, "MAX_BLOCK", 2**16)
     config = tiny(name, "model.n_layer=1", "train.seq_len=2048" if name == "learned" else "train.seq_len=32",
                   *([switch] if switch else []))
-    assert most_bytes(config, 2048) < 2.2 * most_bytes(config, 1024)
+    for last in (None, 900):
+        assert most_bytes(config, 2048, last=last) < 2.2 * most_bytes(config, 1024, last=last)
 
 
 @pytest.mark.parametrize("name", ["fire", "dape"])
@@ -78,3 +92,28 @@ def test_a_method_that_scores_pairs_again_does_not_hold_all_of_them(name: str, t
     monkeypatch.setattr(attention, "MAX_BLOCK", 2**16)
     config, method = tiny("rope", "model.n_layer=1"), EXTENSIONS[name]()
     assert most_bytes(config, 2048, method) < 2.2 * most_bytes(config, 1024, method)
+
+
+@pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope", "t5", "alibi", "forgetting"))
+def test_what_training_keeps_grows_with_T_not_its_square(name: str, tiny, monkeypatch) -> None:
+    """On the path of long texts; in blocks what is computed again is the same, also with dropout."""
+    in_blocks = ENCODINGS[name].has_scores() and name not in ("alibi", "forgetting")
+    config = tiny(name, "model.n_layer=1", "train.seq_len=512", *["model.dropout=0.2"] * in_blocks)
+    model, found, sizes = lively(config).double().train(), [], []
+    monkeypatch.setattr(attention, "MAX_BLOCK", 2**14)
+    monkeypatch.setattr(attention, "MIN_ROWS", 16)
+    monkeypatch.setattr(attention, "FUSE_FROM", 1)
+    for recompute_from, T in ((256, 256), (256, 512), (9999, 512)):
+        monkeypatch.setattr(attention, "RECOMPUTE_FROM", recompute_from)
+        x = tokens((1, T + 1))
+        torch.manual_seed(0)
+        model.zero_grad()
+        documents = (x[:, :-1] < 3).cumsum(-1) if in_blocks else None
+        with kept() as saved:
+            loss = model(x[:, :-1], x[:, 1:], documents=documents)
+        sizes.append(sum(storage.nbytes() for storage in saved.values()))
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*found[1:], atol=0, rtol=0)
+    assert sizes[1] < 2.1 * sizes[0]
+    assert not in_blocks or sizes[2] > 1.2 * sizes[1]   # so the law is not an empty one

@@ -6,11 +6,10 @@ import warnings
 
 import pytest
 import torch
-from conftest import every_encoding, features_of, lively, slow_except, tokens
+from conftest import every_encoding, features_of, lively, tokens
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import rope
 from model import GPT, HeadNorm, hidden_width
 from positions import ENCODINGS, At
 
@@ -91,14 +90,8 @@ def test_the_count_knows_how_wide_q_and_k_are_in_their_product(name: str, tiny) 
             features_of(model.encoding, torch.randn(1, T, 32)))
     widths = {x.shape[-1] for x in model.encoding.rotate(q, q, at)}
     plain = GPT(tiny("none", "model.n_layer=3")).flops_per_token(T)
-    assert widths == {16 * model.encoding.widening}
+    assert len(widths) == 1
     assert model.flops_per_token(T) == plain + 2 * (widths.pop() // 16 - 1) * 3 * 32 * (T + 1)
-
-
-def test_attention_flops_are_the_visible_pairs() -> None:
-    """6 C (T + 1) a token and layer is 3 x 4 C for each of T (T + 1) / 2 visible pairs, over T tokens."""
-    for T in (1, 7, 256):
-        assert 3 * 4 * sum(i + 1 for i in range(T)) == 6 * (T + 1) * T
 
 
 def test_qk_norm_normalises_each_head(tiny) -> None:
@@ -135,11 +128,9 @@ def test_the_norm_of_heads_is_rms_norm_to_the_bit(dtype: torch.dtype) -> None:
 
 
 @every_encoding
-@pytest.mark.parametrize("block", slow_except(
-    ["", "model.qk_norm=true", "model.norm=layernorm model.mlp=gelu"], "model.qk_norm=true"))
-def test_bfloat16_under_autocast_warns_of_nothing(name: str, block: str, tiny) -> None:
+def test_bfloat16_under_autocast_warns_of_nothing(name: str, tiny) -> None:
     """In training, in evaluation and in decoding from a cache."""
-    model, x = GPT(tiny(name, *block.split())), tokens((2, 8))
+    model, x = GPT(tiny(name, "model.qk_norm=true")), tokens((2, 8))
     torch.set_warn_always(True)                     # PyTorch warns only once in a process otherwise
     try:
         with warnings.catch_warnings():
@@ -153,12 +144,6 @@ def test_bfloat16_under_autocast_warns_of_nothing(name: str, block: str, tiny) -
                 model(x[:, 7:], cache=cache)
     finally:
         torch.set_warn_always(False)
-
-
-def test_relu2_squares(tiny) -> None:
-    model = lively(tiny("rope", "model.mlp=relu2"))
-    mlp, x = model.blocks[0].mlp, torch.randn(2, 3, 32)
-    torch.testing.assert_close(mlp(x), mlp.down(mlp.up(x).clamp(min=0) ** 2))
 
 
 def test_a_norm_after_each_sublayer_and_a_scaled_embedding(tiny) -> None:
@@ -209,25 +194,19 @@ def test_compiled_training_gives_the_same_loss(tiny) -> None:
         torch.testing.assert_close(torch.compile(model)(x, y), model(x, y), atol=1e-4, rtol=1e-4)
 
 
-def test_rope_has_no_table_to_outgrow(tiny) -> None:
-    """Angles are computed, not looked up: equal logits at 4096 and at 0, within fp32 rounding."""
-    model = lively(tiny("rope", "model.n_layer=1", "position.base=100"))
-    x, at = tokens((1, 8)), torch.arange(8)
-    assert rope.inv_freq(16, 100).max() == 1
-    torch.testing.assert_close(model(x, positions=at + 4096), model(x), atol=2e-2, rtol=1e-2)
-
-
 def test_biases_of_q_k_v_alone(tiny) -> None:
     model = GPT(tiny("rope", "model.qkv_bias=true"))
     biased = {name.split(".")[-2] for name, _ in model.named_parameters() if name.endswith(".bias")}
     assert biased == {"q", "k", "v"}
 
 
-def test_gelu_exact_is_x_times_the_normal_distribution(tiny) -> None:
-    mlp = lively(tiny("rope", "model.mlp=gelu_exact")).double().blocks[0].mlp
+@pytest.mark.parametrize(("kind", "activation"), [
+    ("relu2", lambda up: up.clamp(min=0) ** 2),
+    ("gelu_exact", lambda up: up * torch.distributions.Normal(0, 1).cdf(up))])
+def test_an_mlp_without_a_gate_is_its_formula(kind: str, activation, tiny) -> None:
+    mlp = lively(tiny("rope", f"model.mlp={kind}")).double().blocks[0].mlp
     x = torch.randn(2, 3, 32).double()
-    up = mlp.up(x)
-    torch.testing.assert_close(mlp(x), mlp.down(up * torch.distributions.Normal(0, 1).cdf(up)))
+    torch.testing.assert_close(mlp(x), mlp.down(activation(mlp.up(x))))
 
 
 def test_parameters_and_flops_with_grouped_heads_and_head_dim(tiny) -> None:

@@ -18,10 +18,38 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rope
-from positions.contract import At, Encoding, Options, Shape, falling, slanted
+from positions.contract import At, Encoding, Options, Shape
 
 MOST_HIDDEN = 2**20     # hidden numbers of a PairMLP held at a time on a CPU: 4 MB in fp32
 MOST_HIDDEN_GPU = 2**26     # on other devices: 256 MB, in few large kernels
+
+
+def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At) -> Tensor:
+    """What an encoding that is `by_distance` adds to logits of q (B, H, Tq, D) at distances (P,), (H, P)."""
+    H, P, dtype = q.shape[1], len(distance), torch.promote_types(q.dtype, torch.float32)
+    none, logits = q.new_zeros(()), torch.zeros(1, H, 1, P, device=q.device, dtype=dtype)
+    at = at._replace(q_pos=torch.zeros_like(distance[None, :1]), k_pos=-distance[None], temperature=None)
+    q, k = none.expand(1, H, 1, q.shape[3]), none.expand(1, H, P, q.shape[3])
+    return encoding.scores(logits, q, k, at)[0, :, 0]
+
+
+def slanted(products: Tensor) -> Tensor:
+    """(..., n, n + m - 1) -> (..., n, m), a view: row i starts at column n - 1 - i.
+
+    So a column for each distance becomes a column for each key, where positions are consecutive.
+    """
+    n, width = products.shape[-2:]
+    if n == 1:
+        return products
+    moved = products.flatten(-2)[..., n - 1:-1].unflatten(-1, (n, width - 1))   # each row one column further
+    return moved[..., :width + 1 - n]
+
+
+def falling(at: At) -> Tensor:
+    """The distances (Tq + Tk - 1,) whose products `slanted` takes, where positions are consecutive."""
+    assert at.ahead is not None
+    Tq, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
+    return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
 
 
 class ALiBiOptions(Options):
@@ -40,6 +68,7 @@ class ALiBi(Encoding):
 
     Options = ALiBiOptions
     by_distance = True
+    folds_sums = False
     lr_scale = 10.0
 
     def __init__(self, shape: Shape, options: ALiBiOptions) -> None:
@@ -117,7 +146,6 @@ class T5(Encoding):
 
     Options = T5Options
     by_distance = True
-    takes_floats = False
     lr_scale = 20.0
 
     def __init__(self, shape: Shape, options: T5Options) -> None:

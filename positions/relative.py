@@ -1,0 +1,143 @@
+"""Products of content with the distance between query and key.
+
+Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channels of a head, P rows of a
+table. Angles in radians.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+import rope
+from positions.absolute import EvenWidthOptions
+from positions.bias import falling, slanted
+from positions.contract import At, Encoding, Options, Shape
+
+KEYS_AT_A_TIME = 128    # keys whose products with a table are held in memory at once
+
+
+def cut(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The slice of a table (P, D) that these row numbers use, and the row numbers within that slice.
+
+    On a GPU it is the whole table, since computing the range would wait for the device; under torch.compile
+    too, since the size of the slice would not be known.
+    """
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return table, rows
+    first, last = map(int, rows.aminmax())
+    return table[first:last + 1], rows - first
+
+
+class RelativeKeyOptions(Options):
+    max_distance: int | None = Field(
+        None, ge=1, description="larger distances share the vector of this one (default: train.seq_len - 1, "
+                                "the longest in training)")
+
+
+class RelativeKey(Encoding):
+    """A learned vector per distance: logits += q_i . E[min(i - j, M)] / sqrt(D). Shaw, arXiv:1803.02155, 3.
+
+    Shaw et al. 2018 as in Hugging Face BERT's "relative_key", made causal: M = max_distance, E (M + 1, D)
+    for each layer, shared by its heads. Like BERT's, it omits Shaw's second table, on the values, which has
+    no effect in the paper (section 4.3). Shaw's base model clips at M = 16; BERT's table covers its whole
+    context, which is the default here. A row of the table learns from the few keys at its distance alone, and
+    starts with products near 0: lr_scale.
+    """
+
+    Options = RelativeKeyOptions
+    lr_scale = 10.0
+
+    def __init__(self, shape: Shape, options: RelativeKeyOptions) -> None:
+        super().__init__(shape, options)
+        self.max_distance = options.max_distance or shape.seq_len - 1
+        table = torch.empty(shape.n_layer, self.max_distance + 1, shape.head_dim)
+        self.table = nn.Parameter(nn.init.normal_(table, std=0.02))
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        B, H, _, D = q.shape
+        if at.ahead is not None:
+            bias = slanted(q @ self.vectors(falling(at), at.layer).mT)  # (B, H, Tq, Tk)
+        else:
+            rows = at.distance().clamp(max=self.max_distance)           # (1 or B, 1, Tq, Tk)
+            table, rows = cut(self.table[at.layer], rows)
+            products = q @ table.mT     # (B, H, Tq, P) with all rows, then gather: not Tq Tk vectors
+            bias = products.gather(-1, rows.expand(B, H, -1, -1))
+        return torch.add(logits, bias, alpha=D**-0.5)
+
+    def vectors(self, distances: Tensor, layer: int) -> Tensor:
+        """Those of each distance (P,), (P, D); a key ahead of the query has that of distance 0."""
+        return F.embedding(distances.clamp(0, self.max_distance), self.table[layer])
+
+
+class RelativeKeyQuery(RelativeKey):
+    """Both sides: logits += (q_i + k_j) . E[min(i - j, M)] / sqrt(D). Huang et al. 2020, arXiv:2009.13658.
+
+    The paper's method 4, Hugging Face BERT's "relative_key_query", made causal. Both terms use one table.
+    """
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        B, H, Tq, D = q.shape
+        biases = []                                                     # (B, H, Tq, keys) each
+        for start in range(0, k.shape[2], KEYS_AT_A_TIME):
+            keys = k[:, :, start:start + KEYS_AT_A_TIME]
+            n = keys.shape[2]
+            if at.ahead is not None:
+                rising = at.ahead - start - n + 1 + torch.arange(Tq + n - 1, device=q.device)
+                biases.append(slanted(keys @ self.vectors(rising, at.layer).mT).mT)
+            else:
+                rows = at._replace(k_pos=at.k_pos[:, start:start + n]).distance().clamp(max=self.max_distance)
+                table, rows = cut(self.table[at.layer], rows)
+                products = (keys @ table.mT).mT                         # (B, H, P, keys)
+                biases.append(products.gather(-2, rows.expand(B, H, -1, -1)))
+        return torch.add(super().scores(logits, q, k, at), torch.cat(biases, dim=-1), alpha=D**-0.5)
+
+
+class TransformerXL(Encoding):
+    """Logits ((q_i + u) . k_j + (q_i + v) . W R[i - j]) / sqrt(D). Dai et al. 2019, arXiv:1901.02860, 3.3.
+
+    R[d] = [sin(d f), cos(d f)], f_i = 10000^(-2i / C): a sinusoid of the distance over C channels, in the
+    order of the authors' code (sines first). Each layer has its own W (H D, C); all layers share u and v
+    (H, D), the default of that code (its large models do not share). Any distance is defined.
+
+    Let a = W^T (q_i + v), split into a_s for the sines and a_c for the cosines. Then, by the angle sum,
+
+      a . R[i - j] = (a_c cos if + a_s sin if) . cos jf + (a_c sin if - a_s cos if) . sin jf
+
+    so it is the product of a, rotated by the query's angle, and the key's own sinusoid: there is no table of
+    distances to gather from, and gaps cost nothing. Where positions are consecutive, (q_i + v) . W R[d] for
+    each distance d is less work still, as in the authors' code. W is a matrix like others, but it acts
+    through products with a sinusoid that never changes; a short run learns faster at a few times their rate:
+    lr_scale.
+    """
+
+    Options = EvenWidthOptions
+    lr_scale = 3.0
+
+    def __init__(self, shape: Shape, options: EvenWidthOptions) -> None:
+        super().__init__(shape, options)
+        C, H, D = shape.n_embd, shape.n_head, shape.head_dim
+        self.n_embd = C
+        self.u = nn.Parameter(nn.init.normal_(torch.empty(H, D), std=0.02))
+        self.v = nn.Parameter(nn.init.normal_(torch.empty(H, D), std=0.02))
+        self.w = nn.Parameter(nn.init.normal_(torch.empty(shape.n_layer, H * D, C), std=0.02))
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        D = q.shape[-1]
+        f = rope.inv_freq(self.n_embd, device=q.device)
+        w = self.w[at.layer].unflatten(0, (-1, D))                      # (H, D, C)
+        by_content = torch.einsum("hd,bhjd->bhj", self.u.to(k.dtype), k)[:, :, None]        # (B, H, 1, Tk)
+        logits = logits + by_content.to(logits.dtype) / D**0.5
+        if at.ahead is not None:
+            angle = rope.angles(falling(at), f)                         # (P, C/2)
+            wave = torch.cat((angle.sin(), angle.cos()), dim=-1).to(w.dtype)
+            return torch.add(logits, slanted((q + self.v[:, None]) @ (w @ wave.mT)), alpha=D**-0.5)
+        a_sin, a_cos = ((q + self.v[:, None]) @ w).chunk(2, dim=-1)     # (B, H, Tq, C/2) each
+        angle = rope.angles(at.q_pos[:, None], f)                       # (1 or B, 1, Tq, C/2)
+        turned = rope.turn(torch.cat((a_cos, -a_sin), dim=-1), angle.cos(), angle.sin())
+        angle = rope.angles(at.k_pos, f)
+        wave = torch.cat((angle.cos(), angle.sin()), dim=-1)            # (1 or B, Tk, C)
+        by_distance = torch.einsum("bhic,bjc->bhij", turned, wave.to(turned.dtype))
+        return torch.add(logits, by_distance, alpha=D**-0.5)

@@ -1,0 +1,176 @@
+"""What acts under any encoding: query temperatures, scale-invariant attention, and the choice of layers.
+
+Softmax over more keys is flatter. A temperature, a factor on the query at position m, multiplies all its
+logits before any bias. It depends on m alone, so cached decoding equals a full forward pass, but logits
+change if all positions shift.
+
+Legend: B batch, T time (Tq queries, Tk keys), H = n_head, L = train.seq_len.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from positions.contract import At, Encoding, Options, Shape
+
+
+class Temperature(nn.Module):
+    """No factor. Override `forward` to return one."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.seq_len = shape.seq_len
+
+    def forward(self, q_pos: Tensor, layer: int) -> Tensor | None:
+        """Positions (1 or B, T) -> the factor on q in a layer, (1 or B, 1 or H, T, 1), or None."""
+        return None
+
+
+class LogN(Temperature):
+    """q *= max(1, ln(m + 1) / ln L): keeps attention sharp beyond L. J. Su, github.com/bojone/rerope.
+
+    No parameters, and exactly 1 at m < L: it leaves a trained model unchanged there, so it can also be
+    applied after training.
+    """
+
+    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
+        # ln n / ln L = 1 + ln(n / L) / ln L; the second form rounds to exactly 1 at n = L
+        n_over_L = ((q_pos + 1) / self.seq_len).clamp(min=1)
+        return (1 + n_over_L.log() / math.log(self.seq_len))[:, None, :, None]
+
+
+class Constant(Temperature):
+    """q *= factor, at every position."""
+
+    def __init__(self, shape: Shape, factor: float) -> None:
+        super().__init__(shape)
+        self.factor = factor
+
+    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
+        return torch.full(q_pos.shape, self.factor, device=q_pos.device)[:, None, :, None]
+
+
+class SSMax(Temperature):
+    """softmax(s ln(n) z), n = m + 1 keys, s learned by head and layer. Nakanishi 2025, arXiv:2501.19399.
+
+    The bias that the paper tries and rejects is omitted. s starts at 0.43, the value of the paper's figure 1.
+    At position 0 the factor is ln 1 = 0, but that query sees a single key.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.s = nn.Parameter(torch.full((shape.n_layer, shape.n_head), 0.43))
+
+    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
+        log_n = (q_pos + 1).clamp(min=1).log()                          # (1 or B, T)
+        return self.s[layer][:, None, None] * log_n[:, None, :, None]
+
+
+class Llama4(Temperature):
+    """q *= 1 + 0.1 ln(1 + floor((m + 1) / L)): steps at multiples of L. Llama 4's code, 2025.
+
+    There L is 8192, and it acts in the layers without an encoding alone. Below L it is 1.
+    """
+
+    first = 1
+
+    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
+        steps = ((q_pos + self.first) / self.seq_len).floor().clamp(min=0)
+        return (1 + 0.1 * steps.log1p())[:, None, :, None]
+
+
+class Ministral3(Llama4):
+    """q *= 1 + 0.1 ln(1 + floor(m / L)): Llama 4's, a position later, in all layers. arXiv:2601.08584."""
+
+    first = 0
+
+
+TEMPERATURES: dict[str, type[Temperature]] = {
+    "none": Temperature, "log_n": LogN, "ssmax": SSMax, "llama4": Llama4, "ministral3": Ministral3}
+
+
+class Wrapper(Encoding):
+    """An encoding that does what `inner` does; subclasses change something."""
+
+    def __init__(self, inner: Encoding) -> None:
+        nn.Module.__init__(self)
+        self.inner, self.is_relative, self.max_length = inner, inner.is_relative, inner.max_length
+        self.applies_temperature = getattr(inner, "applies_temperature", False)
+        self.embed, self.features, self.mix = inner.embed, inner.features, inner.mix    # type: ignore
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> object:
+        if q_pos.dim() > 2:
+            raise ValueError("positions must have one axis under position.temperature, "
+                             f"position.scale_invariant and --extend, got {tuple(q_pos.shape)}")
+        return self.inner.tables(q_pos, k_pos)
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        return self.inner.rotate(q, k, at)
+
+
+class Tempered(Wrapper):
+    """An encoding whose queries are multiplied by a temperature before it acts.
+
+    PoPE, TAPA and BAM have `applies_temperature`: they multiply by at.temperature themselves.
+    """
+
+    def __init__(self, inner: Encoding, temperature: Temperature) -> None:
+        super().__init__(inner)
+        self.temperature, self.has_scores = temperature, inner.has_scores       # type: ignore
+
+    def temper(self, q: Tensor, at: At) -> tuple[Tensor, At]:
+        """Queries (B, H, Tq, D) -> those of `inner`, and its `at`."""
+        factor = self.temperature(at.q_pos, at.layer)
+        if self.applies_temperature:
+            return q, at._replace(temperature=factor)
+        return (q * factor).to(q.dtype), at
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        q, at = self.temper(q, at)
+        return self.inner.rotate(q, k, at)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        q, at = self.temper(q, at)
+        return self.inner.scores(logits, q, k, at)
+
+
+class ScaleInvariant(Wrapper):
+    """a(d) logits + m(d), a(d) = sqrt(2 ln(1 + d / tau) + 1), m(d) = 1 - a(d)^2. Anson, arXiv:2505.17083.
+
+    Scale-invariant attention, Anson, Wang and Aitchison 2025, equation 16, with their boundary values a(0) =
+    1 and m(0) = 0. If logits are independent with mean 0 and variance 1, the expected exp(logit) is e^0.5 /
+    (1 + d / tau): beyond tau, the range from d to 2 d gets the same attention for every d, however long the
+    context. Larger distances get larger factors, so that attention to them is sparser. The paper uses it with
+    RMSNorm on q and k, for the variance, and with rotations that leave the slow pairs still (p_rope); on
+    plain RoPE it did not help. No parameters, and distances alone matter.
+    """
+
+    def __init__(self, inner: Encoding, tau: float) -> None:
+        super().__init__(inner)
+        self.tau = tau                                                  # in tokens, above 0
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        logits = self.inner.scores(logits, q, k, at)
+        a, m = factor_and_bias(at.distance().to(logits.dtype), self.tau)        # (1 or B, 1, Tq, Tk) each
+        return torch.addcmul(m, a, logits)                              # masked logits stay -inf
+
+
+def factor_and_bias(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """The a and m of `ScaleInvariant` at distances of a floating-point type, in that type and shape."""
+    m = -2 * torch.log1p(distance / tau)
+    return (1 - m).sqrt(), m
+
+
+def layer_encodings(encoding: Encoding, other: Encoding, temperature: Temperature, options: Options,
+                    encoded: set[int], n_layer: int) -> list[Encoding]:
+    """What acts in each layer: `encoding` in the `encoded` layers, `other` elsewhere, under the switches."""
+    pair = [other, encoding]
+    if options.scale_invariant:
+        pair = [ScaleInvariant(each, options.scale_invariant) for each in pair]
+    only, is_tempered = options.temperature_layers, type(temperature) is not Temperature
+    tempered = [Tempered(each, temperature) if is_tempered and only in ("all", name) else each
+                for each, name in zip(pair, ("unencoded", "encoded"), strict=True)]
+    return [tempered[layer in encoded] for layer in range(n_layer)]

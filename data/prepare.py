@@ -135,6 +135,7 @@ class Partial:
                       for name in (f"{split}.bin", f"{split}.starts", f"{split}.mask.bin")[:2 + has_mask]}
         for name, file in self.files.items():
             file.truncate(self.state["sizes"].get(name, 0))
+            file.seek(0, os.SEEK_END)
 
     def n_tokens(self, split: str) -> int:
         return self.files[f"{split}.bin"].tell() // self.dtype.itemsize

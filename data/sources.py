@@ -82,14 +82,16 @@ class Document(NamedTuple):
 def documents(source: Source, val_share: float | None, start: tuple[int, int] = (0, 0),
               stop: int | None = None) -> Iterator[Document]:
     """The documents behind `start`, the `end` of one, up to part `stop`. Raises UserError."""
+    def checked(text: Any) -> bytes | Made | None:
+        if not isinstance(text, str | bytes | Made | None):
+            raise TypeError("the text must be a string; name its column with --text-column")
+        return text.encode() if isinstance(text, str) else text
+
     for p, part in list(enumerate(source.parts))[start[0]:stop]:
         d = 0
         try:
-            for d, text in enumerate(part.read(), 1):
+            for d, text in enumerate(map(checked, part.read()), 1):
                 if (p, d) > start:
-                    text = text.encode() if isinstance(text, str) else text
-                    if not isinstance(text, bytes | Made | None):
-                        raise TypeError("the text must be a string; name its column with --text-column")
                     is_val = isinstance(text, bytes) and rank(text) < (val_share or ROW_VAL_SHARE)
                     split = part.split or ("val" if is_val else "train")
                     yield Document(split, text, f"{part.name}, document {d}", (p, d))

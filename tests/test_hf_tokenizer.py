@@ -39,7 +39,8 @@ def our_tokenizer(name: str, folder: Path, monkeypatch) -> Tokenizer:
     if name == "gpt2":
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(needs("tiktoken")))
     if name == "bpe:400":
-        (folder / "tokenizer.json").write_text(learn(map(str.encode, [*strings(200, 1), words(0, 5000).decode()]), 400))
+        texts = [*map(str.encode, strings(200, 1)), words(0, 5000)]
+        (folder / "tokenizer.json").write_text(learn(texts, 400))
     return load_tokenizer(name, folder)
 
 
@@ -161,7 +162,7 @@ def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "settings", "expected"), [
     ({}, {}, "neither bos_token nor eos_token"),
     ({}, {"eos_token_id": []}, "not as transformers writes it"),
-    ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, {"bos_token_id": 256}, "decoder WordPiece"),
+    ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, {"bos_token_id": 256}, "WordPiece"),
     ({"model": 3}, {"bos_token_id": 256}, "not as transformers writes it")])
 def test_unsupported_files_are_one_error(change: dict, settings: dict, expected: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({**tokenizer_json(ByteTokenizer()), **change}))

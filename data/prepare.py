@@ -14,12 +14,10 @@ SOURCE is one of
               SPLIT names one, a hash of the text puts 1 document in 100 into validation
 
 Tokenizers: byte; gpt2; bpe:N, which has N ids including the separator and is learned from at most 128 MB of
-the train split, spread over all of it if its size is known; or FOLDER, the tokenizer of the corpus, run or
-Hugging Face model there.
+the train split; or FOLDER, the tokenizer of the corpus, run or Hugging Face model there.
 
-The corpus appears at DIR at once when it is complete. Documents are read one at a time and encoded on all
-cores. An interrupted preparation leaves only the folder .DIR.partial beside DIR, from which the same command
-goes on behind the last whole document. `--check DIR` compares a corpus with its checksums.
+The corpus appears at DIR when it is complete. Until then it is in .DIR.partial beside DIR, and the same
+command goes on there behind the last whole document.
 """
 
 import hashlib
@@ -41,29 +39,13 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from data import sources
+from data import tokenizer as tokenizers
 from data.loader import SPLITS, Corpus, read_meta
 from data.pieces import pieces
-from data.sources import (
-    FILE_VAL_SHARE,
-    ROW_VAL_SHARE,
-    STDLIB_LEFT_OUT,
-    SUFFIXES,
-    Document,
-    Options,
-    documents,
-    open_source,
-)
+from data.sources import Document, Options
 from data.tasks import TASKS, Made
-from data.tokenizer import (
-    TOKENIZER_FILE,
-    TOKENIZERS,
-    Tokenizer,
-    byte_lengths,
-    learn,
-    load_tokenizer,
-    size_of,
-    tokenizer_of,
-)
+from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 from runtime.command import argument_parser, run_command
@@ -83,10 +65,10 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     """The tokenizer of a name, or of a corpus, run or model folder; None if it must be learned."""
     for file in ("meta.json", "corpus.json"):
         if (Path(name) / file).is_file():
-            return tokenizer_of(read_meta(Path(name) / file), Path(name))
+            return tokenizers.tokenizer_of(read_meta(Path(name) / file), Path(name))
     if is_pretrained(name):
         return read_tokenizer(Path(name), read_config(Path(name))[1])
-    return None if size_of(name) else load_tokenizer(name)
+    return None if tokenizers.size_of(name) else tokenizers.load_tokenizer(name)
 
 
 def learn_from(found: Iterable[Document], n_bytes: int | None) -> Iterator[bytes]:
@@ -117,11 +99,10 @@ class Partial:
             if self.state["plan"] == json.loads(json.dumps(plan)) and all(
                     (folder / name).stat().st_size >= size for name, size in self.state["sizes"].items()):
                 return
-            print(f"{folder}: from another command, or the source has changed; starting again", flush=True)
-        except FileNotFoundError:
-            pass
-        except (ValueError, KeyError, TypeError) as error:
-            print(f"{folder}: damaged ({error}); starting again", flush=True)
+        except (OSError, ValueError, LookupError, TypeError):
+            pass                        # missing or damaged
+        if folder.exists():
+            print(f"{folder}: from another command, source or version; starting again", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         self.state = {"plan": plan, "end": (0, 0), "sizes": {}, "bytes": {"train": 0, "val": 0}, "n_null": 0}
@@ -129,7 +110,7 @@ class Partial:
 
     def open(self, tokenizer: Tokenizer, has_mask: bool) -> None:
         """Open the files to append to, and cut off what progress.json does not know."""
-        self.tokenizer, self.lengths, self.has_mask = tokenizer, byte_lengths(tokenizer), has_mask
+        self.tokenizer, self.lengths, self.has_mask = tokenizer, tokenizers.byte_lengths(tokenizer), has_mask
         self.dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
         self.files = {name: (self.folder / name).open("ab") for split in SPLITS
                       for name in (f"{split}.bin", f"{split}.starts", f"{split}.mask.bin")[:2 + has_mask]}
@@ -175,18 +156,17 @@ class Partial:
         """The ids of a document, the separator first, and which of them are answers."""
         if isinstance(document.text, Made):
             return document.text.ids.astype(np.uint32), document.text.is_answer
-        text, problem = document.text or b"", ""
-        ids = np.append(np.array([self.tokenizer.eot], np.uint32), self.tokenizer.encode(text))
+        text = document.text or b""
+        problem = "has NUL bytes, as a binary file or UTF-16" if b"\0" in text else ""
         try:
             text.decode("utf-8")
-            problem = "has NUL bytes, as a binary file or UTF-16" if b"\0" in text else ""
         except UnicodeDecodeError as error:
             problem = f"is not UTF-8 ({error.reason})"
         if problem and not self.has_warned:
             self.has_warned = True
             print(f"warning: {document.name} {problem}; convert it to UTF-8 first: --tokenizer byte keeps "
                   "all bytes, others replace those outside UTF-8 by U+FFFD", file=sys.stderr, flush=True)
-        return ids, None
+        return np.append(np.array([self.tokenizer.eot], np.uint32), self.tokenizer.encode(text)), None
 
     def save(self, end: tuple[int, int]) -> None:
         """Record that all documents up to `end` are written, after flushing them to disk."""
@@ -241,27 +221,27 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer_name: str,
                  options: Options) -> dict[str, Any]:
     """Write a corpus to `folder`, or go on there; meta.json comes last."""
     given, task = find_tokenizer(tokenizer_name), TASKS.get(source)
-    found = open_source(source, out, given, options)
+    found = sources.open_source(source, out, given, options)
     changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
     corpus = Partial(folder, [found.name, found.revision, found.identity, changed,
                               given.sha256 if given else tokenizer_name])
     if given is None and not (folder / TOKENIZER_FILE).exists():
         print(f"learning {tokenizer_name} from {found.name}", flush=True)
-        texts = learn_from(documents(found, options.val_share), found.n_bytes)
-        write_whole(folder / TOKENIZER_FILE, learn(texts, size_of(tokenizer_name) or 0))
+        texts = learn_from(sources.documents(found, options.val_share), found.n_bytes)
+        content = tokenizers.learn(texts, tokenizers.size_of(tokenizer_name) or 0)
+        write_whole(folder / TOKENIZER_FILE, content)
     elif given and given.file:
         write_whole(folder / TOKENIZER_FILE, given.file)
-    tokenizer = given or load_tokenizer(tokenizer_name, folder)
+    tokenizer = given or tokenizers.load_tokenizer(tokenizer_name, folder)
     corpus.open(tokenizer, task is not None and task.has_mask)
     limit = options.limit_tokens or sys.maxsize
-    first_val = next((p for p, part in enumerate(found.parts) if part.split == "val"), len(found.parts))
-    # threads: tiktoken releases the interpreter's lock
-    with ThreadPoolExecutor() as pool, tqdm(
+    first_val = sum(part.split != "val" for part in found.parts)
+    with ThreadPoolExecutor() as pool, tqdm(        # threads: tiktoken releases the interpreter's lock
             desc="preparing", total=found.n_bytes, initial=sum(corpus.state["bytes"].values()), unit="B",
             unit_scale=True, leave=False, delay=1, mininterval=0.2 if sys.stderr.isatty() else 30) as bar:
         for stop in (first_val, len(found.parts)):                      # parts of val alone come last
             end = tuple(corpus.state["end"])
-            corpus.write(documents(found, options.val_share, end, stop), limit, pool, bar)
+            corpus.write(sources.documents(found, options.val_share, end, stop), limit, pool, bar)
             corpus.save(max(end, (stop, 0)))
     if corpus.state["n_null"]:
         print(f"left out of {found.name}: {corpus.state['n_null']:,} rows without text (null)", flush=True)
@@ -306,7 +286,7 @@ def default_out(source: str) -> Path:
     """data/ and the source's name without .txt, .zip ...; for "." and "..", the name of that folder."""
     name = Path(urlsplit(source).path if "://" in source else
                 os.path.abspath(source.removeprefix("hf:").split(":")[0])).name
-    suffix = next((end for end in (*SUFFIXES, ".zip") if name.lower().endswith(end)), "")
+    suffix = next((end for end in (*sources.SUFFIXES, ".zip") if name.lower().endswith(end)), "")
     return Path("data") / name[:len(name) - len(suffix)]    # not the stem: books-0.5 and books-0.75 differ
 
 
@@ -316,21 +296,17 @@ def main() -> None:
     parser.add_argument("--check", type=Path, metavar="DIR",
                         help="prepare nothing; compare all files of the corpus DIR with their checksums")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
-                        help=f"{', '.join(TOKENIZERS)}, or the folder of a corpus, run or Hugging Face model")
+                        help="byte, gpt2, bpe:N, or the folder of a corpus, run or Hugging Face model")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
     parser.add_argument("--revision", help="hf: a commit, branch or tag (default main)")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="of tables and .jsonl objects")
     parser.add_argument("--val-share", type=float, metavar="X",
-                        help=f"share of validation if a hash chooses (default {FILE_VAL_SHARE} of .txt files "
-                             f"or of a single one, {ROW_VAL_SHARE} of rows)")
+                        help="share of validation if a hash chooses (default .1 of .txt files, .01 of rows)")
     parser.add_argument("--limit-tokens", type=int, metavar="N",
-                        help="end the train split after N tokens, including separators; its last document is "
-                             "truncated. Validation files stay whole; if a hash chooses, validation has what "
-                             "it chose until then")
+                        help="end the train split after N tokens; validation files stay whole, and if a hash "
+                             "chooses, validation has what it chose until then")
     parser.add_argument("--length", type=int, metavar="L",
-                        help="tasks: inputs of a training window, train.seq_len (default "
-                             f"{TASKS['needles'].length}; algorithms {TASKS['parity'].length}, with up to a "
-                             "quarter of it in symbols)")
+                        help="tasks: train.seq_len (default 128, algorithms 64, a quarter of it in symbols)")
     args = parser.parse_args()
     if args.check:
         check(args.check)
@@ -339,7 +315,7 @@ def main() -> None:
     if args.source is None:
         raise UserError("SOURCE is missing; see data/prepare.py --help")
     if args.source == "stdlib":
-        print(f"left out of stdlib: {', '.join(STDLIB_LEFT_OUT)}")
+        print(f"left out of stdlib: {', '.join(sources.STDLIB_LEFT_OUT)}")
     options = Options(args.revision, args.text_column, args.val_share, args.limit_tokens, args.length)
     out = args.out or default_out(args.source)
     meta = prepare(args.source, out, args.tokenizer, options)

@@ -55,16 +55,12 @@ class Options(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Documents that are read together, always in the same order."""
-
     name: str
-    split: str | None           # of all of them; None: a hash of each chooses
-    read: Callable[[], Iterable[Any]]
+    split: str | None           # of all its documents; None: a hash of each chooses
+    read: Callable[[], Iterable[Any]]       # always in the same order
 
 
 class Source(NamedTuple):
-    """An opened SOURCE."""
-
     name: str                   # as meta.json records it
     revision: str | None
     parts: Sequence[Part]       # those of val alone come last
@@ -105,7 +101,7 @@ def open_source(source: str, out: Path, tokenizer: Tokenizer | None, options: Op
     share, length = options.val_share or FILE_VAL_SHARE, options.length
     if options.val_share is not None and not 0 < options.val_share < 1:
         raise UserError(f"--val-share {options.val_share}: must be between 0 and 1, such as 0.1")
-    if min(options.limit_tokens or 2, 2) < 2 or min(length or 16, 16) < 16:
+    if (options.limit_tokens or 2) < 2 or (length or 16) < 16:
         raise UserError("--limit-tokens must be at least 2, --length at least 16")
     if (options.revision and not source.startswith("hf:")) or (length and source not in TASKS):
         raise UserError(f"source {source}: --revision is for hf:NAME, --length for tasks; omit it")
@@ -113,7 +109,7 @@ def open_source(source: str, out: Path, tokenizer: Tokenizer | None, options: Op
         if tokenizer is None:
             raise UserError(f"source {source}: bpe:N is learned from text; give byte, gpt2 or a folder")
         make = partial(TASKS[source].make, tokenizer, length or TASKS[source].length)
-        return Source(source, None, [Part(f"task {source}", split, partial(map, make, TASK_DOCUMENTS[split]))
+        return Source(source, None, [Part(source, split, partial(map, make, TASK_DOCUMENTS[split]))
                                      for split in SPLITS])
     if source == "stdlib":
         return open_stdlib(share)
@@ -269,14 +265,15 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
     import datasets
     from huggingface_hub import HfApi
 
-    name, config, split = [*(part or None for part in source.removeprefix("hf:").split(":")), None, None][:3]
-    is_local = Path(name or "").is_dir()
+    name, config, split = [*source.removeprefix("hf:").split(":"), None, None][:3]
+    name = str(name)
+    is_local = Path(name).is_dir()
     try:
-        revision = None if is_local else HfApi().dataset_info(str(name), revision=revision or "main").sha
-        configs = datasets.get_dataset_config_names(str(name), revision=revision)
+        revision = None if is_local else HfApi().dataset_info(name, revision=revision or "main").sha
+        configs = datasets.get_dataset_config_names(name, revision=revision)
         if config not in (None, *configs) and split is None:
             config, split = None, config                                # hf:NAME:SPLIT
-        builder = datasets.load_dataset_builder(str(name), config, revision=revision)
+        builder = datasets.load_dataset_builder(name, config, revision=revision)
     except Exception as error:  # the client raises the exceptions of three HTTP libraries
         raise UserError(f"source {source}: cannot be opened ({type(error).__name__}: {error}); check the "
                         "name, the configuration and the network; scripts are not run: give a copy of files "
@@ -291,15 +288,14 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
     parts: list[Part] = []
     for of_split, key in ((None, one),) if one else (("train", "train"), ("val", str(val))):
         reads = [partial(read, url, column) for url in found[key]]
-        if Path(str(name)).name == "wikitext":      # its rows are lines
+        if Path(name).name == "wikitext":      # its rows are lines
             parts.append(Part(f"{source} [{key}]", of_split, partial(articles, reads)))
         else:
             parts += [Part(url, of_split, reader) for url, reader in zip(found[key], reads, strict=True)]
-    sizes = [about.num_bytes for about in (builder.info.splits or {}).values()]
     if is_local:
-        local = f"hf:{Path(str(name)).name}" + source[3 + len(str(name)):]
+        local = f"hf:{Path(name).name}" + source[3 + len(name):]
         return of_files(local, None, map(Path, itertools.chain(*found.values())), parts)
-    return Source(source, revision, parts, revision, sum(sizes) or None)
+    return Source(source, revision, parts, revision, builder.info.dataset_size)
 
 
 def articles(reads: Iterable[Callable[[], Iterable[Any]]]) -> Iterator[bytes]:

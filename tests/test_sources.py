@@ -273,26 +273,16 @@ def test_a_damaged_file_is_one_line(name: str, damage: str, tmp_path: Path) -> N
     (["s/train/a.txt", "s/val/a.md"], "s", "files for val"), (["empty.txt"], "empty.txt", "are empty"),
     (["partial-train/0.jsonl"], "", "its folder partial-train holds only a part of the dataset"),
     (["two.zip"], "file:two.zip", "unpacked into one file"), (["a.pdf"], "file:a.pdf", "must end in"),
-    ([], "file:no.txt", "check the address"), ([], "hf:../no/such/place", "check the name")])
-def test_a_bad_source_is_one_line(files: list[str], source: str, expected: str, tmp_path: Path) -> None:
+    ([], "file:no.txt", "check the address"), ([], "hf:../no/such/place", "check the name"),
+    (["hub/partial-train/0.jsonl"], "hf:hub", "holds only a part"), ([], "hf:few", "no document's hash"),
+    ([], "hf:few:train:dev", "check the name"), ([], "hf:few:dev", "no configuration or split 'dev'")])
+def test_a_bad_source_is_one_line(files: list[str], source: str, expected: str, tmp_path: Path,
+                                  monkeypatch) -> None:
+    write_table(tmp_path / "few" / "train.parquet", TEXTS[:3])
+    monkeypatch.chdir(tmp_path)
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"" if "empty" in name else b'{"text": "x"}')
     kind, _, path = source.rpartition(":")
     place = (tmp_path / path).as_uri() if kind == "file" else source if kind else tmp_path / path
     one_error(expected, place, tmp_path)
-
-
-def test_a_bad_dataset_is_one_line(tmp_path: Path) -> None:
-    hub = f"hf:{write_hub(tmp_path / 'hub')}"
-    write_table(tmp_path / "few" / "train.parquet", TEXTS[:3])
-    write_table(tmp_path / "part" / "partial-train" / "0.parquet", TEXTS[:3])
-    for source, options, expected in (
-            (hub, {}, "raw.*more"),                                     # which configuration?
-            (f"{hub}:raw:dev", {}, "no configuration or split 'dev'"),
-            (f"hf:{tmp_path / 'few'}", {}, "no document's hash"),
-            (f"hf:{tmp_path / 'part'}", {}, "its folder partial-train holds only a part"),
-            (f"{hub}:raw", {"text_column": "body"}, r"no 'body': give one of \['id', 'text'\]"),
-            (f"{hub}:raw", {"text_column": "id"}, "the text must be a string"),
-            (str(tmp_path / "hub"), {"revision": "main"}, "--revision is for hf:NAME")):
-        one_error(expected, source, tmp_path, **options)

@@ -27,13 +27,6 @@ def test_positions_are_a_function_of_seed_and_step_and_stay_in_order_below_the_r
     assert not torch.equal(drawn, training_positions(other, 3))
 
 
-def test_plain_positions_are_none_and_a_range_without_room_is_plain(tiny) -> None:
-    assert training_positions(tiny("rope").train, 0) is None
-    for kind in ("pose", "random"):
-        drawn = training_positions(tiny("rope", *at(kind, 32)).train, 0)
-        assert torch.equal(drawn, torch.arange(32).expand(4, 32))
-
-
 def test_pose_skips_once_and_reaches_every_distance(tiny) -> None:
     drawn = training_positions(tiny("rope", "train.batch_size=512", *at("pose", 300)).train, 3)
     steps = drawn.diff(dim=1)

@@ -61,7 +61,7 @@ class Corpus:
         self.first_counts = [0, *np.diff(bounds).tolist()]              # the same in the first steps
         for name, share, count in zip([folder, *mixture], [1.0, *mixture.values()], self.counts, strict=True):
             if count < 1 or share < 1 / MIX:
-                raise UserError(f"data.mixture: leaves {name} less than 1/{MIX}; change the shares")
+                raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to {name}")
         for name, other in zip(mixture, self.corpora[1:], strict=True):
             if any(other.meta[key] != self.meta[key] for key in ("tokenizer", "vocab_size", "eot")):
                 names = [corpus.meta["tokenizer"]["name"] for corpus in (other, self)]
@@ -221,9 +221,10 @@ def number_documents(tokens: Tensor, eot: int) -> Tensor:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta.json of a corpus, or the corpus.json of a run. Raises UserError."""
-    again = "copy the meta.json of the run's corpus there, or train it again"
+    missing, again = f"run {path.parent}: no corpus.json", "copy the meta.json of the run's corpus there"
     if path.name == "meta.json":
-        again = f"make a corpus with `python data/prepare.py SOURCE --out {path.parent}`"
+        missing = f"data.dir {path.parent}: no prepared corpus there (no meta.json)"
+        again = f"make it with `python data/prepare.py SOURCE --out {path.parent}`"
     try:
         meta = read_json(path)
         if meta["format_version"] != FORMAT_VERSION:
@@ -237,6 +238,6 @@ def read_meta(path: Path) -> dict[str, Any]:
                 raise ValueError("a value has the wrong type")
         return meta
     except FileNotFoundError as error:
-        raise UserError(f"{path}: missing; {again}") from error
+        raise UserError(f"{missing}; {again}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); {again}") from error

@@ -72,7 +72,7 @@ def test_interrupted_anywhere_it_goes_on_to_the_same_corpus(tokenizer: str, opti
         interrupted(monkeypatch, source, out, tokenizer, options, n)
         assert "is kept, and the same command goes on" in capsys.readouterr().err
         for folder in (out, tmp_path / ".out.partial"):
-            with pytest.raises(UserError, match="missing"):
+            with pytest.raises(UserError, match="no prepared corpus there"):
                 Corpus(folder)
     seen, encode = [], Partial.encode
     monkeypatch.setattr(Partial, "encode", lambda *a: seen.append(a) or encode(*a))

@@ -143,7 +143,7 @@ class PretrainedTokenizer(Tokenizer):
         except UserError:
             raise
         except Exception as error:      # the tokenizers package raises plain Exception
-            raise UserError(f"{path}: missing, damaged, or not as transformers writes it "
+            raise UserError(f"{path}: missing or not a file of the tokenizers package "
                             f"({type(error).__name__}: {error}); get it again, or copy it from a corpus or "
                             "run that has it") from error
 

@@ -161,9 +161,9 @@ def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "settings", "expected"), [
     ({}, {}, "neither bos_token nor eos_token"),
-    ({}, {"eos_token_id": []}, "not as transformers writes it"),
+    ({}, {"eos_token_id": []}, "not a file of the tokenizers package"),
     ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, {"bos_token_id": 256}, "WordPiece"),
-    ({"model": 3}, {"bos_token_id": 256}, "not as transformers writes it")])
+    ({"model": 3}, {"bos_token_id": 256}, "not a file of the tokenizers package")])
 def test_unsupported_files_are_one_error(change: dict, settings: dict, expected: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({**tokenizer_json(ByteTokenizer()), **change}))
     with pytest.raises(UserError, match=expected):

@@ -280,13 +280,13 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
                         "instead") from error
     found = {str(key): list(map(str, urls)) for key, urls in (builder.config.data_files or {}).items()}
     refuse_partial(source, itertools.chain(*found.values()))
-    if split not in (None, *found) or (split is None and "train" not in found and len(found) > 1):
-        raise UserError(f"source {source}: no configuration or split {split or 'train'!r}; configurations "
-                        f"are {', '.join(configs)}, splits {', '.join(found)}; give hf:NAME:CONFIG:SPLIT")
-    val = next((key for key in VALIDATION if key in found), None)
-    one = split or next(iter(found)) if split or len(found) == 1 else None if val else "train"
+    first = split or (next(iter(found)) if len(found) == 1 else "train")
+    if first not in found:
+        raise UserError(f"source {source}: no configuration or split {first!r}; configurations are "
+                        f"{', '.join(configs)}, splits {', '.join(found)}; give hf:NAME:CONFIG:SPLIT")
+    val = None if split else next((name for name in VALIDATION if name in found and name != first), None)
     parts: list[Part] = []
-    for of_split, key in ((None, one),) if one else (("train", "train"), ("val", str(val))):
+    for of_split, key in (("train", first), ("val", val)) if val else ((None, first),):
         reads = [partial(read, url, column) for url in found[key]]
         if Path(name).name == "wikitext":      # its rows are lines
             parts.append(Part(f"{source} [{key}]", of_split, partial(articles, reads)))

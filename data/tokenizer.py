@@ -1,186 +1,286 @@
 """Tokenizers: bytes to ids and back. The meta.json of a corpus names its tokenizer; a run keeps a copy.
 
-All tokenizers made here are lossless on any bytes. A document is encoded in pieces of at most MAX_PIECE
-bytes, which give the same ids as the whole (data/pieces.py), so that memory stays small for any document.
+byte     the 256 bytes and a separator
+gpt2     GPT-2's byte pair encoding, by tiktoken, 3.4 times as fast as the tokenizers package
+bpe:N    a byte pair encoding of N ids, learned from the corpus into tokenizer.json; it also runs on tiktoken
+hf:ID    the tokenizer.json of a Hugging Face folder (hf/tokenizer.py); ID is that of the separator
 """
 
+from __future__ import annotations
+
 import hashlib
+import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.bpe import FILE as TOKENIZER_FILE
-from data.bpe import GPT2_PATTERN, SEPARATOR, read_ranks, size_of
-from data.pieces import cut_before_space, pieces
-from data.tokenizer_json import NOT_UTF8, read_saved
-from runtime.errors import UserError, shortened
+from data.pieces import pieces
+from runtime.errors import UserError
 
 if TYPE_CHECKING:
     import tiktoken
+    from tokenizers import Tokenizer as Library
+
+TOKENIZERS = ("byte", "gpt2", "bpe:N")
+TOKENIZER_FILE = "tokenizer.json"
+SEPARATOR = "<|endoftext|>"
+MIN_SIZE, MAX_SIZE = 257, 1_000_000         # of bpe:N
+# GPT-2's pattern for splitting text into words, which merges never cross: Radford et al. 2019. `ByteLevel` of
+# the tokenizers package uses it, too.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+STEPS = ("normalizers", "pretokenizers", "decoders", "processors")     # keys of the parts of a sequence
+PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+# the character of each byte in byte-level vocabularies: itself if it is printable, else 256 and up
+CHARACTERS = [chr(byte if byte in PRINTABLE else 256 + sum(other not in PRINTABLE for other in range(byte)))
+              for byte in range(256)]
+BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
+Part = dict[str, Any]           # a normalizer, pre-tokenizer, decoder or post-processor in tokenizer.json
 
 
-class Tokenizer(Protocol):
-    """What training, evaluation and sampling need."""
+class Tokenizer:
+    """Bytes to ids and back. Text is UTF-8; other bytes become U+FFFD, except with the byte tokenizer."""
 
     name: str
-    vocab_size: int     # V, ids are 0 ... V - 1
-    eot: int            # id of the separator, which opens each document
+    vocab_size: int             # V, ids are 0 ... V - 1
+    eot: int                    # id of the separator, which opens each document
 
-    @property
+    file = ""                   # content of tokenizer.json; empty if it needs none
+    rules = b""                 # JSON that says how text is changed before it is encoded
+
+    @cached_property
     def sha256(self) -> str:
         """Checksum of the vocabulary: if it is equal, equal ids mean equal bytes."""
-        ...
+        ids = b"".join(self.named_bytes(token) + b"\0" for token in range(self.vocab_size))
+        return hashlib.sha256(ids + self.rules).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
         """Ids (n,) of a document, without the separator."""
-        ...
+        ids = [self.encode_piece(piece.decode("utf-8", errors="replace"), continues=i > 0)
+               for i, piece in enumerate(pieces(text))]
+        return np.concatenate(ids) if ids else np.empty(0, dtype=np.uint32)
+
+    def encode_piece(self, text: str, continues: bool) -> np.ndarray:
+        """Ids of the start of a document, or of a piece that continues one."""
+        raise NotImplementedError
+
+    def named_bytes(self, token: int) -> bytes:
+        """The bytes of an id; the name of a separator or another special token."""
+        raise NotImplementedError
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of an id; empty for the separator."""
-        ...
+        return b"" if token == self.eot else self.named_bytes(token)
 
 
-class CorpusTokenizer(Tokenizer, Protocol):
-    """What preparing a corpus also needs: encoding many documents at once, and long ones in pieces."""
+class ByteTokenizer(Tokenizer):
+    """The ids 0 ... 255 are the bytes, 256 is the separator. Lossless on any input, and needs no file."""
 
-    @property
-    def is_lossless(self) -> bool:
-        """Whether decoding gives back exactly the bytes of the text."""
-        ...
-
-    def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
-        """Ids of non-empty texts of at most MAX_PIECE bytes, each after a separator.
-
-        If `continues`, the first text is the next piece of a document and has no separator.
-        """
-        ...
-
-    def cut(self, window: bytes) -> int:
-        """Where to cut a window of a document, > 0, so that the two parts give the ids of the whole."""
-        ...
-
-
-class ByteTokenizer:
-    """The ids 0 ... 255 are the bytes, 256 is the separator. It takes any input and needs no file."""
-
-    name = "byte"
-    is_lossless = True
-    vocab_size = 257
-    eot = 256
-    sha256 = hashlib.sha256(b"byte").hexdigest()
+    name, vocab_size, eot = "byte", 257, 256
+    sha256 = hashlib.sha256(b"byte").hexdigest()    # type: ignore[assignment]
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, dtype=np.uint8)
 
-    def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
-        ids = np.full(sum(map(len, texts)) + len(texts) - continues, self.eot, dtype=np.uint16)
-        end = -1 if continues else 0
-        for text in texts:
-            start = end + 1                                             # past the separator
-            end = start + len(text)
-            ids[start:end] = np.frombuffer(text, dtype=np.uint8)
-        return ids
-
-    def cut(self, window: bytes) -> int:
-        return len(window)
-
-    def token_bytes(self, token: int) -> bytes:
-        return b"" if token == self.eot else bytes([token])
+    def named_bytes(self, token: int) -> bytes:
+        return bytes([token])
 
 
-class BytePairTokenizer:
-    """Byte-level byte pair encoding with GPT-2's pattern for splitting text into words, by tiktoken.
+class BytePairTokenizer(Tokenizer):
+    """Byte-level byte pair encoding with GPT-2's pattern. The separator's name in a text is plain text."""
 
-    Text is UTF-8. A byte outside UTF-8 is encoded as the id of that byte, and the text between two of them
-    separately. The separator's name in a text is encoded as plain text.
-    """
-
-    is_lossless = True
-
-    def __init__(self, name: str, encoding: "tiktoken.Encoding") -> None:
-        self.name, self.encoding = name, encoding
+    def __init__(self, name: str, encoding: tiktoken.Encoding, file: str = "") -> None:
+        self.name, self.encoding, self.file = name, encoding, file
         self.vocab_size, self.eot = encoding.n_vocab, encoding.eot_token
 
-    @cached_property
-    def sha256(self) -> str:
-        ids = hashlib.sha256()
-        for token in range(self.vocab_size):
-            ids.update(self.encoding.decode_single_token_bytes(token) + b"\0")
-        return ids.hexdigest()
+    def encode_piece(self, text: str, continues: bool) -> np.ndarray:
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
 
-    def encode(self, text: bytes) -> np.ndarray:
-        return np.concatenate([self._encode(piece) for piece in pieces([text], self.cut)] or [self._none])
+    def named_bytes(self, token: int) -> bytes:
+        return self.encoding.decode_single_token_bytes(token)
 
-    def encode_documents(self, texts: Sequence[bytes], continues: bool) -> np.ndarray:
-        mark = SEPARATOR.encode()
-        joined = (b"" if continues else mark) + mark.join(texts)
-        if joined.count(mark) == len(texts) - continues:                # no text contains the mark
-            try:    # one call for all: tiktoken releases the interpreter's lock meanwhile
-                return self._encode_valid(joined.decode("utf-8"), {SEPARATOR})
-            except UnicodeDecodeError:      # a text is not UTF-8: encode each separately
-                pass
-        ids = [part for text in texts for part in (np.array([self.eot], np.uint32), self._encode(text))]
-        return np.concatenate(ids[continues:])
 
-    def cut(self, window: bytes) -> int:
-        return cut_before_space(window)
+class PretrainedTokenizer(Tokenizer):
+    """A tokenizer.json: byte-level BPE, or the SentencePiece style, where "▁" is a space and <0x0A> a byte.
+
+    Special tokens in the text are encoded as plain text. For a byte-level tokenizer `token_bytes` restores
+    the text, and bits per byte are exact. If the tokenizer first changes the text (Qwen's NFC, the space that
+    Llama 2 puts before a document), both refer to the changed text: for Llama 2, one byte too many per
+    document. Special tokens from id n_rows on, for which a model has no embedding, are left out: Gemma 3's
+    for images. `eot` is the separator's id, or finds it. Raises UserError.
+    """
+
+    has_warned = False
+
+    def __init__(self, path: Path, eot: int | Callable[[Library], int], n_rows: int | None = None) -> None:
+        try:
+            self.content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self.content["added_tokens"] = [token for token in self.content["added_tokens"] if n_rows is None
+                                            or token["id"] < n_rows or not token["special"]]
+            self.library, self.file = open_library(self.content), json.dumps(self.content, ensure_ascii=False)
+            self.eot = eot if isinstance(eot, int) else eot(self.library)
+            self.name = f"hf:{self.eot}"
+            self.vocab_size = 1 + max([self.eot, *self.library.get_vocab(with_added_tokens=True).values()])
+            self._added = {token["id"]: token for token in self.content["added_tokens"]}
+            model, decoders = self.content["model"], {step["type"] for step in steps(self.content["decoder"])}
+            self.is_byte_level, normalizer = "ByteLevel" in decoders, self.content["normalizer"]
+            if not self.is_byte_level and not decoders & {"Metaspace", "ByteFallback", "Replace"}:
+                raise ValueError(f"decoder {', '.join(sorted(decoders)) or 'none'}; only byte-level and "
+                                 "SentencePiece tokenizers are supported")
+            if normalizer is not None or not self.is_byte_level:
+                self.rules = json.dumps(self.content, sort_keys=True).encode()
+            # the same without the prefix of a document, a space or "▁": for text inside a document
+            inside = {name: without_prefix(self.content[name]) for name in ("normalizer", "pre_tokenizer")}
+            self.continuing = open_library({**self.content, **inside})
+            self._is_exact = self.is_byte_level and normalizer is None and (
+                inside["pre_tokenizer"] == self.content["pre_tokenizer"])
+            self._unknown = model.get("unk_id", self.library.token_to_id(model.get("unk_token") or ""))
+            self._n_bytes = byte_lengths(self)                          # decodes every token
+        except UserError:
+            raise
+        except Exception as error:      # the tokenizers package raises plain Exception
+            raise UserError(f"{path}: missing or not a file of the tokenizers package "
+                            f"({type(error).__name__}: {error}); get it again, or copy it from a corpus or "
+                            "run that has it") from error
+
+    def encode_piece(self, text: str, continues: bool) -> np.ndarray:
+        library = self.continuing if continues else self.library
+        ids = np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        if not self.has_warned and (self._unknown in ids or self._is_exact
+                                    and self._n_bytes[ids].sum() != len(text.encode())):
+            self.has_warned = True
+            print("warning: this tokenizer has no ids for some characters of the text, and leaves them out",
+                  file=sys.stderr, flush=True)
+        return ids
+
+    def named_bytes(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token]["content"].encode()
+        piece = self.library.id_to_token(token) or ""
+        if self.is_byte_level:
+            return bytes(BYTES[character] for character in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
 
     def token_bytes(self, token: int) -> bytes:
-        return b"" if token == self.eot else self.encoding.decode_single_token_bytes(token)
+        """The bytes of an id; empty for special tokens and for ids that do not exist."""
+        is_special = token == self.eot or token in self._added and self._added[token]["special"]
+        return b"" if is_special else self.named_bytes(token)
 
-    _none = np.empty(0, dtype=np.uint32)
 
-    def _encode(self, text: bytes) -> np.ndarray:
-        """Ids of one piece."""
-        parts = NOT_UTF8.split(text.decode("utf-8", errors="surrogateescape"))
-        ids = [self._single_bytes(part) if i % 2 else self._encode_valid(part, set())
-               for i, part in enumerate(parts) if part]                 # odd parts are bytes outside UTF-8
-        return np.concatenate(ids or [self._none])
+def open_library(content: dict[str, Any]) -> Library:
+    """The tokenizer of the tokenizers package for a tokenizer.json."""
+    from tokenizers import Tokenizer as Library  # here: most runs do not need the package
 
-    def _encode_valid(self, text: str, allowed_special: set[str]) -> np.ndarray:
-        return self.encoding.encode_to_numpy(text, allowed_special=allowed_special, disallowed_special=())
+    library = Library.from_str(json.dumps(content))
+    library.encode_special_tokens = True
+    library.no_truncation()
+    library.no_padding()
+    return library
 
-    def _single_bytes(self, escaped: str) -> np.ndarray:
-        values = escaped.encode("utf-8", errors="surrogateescape")
-        return np.array([self.encoding.encode_single_token(bytes([value])) for value in values], np.uint32)
+
+def steps(part: Part | None) -> list[Part]:
+    """The steps of a part of tokenizer.json in order, with nested sequences flattened."""
+    if part is None or part["type"] != "Sequence":
+        return [part] if part else []
+    return [step for name in STEPS for one in part.get(name) or () for step in steps(one)]
+
+
+def without_prefix(part: Part | None) -> Part | None:
+    """The normalizer or pre-tokenizer without anything that puts a prefix before a text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    if part["type"] == "Sequence":
+        return {**part, **{name: [step for one in part[name] if (step := without_prefix(one))]
+                           for name in STEPS if name in part}}
+    if part["type"] == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    return {**part, "add_prefix_space": False} if part["type"] == "ByteLevel" else part
 
 
 # -----------------------------------------------------------------------------------------------------------
 # By name
 
-TOKENIZERS = ("byte", "gpt2", "bpe:N")
+
+def size_of(name: str) -> int | None:
+    """N of "bpe:N", the size of the vocabulary including the separator; None for other names."""
+    match = re.fullmatch(r"bpe:([0-9]{1,9})", name)
+    size = int(match[1]) if match else None
+    if size is not None and not MIN_SIZE <= size <= MAX_SIZE:
+        raise UserError(f"tokenizer {name!r}: the vocabulary needs {MIN_SIZE} (bytes and separator) to "
+                        f"{MAX_SIZE} ids, got {size}; bpe:4096 suits a few megabytes of text")
+    return size
 
 
-def load_tokenizer(name: str, folder: Path | None = None) -> CorpusTokenizer:
+def learn(texts: Iterable[bytes], size: int) -> str:
+    """The content of tokenizer.json for a byte-level vocabulary of `size` ids, learned from texts.
+
+    Ids 0 ... 255 are the bytes, then comes one for each merge, then the separator. The result depends only on
+    the counts of words, not on the order of texts or the number of threads. Raises UserError.
+    """
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Library
+
+    tokenizer = Library(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size - 1, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator((text.decode("utf-8", errors="ignore") for text in texts), trainer)
+    found = tokenizer.get_vocab_size() + 1
+    if found < size:
+        raise UserError(f"tokenizer bpe:{size}: the text has pairs for only {found} ids; use --tokenizer "
+                        f"bpe:{found} or less, or more text")
+    tokenizer.add_special_tokens([AddedToken(SEPARATOR, special=True)])
+    return json.dumps(json.loads(tokenizer.to_str()))
+
+
+def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
     """The tokenizer of a name. Raises UserError if it is unknown, or if its files are missing or damaged.
 
-    "bpe:N" and "hf:SEPARATOR" (a Hugging Face tokenizer, and the id that opens documents) are read from
-    tokenizer.json in `folder`, which is that of a corpus or a run.
+    "bpe:N" and "hf:ID" are read from tokenizer.json in `folder`, which is that of a corpus or a run.
     """
     if name == "byte":
         return ByteTokenizer()
     if name == "gpt2":
-        return _gpt2()
-    if folder is not None and re.fullmatch("hf:[0-9]{1,9}", name):
-        return read_saved(folder / TOKENIZER_FILE, int(name[3:]))
+        import tiktoken  # here: a run on bytes needs neither the package nor the network
+
+        try:
+            return BytePairTokenizer(name, tiktoken.get_encoding("gpt2"))
+        except OSError as error:    # requests' exceptions are OSErrors
+            raise UserError("tokenizer gpt2: its two files are neither cached nor reachable; put them into a "
+                            "folder under tiktoken's names and set TIKTOKEN_CACHE_DIR to it, "
+                            "or use --tokenizer byte") from error
     size = size_of(name)
-    if size is None:
-        raise UserError(f"tokenizer {shortened(name)}: unknown; choose from {', '.join(TOKENIZERS)} (N: size "
+    if size is None and not re.fullmatch("hf:[0-9]{1,9}", name):
+        raise UserError(f"tokenizer {name!r}: unknown; choose from {', '.join(TOKENIZERS)} (N: size "
                         "of a vocabulary to learn from the corpus, such as bpe:4096), or give the folder of "
                         "a corpus, a run or a Hugging Face model")
     if folder is None:
         raise UserError(f"tokenizer {name!r}: belongs to a corpus; its folder is needed to read it")
-    import tiktoken  # here: a run on bytes does not need the package
-    encoding = tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=read_ranks(folder, size),
-                                 special_tokens={SEPARATOR: size - 1})
-    return BytePairTokenizer(name, encoding)
+    if size is None:
+        return PretrainedTokenizer(folder / TOKENIZER_FILE, int(name[3:]))
+    import tiktoken
+    try:
+        file = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+        vocab = json.loads(file)["model"]["vocab"]      # an id is also the priority of its merge
+        ranks = {bytes(BYTES[c] for c in token): rank for token, rank in vocab.items() if rank < size - 1}
+        if sorted(ranks.values()) != list(range(size - 1)):
+            raise ValueError(f"its ids are not 0 ... {size - 1}")
+        encoding = tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                                     special_tokens={SEPARATOR: size - 1})
+        return BytePairTokenizer(name, encoding, file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / TOKENIZER_FILE}: missing or damaged ({type(error).__name__}: {error}); "
+                        "copy it from a corpus or run that has it, or prepare the corpus again") from error
 
 
-def tokenizer_of(meta: dict[str, Any], folder: Path) -> CorpusTokenizer:
+def tokenizer_of(meta: dict[str, Any], folder: Path) -> Tokenizer:
     """The tokenizer that the meta.json of a corpus, or the corpus.json of a run, names.
 
     `folder` is that of the corpus or run. Raises UserError if the vocabulary is not the recorded one.
@@ -191,17 +291,6 @@ def tokenizer_of(meta: dict[str, Any], folder: Path) -> CorpusTokenizer:
         raise UserError(f"{folder}: made with another {tokenizer.name} tokenizer than this one (checksum, "
                         "vocabulary or separator differs); prepare the corpus again with data/prepare.py")
     return tokenizer
-
-
-def _gpt2() -> CorpusTokenizer:
-    """GPT-2's 50,257 ids; tiktoken downloads two files once and caches them."""
-    import tiktoken  # here: a run on bytes needs neither the package nor the network
-    try:
-        return BytePairTokenizer("gpt2", tiktoken.get_encoding("gpt2"))
-    except OSError as error:    # requests' exceptions are OSErrors
-        raise UserError("tokenizer gpt2: its two files are neither cached nor reachable; put them into a "
-                        "folder under tiktoken's names and set TIKTOKEN_CACHE_DIR to it, "
-                        "or use --tokenizer byte") from error
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

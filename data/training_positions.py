@@ -19,18 +19,14 @@ def training_positions(t: TrainConfig, step: int) -> Tensor | None:
     row: short sequences see long distances. Zhu et al. 2023, arXiv:2309.10400, section 3.2, with two chunks.
     random: T of the integers 0 ... M - 1, drawn without replacement, for each row; Ruoss et al. 2023,
     arXiv:2305.16843, draw once for a whole batch.
-    rfs: T uniform numbers in [0, M), sorted, float32. Shimizu et al. 2026, arXiv:2602.14050, with M = 1.
     """
-    rng, shape = np.random.default_rng([t.seed, step]), (t.batch_size, t.seq_len)
-    B, T, M = *shape, t.position_range
     if t.positions == "plain":
         return None
+    rng, B, T, M = np.random.default_rng([t.seed, step]), t.batch_size, t.seq_len, t.position_range
     if t.positions == "pose":
         first = rng.integers(1, (T + 1) // 2 + 1, size=(B, 1))
         skip = rng.integers(M - T + 1, size=(B, 1))
         index = np.arange(T)
         return torch.from_numpy(index + (index >= first) * skip)
-    if t.positions == "random":
-        rows = [rng.choice(M, T, replace=False, shuffle=False) for _ in range(B)]
-        return torch.from_numpy(np.sort(rows, axis=1))
-    return torch.from_numpy(np.sort(M * rng.random(shape, dtype=np.float32), axis=1))
+    rows = [rng.choice(M, T, replace=False, shuffle=False) for _ in range(B)]
+    return torch.from_numpy(np.sort(rows, axis=1))

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.bpe import CHARACTERS, SEPARATOR
-from data.tokenizer import BytePairTokenizer, ByteTokenizer, Tokenizer
-from data.tokenizer_json import PretrainedTokenizer, checked, types_of
-from runtime.errors import UserError, shortened
-from runtime.files import read_json, read_text
+from data.tokenizer import (
+    CHARACTERS,
+    SEPARATOR,
+    TOKENIZER_FILE,
+    ByteTokenizer,
+    PretrainedTokenizer,
+    Tokenizer,
+    steps,
+)
+from runtime.errors import UserError
+from runtime.files import read_json
 
 TEMPLATES = {"TemplateProcessing", "BertProcessing", "RobertaProcessing"}      # these add special tokens
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Writing
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -30,41 +31,23 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     if isinstance(tokenizer, PretrainedTokenizer):
         content: dict[str, Any] = json.loads(tokenizer.library.to_str())
-        if TEMPLATES & types_of(content["post_processor"]):
+        if TEMPLATES & {step["type"] for step in steps(content["post_processor"])}:
             content["post_processor"] = None
         return content
-    if isinstance(tokenizer, BytePairTokenizer):
-        encoding = tokenizer.encoding
-        return byte_level_json(encoding._mergeable_ranks, encoding._pat_str, tokenizer.eot)
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
     ranks = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)
              if token != tokenizer.eot}
-    return byte_level_json(ranks, None, tokenizer.eot)
-
-
-def byte_level_json(ranks: dict[bytes, int], pattern: str | None, eot: int) -> dict[str, Any]:
-    """tokenizer.json of a byte-level BPE: the pattern splits the text, then pairs are merged by rank."""
-    splits = [] if pattern is None else [
-        {"type": "Split", "pattern": {"Regex": oniguruma(pattern)}, "behavior": "Isolated", "invert": False}]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return {
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": eot, "content": SEPARATOR, "single_word": False, "lstrip": False,
-                          "rstrip": False, "normalized": False, "special": True}],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                  "ignore_merges": True,        # as in tiktoken: a word in the vocabulary is one token
-                  "vocab": {**{spelled(token): i for token, i in ranks.items()}, SEPARATOR: eot},
-                  "merges": [[spelled(a), spelled(b)] for a, b in merges(ranks)]},
-    }
-
-
-def spelled(token: bytes) -> str:
-    """A token's bytes in the characters of a byte-level vocabulary."""
-    return "".join(CHARACTERS[byte] for byte in token)
+    spelled = {token: "".join(CHARACTERS[byte] for byte in token) for token in ranks}
+    model = models.BPE(vocab={**{spelled[token]: i for token, i in ranks.items()}, SEPARATOR: tokenizer.eot},
+                       merges=[(spelled[a], spelled[b]) for a, b in merges(ranks)],
+                       ignore_merges=True)      # as in tiktoken: a word in the vocabulary is one token
+    library = Library(model)
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)        # GPT-2's words
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(SEPARATOR, special=True)])
+    return json.loads(library.to_str())
 
 
 def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
@@ -85,12 +68,6 @@ def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
             yield parts[0], parts[1]
 
 
-def oniguruma(pattern: str) -> str:
-    r"""Translate a tiktoken pattern for the tokenizers package: \z for the end, (?>...) for {n,m}+."""
-    possessive = re.sub(r"(\\p\{\w+\}|\[[^\]]*\]|\\?.)(\{\d+,\d*\})\+", r"(?>\1\2)", pattern)
-    return re.sub(r"(?<!\\)\$", r"\\z", possessive)
-
-
 def separator_name(tokenizer: Tokenizer) -> str:
     """The separator's name in tokenizer.json."""
     if isinstance(tokenizer, PretrainedTokenizer):
@@ -98,24 +75,29 @@ def separator_name(tokenizer: Tokenizer) -> str:
     return SEPARATOR
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Reading
-
-
-def read_tokenizer(folder: Path, config: dict[str, Any]) -> PretrainedTokenizer | ByteTokenizer:
+def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, given its config.json; a ByteTokenizer if it has the same ids.
 
     The beginning-of-sequence token opens documents, or else the end-of-sequence token. Raises UserError.
     """
-    def read() -> PretrainedTokenizer | ByteTokenizer:
-        n_rows = config.get("vocab_size")
-        tokenizer = PretrainedTokenizer(folder / "tokenizer.json", 0,
-                                        n_rows if isinstance(n_rows, int) else None)
-        tokenizer.open_with(_separator(folder, config, tokenizer))      # replaces the 0, not used so far
-        assert tokenizer.sha256                                         # decodes every token
-        return ByteTokenizer() if _is_byte_tokenizer(tokenizer) else tokenizer
+    path = folder / "tokenizer_config.json"
+    settings = read_object(path) if path.is_file() else {}
 
-    return checked(read, folder)
+    def separator(library: Any) -> int:
+        for name in ("bos_token", "eos_token"):
+            token = settings.get(name) or ""                            # a string, or a table
+            content = token["content"] if isinstance(token, dict) else token
+            for found in (library.token_to_id(content or ""), config.get(f"{name}_id")):
+                if found is not None:
+                    return found[0] if isinstance(found, list) else found
+        raise UserError(f"{path}: has neither bos_token nor eos_token, and each document must open with one; "
+                        "add one")
+
+    byte = ByteTokenizer()
+    tokenizer = PretrainedTokenizer(folder / TOKENIZER_FILE, separator, n_rows=config.get("vocab_size"))
+    is_byte = (tokenizer.vocab_size, tokenizer.eot) == (byte.vocab_size, byte.eot) and all(
+        tokenizer.token_bytes(token) == byte.token_bytes(token) for token in range(byte.vocab_size))
+    return byte if is_byte else tokenizer
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -135,10 +117,9 @@ def eos_ids(folder: Path) -> set[int]:
         found = read_object(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if found is not None:
             ids = found if isinstance(found, list) else [found]
-            if not all(isinstance(number, int) for number in ids):
-                raise UserError(f"{folder / name}: eos_token_id: must be an id or a list of ids, got "
-                                f"{shortened(found)}; repair it")
-            return set(ids)
+            if all(isinstance(number, int) for number in ids):
+                return set(ids)
+            raise UserError(f"{folder / name}: eos_token_id: must be an id or a list of ids, got {found!r}")
     return set()
 
 
@@ -150,7 +131,7 @@ def chat_ids(folder: Path, tokenizer: Tokenizer, message: str) -> list[int]:
     settings = read_object(folder / "tokenizer_config.json")
     path, template = folder / "chat_template.jinja", settings.get("chat_template")
     if path.is_file():
-        template = read_text(path)
+        template = path.read_text(encoding="utf-8")
     if not isinstance(template, str) or not isinstance(tokenizer, PretrainedTokenizer):
         raise UserError(f"--chat: {folder} has no chat template; leave --chat out")
     names = {f"{kind}_token": token.get("content") if isinstance(token, dict) else token or ""
@@ -161,25 +142,5 @@ def chat_ids(folder: Path, tokenizer: Tokenizer, message: str) -> list[int]:
             messages=[{"role": "user", "content": message}], add_generation_prompt=True, **names)
     except TemplateError as error:
         raise UserError(f"--chat: {folder}: its chat template fails ({error}); leave --chat out") from error
-    return tokenizer.encode_special(text)
-
-
-def _separator(folder: Path, config: dict[str, Any], tokenizer: PretrainedTokenizer) -> int:
-    """The id of bos_token or eos_token, from tokenizer_config.json or else from config.json."""
-    path = folder / "tokenizer_config.json"
-    settings = read_object(path) if path.is_file() else {}
-    for name in ("bos_token", "eos_token"):
-        token = settings.get(name) or ""                                # a string, or a table
-        content = token["content"] if isinstance(token, dict) else token
-        for found in (tokenizer.library.token_to_id(content or ""), config.get(f"{name}_id")):
-            if found is not None:
-                return found[0] if isinstance(found, list) else found
-    raise UserError(f"{path}: has neither bos_token nor eos_token, and each document must open with one; "
-                    "add one")
-
-
-def _is_byte_tokenizer(tokenizer: PretrainedTokenizer) -> bool:
-    """Whether it has the same ids as ByteTokenizer."""
-    byte = ByteTokenizer()
-    return (tokenizer.vocab_size, tokenizer.eot) == (byte.vocab_size, byte.eot) and all(
-        tokenizer.token_bytes(token) == byte.token_bytes(token) for token in range(byte.vocab_size))
+    library = type(tokenizer.library).from_str(json.dumps(tokenizer.content))   # names of tokens are tokens
+    return library.encode(text, add_special_tokens=False).ids

@@ -1,38 +1,32 @@
-"""Preparing: the same corpus whatever the workers and interruptions, which leave nothing that loads."""
+"""Preparing: the same corpus whatever the interruptions, which leave nothing that loads; odd text is told."""
 
+import errno
 import json
 import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import slow_except, words
+from conftest import words
+from filelock import FileLock
 
-from data import journal as journal_module
 from data import prepare as prepare_module
-from data.journal import Journal, Position
 from data.loader import Corpus
-from data.prepare import Options, default_out, prepare
-from data.sources import JsonLines
-from runtime.command import run_command
+from data.prepare import Options, Partial, default_out, prepare
 from runtime.errors import UserError
 
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
+SHARE = Options(val_share=0.3)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files but verified.json, which holds times."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "verified.json"}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def write_source(folder: Path) -> Path:
-    """Files of all kinds, with documents longer than a piece, empty ones, and some for a hash to pick."""
+    """Files of all kinds, long and empty documents, and some for a hash to pick."""
     folder.mkdir()
     (folder / "long.txt").write_bytes(words(1, 3000))
     for i in range(12):
@@ -44,81 +38,58 @@ def write_source(folder: Path) -> Path:
 
 @pytest.fixture
 def often(monkeypatch) -> None:
-    """Small pieces, and a journal that is written after each chunk."""
-    monkeypatch.setattr("data.pieces.MAX_PIECE", 200)
-    monkeypatch.setattr(journal_module, "SAVE_EVERY_S", 0.0)
+    """Small groups of documents, and a state that is saved after each."""
+    monkeypatch.setattr(prepare_module, "GROUP_BYTES", 500)
+    monkeypatch.setattr(prepare_module, "SAVE_EVERY_S", 0.0)
 
 
-def interrupted(monkeypatch, source: Path, out: Path, tokenizer: str, options: Options, n_chunks: int,
-                is_half: bool) -> None:
-    """Prepare until n_chunks are in the journal; then one is written, or half of it, and the end comes."""
-    save, saved = Journal.save, []
+def interrupted(monkeypatch, source: Path, out: Path, tokenizer: str, options: Options, n: int) -> None:
+    """Prepare until n groups are saved; then half of a document is written, and the end comes."""
+    save, saved = Partial.save, []
 
-    def stop(self, position: Position, at_once: bool = False) -> None:
-        if len(saved) == n_chunks + 1:                                  # the first is that of the start
-            if is_half:
-                self.splits["train"].tokens.file.write(b"half of a chunk")
-                self.splits["train"].tokens.file.flush()
-            raise Killed
-        saved.append(position)
-        save(self, position, at_once)
+    def stop(self, end: tuple[int, int]) -> None:
+        if len(saved) == n:
+            self.files["train.bin"].write(b"half of a document")
+            self.files["train.bin"].flush()
+            raise KeyboardInterrupt
+        saved.append(end)
+        save(self, end)
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Journal, "save", stop)
-        prepare(str(source), out, tokenizer, options, workers=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Partial, "save", stop)
+        prepare(str(source), out, tokenizer, options)
 
 
 @pytest.mark.parametrize(("tokenizer", "options"), [
-    ("byte", Options(val_share=0.3, limit_tokens=5500)),
-    pytest.param("byte", Options(val_share=0.3), marks=pytest.mark.slow),
-    pytest.param("bpe:280", Options(val_share=0.3), marks=pytest.mark.slow)])
+    ("byte", Options(val_share=0.3, limit_tokens=5500)), ("bpe:280", SHARE)])
 def test_interrupted_anywhere_it_goes_on_to_the_same_corpus(tokenizer: str, options: Options, tmp_path: Path,
-                                                           monkeypatch, often) -> None:
-    source, out = write_source(tmp_path / "source"), tmp_path / "corpora" / "out"
-    prepare(str(source), out, tokenizer, options, workers=1)
-    expected = contents(out)
-    n_documents = Corpus(out).meta["splits"]["train"]["documents"]
-    for n_chunks in (0, 2, 11):
-        for path in out.iterdir():
-            path.unlink()
-        out.rmdir()
-        for more in (0, 1, 3):                                          # three times in a row
-            interrupted(monkeypatch, source, out, tokenizer, options, n_chunks * (not more) + more, more != 1)
-            assert not out.exists()
-            with pytest.raises(UserError, match="no prepared corpus"):
-                Corpus(out.parent / ".out.partial" / "corpus")
-        done = json.loads((out.parent / ".out.partial" / "progress.json").read_text())
-        assert sum(about["bytes"] for about in done["splits"].values()) > 0
-        prepare(str(source), out, tokenizer, options, workers=3)
-        assert contents(out) == expected and os.listdir(out.parent) == ["out"]
-    assert n_documents >= 20
-
-
-def test_going_on_reads_and_encodes_only_what_is_missing(tmp_path: Path, monkeypatch, often) -> None:
+                                                           monkeypatch, often, capsys) -> None:
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    encode, seen = prepare_module.encode, []
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "GROUP_BYTES", 2**24)
+        prepare(str(source), tmp_path / "straight", tokenizer, options)
+    for n in (0, 1, 2):                                                 # three times in a row
+        interrupted(monkeypatch, source, out, tokenizer, options, n)
+        assert "is kept, and the same command goes on" in capsys.readouterr().err
+        for folder in (out, tmp_path / ".out.partial"):
+            with pytest.raises(UserError, match="no prepared corpus there"):
+                Corpus(folder)
+    seen, encode = [], Partial.encode
+    monkeypatch.setattr(Partial, "encode", lambda *a: seen.append(a) or encode(*a))
+    prepare(str(source), out, tokenizer, options)
+    found, expected = contents(out), contents(tmp_path / "straight")
+    if options.limit_tokens:        # if a hash chooses, validation has what it chose until the limit
+        assert all(found[name] == expected[name] for name in ("train.bin", "train.idx.npy"))
+    else:
+        assert found == expected and 0 < len(seen) < 90
+    assert not (tmp_path / ".out.partial").exists()
 
-    def counted(chunk, *arguments):
-        seen.append(sum(len(piece.text) for piece in chunk))
-        return encode(chunk, *arguments)
 
-    monkeypatch.setattr(prepare_module, "encode", counted)
-    meta = prepare(str(source), out, "byte", Options(val_share=0.3), workers=1)
-    total = sum(about["bytes"] for about in meta["splits"].values())
-    assert sum(seen) == total
-    interrupted(monkeypatch, source, out, "byte", Options(val_share=0.3), 30, False)
-    done = json.loads((tmp_path / ".out.partial" / "progress.json").read_text())
-    seen.clear()
-    prepare(str(source), out, "byte", Options(val_share=0.3), workers=1)
-    assert 0 < sum(seen) == total - sum(about["bytes"] for about in done["splits"].values()) < total / 2
-
-
-@pytest.mark.parametrize("change", slow_except(
-    ["source", "tokenizer", "options", "file", "flipped", "cut", "journal", "edited"], "source", "edited"))
+@pytest.mark.parametrize("change", ["source", "tokenizer", "options", "file", "cut", "progress.json"])
 def test_what_another_command_or_source_left_is_not_used(change: str, tmp_path: Path, monkeypatch, capsys,
                                                         often) -> None:
-    source, out, options = write_source(tmp_path / "source"), tmp_path / "out", Options(val_share=0.3)
-    interrupted(monkeypatch, source, out, "byte", options, 9, False)
+    source, out, options = write_source(tmp_path / "source"), tmp_path / "out", SHARE
+    interrupted(monkeypatch, source, out, "byte", options, 9)
     partial, tokenizer = tmp_path / ".out.partial", "byte"
     if change == "source":
         source = source.rename(tmp_path / "moved")
@@ -128,111 +99,93 @@ def test_what_another_command_or_source_left_is_not_used(change: str, tmp_path: 
         options = Options(val_share=0.4)
     elif change == "file":
         (source / "3.txt").write_bytes(b"new")
-    elif change == "journal":
-        (partial / "progress.json").write_text('{"plan": ')
-    elif change == "edited":
-        journal = json.loads((partial / "progress.json").read_text())
-        (partial / "progress.json").write_text(json.dumps({**journal, "position": [-1, 0, 0]}))
     else:
-        content = bytearray((partial / "corpus" / "train.bin").read_bytes())
-        content[100] ^= 1
-        (partial / "corpus" / "train.bin").write_bytes(content if change == "flipped" else content[:50])
+        (partial / ("train.bin" if change == "cut" else change)).write_text('{"plan": ')
     prepare(str(source), out, tokenizer, options)
     assert "starting again" in capsys.readouterr().out
-    before = contents(out)
-    prepare(str(source), out, tokenizer, options)
-    assert contents(out) == before and not partial.exists()
-
-
-def test_an_older_corpus_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch, often) -> None:
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    prepare(str(source), out, "byte")
-    before = contents(out)
-    (source / "more.txt").write_bytes(b"new text")
-    interrupted(monkeypatch, source, out, "byte", Options(), 5, True)
-    assert contents(out) == before and Corpus(out)
-    rename = Path.rename
-
-    def stop_between(self, target):                                     # the older is away
-        if Path(target) == out:
-            raise Killed
-        return rename(self, target)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Path, "rename", stop_between)
-        prepare(str(source), out, "byte")
-    assert contents(tmp_path / ".out.partial" / "old") == before and not out.exists()
-    prepare(str(source), out, "byte")
-    assert contents(out) != before and sorted(os.listdir(tmp_path)) == ["out", "source"]
+    prepare(str(source), tmp_path / "straight", tokenizer, options)
+    assert contents(out) == contents(tmp_path / "straight") and not partial.exists()
 
 
 def test_what_is_no_corpus_is_never_replaced(tmp_path: Path, monkeypatch) -> None:
-    """Not a file of the user's beside a corpus, be it the source, nor one that comes while it is prepared."""
+    """Not a file of the user's beside a corpus, nor one that comes while it is prepared."""
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     prepare(str(source), out, "byte")
+    before = contents(out)
     prepare(str(source), out, "byte")                                   # a corpus alone is replaced
-    for place in (out / "notes.md", out / "text.txt"):
-        place.write_text("mine " * 50)
-        before = contents(out)
-        with pytest.raises(UserError, match=f"--out .*{place.name}.* give another folder"):
-            prepare(str(place if place.suffix == ".txt" else source), out, "byte")
-        assert contents(out) == before
-        place.unlink()
-    original = prepare_module.encode_all
-
-    def late(*arguments) -> None:
-        original(*arguments)
-        (out / "late.md").write_text("mine")
-
-    monkeypatch.setattr(prepare_module, "encode_all", late)
+    assert contents(out) == before
+    (out / "notes.md").write_text("mine")
+    with pytest.raises(UserError, match="--out .*notes.md.* give another folder"):
+        prepare(str(source), out, "byte")
+    (out / "notes.md").unlink()
+    original = Partial.finish
+    monkeypatch.setattr(Partial, "finish", lambda *a: (out / "late.md").write_text("mine") and original(*a))
     with pytest.raises(UserError, match="late.md"):
         prepare(str(source), out, "byte")
-    assert (out / "late.md").read_text() == "mine"
+    assert contents(out) == {**before, "late.md": b"mine"}
     monkeypatch.chdir(source)
     assert default_out(".") == default_out("hf:.") == Path("data/source") and default_out("..").name != ".."
 
 
 def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
-    with Journal(tmp_path / "out", {}), pytest.raises(UserError, match="another process is preparing it"):
+    with FileLock(tmp_path / ".out.lock"), pytest.raises(UserError, match="another process is preparing it"):
         prepare(str(source), tmp_path / "out", "byte")
     prepare(str(source), tmp_path / "out", "byte")
 
 
-def test_memory_holds_a_few_pieces_whatever_the_file(tmp_path: Path, monkeypatch) -> None:
-    """What has been read ahead of what is written stays bounded."""
-    (tmp_path / "a.jsonl").write_bytes(b"".join(b'{"text": "%090d"}\n' % i for i in range(3000)))
-    monkeypatch.setattr("data.pieces.MAX_PIECE", 400)
-    ahead, read = [], JsonLines.documents
+def test_a_full_disk_names_the_folder_and_the_same_command_goes_on(tmp_path: Path, monkeypatch,
+                                                                   often) -> None:
+    source, out, save = write_source(tmp_path / "source"), tmp_path / "out", Partial.save
 
-    def counted(self):
-        for document in read(self):
-            self.n_read = getattr(self, "n_read", 0) + 1
-            yield document
+    def full(self, end: tuple[int, int]) -> None:
+        if end > (9, 0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(self, end)
 
-    show = prepare_module.Progress.show
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=(
+            r"\.out\.partial: No space left on device; .* the same command goes on")):
+        patch.setattr(Partial, "save", full)
+        prepare(str(source), out, "byte", SHARE)
+    prepare(str(source), out, "byte", SHARE)
+    prepare(str(source), tmp_path / "straight", "byte", SHARE)
+    assert contents(out) == contents(tmp_path / "straight")
 
-    def behind(self, chunk):
-        ahead.append(self.source.shards[0].n_read - chunk[-1].end.document)
-        show(self, chunk)
 
-    monkeypatch.setattr(JsonLines, "documents", counted)
-    monkeypatch.setattr(prepare_module.Progress, "show", behind)
-    prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", "byte", Options(val_share=0.5), workers=2)
-    assert len(ahead) > 500 and max(ahead) <= 5 * (2 + 4)               # chunks of five lines
+@pytest.mark.parametrize(("text", "expected"), [
+    (words(0, 900), ""), ("naïve café\n".encode("latin-1") * 40, "is not UTF-8"),
+    ("some text\n".encode("utf-16") * 40, "is not UTF-8"), (b"some\0text\n" * 40, "has NUL bytes")])
+def test_text_that_is_odd_is_told_in_a_line(text: bytes, expected: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_bytes(text)
+    for tokenizer in ("byte", "bpe:257"):
+        prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
+        told = capsys.readouterr().err
+        assert told.count("\n") == bool(expected) and expected in told and ("a.txt" in told) == bool(expected)
+        ids = Corpus(tmp_path / "out").documents("train")[0][1:]
+        assert tokenizer != "byte" or text.startswith(bytes(ids.astype("u1")))      # lossless
+        assert tokenizer == "byte" or "UTF-8" in expected or len(ids) == int(len(text) * 0.9)
+
+
+def test_memory_holds_a_group_of_documents_whatever_the_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(prepare_module, "GROUP_BYTES", 200)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(b'{"text": "%090d"}\n' % i for i in range(500)))
+    groups, write = [], Partial.write_group
+    monkeypatch.setattr(Partial, "write_group", lambda *a: groups.append(len(a[1])) or write(*a))
+    prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", "byte", Options(val_share=0.5))
+    assert sum(groups) == 500 and max(groups) == 3
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_the_same_command_goes_on(tmp_path: Path, monkeypatch, often) -> None:
     """SIGKILL for real, of a process that is slowed down so that it can be hit."""
-    source, out, options = write_source(tmp_path / "source"), tmp_path / "out", Options(val_share=0.3)
-    prepare(str(source), tmp_path / "straight", "byte", options)
-    save, generator = Journal.save, random.Random(0)
-    monkeypatch.setattr(Journal, "save", lambda *a, **k: (time.sleep(0.01), save(*a, **k)))
+    source, out = write_source(tmp_path / "source"), tmp_path / "out"
+    prepare(str(source), tmp_path / "straight", "byte", SHARE)
+    save, generator = Partial.save, random.Random(0)
+    monkeypatch.setattr(Partial, "save", lambda *a: (time.sleep(0.01), save(*a)))
     progress, saved = tmp_path / ".out.partial" / "progress.json", 0
     for _ in range(4):
         child = multiprocessing.get_context("fork").Process(target=prepare,
-                                                            args=(str(source), out, "byte", options))
+                                                            args=(str(source), out, "byte", SHARE))
         child.start()
         while not progress.exists() or progress.stat().st_mtime_ns == saved:
             time.sleep(0.002)
@@ -241,35 +194,5 @@ def test_killed_at_any_moment_the_same_command_goes_on(tmp_path: Path, monkeypat
         child.join()
         assert child.exitcode == -signal.SIGKILL and not out.exists()
         saved = progress.stat().st_mtime_ns
-    assert json.loads(progress.read_text())["position"] > [0, 0, 0]
-    prepare(str(source), out, "byte", options)
-    assert contents(out) == contents(tmp_path / "straight") and not progress.parent.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_in_a_line(number: int, tmp_path: Path, monkeypatch, capsys, often) -> None:
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    monkeypatch.setattr(sys, "argv", ["prepare.py", str(source), "--out", str(out), "--val-share", "0.3"])
-    write, written = prepare_module.write, []
-
-    def signalled(*arguments) -> None:
-        written.append(arguments)
-        if len(written) == 5:
-            os.kill(os.getpid(), number)
-        write(*arguments)
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
-            patch.setattr(prepare_module, "write", signalled)
-            run_command(prepare_module.main)
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
-    assert caught.value.code == 128 + number
-    printed = capsys.readouterr().err
-    assert "the same command resumes from there" in printed and "Traceback" not in printed
-    prepare(str(source), tmp_path / "straight", "byte", Options(val_share=0.3))
-    prepare_module.main()
-    assert contents(out) == contents(tmp_path / "straight") and not (tmp_path / ".out.partial").exists()
+    prepare(str(source), out, "byte", SHARE)
+    assert contents(out) == contents(tmp_path / "straight")

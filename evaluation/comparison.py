@@ -181,7 +181,7 @@ def training_log(key: str, curves: Sequence[Curve]) -> pd.DataFrame:
             with suppress(ValueError, KeyError, TypeError):     # the last line may be half written
                 entry = json.loads(line)
                 lines.append((label, str(run.path), int(entry["step"]), float(entry[key])))
-    log = pd.DataFrame(lines, columns=["label", "run", "step", "value"])
+    log = pd.DataFrame(lines, columns=["label", "run", "step", "value"]).astype({"step": int, "value": float})
     log = log[np.isfinite(log.value)]
     size = math.ceil(log.step.max() / TRAINING_POINTS) if len(log) else 1
     log["part"] = (log.step - 1) // size
@@ -297,8 +297,8 @@ def remarks(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L: in
         for path, run in runs.items():
             values.setdefault(run.head.get(key) or "unknown", []).append(path)
         if len(values) > 1:
-            found.append(f"Warning: {what}, which may change figures: "
-                         + "; ".join(f"{value[:12]} ({', '.join(paths)})" for value, paths in values.items()))
+            found.append(f"Warning: {what}: " + "; ".join(f"{value[:12]} ({', '.join(paths)})"
+                                                         for value, paths in values.items()))
     found += [f"Warning: run {run.name}." for run in runs.values() if run.name != str(run.path)]
     repeat = frame[(frame.protocol == "repeat") & (frame.label == baseline.label)]
     inside = repeat[repeat.length == L]

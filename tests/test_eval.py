@@ -62,8 +62,8 @@ def scored(windows) -> list[tuple[int, int]]:
 
 def windows_of(protocol: str, text: Text, longest: int, length: int, tokens: int = 10**9,
                stride: int | None = None) -> list[Window]:
-    return EVERY[protocol].windows(text, Settings([protocol], [length], longest, 8, tokens=tokens, stride=stride),
-                                   length)
+    settings = Settings([protocol], [length], longest, 8, tokens=tokens, stride=stride)
+    return EVERY[protocol].windows(text, settings, length)
 
 
 @pytest.mark.parametrize("longest", [64, 100, 256])
@@ -542,7 +542,8 @@ def test_a_method_that_does_not_fit_is_an_error_or_skipped(skip: bool, tiny, cap
 @pytest.mark.parametrize(("arguments", "expected"), [
     (["--lengths", "16,99999"], "--lengths 16,99999"), (["--protocol", "sliding,x"], "--protocol"),
     (["--stride", "0"], "argument --stride: must be at least 1, got 0"), (["--targets", "999"], "--targets"),
-    (["--lengths", "64", "--longest", "63"], "--longest 63: must be in 64 ... "), (["--seed", "-1"], "--seed -1"),
+    (["--lengths", "64", "--longest", "63"], "--longest 63: must be in 64 ... "),
+    (["--seed", "-1"], "--seed -1"),
     (["--extend", "all", "--protocol", "sliding"], "--extend all needs fixed"),
     (["--extend", "yarm"], "did you mean yarn?"), (["--data", "nowhere"], "--data nowhere: neither")])
 def test_mistakes_are_one_line_and_exit_2(arguments: list[str], expected: str, run_dir: Path, monkeypatch,

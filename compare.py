@@ -20,7 +20,7 @@ import pandas as pd
 from evaluation.comparison import frame_of, make_curves, make_tables, probe_map, remarks
 from evaluation.pictures import draw
 from evaluation.protocols import EVERY
-from evaluation.report import html
+from evaluation.report import Map, Table, html
 from evaluation.runs import check_comparable, read_run
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
@@ -49,8 +49,8 @@ def main() -> None:
     L = runs[0].head["seq_len"]
     frame = frame_of(curves)
     notes = remarks(curves, baseline, frame, L)
-    maps = [probe_map(name, frame) for name in EVERY]
-    shown = [*make_tables(curves, baseline, frame, L), *(one for one in maps if one)]
+    shown: list[Table | Map] = [*make_tables(curves, baseline, frame, L)]
+    shown += [found for name in EVERY if (found := probe_map(name, frame))]
 
     args.out.mkdir(parents=True, exist_ok=True)
     n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"

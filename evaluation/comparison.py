@@ -63,25 +63,29 @@ def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
     for run, name in zip(runs, names or [without_seed(run.path) for run in runs], strict=True):
         groups.setdefault(name, []).append(run)
     for name, group in groups.items():
-        places = [{(r["extend"], r["protocol"], column_of(r), r.get("depth")) for r in run.records}
-                  for run in group]
-        for run, found in zip(group, places, strict=True):
+        for run in group:
             pair = f"runs {group[0].path} and {run.path}, both {name!r}"
-            bases = [x.config.train.init_from for x in (group[0], run)]
+            before, after = (without_seed(x.config.train.init_from) for x in (group[0], run))
             changes = [line for line in differences(group[0].config, run.config)
                        if not line.startswith(MAY_DIFFER)]
-            if changes or without_seed(bases[0]) != without_seed(bases[1]):
+            if changes or before != after:
                 raise UserError(f"{pair}: differ in {', '.join(changes) or 'train.init_from'}; runs of one "
                                 "name must differ only in their seed, so give each run a --label")
-            if found != places[0]:
+            if places_of(run) != places_of(group[0]):
                 raise UserError(f"{pair}: evaluated differently; give eval.py the same --extend, --protocol "
                                 "and --lengths")
-        seeds, bases = ({run.seed for run in group}, {run.config.train.init_from for run in group})
-        if len(seeds) < len(group) or len(bases) not in (1, len(group)):
+        n_seeds, n_bases = (len(set(found)) for found in zip(
+            *((run.seed, run.config.train.init_from) for run in group), strict=True))
+        if n_seeds < len(group) or n_bases not in (1, len(group)):
             raise UserError(f"runs {', '.join(str(run.path) for run in group)}, all {name!r}: have the same "
                             "seed or began from the same run: not independent samples; leave one out")
     return [Curve(f"{name} + {extend}" if extend else name, extend, group) for name, group in groups.items()
             for extend in dict.fromkeys(r["extend"] for r in group[0].records)]
+
+
+def places_of(run: Run) -> set[tuple[Any, ...]]:
+    """What was measured of a run."""
+    return {(r["extend"], r["protocol"], column_of(r), r.get("depth")) for r in run.records}
 
 
 def frame_of(curves: Sequence[Curve]) -> pd.DataFrame:

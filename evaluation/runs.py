@@ -133,5 +133,5 @@ def column_of(record: Record) -> tuple[float, str]:
     if "bucket" in record:
         start, end = record["bucket"]
         return math.sqrt((start + 1) * end), f"{start}-{end - 1}"
-    where = record.get("distance", record["length"])
+    where = record["distance" if "distance" in record else "length"]
     return where, str(where)

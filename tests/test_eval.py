@@ -38,8 +38,8 @@ def text_of(corpus_dir: Path) -> Text:
     return open_text(None, str(corpus_dir), ByteTokenizer())
 
 
-def evaluate(model: GPT, config, text: Text, chosen=tuple(protocols.PROTOCOLS), lengths=LENGTHS, targets: int = 8,
-             tokens: int = 1024, stride: int | None = None) -> Evaluation:
+def evaluate(model: GPT, config, text: Text, chosen=tuple(protocols.PROTOCOLS), lengths=LENGTHS,
+             targets: int = 8, tokens: int = 1024, stride: int | None = None) -> Evaluation:
     settings = Settings(chosen, lengths, max(*lengths, config.train.seq_len), targets, 6, tokens, stride)
     return Evaluation(model, config, ByteTokenizer(), text, settings)
 
@@ -217,13 +217,6 @@ def test_chunked_losses_equal_full_logits_and_hold_few_of_them(chunk: int, tiny,
     assert max(sizes) == chunk
 
 
-def test_only_documents_long_enough_take_part(tiny, corpus_dir: Path) -> None:
-    text = text_of(corpus_dir)
-    sizes = sorted(len(d) - 1 for d in text.documents)
-    evaluation = evaluate(lively(tiny()), tiny(), text, protocols.DEFAULT_PROTOCOLS, [32, sizes[-1]])
-    assert len(evaluation.text.documents) == 1 and all(r["documents"] == 1 for r in evaluation.run())
-
-
 def test_lengths_default_to_the_multiples_that_fit(corpus_dir: Path) -> None:
     text = text_of(corpus_dir)
     longest = max(map(len, text.documents)) - 1
@@ -251,14 +244,6 @@ def test_a_text_file_is_one_document_and_a_foreign_corpus_is_refused(tmp_path: P
     other.sha256 = "0" * 64                                             # the same name, another vocabulary
     with pytest.raises(UserError, match="trained with byte"):
         open_text(None, str(corpus_dir), other)
-
-
-def test_the_fingerprint_of_a_text_is_of_its_ids_and_bounds() -> None:
-    ids = np.arange(10)
-    texts = [Text("x", [ids]), Text("y", [ids.astype(np.uint16)]), Text("x", [ids[:5], ids[5:]]),
-             Text("x", [ids + 1])]
-    prints = [text.sha256() for text in texts]
-    assert prints[0] == prints[1] and len(set(prints)) == 3
 
 
 @pytest.fixture(scope="module")

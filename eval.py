@@ -203,16 +203,15 @@ def main() -> None:
     if not records:
         raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: too short for "
                         f"{', '.join(protocols)}; nothing was measured, give longer ones")
-    print(*table(records, evaluation.lengths, L), sep="\n")
+    print(*(advice(found, evaluation) if args.is_all else table(records, evaluation.lengths, L)), sep="\n")
     limit = model.active().max_length
     if limit and limit < max(evaluation.lengths):
         print(f"{encoding} is not defined beyond position {limit - 1}: empty cells")
-    if args.is_all:
-        print(*advice(found, evaluation), sep="\n")
     title += f", evaluated on {text.name}"
     is_drawn = draw_evaluation(found.records, title, L, path.with_suffix(".png"))
-    print(f"{path} has {len(found.records)} records, {n_before} of them from before; .npz"
-          + " and .png" * is_drawn + " are beside it")
+    if n_before:
+        print(f"{n_before} of the {len(found.records)} records were there; --replace measures them again")
+    print(f"wrote {path}, .npz and .png" if is_drawn else f"wrote {path} and .npz")
 
 
 if __name__ == "__main__":

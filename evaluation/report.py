@@ -93,8 +93,8 @@ def html(title: str, notes: Sequence[str], about: pd.DataFrame, shown: Sequence[
          pictures: dict[str, list[str]]) -> str:
     """report.html: what the signs mean, the runs, and each picture (SVG) above its table."""
     signs = ("± is the standard deviation over training seeds. [a, b] is a 95 % interval, over seeds and "
-             "text if there are several seeds, and not corrected for the number of comparisons. A number is "
-             f"bold where it beats {about.index[0]} on the same targets, by a test at 5 % with Holm's correction "
+             "text if there are several seeds, not corrected for the number of comparisons. A number is bold "
+             f"where it beats {about.index[0]} on the same targets, by a test at 5 % with Holm's correction "
              "over the curves of its column; under 'Gain over truncation', where it beats its own truncated "
              "context. '-': the encoding is not defined there, or it was not measured.")
     parts = ["<!doctype html>\n<html lang='en'>\n<meta charset='utf-8'>",

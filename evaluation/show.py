@@ -78,7 +78,8 @@ def advice(found: Results, e: Evaluation) -> Iterator[str]:
     frame = pd.DataFrame(rows).sort_values(["length", "loss - truncated"])
     shown = frame.drop(columns="beats")
     shown["loss - truncated"] = shown["loss - truncated"].map("{:+.4f}".format)
-    yield "\n" + shown.to_string(index=False)
+    shown["in config.json"] = shown["in config.json"].str.ljust(shown["in config.json"].str.len().max())
+    yield from (line.rstrip() for line in shown.to_string(index=False, justify="left").splitlines())
     for length, best in frame.groupby("length").first().iterrows():
         yield (f"at {length} tokens {best['method']} has the lowest loss"
                + (", and beats" if best["beats"] else "; it is not shown that it beats")

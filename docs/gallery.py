@@ -28,7 +28,7 @@ from torch import Tensor
 
 import rope
 from docs.properties import HOOKS, SHAPE, Properties, added, biases, logits, make, overridden, properties
-from evaluation.pictures import DASHES, STYLES
+from evaluation.report import DASHES, STYLES
 from positions import ENCODINGS, Encoding
 from positions.invariance import factor_and_bias
 from runtime.command import argument_parser, run_command
@@ -48,7 +48,7 @@ MULTIPLES = (0.5, 1, 2, 8, 16)
 MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.12, "top": 0.86}    # the "constrained" layout is slow
 LOWEST = 40             # lines end this far below the highest logit of a head: a weight of exp(-40)
 LINES = [{"color": color, "linestyle": (0, dash) if dash else "-"}
-         for (color, _), dash in zip(STYLES[1:], DASHES + DASHES, strict=False)]
+         for (color, _, _), dash in zip(STYLES[1:], DASHES + DASHES, strict=False)]
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def advice(found: Results, e: Evaluation) -> Iterator[str]:
             "95 % interval": "" if worse.low is None else f"{worse.low:+.4f} ... {worse.high:+.4f}",
             "passkey": "/".join(str(sum(r[key] for r in asked)) for key in ("correct", "trials")),
             "seconds": f"{fixed['seconds']:.1f}", "beats": worse.high is not None and worse.high < 0,
-            "in config.json": json.dumps(fields or ("no such field" if extend.methods else "as it is"))})
+            "in config.json": json.dumps(fields) if fields else "-"})
     if not rows:
         yield "--extend all: no length is beyond L; give a longer text, or --lengths beyond L"
         return

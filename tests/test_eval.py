@@ -524,7 +524,8 @@ def test_a_method_that_does_not_fit_is_an_error_or_skipped(skip: bool, tiny, cap
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
-    (["--stride", "0"], "argument --stride: must be at least 1, got 0"), (["--targets", "999"], "--targets 999"),
+    (["--stride", "0"], "argument --stride: must be at least 1, got 0"),
+    (["--targets", "999"], "--targets 999"),
     (["--lengths", "64", "--longest", "63"], "--longest 63: must be in 64 ... "),
     (["--extend", "all", "--protocol", "sliding"], "--extend all needs fixed")])
 def test_settings_that_do_not_fit_are_refused(arguments: list[str], expected: str, run_dir: Path,

@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 
 from config import TrainConfig
-from data.tasks import Made, retrieval
-from data.tokenizer import Tokenizer
 from model import GPT
 from runtime.device import autocast
 
@@ -62,14 +60,3 @@ def repeated(stretches: Sequence[np.ndarray], length: int,
     tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])
     half = np.arange(p // 2, p)
     return tokens, p + half, length - p + half
-
-
-def hidden(kind: str, tokenizer: Tokenizer, length: int, depth: float, trials: int, seed: int) -> list[Made]:
-    """Retrieval documents of `length` ids, with the same facts at every length and depth."""
-    return [retrieval(kind, tokenizer, length, depth, np.random.default_rng([seed, trial]))
-            for trial in range(trials)]
-
-
-def stacked(made: Sequence[Made]) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of equal length -> ids and which of them are answers, both (trials, length)."""
-    return np.stack([document.ids for document in made]), np.stack([document.is_answer for document in made])

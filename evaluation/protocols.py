@@ -1,43 +1,37 @@
-"""The protocols: forward passes over chosen windows, and the records that eval.py writes.
+"""The protocols of eval.py: each is a class below, with the targets it scores, its records and its table.
 
-Read `Evaluation` downwards: `run`, then one method per protocol, then the forward passes that they share.
-eval.py describes what each protocol measures. windows.py chooses the windows.
+`Evaluation` goes through the methods, protocols and lengths, and has the forward passes that protocols share.
+windows.py chooses windows; the docstrings of the classes are shown by eval.py --help and in reports.
 
 Legend: B batch, T time, C = n_embd, V vocabulary, L = train.seq_len. Loss in nats per token.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
-from config import Config, TrainConfig
+from config import Config
 from data import tasks
 from data.tasks import ALGORITHMS, RETRIEVAL, Made
 from data.tokenizer import Tokenizer, byte_lengths
 from evaluation import probes
 from evaluation.extension import Extend, extended, parse
-from evaluation.progress import Progress
+from evaluation.measures import ANSWERS, BY_POSITION, PERPLEXITY, REPETITION, Form
 from evaluation.results import Record, Results, perplexity
-from evaluation.windows import (
-    Text,
-    Window,
-    ended_windows,
-    fixed_ends,
-    nonoverlap_windows,
-    position_buckets,
-    rolling_windows,
-    sliding_windows,
-)
+from evaluation.windows import Text, Window, ended_windows, fixed_ends, position_buckets
 from model import GPT
 from runtime import parallel
 from runtime.device import autocast
@@ -45,14 +39,7 @@ from runtime.errors import UserError
 from runtime.files import finite
 from runtime.parallel import Process
 
-PROTOCOLS = ("nonoverlap", "rolling", "sliding", "fixed", "position")
-PROBES = ("repeat", "copy", *RETRIEVAL, *ALGORITHMS)
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
-DECIDING = {        # protocol -> the settings that decide its targets, in addition to text, seed and length
-    "nonoverlap": ("longest", "tokens"), "rolling": ("longest",), "sliding": ("longest", "tokens", "stride"),
-    **dict.fromkeys(("fixed", "position", "repeat", "copy"), ("longest", "targets", "windows")),
-    **dict.fromkeys((*RETRIEVAL, *ALGORITHMS), ("windows",)),
-}
 PLAIN = Extend("plain", [])
 CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
@@ -74,16 +61,9 @@ class Settings:
     stride: int | None = None                   # sliding: S; None is a quarter of each length
     seed: int = 0                               # chooses windows
 
-    def deciding(self, protocol: str) -> dict[str, int | None]:
-        """The settings that decide this protocol's targets."""
-        return {name: getattr(self, name) for name in DECIDING[protocol]}
-
 
 class Evaluation:
-    """Measures one model on one text, without and with each extension.
-
-    `known` are results on the same targets: what they hold is not measured again.
-    """
+    """Measures one model on one text, without and with each extension."""
 
     def __init__(self, model: GPT, config: Config, tokenizer: Tokenizer, text: Text, settings: Settings,
                  extends: Sequence[Extend] = (), process: Process = ALONE) -> None:
@@ -94,14 +74,12 @@ class Evaluation:
         limit = model.active().max_length
         self.possible = [length for length in self.lengths if not limit or length <= limit]
         self.byte_lengths = byte_lengths(tokenizer)
-        self.bos = tokenizer.eot if config.data.bos else None
         self.ends = fixed_ends(self.text, settings.longest, settings.targets, settings.windows, settings.seed)
         self.extends = [PLAIN, *extends]
         self.extend = PLAIN                             # the one that is being measured
         self.records: list[Record] = []
         self.per_window: dict[str, np.ndarray] = {}     # as Results.windows
         self._ended: dict[tuple[str, int], tuple[list[np.ndarray], float]] = {}
-        self._progress = Progress(process.rank == 0)
 
     def run(self) -> list[Record]:
         """All records, in the order of extensions, protocols and lengths."""
@@ -110,24 +88,24 @@ class Evaluation:
     def measure(self, known: Results | None = None) -> Iterator[list[Record]]:
         """The records of each place, that is of a method, protocol and length, as soon as it is measured.
 
-        `known` are results on the same targets. Their places are left out.
+        `known` are results on the same targets. Their places are left out, but where the method has a list,
+        which its name does not tell.
         """
         if known:
             self.records, self.per_window = list(known.records), dict(known.windows)
-        done = {(r["extend"], r["protocol"], r["length"]) for r in self.records}
-        left = [(extend, protocol, length) for extend in self.extends for protocol in self.settings.protocols
-                for length in (self.possible[-1:] if protocol == "position" else self.possible)
-                if (spec_of(extend), protocol, length) not in done]
-        self._progress.left = sum(self._work(*place) for place in left)
-        for self.extend, protocol, length in left:
-            found = self._as_without(protocol, length) or self._measure(protocol, length)
-            self.records += found
-            yield found
+        done = {(r["extend"], r["protocol"], r["length"]) for r in self.records
+                if "[...]" not in str(r["extend"])}
+        for extend, name in itertools.product(self.extends, self.settings.protocols):
+            self.extend, protocol = extend, EVERY[name]
+            for length in self.possible[-1:] if protocol.is_at_longest else self.possible:
+                if (spec_of(extend), name, length) not in done:
+                    found = self._as_without(name, length) if self.is_as_without(extend, length) else \
+                        protocol.records(self, length)
+                    self.records += found
+                    yield found
 
     def _as_without(self, protocol: str, length: int) -> list[Record]:
-        """The figures without a method where it changes nothing, as with a factor of 1; else nothing."""
-        if not self.is_as_without(self.extend, length):
-            return []
+        """The figures without a method, where the method changes nothing, as with a factor of 1."""
         for name, column in list(self.per_window.items()):
             if name.startswith(f"plain/{protocol}/{length}/"):
                 self.per_window[self.extend.spec + name.removeprefix("plain")] = column
@@ -139,276 +117,389 @@ class Evaluation:
         return extend is not PLAIN and all(
             method.changes_nothing(self.model, self.config, length) for method in extend.methods)
 
-    def _work(self, extend: Extend, protocol: str, length: int) -> float:
-        """How much work a place is, in FLOPs up to a factor."""
-        is_shared = protocol == "position" and "fixed" in self.settings.protocols
-        if is_shared or self.is_as_without(extend, length):
-            return 0.0
-        if protocol in RETRIEVAL:
-            n_inputs = len(probes.DEPTHS) * max(1, self.settings.windows // 4) * length
-        elif protocol in ALGORITHMS:
-            n_inputs = self.settings.windows * length
-        else:
-            n_inputs = sum(w.end - w.start for w in self._windows(protocol, length))
-        return n_inputs * self.model.flops_per_token(length)
-
-    def _measure(self, protocol: str, length: int) -> list[Record]:
-        if protocol in RETRIEVAL:
-            return self.retrieval(protocol, length)
-        if protocol in ALGORITHMS:
-            return self.algorithm(protocol, length)
-        if protocol in ("nonoverlap", "rolling", "sliding"):
-            return self.tiled(protocol, length)
-        return getattr(self, protocol)(length)
-
-    def _windows(self, protocol: str, length: int) -> list[Window]:
-        """The windows that a protocol scores at a length; for the probes repeat and copy, their places."""
-        s = self.settings
-        if protocol == "nonoverlap":
-            return nonoverlap_windows(self.text, s.longest, [length], s.tokens, s.seed)[length]
-        if protocol == "rolling":
-            return rolling_windows(self.text, length)
-        if protocol == "sliding":
-            return sliding_windows(self.text, s.longest, [length], s.stride, s.tokens, s.seed)[length]
-        return ended_windows(self.ends, length, min(length, s.targets) if protocol == "fixed" else length)
-
     def deciding(self) -> dict[str, dict[str, int | None]]:
         """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
-        deciding = {protocol: self.settings.deciding(protocol) for protocol in self.settings.protocols}
+        deciding = {name: {key: getattr(self.settings, key) for key in EVERY[name].deciding}
+                    for name in self.settings.protocols}
         if "position" in deciding:                      # measured at one length, and buckets depend on it
             deciding["position"]["length"] = max(self.possible, default=None)
         return deciding
 
     # -------------------------------------------------------------------------------------------------------
-    # Protocols: the records of each at one length
+    # Forward passes
 
-    def tiled(self, protocol: str, length: int) -> list[Record]:
-        """nonoverlap, rolling, sliding: one record."""
-        windows = self._windows(protocol, length)
-        losses, seconds = self._score(protocol, length, windows)
-        more = {"stride": max(w.n_scored for w in windows)} if protocol == "sliding" else {}
-        return [self._record(protocol, length, windows, losses, seconds, **more)]
-
-    def fixed(self, length: int) -> list[Record]:
-        """One record, with the truncated control and the gain over it."""
-        truncated = self._truncated()                                   # (blocks,)
-        losses, seconds = self._score_ended(self.extend, length)
-        total = float(truncated.sum())
-        blocks, losses = self._in_blocks(length, losses)
-        gain = (total - float(sum(x.sum() for x in losses))) / sum(w.n_scored for w in blocks)
-        self._keep("fixed", length, {"truncated_nll": truncated})
-        return [self._record("fixed", length, blocks, losses, seconds, truncated_nll_sum=total, gain=gain)]
-
-    def _truncated(self) -> np.ndarray:
-        """Loss of each block of targets without a method, at L."""
-        known = (column for name, column in self.per_window.items() if name.endswith("/truncated_nll"))
-        found = next(known, None)
-        if found is None:
-            losses = self._in_blocks(self.L, self._score_ended(PLAIN, self.L)[0])[1]
-            found = np.array([x.sum() for x in losses])
-        return found
-
-    def _in_blocks(self, length: int, losses: Sequence[np.ndarray]) -> tuple[list[Window], list[np.ndarray]]:
-        """The targets of fixed in blocks of at most BLOCK, so that few long windows have an interval too."""
-        k = self.settings.targets
-        bounds = [(i, min(i + BLOCK, k)) for i in range(0, k, BLOCK)]
-        windows = [Window(d, end - length, end - k + stop, stop - start)
-                   for d, end in self.ends for start, stop in bounds]
-        return windows, [x[-k:][start:stop] for x in losses for start, stop in bounds]
-
-    def position(self, longest: int) -> list[Record]:
-        """One record for each bucket of positions in the longest windows."""
-        losses, seconds = self._score_ended(self.extend, longest)
-        windows = self._windows("position", longest)
-        n_bytes = np.array([self._bytes(window) for window in windows]).sum(axis=0)     # (longest,)
-        n_documents = len({w.document for w in windows})
-        return [record(self.extend, "position", longest, nll, nll.size, int(n_bytes[start:end].sum()),
-                       n_documents, seconds, bucket=[start, end])
-                for start, end in position_buckets(longest)
-                for nll in [np.array([x[start:end] for x in losses])]]  # (windows, bucket)
-
-    def repeat(self, length: int) -> list[Record]:
-        """One record: two copies of a passage of the text, at the distance that this length has room for."""
-        stretches = [self.text.documents[d][end - self.settings.longest:end] for d, end in self.ends]
-        return self._repeated("repeat", length, stretches)
-
-    def copy(self, length: int) -> list[Record]:
-        """The same on shuffled text, where only the first copy can help."""
-        rng = np.random.default_rng(self.settings.seed)
-        stretches = [rng.choice(self.text.documents[d][1:], self.settings.longest) for d, _ in self.ends]
-        return self._repeated("copy", length, stretches)
-
-    def _repeated(self, protocol: str, length: int, stretches: list[np.ndarray]) -> list[Record]:
-        distance = probes.distance(length, self.L)
-        if distance is None:
-            return []
-        tokens, first, second = probes.repeated(stretches, length, self.L)
-        (losses, _), seconds = self._probe(protocol, length, tokens, np.concatenate((first, second)))
-        nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
-        self._keep(protocol, length, {"nll": nll.sum(axis=1), "first_nll": nll_first.sum(axis=1),
-                                      "tokens": np.full(len(nll), nll.shape[1]),
-                                      "document": np.array([d for d, _ in self.ends])})
-        n_bytes = int(self.byte_lengths[tokens[:, second]].sum()) if protocol == "repeat" else None
-        return [record(self.extend, protocol, length, nll, nll.size, n_bytes,
-                       len({d for d, _ in self.ends}) if n_bytes else None, seconds, distance=distance,
-                       first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()))]
-
-    def retrieval(self, kind: str, length: int) -> list[Record]:
-        """One record for each depth: in how many trials the answer is correct."""
-        trials, seed = max(1, self.settings.windows // 4), self.settings.seed
-        if length < max(tasks.shortest(kind, self.tokenizer, np.random.default_rng([seed, trial]))
-                        for trial in range(trials)):
-            return []
-        records, columns = [], []
-        for depth in probes.DEPTHS:
-            made = probes.hidden(kind, self.tokenizer, length, depth, trials, seed)
-            answers, seconds = self._answers(kind, length, made)
-            records.append(self._answer_record(kind, length, answers, seconds, depth=depth))
-            columns.append(answers)
-        self._keep(kind, length, {name: np.concatenate([answers[name] for answers in columns])
-                                  for name in columns[0]})
-        return records
-
-    def algorithm(self, name: str, length: int) -> list[Record]:
-        """One record, with a quarter of the length in symbols: in how many trials all is correct."""
-        n, seed = tasks.n_symbols(length), self.settings.seed
-        if n < 1:
-            return []
-        made = [tasks.algorithm(name, self.tokenizer, n, np.random.default_rng([seed, trial, n]))
-                for trial in range(self.settings.windows)]
-        answers, seconds = self._answers(name, length, made)
-        self._keep(name, length, answers)
-        return [self._answer_record(name, length, answers, seconds, symbols=n)]
-
-    # -------------------------------------------------------------------------------------------------------
-    # Forward passes, and the records of their losses
-
-    def _score(self, protocol: str, length: int, windows: Sequence[Window]) -> tuple[list[np.ndarray], float]:
-        """Losses of each window's targets under the current extension, and the seconds that they took."""
+    def forward(self, protocol: str, length: int, batches: Sequence[Any],
+                do: Callable[[Any], Any]) -> tuple[list[Any], float]:
+        """do(batch) for each, under the current extension, divided among processes; and the seconds."""
         began = time.perf_counter()
         with extended(self.model, self.config, self.extend.methods, length):
-            scores = score(self.model, self.text, windows, self.config.train, self.process, self.bos)
-            work = [(w.end - w.start) * self.model.flops_per_token(w.end - w.start) for w in windows]
-            scored = list(self._progress(scores, f"{self.extend.spec} {protocol} {length}", work))
-        return scored, time.perf_counter() - began
+            turns = parallel.round_robin(self.process, batches, do)
+            done = list(tqdm(turns, f"{self.extend.spec} {protocol} {length}", len(batches), leave=False,
+                             disable=True if self.process.rank else None))      # None: on a terminal alone
+        return done, time.perf_counter() - began
 
-    def _score_ended(self, extend: Extend, length: int) -> tuple[list[np.ndarray], float]:
+    def score(self, protocol: str, length: int, windows: Sequence[Window]) -> tuple[list[np.ndarray], float]:
+        """Losses of each window's targets (n_scored,), fp64, in order; and the seconds.
+
+        Windows of one shape share a forward pass, the same one for any number of processes.
+        """
+        device, train = next(self.model.parameters()).device, self.config.train
+
+        def losses_of(batch: Sequence[Window]) -> np.ndarray:           # (B, n_scored)
+            rows = self.opened(np.stack([self.text.documents[w.document][w.start:w.end + 1] for w in batch]))
+            tokens = torch.from_numpy(rows.astype(np.int64)).to(device)     # (B, length + 1)
+            with autocast(train, device):
+                losses = token_losses(self.model, tokens[:, :-1], tokens[:, -batch[0].n_scored:])
+            return losses.double().cpu().numpy()
+
+        batches = []
+        for (n, _), group in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
+            alike, size = list(group), max(1, TOKENS_PER_FORWARD // n)
+            batches += [alike[i:i + size] for i in range(0, len(alike), size)]
+        losses, seconds = self.forward(protocol, length, batches, losses_of)
+        return [row for batch in losses for row in batch], seconds
+
+    def score_ended(self, length: int) -> tuple[list[np.ndarray], float]:
         """Losses of at least the last `targets` tokens of the windows that end at self.ends, and the seconds.
 
         If `position` is measured too, the longest windows score all of their tokens, because it shares these
         forward passes.
         """
-        if (extend.spec, length) not in self._ended:
+        if (self.extend.spec, length) not in self._ended:
             is_shared = "position" in self.settings.protocols and length == max(self.possible)
             windows = ended_windows(self.ends, length, length if is_shared else self.settings.targets)
-            self._ended[extend.spec, length] = self._score("fixed", length, windows)
-        return self._ended[extend.spec, length]
+            self._ended[self.extend.spec, length] = self.score("fixed", length, windows)
+        return self._ended[self.extend.spec, length]
 
-    def _probe(self, protocol: str, length: int, tokens: np.ndarray,
-               at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], float]:
+    def probe(self, protocol: str, length: int, tokens: np.ndarray,
+              at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], float]:
         """Losses of tokens (n, length) at the places `at`, whether each ranks first, and the seconds."""
-        began = time.perf_counter()
-        tokens = opened(tokens, self.bos)
-        size = max(1, TOKENS_PER_FORWARD // length)
-        batches = [tokens[i:i + size] for i in range(0, len(tokens), size)]
-        with extended(self.model, self.config, self.extend.methods, length):
-            turns = parallel.round_robin(self.process, batches, lambda batch: probes.losses_at(
-                self.model, self.config.train, batch, at))
-            work = [batch.size * self.model.flops_per_token(length) for batch in batches]
-            scored = list(self._progress(turns, f"{self.extend.spec} {protocol} {length}", work))
+        tokens, size = self.opened(tokens), max(1, TOKENS_PER_FORWARD // length)
+        scored, seconds = self.forward(
+            protocol, length, [tokens[i:i + size] for i in range(0, len(tokens), size)],
+            lambda batch: probes.losses_at(self.model, self.config.train, batch, at))
         losses, is_top = (np.concatenate(parts) for parts in zip(*scored, strict=True))
-        return (losses, is_top), time.perf_counter() - began
+        return (losses, is_top), seconds
 
-    def _answers(self, protocol: str, length: int,
-                 made: Sequence[Made]) -> tuple[dict[str, np.ndarray], float]:
-        """Of each document (trials,): the loss of its answer, whether it is correct; and the seconds."""
-        tokens, is_answer = probes.stacked(made)
-        at = np.flatnonzero(is_answer.any(axis=0))
-        asked = is_answer[:, at]                                        # (trials, n)
-        (losses, is_top), seconds = self._probe(protocol, length, tokens, at)
-        return {"nll": np.where(asked, losses, 0).sum(axis=1), "tokens": asked.sum(axis=1),
-                "correct": (is_top | ~asked).all(axis=1).astype(int), "trials": np.ones(len(made), dtype=int),
-                "document": np.arange(len(made))}, seconds
+    def opened(self, rows: np.ndarray) -> np.ndarray:
+        """Windows of ids (B, T); with data.bos, as in training, the separator replaces the first of each."""
+        if not self.config.data.bos:
+            return rows
+        return np.concatenate((np.full_like(rows[:, :1], self.tokenizer.eot), rows[:, 1:]), axis=1)
 
-    def _answer_record(self, protocol: str, length: int, answers: dict[str, np.ndarray], seconds: float,
-                       **more: Any) -> Record:
-        return record(self.extend, protocol, length, answers["nll"], int(answers["tokens"].sum()), None, None,
-                      seconds, **more, correct=int(answers["correct"].sum()), trials=len(answers["trials"]))
+    # -------------------------------------------------------------------------------------------------------
+    # Records
 
-    def _keep(self, protocol: str, length: int, columns: dict[str, Any]) -> None:
+    def keep(self, protocol: str, length: int, columns: dict[str, Any]) -> None:
         """Add columns of numbers, one for each window or trial, to the .npz."""
         for name, column in columns.items():
             self.per_window[f"{self.extend.spec}/{protocol}/{length}/{name}"] = np.array(column)
 
-    def _record(self, protocol: str, length: int, windows: Sequence[Window], losses: Sequence[np.ndarray],
-                seconds: float, **more: Any) -> Record:
-        nll = np.array([x.sum() for x in losses])                       # (windows,)
-        n_bytes = np.array([self._bytes(window).sum() for window in windows])
-        columns = {"nll": nll, "tokens": [w.n_scored for w in windows], "bytes": n_bytes,
-                   "document": [w.document for w in windows], "end": [w.end for w in windows]}
-        self._keep(protocol, length, columns)
-        n_documents = len({w.document for w in windows})
-        return record(self.extend, protocol, length, nll, sum(w.n_scored for w in windows),
-                      int(n_bytes.sum()), n_documents, seconds, **more)
-
-    def _bytes(self, window: Window) -> np.ndarray:
+    def bytes_of(self, window: Window) -> np.ndarray:
         """Bytes of each scored target (n_scored,)."""
         tokens = self.text.documents[window.document]
         return self.byte_lengths[tokens[window.end + 1 - window.n_scored:window.end + 1]]
+
+    def record_windows(self, protocol: str, length: int, windows: Sequence[Window],
+                       losses: Sequence[np.ndarray], seconds: float, **more: Any) -> Record:
+        """The record of windows, whose sums are kept."""
+        nll = np.array([x.sum() for x in losses])                       # (windows,)
+        n_bytes = np.array([self.bytes_of(window).sum() for window in windows])
+        columns = {"nll": nll, "tokens": [w.n_scored for w in windows], "bytes": n_bytes,
+                   "document": [w.document for w in windows], "end": [w.end for w in windows]}
+        self.keep(protocol, length, columns)
+        n_documents = len({w.document for w in windows})
+        return self.record(protocol, length, nll, sum(w.n_scored for w in windows), int(n_bytes.sum()),
+                           n_documents, seconds, **more)
+
+    def record(self, protocol: str, length: int, nll: np.ndarray, n_tokens: int, n_bytes: int | None,
+               n_documents: int | None, seconds: float, **more: Any) -> Record:
+        """One record of the JSON: perplexity = exp(nll / tokens), bits per byte = nll / ln 2 / bytes.
+
+        Raises UserError if the loss is NaN or infinite.
+        """
+        nll_sum = float(nll.sum())
+        if not math.isfinite(nll_sum):
+            raise UserError(f"{protocol} at {length} tokens, --extend {self.extend.spec}: the loss is "
+                            f"{nll_sum}; evaluate another checkpoint, method or length")
+        return {"extend": spec_of(self.extend), "protocol": protocol, "length": length,
+                "nll_sum": nll_sum, "tokens": n_tokens, "bytes": n_bytes, "documents": n_documents,
+                "ppl": finite(perplexity(nll_sum / n_tokens)),
+                "bpb": nll_sum / math.log(2) / n_bytes if n_bytes else None,
+                "seconds": round(seconds, 3), **more}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The protocols
+
+
+class Protocol:
+    """A protocol under its name in --protocol. Its docstring is the note of --help and of reports."""
+
+    title: str
+    form: ClassVar[Form] = PERPLEXITY
+    deciding: ClassVar[tuple[str, ...]]         # settings that decide its targets, besides text and seed
+    is_at_longest: ClassVar[bool] = False       # measured at the longest length alone
+    needs_text: ClassVar[bool] = True
+
+    def __init__(self, name: str) -> None:
+        self.name, self.note = name, " ".join((inspect.getdoc(self) or "").split())
+        self.title = self.title.format(name.replace("_", " "))
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        """The records at one length, under e.extend."""
+        raise NotImplementedError
+
+
+class Tiled(Protocol):
+    """Windows that score the same targets at every length: one record."""
+
+    def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
+        """The windows of one length."""
+        raise NotImplementedError
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        windows = self.windows(e.text, e.settings, length)
+        return [e.record_windows(self.name, length, windows, *e.score(self.name, length, windows))]
+
+
+class Nonoverlap(Tiled):
+    """Blocks of this length; every token is scored, as in the ALiBi paper.
+
+    Longer blocks have fewer tokens with little context, so perplexity falls with the length even for a model
+    that ignores distant context.
+    """
+
+    title, deciding = "Perplexity, nonoverlap", ("longest", "tokens")
+
+    def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
+        stretches = [(d, start) for d, document in enumerate(text.documents)
+                     for start in range(0, (len(document) - 1) // s.longest * s.longest, s.longest)]
+        order = np.random.default_rng(s.seed).permutation(len(stretches))
+        chosen = sorted(stretches[i] for i in order[:max(1, s.tokens // s.longest)])
+        return [Window(d, block, end, end - block) for d, start in chosen
+                for block in range(start, start + s.longest, length)
+                for end in [min(block + length, start + s.longest)]]    # the last block may be shorter
+
+
+class Rolling(Tiled):
+    """nonoverlap over every token, as loglikelihood_rolling of lm-evaluation-harness.
+
+    The tokens left at the end of a document are scored at the end of a full window.
+    """
+
+    title, deciding = "Perplexity, rolling", ("longest",)
+
+    def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
+        sizes = [len(document) - 1 for document in text.documents]
+        return [Window(d, max(0, end - length), end, end - start) for d, size in enumerate(sizes)
+                for start in range(0, size, length) for end in [min(start + length, size)]]
+
+
+class Sliding(Tiled):
+    """A window of this length moves by a stride S, and only the new tokens are scored.
+
+    Each target has at least length - S tokens before it. S = 1 is exact, at a forward pass per token.
+    """
+
+    title, deciding = "Perplexity, sliding", ("longest", "tokens", "stride")
+
+    def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
+        piece = max(1, s.longest // 4)                                  # targets in a row
+        ends = fixed_ends(text, s.longest + piece, piece, max(1, s.tokens // piece), s.seed)
+        if not ends:
+            raise UserError(f"data {text.name}: no document has the {s.longest + piece + 1} tokens that "
+                            f"sliding needs for a context of {s.longest}; give shorter --lengths")
+        step = min(s.stride or max(1, length // 4), length)
+        stops = [(d, start, min(start + step, end))
+                 for d, end in ends for start in range(end - piece, end, step)]
+        return [Window(d, stop - length, stop, stop - start) for d, start, stop in stops]
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        (record,) = super().records(e, length)
+        return [{**record, "stride": max(w.n_scored for w in self.windows(e.text, e.settings, length))}]
+
+
+class Fixed(Protocol):
+    """The same targets at every length, with more context to their left.
+
+    Windows of every length end at the same place, and only the last k tokens are scored. Kazemnejad et al.
+    2023, arXiv:2305.19466, appendix F.
+    """
+
+    title, deciding = "Perplexity, fixed targets", ("longest", "targets", "windows")
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        """One record, with the truncated control, the plain model at L, and the gain over it."""
+        known = (column for name, column in e.per_window.items() if name.endswith("/truncated_nll"))
+        truncated = next(known, None)                                   # (blocks,)
+        if truncated is None:                                           # without a method, which comes first
+            truncated = np.array([x.sum() for x in self.in_blocks(e, e.L, e.score_ended(e.L)[0])[1]])
+        losses, seconds = e.score_ended(length)
+        blocks, losses = self.in_blocks(e, length, losses)
+        total = float(truncated.sum())
+        gain = (total - float(sum(x.sum() for x in losses))) / sum(w.n_scored for w in blocks)
+        e.keep("fixed", length, {"truncated_nll": truncated})
+        return [e.record_windows("fixed", length, blocks, losses, seconds, truncated_nll_sum=total,
+                                 gain=gain)]
+
+    def in_blocks(self, e: Evaluation, length: int,
+                  losses: Sequence[np.ndarray]) -> tuple[list[Window], list[np.ndarray]]:
+        """The targets in blocks of at most BLOCK, so that few long windows have an interval too."""
+        k = e.settings.targets
+        bounds = [(i, min(i + BLOCK, k)) for i in range(0, k, BLOCK)]
+        windows = [Window(d, end - length, end - k + stop, stop - start)
+                   for d, end in e.ends for start, stop in bounds]
+        return windows, [x[-k:][start:stop] for x in losses for start, stop in bounds]
+
+
+class Position(Protocol):
+    """Loss by position in one forward pass over the longest windows: shows where the model breaks."""
+
+    title, form, is_at_longest = "Loss by position", BY_POSITION, True
+    deciding = ("longest", "targets", "windows")
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        """One record for each bucket of positions."""
+        losses, seconds = e.score_ended(length)
+        windows = ended_windows(e.ends, length, length)
+        n_bytes = np.array([e.bytes_of(window) for window in windows]).sum(axis=0)      # (longest,)
+        n_documents = len({w.document for w in windows})
+        return [e.record("position", length, nll, nll.size, int(n_bytes[start:end].sum()), n_documents,
+                         seconds, bucket=[start, end])
+                for start, end in position_buckets(length)
+                for nll in [np.array([x[start:end] for x in losses])]]  # (windows, bucket)
+
+
+class Repeat(Protocol):
+    """Does the model use distant context? A passage of the text occurs twice, some tokens apart.
+
+    The number is how much lower its loss is at the second occurrence.
+    """
+
+    title, form, deciding = "Repeated text", REPETITION, ("longest", "targets", "windows")
+
+    def stretches(self, e: Evaluation) -> list[np.ndarray]:
+        """The tokens of each window, at least `longest`."""
+        return [e.text.documents[d][end - e.settings.longest:end] for d, end in e.ends]
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        """One record: two copies at the distance that this length has room for."""
+        distance = probes.distance(length, e.L)
+        if distance is None:
+            return []
+        tokens, first, second = probes.repeated(self.stretches(e), length, e.L)
+        (losses, _), seconds = e.probe(self.name, length, tokens, np.concatenate((first, second)))
+        nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
+        documents = np.array([d for d, _ in e.ends])
+        e.keep(self.name, length, {"nll": nll.sum(axis=1), "first_nll": nll_first.sum(axis=1),
+                                   "tokens": np.full(len(nll), nll.shape[1]), "document": documents})
+        is_text = type(self) is Repeat
+        return [e.record(self.name, length, nll, nll.size,
+                         int(e.byte_lengths[tokens[:, second]].sum()) if is_text else None,
+                         len({*documents.tolist()}) if is_text else None, seconds, distance=distance,
+                         first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()))]
+
+
+class Copy(Repeat):
+    """The same on shuffled text, where only the first copy can help."""
+
+    title = "Repeated random tokens"
+
+    def stretches(self, e: Evaluation) -> list[np.ndarray]:
+        rng = np.random.default_rng(e.settings.seed)
+        return [rng.choice(e.text.documents[d][1:], e.settings.longest) for d, _ in e.ends]
+
+
+class Answering(Protocol):
+    """Probes whose answers are right or wrong, over generated documents."""
+
+    form, deciding, needs_text = ANSWERS, ("windows",), False
+
+    def asked(self, e: Evaluation, length: int, made: Sequence[Made],
+              **more: Any) -> tuple[Record, dict[str, np.ndarray]]:
+        """The record of these documents, and of each: the loss of its answer, and whether it is correct."""
+        is_answer = np.stack([document.is_answer for document in made])         # (trials, length)
+        at = np.flatnonzero(is_answer.any(axis=0))
+        asked = is_answer[:, at]                                                # (trials, n)
+        ids = np.stack([document.ids for document in made])
+        (losses, is_top), seconds = e.probe(self.name, length, ids, at)
+        correct = (is_top | ~asked).all(axis=1).astype(int)
+        columns = {"nll": np.where(asked, losses, 0).sum(axis=1), "tokens": asked.sum(axis=1),
+                   "correct": correct, "trials": np.ones(len(made), dtype=int),
+                   "document": np.arange(len(made))}
+        return e.record(self.name, length, columns["nll"], int(asked.sum()), None, None, seconds, **more,
+                        correct=int(correct.sum()), trials=len(made)), columns
+
+
+class Retrieval(Answering):
+    """Share of the trials with the right answer to a question about facts in filler text.
+
+    Over all depths; the picture shows them by depth. For a model that was trained to answer: docs/probes.md.
+    """
+
+    title, form = "Retrieval, {}", ANSWERS._replace(place="depth")
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        """One record for each depth, with the same facts at every length and depth."""
+        def draws() -> list[np.random.Generator]:
+            trials = range(max(1, e.settings.windows // 4))
+            return [np.random.default_rng([e.settings.seed, trial]) for trial in trials]
+
+        if length < max(tasks.shortest(self.name, e.tokenizer, rng) for rng in draws()):
+            return []
+        found = [self.asked(e, length, [tasks.retrieval(self.name, e.tokenizer, length, depth, rng)
+                                        for rng in draws()], depth=depth) for depth in probes.DEPTHS]
+        e.keep(self.name, length, {name: np.concatenate([columns[name] for _, columns in found])
+                                   for name in found[0][1]})
+        return [record for record, _ in found]
+
+
+class Algorithm(Answering):
+    """Share of the trials in which all of the answer is right.
+
+    A window of this length has a quarter as many symbols. For a model that was trained on the task.
+    """
+
+    title = "Algorithm, {}"
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        n = tasks.n_symbols(length)
+        if n < 1:
+            return []
+        made = [tasks.algorithm(self.name, e.tokenizer, n, np.random.default_rng([e.settings.seed, trial, n]))
+                for trial in range(e.settings.windows)]
+        record, columns = self.asked(e, length, made, symbols=n)
+        e.keep(self.name, length, columns)
+        return [record]
+
+
+PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {
+    "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed,
+    "position": Position}.items()}
+PROBES: dict[str, Protocol] = {name: kind(name) for name, kind in {
+    "repeat": Repeat, "copy": Copy, **dict.fromkeys(RETRIEVAL, Retrieval),
+    **dict.fromkeys(ALGORITHMS, Algorithm)}.items()}
+EVERY = {**PROTOCOLS, **PROBES}
+
+
+def describe_protocols() -> str:
+    """Every protocol, for --help."""
+    names: dict[str, list[str]] = {}
+    for protocol in EVERY.values():
+        names.setdefault(protocol.note, []).append(protocol.name)
+    return "\n".join(["protocols:", *(textwrap.fill(f"{', '.join(same)}: {note}", 100, initial_indent="  ",
+                                                    subsequent_indent="      ")
+                                      for note, same in names.items())])
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Losses
 
 
 def spec_of(extend: Extend) -> str | None:
     """The method as records name it: None without one."""
     return None if extend is PLAIN else extend.spec
-
-
-def record(extend: Extend, protocol: str, length: int, nll: np.ndarray, n_tokens: int, n_bytes: int | None,
-           n_documents: int | None, seconds: float, **more: Any) -> Record:
-    """One record of the JSON: perplexity = exp(nll / tokens), bits per byte = nll / ln 2 / bytes.
-
-    Raises UserError if the loss is NaN or infinite.
-    """
-    nll_sum = float(nll.sum())
-    if not math.isfinite(nll_sum):
-        raise UserError(f"{protocol} at {length} tokens, --extend {extend.spec}: the loss is {nll_sum}, so "
-                        "the model has no probabilities there; evaluate another checkpoint, method or length")
-    return {"extend": spec_of(extend), "protocol": protocol, "length": length,
-            "nll_sum": nll_sum, "tokens": n_tokens, "bytes": n_bytes, "documents": n_documents,
-            "ppl": finite(perplexity(nll_sum / n_tokens)),
-            "bpb": nll_sum / math.log(2) / n_bytes if n_bytes else None,
-            "seconds": round(seconds, 3), **more}
-
-
-def score(model: GPT, text: Text, windows: Sequence[Window], train: TrainConfig,
-          process: Process = ALONE, bos: int | None = None) -> Iterator[np.ndarray]:
-    """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a forward pass.
-
-    `bos` is a token that replaces the first one of each window, as data.bos does in training.
-
-    Several processes divide the forward passes, which are the same for any number of processes.
-    """
-    device = next(model.parameters()).device
-
-    def losses_of(batch: Sequence[Window]) -> np.ndarray:               # (B, n_scored)
-        rows = opened(np.stack([text.documents[w.document][w.start:w.end + 1] for w in batch]), bos)
-        tokens = torch.from_numpy(rows.astype(np.int64)).to(device)     # (B, length + 1)
-        with autocast(train, device):
-            losses = token_losses(model, tokens[:, :-1], tokens[:, -batch[0].n_scored:])
-        return losses.double().cpu().numpy()
-
-    batches = []
-    for (length, _), group in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
-        alike, size = list(group), max(1, TOKENS_PER_FORWARD // length)
-        batches += [alike[i:i + size] for i in range(0, len(alike), size)]
-    for losses in parallel.round_robin(process, batches, losses_of):
-        yield from losses
-
-
-def opened(rows: np.ndarray, bos: int | None) -> np.ndarray:
-    """Windows of ids (B, T), whose first token is replaced by `bos` unless it is None."""
-    if bos is None:
-        return rows
-    return np.concatenate((np.full_like(rows[:, :1], bos), rows[:, 1:]), axis=1)
 
 
 @torch.no_grad()
@@ -429,25 +520,21 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
 
     Raises UserError for a method that does not fit the model; with skip_unfit skips it and prints one line.
     """
-    extends = [parse(spec) for spec in dict.fromkeys(specs)]
-    names = [extend.spec for extend in extends]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"--extend {name}: given twice, with different lists; evaluate them one by one, "
-                            "each with another --json")
-    fitting = []
-    for extend in extends:
+    fitting: dict[str, Extend] = {}
+    for extend in map(parse, dict.fromkeys(specs)):
+        if extend.spec in fitting:
+            raise UserError(f"--extend {extend.spec}: given twice, with different lists; evaluate each "
+                            "with another --json")
         problems = [method.problem(model, config, length) for length in lengths for method in extend.methods]
         problem = next(filter(None, problems), None)
-        run = f"this run has {config.position.encoding} at L = {config.train.seq_len}"
+        about = f"{problem}; this run has {config.position.encoding} at L = {config.train.seq_len}"
         if problem and not skip_unfit:
-            raise UserError(f"--extend {extend.spec}: {problem}; {run}, leave the method out or change it")
+            raise UserError(f"--extend {extend.spec}: {about}, leave the method out or change it")
         if problem:
-            print(f"skipped --extend {extend.spec}: {problem}; {run}", flush=True)
+            print(f"skipped --extend {extend.spec}: {about}", flush=True)
             continue
-        fitting.append(extend)
-        for method in extend.methods:
-            warning = method.warning(model, config, max(lengths))
+        fitting[extend.spec] = extend
+        for warning in (method.warning(model, config, max(lengths)) for method in extend.methods):
             if warning:
                 print(f"warning: --extend {extend.spec}: {warning}")
-    return fitting
+    return list(fitting.values())

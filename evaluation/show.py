@@ -1,21 +1,29 @@
-"""The table that eval.py prints of its records. L = train.seq_len."""
+"""The tables that eval.py prints. L = train.seq_len."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from evaluation.results import perplexity
+import pandas as pd
+
+from evaluation.extension import Rescaled
+from evaluation.intervals import Estimate, two_way, units_of
+from evaluation.protocols import Evaluation, spec_of
+from evaluation.results import WINDOWED, Record, Results, perplexity
+from hf.export import rope_fields
 
 
-def table(records: Sequence[dict[str, Any]], lengths: Sequence[int], L: int) -> Iterator[str]:
-    """Lines with the results at each length; "-" where the encoding is not defined."""
-    measured = {r["protocol"] for r in records}
-    protocols = [p for p in ("nonoverlap", "rolling", "sliding", "fixed") if p in measured]
+def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator[str]:
+    """Lines with the results at each length, and of each probe; "-" where nothing was measured."""
+    def cell(r: Record | None, key: str) -> str:
+        return f"{'-':>11}" if r is None else f"{math.inf if r[key] is None else r[key]:11.4g}"
+
+    protocols = [p for p in WINDOWED if p in {r["protocol"] for r in records}]
     for extend in dict.fromkeys(r["extend"] for r in records):
-        found = [r for r in records if r["extend"] == extend]
-        cells = {(r["protocol"], r["length"]): r for r in found if r["protocol"] in protocols}
+        same = [r for r in records if r["extend"] == extend]
+        found = {(r["protocol"], r["length"]): r for r in same}
         if extend:
             yield f"\n--extend {extend}"
         if protocols:
@@ -23,37 +31,56 @@ def table(records: Sequence[dict[str, Any]], lengths: Sequence[int], L: int) -> 
             yield " length  xL|" + "|".join(f"{'ppl':>11}{'bits/byte':>11}  " for _ in protocols) + (
                 "truncated ppl   gain (nats/token)" if "fixed" in protocols else "")
         for length in lengths if protocols else ():
-            row = {p: cells.get((p, length)) for p in protocols}
-            line = f"{length:7} {length / L:4g}|" + "|".join(f"{_cell(r, 'ppl')}{_cell(r, 'bpb')}  "
-                                                            for r in row.values())
-            fixed = row.get("fixed")
+            row = [found.get((p, length)) for p in protocols]
+            line = f"{length:7} {length / L:4g}|"
+            line += "|".join(f"{cell(r, 'ppl')}{cell(r, 'bpb')}  " for r in row)
+            fixed = found.get(("fixed", length))
             if fixed:
                 truncated = perplexity(fixed["truncated_nll_sum"] / fixed["tokens"])
                 line += f"{truncated:13.4g}{fixed['gain']:+20.4f}"
             yield line + ("   <- training length" if length == L else "")
-        yield from probe_table(found)
+        for (protocol, length), r in found.items():
+            if "distance" in r:
+                yield (f"{protocol:11} {r['distance']:6} tokens apart: gain on the second copy "
+                       f"{r['gain']:+.3f} nats/token")
+            elif "symbols" in r:
+                yield f"{protocol:11} {r['symbols']:6} symbols: correct {r['correct']}/{r['trials']}"
+            elif "depth" in r:
+                depths = ", ".join(f"{x['correct']}/{x['trials']} at {x['depth']:g}" for x in same
+                                   if (x["protocol"], x["length"]) == (protocol, length))
+                yield f"{protocol:11} {length:6} tokens: correct, by depth: {depths}"
 
 
-def _cell(line: dict[str, Any] | None, key: str) -> str:
-    if line is None:
-        return f"{'-':>11}"
-    return f"{math.inf if line[key] is None else line[key]:11.4g}"
-
-
-def probe_table(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """One line for each distance of repeat and copy, and for each length of a task."""
-    for protocol in ("repeat", "copy"):
-        for r in (r for r in records if r["protocol"] == protocol):
-            first = r["first_nll_sum"] / r["tokens"]
-            yield (f"{protocol:7} {r['distance']:6} tokens apart: first copy {first:6.3f} nats/token, second "
-                   f"{first - r['gain']:6.3f}, gain {r['gain']:+.3f}")
-    asked: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for r in (r for r in records if "correct" in r):
-        asked.setdefault((r["protocol"], r["length"]), []).append(r)
-    for (protocol, length), found in asked.items():
-        if "symbols" in found[0]:
-            r = found[0]
-            yield f"{protocol:11} {r['symbols']:6} symbols: correct {r['correct']}/{r['trials']}"
-        else:
-            depths = ", ".join(f"{r['correct']}/{r['trials']} at {r['depth']:g}" for r in found)
-            yield f"{protocol:11} {length:6} tokens: correct, by depth: {depths}"
+def advice(found: Results, e: Evaluation) -> Iterator[str]:
+    """The lines of --extend all: how each method does beyond L, the lowest loss first."""
+    rows = []
+    for length, extend in ((length, extend) for length in e.possible if length > e.L for extend in e.extends):
+        here = [r for r in found.records if (r["extend"], r["length"]) == (spec_of(extend), length)]
+        fixed = next(r for r in here if r["protocol"] == "fixed")
+        nll, truncated, tokens, document = (found.windows[f"{extend.spec}/fixed/{length}/{name}"]
+                                            for name in ("nll", "truncated_nll", "tokens", "document"))
+        units = units_of(document)
+        worse = Estimate(-fixed["gain"]) if units is None else \
+            two_way(units.sums((nll - truncated)[None]), units.sums(tokens.astype(float)))
+        asked = [r for r in here if r["protocol"] == "passkey"]
+        method = extend.methods[0] if len(extend.methods) == 1 else None
+        fields = rope_fields(e.config, method.scaling(e.model, e.config, length), length) \
+            if isinstance(method, Rescaled) else None
+        rows.append({
+            "length": length, "method": extend.spec, "loss - truncated": worse.value,
+            "95 % interval": "" if worse.low is None else f"{worse.low:+.4f} ... {worse.high:+.4f}",
+            "passkey": "/".join(str(sum(r[key] for r in asked)) for key in ("correct", "trials")),
+            "seconds": f"{fixed['seconds']:.1f}", "beats": worse.high is not None and worse.high < 0,
+            "in config.json": json.dumps(fields) if fields else "-"})
+    if not rows:
+        yield "--extend all: no length is beyond L; give a longer text, or --lengths beyond L"
+        return
+    frame = pd.DataFrame(rows).sort_values(["length", "loss - truncated"])
+    shown = frame.drop(columns="beats")
+    shown["loss - truncated"] = shown["loss - truncated"].map("{:+.4f}".format)
+    shown["in config.json"] = shown["in config.json"].str.ljust(shown["in config.json"].str.len().max())
+    yield from (line.rstrip() for line in shown.to_string(index=False, justify="left").splitlines())
+    for length, best in frame.groupby("length").first().iterrows():
+        yield (f"at {length} tokens {best['method']} has the lowest loss"
+               + (", and beats" if best["beats"] else "; it is not shown that it beats")
+               + f" truncation to the last {e.L} tokens")

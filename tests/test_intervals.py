@@ -143,15 +143,6 @@ def test_quantiles_of_student_are_those_of_tables() -> None:
         assert np.allclose(found, [-wanted, 0, wanted], rtol=1e-4, atol=1e-6)
 
 
-def test_the_errors_of_seeds_and_text_are_drawn_independently() -> None:
-    """Else their sum is too wide."""
-    both = two_way(np.random.default_rng(0).normal(0, 1, (4, 12)), np.ones(12))
-    text, seeds = intervals.student_draws(11.0, 0), intervals.student_draws(3.0, 1)
-    assert abs(np.corrcoef(text, seeds)[0, 1]) < 0.03
-    error = both.parts[1]**0.5 * text + (both.parts[0] + both.parts[2])**0.5 * seeds
-    assert (both.high - both.low) / 2 == pytest.approx(np.quantile(np.abs(error), 0.95))
-
-
 def test_holm_multiplies_the_smallest_by_the_most() -> None:
     """The example of Holm 1979 with four hypotheses, and that p-values are not reordered."""
     assert np.allclose(holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])

@@ -8,11 +8,9 @@ import torch
 from conftest import lively
 
 from config import TrainConfig
-from data import tasks
-from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from evaluation import probes
-from evaluation.protocols import Evaluation, Settings
+from evaluation.protocols import EVERY, Evaluation, Settings
 from evaluation.windows import open_text
 
 BYTES = ByteTokenizer()
@@ -78,20 +76,20 @@ def test_a_copying_model_gains_from_the_first_copy(tiny, corpus_dir: Path) -> No
     found.text = found.text._replace(documents=[rng.permutation(256) for _ in found.text.documents])
     found.ends = [(0, 256), (1, 256)]
     found.model = Copying()
-    rng_free = [stretch[128:] for stretch in found.text.documents[:2]]
-    records = [r for length in (32, 64, 128) for r in found._repeated("copy", length, rng_free)]
+    kind = EVERY["copy"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "stretches", lambda e: [stretch[128:] for stretch in e.text.documents[:2]])
+        records = [r for length in (32, 64, 128) for r in kind.records(found, length)]
     assert [r["distance"] for r in records] == [16, 48, 112] and all(r["gain"] > 5 for r in records)
     for r in records:
         assert r["gain"] == pytest.approx((r["first_nll_sum"] - r["nll_sum"]) / r["tokens"])
         assert r["tokens"] == 2 * 4 and r["bytes"] is None
 
 
-def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path, monkeypatch) -> None:
+def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path) -> None:
     """What is repeated has the text's tokens in another order, so that the first copy alone can help."""
     found = evaluation(lively(tiny()), tiny(), corpus_dir, ["copy"])
-    taken = []
-    monkeypatch.setattr(found, "_repeated", lambda protocol, length, stretches: taken.extend(stretches))
-    found.copy(32)
+    taken = EVERY["copy"].stretches(found)
     assert len(taken) == len(found.ends)
     for stretch, (d, _) in zip(taken, found.ends, strict=True):
         text = bytes(found.text.documents[d][1:].astype(np.uint8))
@@ -117,17 +115,6 @@ def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> No
         assert r["bytes"] == r["tokens"] == 4 * len(found.ends)
 
 
-@pytest.mark.parametrize("length", [23, 60, 500])
-@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_a_passkey_document_tells_its_key_at_its_depth(length: int, depth: float) -> None:
-    ids, is_answer = tasks.retrieval("passkey", BYTES, length, depth, np.random.default_rng(3))
-    assert len(ids) == length and ids[0] == 256 and is_answer.tolist() == [False] * (length - 6) + [True] * 6
-    text = bytes(ids[1:].astype(np.uint8)).decode()
-    key = text[-6:-1]
-    assert key.isdigit() and text.endswith(f" key={key}.") and text.count(f" key={key}.") == 2
-    assert text.index(" key=") == round(depth * (length - 23))
-
-
 def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
     config = tiny()
     found = evaluation(lively(config), config, corpus_dir, ["passkey"])
@@ -146,22 +133,3 @@ def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
     assert all((r["correct"], r["trials"], r["tokens"], r["ppl"]) == (1, 2, 12, pytest.approx(np.e))
                for r in records)
     assert all(np.array_equal(keys, seen[0]) for keys in seen)
-
-
-def test_the_passkey_corpus_is_made_of_such_documents(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("data.sources.TASK_DOCUMENTS", {"train": range(20, 80), "val": range(20)})
-    meta = prepare("passkey", tmp_path / "passkey", "byte")
-    assert meta["source"] == "passkey" and meta["splits"]["train"]["documents"] == 60
-    text = open_text(None, str(tmp_path / "passkey"), BYTES)
-    assert len(text.documents) == 20 and len({len(d) for d in text.documents}) > 5
-    places = set()
-    for document in text.documents:
-        words = bytes(document[1:].astype(np.uint8)).decode()
-        if " " in words:
-            assert words.endswith(f" key={words.split(' key=')[1][:5]}.")
-            places.add(words.index(" key="))
-        else:
-            period = next(n for n in range(8, 40) if words[n:] == words[:-n])
-            assert 2 <= len(words) / period < 3 and len(set(words)) > 4
-    assert len(places) == 5
-    assert meta["splits"]["val"]["bytes"] == sum(len(d) - 1 for d in text.documents)

@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT
 
 from data.tasks import ALGORITHMS
+from evaluation.results import read
 
 RESULTS = ROOT / "results"
 
@@ -101,6 +102,11 @@ def test_each_figure_of_a_table_is_that_of_its_record(page: str) -> None:
             expected = [source.cell(row[0], lengths[i], "±" in text) if i in lengths else text
                         for i, text in enumerate(row)]
             assert row == expected, f"{page}: the records give the row\n| {' | '.join(expected)} |"
+
+
+def test_evaluations_made_before_still_load() -> None:
+    older = [path.with_suffix(".json") for path in RESULTS.rglob("*.npz")]
+    assert older and all(read(path).records and read(path).windows for path in older)
 
 
 def test_a_cell_is_the_mean_over_seeds_with_their_standard_deviation(tmp_path, monkeypatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.encode import first_unknown
 from data.loader import Corpus
 from data.sources import SUFFIXES
 from data.tokenizer import Tokenizer
@@ -62,7 +63,11 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer,
             raise UserError(f"--data {path}: not plain text; prepare it first with data/prepare.py, and give "
                             "the prepared folder")
         name = path.name.removesuffix(".txt")       # not its stem: books-0.5 and books-0.75 differ
-        return Text(name, [np.concatenate(([tokenizer.eot], tokenizer.encode(path.read_bytes())))])
+        text = path.read_bytes()
+        try:
+            return Text(name, [np.concatenate(([tokenizer.eot], tokenizer.encode(text)))])
+        except UserError as error:
+            raise UserError(f"--data {path}, byte {first_unknown(text, tokenizer)}: {error}") from error
     if source and not (path / "meta.json").exists():
         raise UserError(f"--data {path}: neither a prepared corpus (no meta.json) nor a text file; give one "
                         "of these")

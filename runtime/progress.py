@@ -81,6 +81,7 @@ class Run:
         """
         self.find_folder()
         if self.state["step"] != self.saved_at:
+            self.corpus.require_unchanged()
             self.saved_at = self.state["step"]
             if self.process.rank == 0:
                 make_run(self.folder.path, self.config, self.corpus)    # of what somebody deleted

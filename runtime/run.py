@@ -20,8 +20,9 @@ import torch
 from torch.optim import Optimizer
 
 from config import Config, ModelConfig, differences, load_config, to_toml
+from data.bpe import FILE as TOKENIZER_FILE
 from data.loader import Corpus, read_meta
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import Tokenizer
 from model import GATED, GPT, hidden_width
 from positions import ENCODINGS
 from runtime import checkpoint, parallel

@@ -181,7 +181,7 @@ def test_killed_at_any_moment_the_same_command_goes_on(tmp_path: Path, monkeypat
     source, out = write_source(tmp_path / "source"), tmp_path / "out"
     prepare(str(source), tmp_path / "straight", "byte", SHARE)
     save, generator = Partial.save, random.Random(0)
-    monkeypatch.setattr(Partial, "save", lambda *a: (time.sleep(0.01), save(*a)))
+    monkeypatch.setattr(Partial, "save", lambda *a: (time.sleep(0.1), save(*a)))
     progress, saved = tmp_path / ".out.partial" / "progress.json", 0
     for _ in range(4):
         child = multiprocessing.get_context("fork").Process(target=prepare,

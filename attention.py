@@ -25,7 +25,6 @@ from positions.bias import bias_at, falling, slanted
 from positions.contract import for_each_head
 from positions.switches import Tempered
 from runtime import flex
-from runtime.gradients import RoundedSoftmax
 
 MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
 MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
@@ -152,13 +151,11 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
         seen = visible(rows, keys, Tk - Tq, mask, q.device)
         logits = q[:, :, rows] @ k[:, :, keys].mT                       # (B, H, rows, keys)
         unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
-        if bias is None:
-            weights = RoundedSoftmax.apply(logits, unseen, scale, v.dtype)
-        else:
-            logits = torch.add(unseen, logits, alpha=scale)             # masked, scaled and fp32, in one pass
+        logits = torch.add(unseen, logits, alpha=scale)                 # masked, scaled and fp32, in one pass
+        if bias is not None:
             is_consecutive = mask.in_order and Tq == Tk                 # no cache, which may have gaps
             logits = scored(logits, bias, rows, keys, is_consecutive)
-            weights = RoundedSoftmax.apply(logits, None, 1.0, v.dtype)
+        weights = logits.softmax(dim=-1).to(v.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)
         return weights @ v[:, :, keys]                                  # (B, H, rows, D)

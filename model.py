@@ -11,6 +11,8 @@ channels of a head (C // H by default), V vocabulary. Loss in nats per token.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +24,12 @@ from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.switches import TEMPERATURES, layer_encodings
 from runtime import flex
-from runtime.gradients import DividedByRms, SiluTimes
 from runtime.loss import mean_loss
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu, "geglu": partial(F.gelu, approximate="tanh"), "relu2": lambda x: F.relu(x).square(),
+    "gelu": partial(F.gelu, approximate="tanh"), "gelu_exact": F.gelu}
 
 
 def shape_of(config: Config) -> Shape:
@@ -67,15 +71,8 @@ def is_dropped(config: Config, step: int) -> bool:
 def make_norm(config: ModelConfig) -> nn.Module:
     """RMSNorm or LayerNorm over C."""
     if config.norm == "rmsnorm":
-        return RMSNorm(config.n_embd, eps=config.norm_eps)
+        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
-
-
-def in_autocast_dtype(x: Tensor) -> Tensor:
-    """The input as products under autocast take it: else each of them casts it again and keeps its copy."""
-    device = x.device.type      # the device "meta" has no autocast; before torch 2.13 asking breaks the graph
-    is_on = device != "meta" and torch.is_autocast_enabled(device)
-    return x.to(torch.get_autocast_dtype(device)) if is_on else x
 
 
 class Cache:
@@ -109,27 +106,6 @@ class Cache:
         return made
 
 
-class RMSNorm(nn.RMSNorm):
-    """PyTorch's, with a backward pass of our own in eager training on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        is_trained = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if is_trained and x.device.type == "cpu" and x.dtype == self.weight.dtype != torch.bfloat16:
-            return DividedByRms.apply(x, self.weight, self.eps)
-        return super().forward(x)
-
-
-class HeadNorm(RMSNorm):
-    """RMSNorm of each head's q or k, computed in the dtype of its weight, as autocast does on CUDA.
-
-    On a CPU, autocast leaves q in bfloat16 beside a weight in fp32, for which PyTorch warns and has no fused
-    kernel. The result is the same to the bit: it is computed in fp32 and rounded once either way.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))                 # (B, H, T, D)
-
-
 class Attention(nn.Module):
     """Multi-head attention: softmax(encoding(q k^T / sqrt(D))) v. Vaswani et al. 2017, section 3.2.
 
@@ -154,8 +130,8 @@ class Attention(nn.Module):
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.v = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.o = nn.Linear(H * D, C, bias=config.bias)
-        self.q_norm = HeadNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = HeadNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask,
                 cache: Cache | None = None) -> Tensor:
@@ -176,7 +152,10 @@ class Attention(nn.Module):
         last = x if x.shape[1] == Tq else x[:, -Tq:]                    # a slice would add a copy in backward
         projected = self.q(last), self.k(x), self.v(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
-        return self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v
+        if isinstance(self.q_norm, nn.RMSNorm):
+            precise = self.q_norm.weight.dtype      # as autocast on CUDA; a CPU has no kernel for two dtypes
+            q, k = self.q_norm(q.to(precise)).to(v.dtype), self.k_norm(k.to(precise)).to(v.dtype)
+        return q, k, v
 
 
 class MLP(nn.Module):
@@ -194,13 +173,9 @@ class MLP(nn.Module):
         self.down = nn.Linear(width, C, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is not None:
-            gate, up = self.gate(x), self.up(x)
-            is_silu = self.kind == "swiglu"
-            return self.down(SiluTimes.apply(gate, up) if is_silu else F.gelu(gate, approximate="tanh") * up)
-        if self.kind == "relu2":
-            return self.down(F.relu(self.up(x)).square())
-        return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu" else "none"))
+        gate = self.up(x) if self.gate is None else self.gate(x)
+        hidden = ACTIVATIONS[self.kind](gate)                           # (B, T, width)
+        return self.down(hidden if self.gate is None else hidden * self.up(x))
 
 
 class Block(nn.Module):
@@ -218,10 +193,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, cache: Cache | None) -> Tensor:
-        y = self.attention(in_autocast_dtype(self.attention_norm(x)), encoding, at, mask, cache)
+        y = self.attention(self.attention_norm(x), encoding, at, mask, cache)
         x = x if x.shape == y.shape else x[:, -y.shape[1]:]
         x = x + self.dropout(self.attention_post_norm(y))
-        y = self.mlp(in_autocast_dtype(self.mlp_norm(x)))
+        y = self.mlp(self.mlp_norm(x))
         return x + self.dropout(self.mlp_post_norm(y))
 
 

@@ -18,7 +18,6 @@ radians.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,42 +113,15 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if x.shape[-1] < R:
         raise ValueError(f"{R} channels to rotate, but x has only {x.shape[-1]}")
-    is_trained = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if is_trained and x.device.type == "cpu" and x.dtype == cos.dtype and not cos.requires_grad:
-        return Turned.apply(x, cos, sin, layout)
     turned, passed = x[..., :R], x[..., R:]
-    a, b = pairs(turned, layout)
     if layout == "half":
+        a, b = turned.chunk(2, dim=-1)
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     else:
+        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     turned = turned.to(x.dtype)
     return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
-
-
-def pairs(x: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """The two channels of each pair of x (..., T, R), as views (..., T, R/2)."""
-    return x.chunk(2, dim=-1) if layout == "half" else x.unflatten(-1, (-1, 2)).unbind(-1)
-
-
-class Turned(torch.autograd.Function):
-    """`turn` in half of the passes over memory, for eager training on a CPU. Its gradient turns back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.layout = layout
-        R, y = 2 * cos.shape[-1], torch.empty_like(x)
-        (a, b), (c, d) = pairs(x[..., :R], layout), pairs(y[..., :R], layout)
-        torch.mul(a, cos, out=c).addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=d).addcmul_(a, sin)
-        y[..., R:] = x[..., R:]
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return Turned.apply(grad, cos, -sin, ctx.layout), None, None, None
 
 
 # -----------------------------------------------------------------------------------------------------------

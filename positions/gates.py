@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rope
 from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP
@@ -28,38 +29,6 @@ TILE = 8        # at most so many queries and keys have a factor of the gates fo
 class CoPEOptions(Options):
     max_pos: int = Field(16, ge=2, description="number of learned vectors, for the counts 0 ... max_pos - 1; "
                                                "larger counts use the last")
-
-
-class AtCounts(torch.autograd.Function):
-    """Logits (B, H, Tq, Tk), products (B, H, Tq, P) -> those at each fractional count, (B, H, Tq, Tk).
-
-    Autograd would keep a gate, a count, and an index of 8 bytes for each logit. The backward pass computes
-    them again.
-    """
-
-    @staticmethod
-    def counts(logits: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The gates, the whole counts (int64), the rest of each, and the slope there: 0 at the last count."""
-        gates = logits.sigmoid().tril(logits.shape[-1] - logits.shape[-2])      # the count ends at the query
-        count = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=products.shape[-1] - 1)
-        whole = count.long()
-        steps = F.pad(products.diff(dim=-1), (0, 1))                    # from each whole count to the next
-        return gates, whole, count - whole, steps.gather(-1, whole)
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, products: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, products)
-        _, whole, rest, slope = AtCounts.counts(logits, products)
-        return torch.addcmul(products.gather(-1, whole), slope, rest)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        logits, products = ctx.saved_tensors
-        gates, whole, rest, slope = AtCounts.counts(logits, products)
-        by_gate = (grad * slope).cumsum(dim=-1)                         # a gate counts for all keys before it
-        nothing = torch.zeros_like(products)
-        at_whole, at_next = (nothing.scatter_add(-1, whole, x) for x in (grad - grad * rest, grad * rest))
-        return by_gate * gates * (1 - gates), at_whole + F.pad(at_next, (1, 0))[..., :-1]
 
 
 class CoPE(Encoding):
@@ -82,7 +51,19 @@ class CoPE(Encoding):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         products = (q @ self.table[at.layer].mT).to(logits.dtype)       # (B, H, Tq, P)
-        return logits + AtCounts.apply(logits, products)
+        if torch.is_grad_enabled():     # autograd would keep a gate, a count and an index for each logit
+            return logits + checkpoint(self.at_counts, logits, products, use_reentrant=False,
+                                       preserve_rng_state=False)
+        return logits + self.at_counts(logits, products)
+
+    @staticmethod
+    def at_counts(logits: Tensor, products: Tensor) -> Tensor:
+        """Logits (B, H, Tq, Tk), products (B, H, Tq, P) -> those at each fractional count, (B, H, Tq, Tk)."""
+        gates = logits.sigmoid().tril(logits.shape[-1] - logits.shape[-2])      # the count ends at the query
+        count = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=products.shape[-1] - 1)
+        whole = count.long()
+        steps = F.pad(products.diff(dim=-1), (0, 1))                    # from each whole count to the next
+        return torch.addcmul(products.gather(-1, whole), steps.gather(-1, whole), count - whole)
 
 
 class Forgetting(Encoding):

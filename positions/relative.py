@@ -7,13 +7,11 @@ table. Angles in radians.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 import rope
 from positions.absolute import EvenWidthOptions
-from positions.bias import falling, slanted
 from positions.contract import At, Encoding, Options, Shape
 
 KEYS_AT_A_TIME = 128    # keys whose products with a table are held in memory at once
@@ -58,18 +56,10 @@ class RelativeKey(Encoding):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         B, H, _, D = q.shape
-        if at.ahead is not None:
-            bias = slanted(q @ self.vectors(falling(at), at.layer).mT)  # (B, H, Tq, Tk)
-        else:
-            rows = at.distance().clamp(max=self.max_distance)           # (1 or B, 1, Tq, Tk)
-            table, rows = cut(self.table[at.layer], rows)
-            products = q @ table.mT     # (B, H, Tq, P) with all rows, then gather: not Tq Tk vectors
-            bias = products.gather(-1, rows.expand(B, H, -1, -1))
-        return torch.add(logits, bias, alpha=D**-0.5)
-
-    def vectors(self, distances: Tensor, layer: int) -> Tensor:
-        """Those of each distance (P,), (P, D); a key ahead of the query has that of distance 0."""
-        return F.embedding(distances.clamp(0, self.max_distance), self.table[layer])
+        rows = at.distance().clamp(max=self.max_distance)               # (1 or B, 1, Tq, Tk)
+        table, rows = cut(self.table[at.layer], rows)
+        products = q @ table.mT         # (B, H, Tq, P) with all rows, then gather: not Tq Tk vectors
+        return torch.add(logits, products.gather(-1, rows.expand(B, H, -1, -1)), alpha=D**-0.5)
 
 
 class RelativeKeyQuery(RelativeKey):
@@ -79,19 +69,14 @@ class RelativeKeyQuery(RelativeKey):
     """
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        B, H, Tq, D = q.shape
+        B, H, _, D = q.shape
         biases = []                                                     # (B, H, Tq, keys) each
         for start in range(0, k.shape[2], KEYS_AT_A_TIME):
             keys = k[:, :, start:start + KEYS_AT_A_TIME]
-            n = keys.shape[2]
-            if at.ahead is not None:
-                rising = at.ahead - start - n + 1 + torch.arange(Tq + n - 1, device=q.device)
-                biases.append(slanted(keys @ self.vectors(rising, at.layer).mT).mT)
-            else:
-                rows = at._replace(k_pos=at.k_pos[:, start:start + n]).distance().clamp(max=self.max_distance)
-                table, rows = cut(self.table[at.layer], rows)
-                products = (keys @ table.mT).mT                         # (B, H, P, keys)
-                biases.append(products.gather(-2, rows.expand(B, H, -1, -1)))
+            rows = at._replace(k_pos=at.k_pos[:, start:start + KEYS_AT_A_TIME]).distance()
+            table, rows = cut(self.table[at.layer], rows.clamp(max=self.max_distance))
+            products = (keys @ table.mT).mT                             # (B, H, P, keys)
+            biases.append(products.gather(-2, rows.expand(B, H, -1, -1)))
         return torch.add(super().scores(logits, q, k, at), torch.cat(biases, dim=-1), alpha=D**-0.5)
 
 
@@ -107,10 +92,8 @@ class TransformerXL(Encoding):
       a . R[i - j] = (a_c cos if + a_s sin if) . cos jf + (a_c sin if - a_s cos if) . sin jf
 
     so it is the product of a, rotated by the query's angle, and the key's own sinusoid: there is no table of
-    distances to gather from, and gaps cost nothing. Where positions are consecutive, (q_i + v) . W R[d] for
-    each distance d is less work still, as in the authors' code. W is a matrix like others, but it acts
-    through products with a sinusoid that never changes; a short run learns faster at a few times their rate:
-    lr_scale.
+    distances to gather from, and gaps cost nothing. W is a matrix like others, but it acts through products
+    with a sinusoid that never changes; a short run learns faster at a few times their rate: lr_scale.
     """
 
     Options = EvenWidthOptions
@@ -130,10 +113,6 @@ class TransformerXL(Encoding):
         w = self.w[at.layer].unflatten(0, (-1, D))                      # (H, D, C)
         by_content = torch.einsum("hd,bhjd->bhj", self.u.to(k.dtype), k)[:, :, None]        # (B, H, 1, Tk)
         logits = logits + by_content.to(logits.dtype) / D**0.5
-        if at.ahead is not None:
-            angle = rope.angles(falling(at), f)                         # (P, C/2)
-            wave = torch.cat((angle.sin(), angle.cos()), dim=-1).to(w.dtype)
-            return torch.add(logits, slanted((q + self.v[:, None]) @ (w @ wave.mT)), alpha=D**-0.5)
         a_sin, a_cos = ((q + self.v[:, None]) @ w).chunk(2, dim=-1)     # (B, H, Tq, C/2) each
         angle = rope.angles(at.q_pos[:, None], f)                       # (1 or B, 1, Tq, C/2)
         turned = rope.turn(torch.cat((a_cos, -a_sin), dim=-1), angle.cos(), angle.sin())

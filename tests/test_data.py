@@ -63,18 +63,12 @@ def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_
     assert str(folder) in str(caught.value) and "prepare" in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [
-    {"format_version": 2}, {"vocab_size": "257"}, {"splits": {}}, {"tokenizer": None}, {"eot": True},
-    {"splits": {"train": {"tokens": 1}, "val": {}}}])
-def test_a_damaged_meta_json_is_one_line(change: dict, tmp_path: Path, corpus_dir: Path) -> None:
-    meta = json.loads((corpus_dir / "meta.json").read_text())
-    (tmp_path / "meta.json").write_text(json.dumps(meta | change))
+@pytest.mark.parametrize("content", ["", "[]", '{"format_version": 2}'])
+def test_a_damaged_meta_json_is_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text(content)
     with pytest.raises(UserError, match="meta.json: damaged .* make it with"):
         read_meta(tmp_path / "meta.json")
-
-
-def test_a_missing_corpus_json_is_a_run_s_and_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no corpus.json; copy the meta.json of the run's corpus"):
+    with pytest.raises(UserError, match="no corpus.json.; copy the meta.json of the run's corpus"):
         read_meta(tmp_path / "corpus.json")
 
 
@@ -150,14 +144,12 @@ def test_bos_replaces_the_first_input_of_a_window_and_no_target(corpus_dir: Path
 def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
     corpus = Corpus(corpus_dir)
     n = corpus.windows("train", 32) - 1
-    seen: list[set[tuple[int, ...]]] = []
+    seen: list[set[bytes]] = []
     for epoch in range(2):
         stream = corpus.batch(32, n, 3, epoch)[0]               # a batch the size of an epoch is the epoch
+        seen.append({row.tobytes() for row in stream.numpy()})
         text = np.asarray(corpus.tokens["train"]).astype(np.int64)
-        offset = next(o for o in range(64) if {tuple(text[o + 32 * w:o + 32 * w + 32]) for w in range(n)}
-                      == {tuple(row) for row in stream.tolist()})
-        assert offset < 64
-        seen.append({tuple(row) for row in stream.tolist()})
+        assert any({text[o + 32 * w:][:32].tobytes() for w in range(n)} == seen[-1] for o in range(64))
     assert seen[0] != seen[1]                                           # another offset, another order
 
 

@@ -138,8 +138,7 @@ def test_a_learned_vocabulary_is_the_same_in_both_libraries(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("bpe:256", "257"), ("bpe:0", "257"), ("bpe:9999999", "1000000"), ("bpe:", "choose from"),
-    ("bpe:-300", "choose from"), ("bpe:4e3", "choose from"), ("bpe:300", "its folder is needed")])
+    ("bpe:256", "257"), ("bpe:", "choose byte"), ("bpe:4e3", "choose byte"), ("bpe:300", "its folder")])
 def test_a_wrong_size_is_one_line(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(name)

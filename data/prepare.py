@@ -13,7 +13,7 @@ SOURCE is one of
               hf:./folder. The splits are train and validation, else test. If there is only one split, or
               SPLIT names one, a hash of the text puts 1 document in 100 into validation
 
-Tokenizers: byte; gpt2; bpe:N, which has N ids including the separator and is learned from at most 128 MB of
+Tokenizers: byte; gpt2; bpe:N, which has N ids including the separator and is learned from the first 128 MB of
 the train split; or FOLDER, the tokenizer of the corpus, run or Hugging Face model there.
 
 The corpus appears at DIR when it is complete. After an interruption, the same command starts over.
@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from data import sources
 from data import tokenizer as tokenizers
-from data.loader import SPLITS, Corpus, read_meta
+from data.loader import SPLITS, read_meta
 from data.pieces import pieces
 from data.sources import Document, Options
 from data.tasks import TASKS, Made
@@ -70,18 +70,14 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     return None if tokenizers.size_of(name) else tokenizers.load_tokenizer(name)
 
 
-def learn_from(found: Iterable[Document], n_bytes: int | None) -> Iterator[bytes]:
-    """Text of the train split to learn a vocabulary from: at most LEARN_BYTES, evenly spread if possible."""
-    share = min(1.0, LEARN_BYTES / n_bytes) if n_bytes else 1.0
-    seen = taken = 0
+def learn_from(found: Iterable[Document]) -> Iterator[bytes]:
+    """Text to learn a vocabulary from: the first LEARN_BYTES of the train split."""
+    n_bytes = 0
     for document in found:
-        is_learned = document.split == "train" and isinstance(document.text, bytes)
-        for text in pieces(document.text, LEARN_PIECE) if is_learned else ():      # type: ignore[arg-type]
-            seen += len(text)
-            if taken + len(text) <= min(seen * share, LEARN_BYTES):
-                taken += len(text)
-                yield text
-        if taken + LEARN_PIECE > LEARN_BYTES:
+        if document.split == "train" and isinstance(document.text, bytes):
+            yield from pieces(document.text, LEARN_PIECE)
+            n_bytes += len(document.text)
+        if n_bytes > LEARN_BYTES:
             return
 
 
@@ -124,15 +120,14 @@ class Writer:
         if isinstance(document.text, Made):
             return document.text.ids.astype(np.uint32), document.text.is_answer
         text = document.text or b""
-        problem = "has NUL bytes, as a binary file or UTF-16" if b"\0" in text else ""
         try:
-            text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            problem = f"is not UTF-8 ({error.reason})"
-        if problem and not self.has_warned:
+            is_text = "\0" not in text.decode("utf-8")
+        except UnicodeDecodeError:
+            is_text = False
+        if not is_text and not self.has_warned:
             self.has_warned = True
-            print(f"warning: {document.name} {problem}; --tokenizer byte keeps all bytes, others replace "
-                  "those outside UTF-8 by U+FFFD", file=sys.stderr, flush=True)
+            print(f"warning: {document.name} is not UTF-8, or has NUL bytes; --tokenizer byte keeps all "
+                  "bytes, others replace those outside UTF-8 by U+FFFD", file=sys.stderr, flush=True)
         return np.append(np.array([self.tokenizer.eot], np.uint32), self.tokenizer.encode(text)), None
 
     def finish(self, split: str) -> dict[str, Any]:
@@ -187,7 +182,7 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer_name: str,
     file = given.file if given else ""
     if given is None:
         print(f"learning {tokenizer_name} from {found.name}", flush=True)
-        texts = learn_from(sources.documents(found.parts, options.val_share), found.n_bytes)
+        texts = learn_from(sources.documents(found.parts, options.val_share))
         file = tokenizers.learn(texts, tokenizers.size_of(tokenizer_name) or 0)
     if file:
         write_whole(folder / TOKENIZER_FILE, file)
@@ -225,7 +220,6 @@ def check(folder: Path) -> None:
         for name, expected in about["sha256"].items():
             if sha256_of(folder / name) != expected:
                 raise UserError(f"corpus {folder}: {name}: checksum mismatch; prepare it again")
-    Corpus(folder)                  # sizes, offsets and ids agree with meta.json
 
 
 def default_out(source: str) -> Path:

@@ -61,7 +61,7 @@ class Part(NamedTuple):
 class Source(NamedTuple):
     name: str                   # as meta.json records it
     revision: str | None
-    parts: Sequence[Part]       # those of val alone come last
+    parts: Sequence[Part]
     n_bytes: int | None = None  # about how much text there is, if known
 
 
@@ -169,7 +169,6 @@ def open_local(source: str, column: str, val_share: float) -> Source:
         texts = split_by_hash(folder, [Path(part.name) for part in texts], val_share)
     parts = [*(part for part in texts if part.split == "train"), *tables,
              *(part for part in texts if part.split == "val")]
-    parts.sort(key=lambda part: part.split == "val")
     return Source(root.name, None, parts, sum(path.stat().st_size for path in paths))
 
 

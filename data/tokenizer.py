@@ -46,7 +46,7 @@ class Tokenizer:
     name: str
     vocab_size: int             # V, ids are 0 ... V - 1
     eot: int                    # id of the separator, which opens each document
-
+    special: set[int]           # ids without text, the separator among them
     file = ""                   # content of tokenizer.json; empty if it needs none
     rules = b""                 # JSON that says how text is changed before it is encoded
 
@@ -71,14 +71,14 @@ class Tokenizer:
         raise NotImplementedError
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of an id; empty for the separator."""
-        return b"" if token == self.eot else self.named_bytes(token)
+        """The bytes of an id; empty for the separator and other special tokens."""
+        return b"" if token in self.special else self.named_bytes(token)
 
 
 class ByteTokenizer(Tokenizer):
     """The ids 0 ... 255 are the bytes, 256 is the separator. Lossless on any input, and needs no file."""
 
-    name, vocab_size, eot = "byte", 257, 256
+    name, vocab_size, eot, special = "byte", 257, 256, {256}
     sha256 = hashlib.sha256(b"byte").hexdigest()    # type: ignore[assignment]
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -93,7 +93,7 @@ class BytePairTokenizer(Tokenizer):
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, file: str = "") -> None:
         self.name, self.encoding, self.file = name, encoding, file
-        self.vocab_size, self.eot = encoding.n_vocab, encoding.eot_token
+        self.vocab_size, self.eot, self.special = encoding.n_vocab, encoding.eot_token, {encoding.eot_token}
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
@@ -131,7 +131,9 @@ class PretrainedTokenizer(Tokenizer):
         self.eot = eot if isinstance(eot, int) else eot(self.library)
         self.name = f"hf:{self.eot}"
         self.vocab_size = 1 + max([self.eot, *self.library.get_vocab(with_added_tokens=True).values()])
-        self._added = {token["id"]: token for token in self.content["added_tokens"]}
+        added = self.content["added_tokens"]
+        self._added = {token["id"]: token["content"] for token in added}
+        self.special = {self.eot, *(token["id"] for token in added if token["special"])}
         self._unknown = model.get("unk_id", self.library.token_to_id(model.get("unk_token") or ""))
         if self.content["normalizer"] is not None or not self.is_byte_level:
             self.rules = json.dumps(self.content, sort_keys=True).encode()
@@ -150,19 +152,13 @@ class PretrainedTokenizer(Tokenizer):
 
     def named_bytes(self, token: int) -> bytes:
         if token in self._added:
-            return self._added[token]["content"].encode()
+            return self._added[token].encode()
         piece = self.library.id_to_token(token) or ""
         if self.is_byte_level:
             return bytes(BYTES[character] for character in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("▁", " ").encode()
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of an id; empty for special tokens and for ids that do not exist."""
-        is_special = token == self.eot or token in self._added and self._added[token]["special"]
-        return b"" if is_special else self.named_bytes(token)
-
 
 def open_library(content: dict[str, Any]) -> Library:
     """The tokenizer of the tokenizers package for a tokenizer.json."""

@@ -214,14 +214,6 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer_name: str,
     return meta
 
 
-def check(folder: Path) -> None:
-    """Compare all files of a corpus with their checksums. Raises UserError if one differs."""
-    for about in read_meta(folder / "meta.json")["splits"].values():
-        for name, expected in about["sha256"].items():
-            if sha256_of(folder / name) != expected:
-                raise UserError(f"corpus {folder}: {name}: checksum mismatch; prepare it again")
-
-
 def default_out(source: str) -> Path:
     """data/ and the source's name without .txt, .zip ...; for "." and "..", the name of that folder."""
     name = Path(urlsplit(source).path if "://" in source else
@@ -233,9 +225,7 @@ def default_out(source: str) -> Path:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("source", metavar="SOURCE", nargs="?", help="see above")
-    parser.add_argument("--check", type=Path, metavar="DIR",
-                        help="prepare nothing; compare all files of the corpus DIR with their checksums")
+    parser.add_argument("source", metavar="SOURCE", help="see above")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help="byte, gpt2, bpe:N, or the folder of a corpus, run or Hugging Face model")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
@@ -249,12 +239,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, metavar="L",
                         help="tasks: train.seq_len (default 128, algorithms 64, a quarter of it in symbols)")
     args = parser.parse_args()
-    if args.check:
-        check(args.check)
-        print(f"{args.check}: all files are what was written")
-        return
-    if args.source is None:
-        raise UserError("SOURCE is missing; see data/prepare.py --help")
     options = Options(*(getattr(args, name) for name in Options._fields))
     out = args.out or default_out(args.source)
     meta = prepare(args.source, out, args.tokenizer, options)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from conftest import words
 
-from data import prepare as prepare_module
 from data.loader import Corpus, read_meta
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
@@ -67,21 +65,6 @@ def test_a_damaged_meta_json_is_one_line(content: str, tmp_path: Path) -> None:
         read_meta(tmp_path / "meta.json")
     with pytest.raises(UserError, match="no corpus.json.; copy the meta.json of the run's corpus"):
         read_meta(tmp_path / "corpus.json")
-
-
-def test_check_sees_any_changed_byte(tmp_path: Path, corpus_dir: Path, monkeypatch, capsys) -> None:
-    folder = tmp_path / "corpus"
-    shutil.copytree(corpus_dir, folder)
-    monkeypatch.setattr(sys, "argv", ["prepare.py", "--check", str(folder)])
-    prepare_module.main()
-    assert "all files are what was written" in capsys.readouterr().out
-    for name in ("train.bin", "val.bin", "val.idx.npy"):
-        content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"{name}: checksum mismatch"):
-            prepare_module.main()
-        shutil.copy(corpus_dir / name, folder / name)
 
 
 def test_an_id_beyond_the_vocabulary_is_refused_when_it_is_read(tmp_path: Path, corpus_dir: Path) -> None:

@@ -93,10 +93,10 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         raise UserError(f"{path}: has neither bos_token nor eos_token, and each document must open with one; "
                         "add one")
 
-    byte = ByteTokenizer()
     tokenizer = PretrainedTokenizer(folder / TOKENIZER_FILE, separator, n_rows=config.get("vocab_size"))
-    is_byte = (tokenizer.vocab_size, tokenizer.eot) == (byte.vocab_size, byte.eot) and all(
-        tokenizer.token_bytes(token) == byte.token_bytes(token) for token in range(byte.vocab_size))
+    byte = ByteTokenizer()
+    is_byte = tokenizer.vocab_size == byte.vocab_size and tokenizer.special == byte.special and all(
+        tokenizer.named_bytes(token) == bytes([token]) for token in range(256))
     return byte if is_byte else tokenizer
 
 

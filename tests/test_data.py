@@ -11,7 +11,6 @@ from conftest import words
 
 from data.loader import Corpus, read_meta
 from data.prepare import prepare
-from data.tokenizer import ByteTokenizer
 from runtime.errors import UserError
 
 
@@ -24,9 +23,7 @@ def write_texts(folder: Path, texts: dict[str, bytes]) -> Path:
 
 
 def documents_of(corpus: Corpus, split: str) -> list[bytes]:
-    tokenizer, offsets = ByteTokenizer(), corpus.offsets[split]
-    return [b"".join(map(tokenizer.token_bytes, corpus.tokens[split][a:b].tolist()))
-            for a, b in zip(offsets, offsets[1:], strict=False)]
+    return [bytes(ids[1:].astype(np.uint8)) for ids in corpus.documents(split)]     # without the separator
 
 
 def test_every_byte_of_every_document_comes_back(tmp_path: Path) -> None:

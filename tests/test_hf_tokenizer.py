@@ -82,10 +82,6 @@ def test_merges_are_those_that_encoding_would_do() -> None:
     assert list(merges(ranks)) == [(b"b", b"c"), (b"a", b"b"), (b"a", b"bc"), (b"c", b"ab")]
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Other tokenizers
-
-
 def sentencepiece_like(metaspace: bool) -> dict:
     """The form of Llama 2's tokenizer.json, or with a Metaspace as newer converters write it."""
     letters = ["▁", *"thecasmdonä", "▁the", "▁c", "at", "▁cat", "he"]

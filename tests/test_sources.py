@@ -14,7 +14,6 @@ from data import sources
 from data.loader import Corpus
 from data.prepare import Options, default_out, prepare
 from data.sources import articles, open_local, open_source
-from data.tokenizer import ByteTokenizer
 from runtime.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -54,10 +53,7 @@ def write_json(path: Path, texts: list[str], column: str = "text") -> Path:
 
 
 def documents_of(folder: Path, split: str) -> list[bytes]:
-    corpus = Corpus(folder)
-    tokens, offsets = np.asarray(corpus.tokens[split]), corpus.offsets[split]
-    return [b"".join(map(ByteTokenizer().token_bytes, tokens[a:b].tolist()))
-            for a, b in zip(offsets, offsets[1:], strict=False)]
+    return [bytes(ids[1:].astype(np.uint8)) for ids in Corpus(folder).documents(split)]
 
 
 def both(folder: Path) -> tuple[list[bytes], list[bytes]]:
@@ -74,10 +70,6 @@ def write_hub(folder: Path) -> Path:
         "---\nconfigs:\n- config_name: raw\n  data_files:\n  - split: train\n    path: raw/train-*\n"
         "  - split: test\n    path: raw/test-*\n- config_name: more\n  data_files: more/*\n---\n# Text\n")
     return folder
-
-
-# -----------------------------------------------------------------------------------------------------------
-# The same documents from everywhere
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
@@ -216,10 +208,6 @@ def test_a_limit_of_tokens_is_exact(limit: int | str, tmp_path: Path) -> None:
     ("http://host.org/enwik8.zip", "enwik8")])
 def test_a_corpus_is_named_after_its_source(source: str, name: str) -> None:
     assert default_out(source) == Path("data") / name
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Faults
 
 
 def one_error(expected: str, source: object, tmp_path: Path, **options) -> None:

@@ -101,7 +101,7 @@ class Corpus:
         return [tokens[start:end] for start, end in itertools.pairwise(self.offsets[split])]
 
     def _windows(self, split: str, seq_len: int) -> int:
-        """Number of non-overlapping windows of seq_len inputs and targets. Raises UserError if zero."""
+        """Number of windows of seq_len inputs and targets; in train, an epoch. Raises UserError if none."""
         n_tokens = len(self.tokens[split])
         n_windows = (n_tokens - 1) // seq_len
         if self.stays_inside:
@@ -110,7 +110,8 @@ class Corpus:
             inside = " inside its documents" if self.stays_inside else ""
             raise UserError(f"corpus {self.folder}: {split} has {n_tokens} tokens, too few{inside} for one "
                             f"window of train.seq_len = {seq_len} and a target; shorten it or add text")
-        return n_windows
+        has_offset = split == "train" and not self.stays_inside         # a random one in each epoch
+        return max(1, n_windows - 1) if has_offset else n_windows
 
     def require_windows(self, seq_len: int) -> None:
         """Raise UserError unless each corpus can be trained on, and this one validated on."""
@@ -146,7 +147,7 @@ class Corpus:
                 number = int(numbers[i])
                 index = mix * counts[number] + int((numbers[:i] == number).sum())
             corpus = self.corpora[number]
-            epoch, window = divmod(index, corpus.n_in_epoch(seq_len))
+            epoch, window = divmod(index, corpus.windows("train", seq_len))
             starts = corpus.epoch(seq_len, seed, epoch, number + is_first * len(self.corpora))
             places.append((corpus, int(starts[window])))
         return places
@@ -169,11 +170,6 @@ class Corpus:
             inputs[:, 0] = self.meta["eot"]
         return inputs, targets
 
-    def n_in_epoch(self, seq_len: int) -> int:
-        """Number of windows of an epoch: one less if they cross documents, for the random offset."""
-        n_windows = self.windows("train", seq_len)
-        return n_windows if self.stays_inside else max(1, n_windows - 1)
-
     def val_batches(self, seq_len: int, batch_size: int, n_windows: int) -> list[tuple[Tensor, Tensor]]:
         """Batches of n_windows validation windows (0: all), evenly spaced and always the same."""
         available = self.windows("val", seq_len)
@@ -190,7 +186,7 @@ class Corpus:
         position in each epoch.
         """
         rng = np.random.default_rng(seed)
-        n_windows = self.n_in_epoch(seq_len)
+        n_windows = self.windows("train", seq_len)
         if not self.stays_inside:
             offset = int(rng.integers(len(self.tokens["train"]) - n_windows * seq_len))
             return offset + rng.permutation(n_windows) * seq_len

@@ -72,7 +72,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_when_it_is_read(tmp_path: Path, 
         ids[100] = 257
         ids.tofile(folder / f"{split}.bin")
     corpus = Corpus(folder)
-    for read in (lambda: corpus.batch(32, corpus.n_in_epoch(32), 0, 0), lambda: corpus.documents("val"),
+    for read in (lambda: corpus.batch(32, corpus.windows("train", 32), 0, 0), lambda: corpus.documents("val"),
                  lambda: corpus.val_batches(32, 4, 0)):
         with pytest.raises(UserError, match="holds id 257, beyond its vocabulary of 257"):
             read()
@@ -120,7 +120,7 @@ def test_bos_replaces_the_first_input_of_a_window_and_no_target(corpus_dir: Path
 
 def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
     corpus = Corpus(corpus_dir)
-    n = corpus.windows("train", 32) - 1
+    n = corpus.windows("train", 32)
     seen: list[set[bytes]] = []
     for epoch in range(2):
         stream = corpus.batch(32, n, 3, epoch)[0]               # a batch the size of an epoch is the epoch

@@ -13,19 +13,19 @@ SOURCE is one of
               hf:./folder. The splits are train and validation, else test. If there is only one split, or
               SPLIT names one, a hash of the text puts 1 document in 100 into validation
 
-Tokenizers: byte; gpt2; bpe:N, which has N ids including the separator and is learned from at most 128 MB of
+Tokenizers: byte; gpt2; bpe:N, which has N ids including the separator and is learned from the first 128 MB of
 the train split; or FOLDER, the tokenizer of the corpus, run or Hugging Face model there.
 
-The corpus appears at DIR when it is complete. Until then it is in .DIR.partial beside DIR, and the same
-command goes on there behind the last whole document.
+The corpus appears at DIR when it is complete. After an interruption, the same command starts over.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import sys
-import time
+from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from data import sources
 from data import tokenizer as tokenizers
-from data.loader import SPLITS, Corpus, read_meta
+from data.loader import SPLITS, read_meta
 from data.pieces import pieces
 from data.sources import Document, Options
 from data.tasks import TASKS, Made
@@ -50,12 +50,11 @@ from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
-from runtime.files import write_whole
+from runtime.files import flush, write_whole
 
 LEARN_BYTES = 2**27             # most text that bpe:N learns from
 LEARN_PIECE = 2**14             # bytes that are learned from at a time
-GROUP_BYTES = 2**24             # text that is read before it is encoded on all cores and written
-SAVE_EVERY_S = 10.0
+TOGETHER = 256                  # documents that are encoded on all cores, then written
 DEFAULTS = Options()
 CORPUS_FILES = {"meta.json", TOKENIZER_FILE, "verified.json",           # verified.json: of earlier versions
                 *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy", "mask.bin"))}
@@ -71,119 +70,76 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     return None if tokenizers.size_of(name) else tokenizers.load_tokenizer(name)
 
 
-def learn_from(found: Iterable[Document], n_bytes: int | None) -> Iterator[bytes]:
-    """Text of the train split to learn a vocabulary from: at most LEARN_BYTES, evenly spread if possible."""
-    share = min(1.0, LEARN_BYTES / n_bytes) if n_bytes else 1.0
-    seen = taken = 0
+def learn_from(found: Iterable[Document]) -> Iterator[bytes]:
+    """Text to learn a vocabulary from: the first LEARN_BYTES of the train split."""
+    n_bytes = 0
     for document in found:
-        is_learned = document.split == "train" and isinstance(document.text, bytes)
-        for text in pieces(document.text, LEARN_PIECE) if is_learned else ():      # type: ignore[arg-type]
-            seen += len(text)
-            if taken + len(text) <= min(seen * share, LEARN_BYTES):
-                taken += len(text)
-                yield text
-        if taken + LEARN_PIECE > LEARN_BYTES:
+        if document.split == "train" and isinstance(document.text, bytes):
+            yield from pieces(document.text, LEARN_PIECE)
+            n_bytes += len(document.text)
+        if n_bytes > LEARN_BYTES:
             return
 
 
-class Partial:
-    """The folder of a corpus that is being written: growing files, and progress.json, which says how far.
+class Writer:
+    """The growing files of a corpus: ids, starts of documents and, for tasks, a mask of answers."""
 
-    The plan is everything that the content depends on; what another plan has left is deleted.
-    """
-
-    def __init__(self, folder: Path, plan: list[Any]) -> None:
-        self.folder, self.saved_at, self.has_warned = folder, time.monotonic(), False
-        try:
-            self.state = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-            if self.state["plan"] == json.loads(json.dumps(plan)) and all(
-                    (folder / name).stat().st_size >= size for name, size in self.state["sizes"].items()):
-                return
-        except (OSError, ValueError, LookupError, TypeError):
-            pass                        # missing or damaged
-        if folder.exists():
-            print(f"{folder}: from another command, source or version; starting again", flush=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        self.state = {"plan": plan, "end": (0, 0), "sizes": {}, "bytes": {"train": 0, "val": 0}, "n_null": 0}
-        write_whole(folder / "progress.json", json.dumps(self.state))
-
-    def open(self, tokenizer: Tokenizer, has_mask: bool) -> None:
-        """Open the files to append to, and cut off what progress.json does not know."""
-        self.tokenizer, self.lengths, self.has_mask = tokenizer, tokenizers.byte_lengths(tokenizer), has_mask
+    def __init__(self, folder: Path, tokenizer: Tokenizer, has_mask: bool) -> None:
+        self.folder, self.tokenizer, self.has_mask = folder, tokenizer, has_mask
+        self.lengths = tokenizers.byte_lengths(tokenizer)
         self.dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
-        self.files = {name: (self.folder / name).open("ab") for split in SPLITS
-                      for name in (f"{split}.bin", f"{split}.starts", f"{split}.mask.bin")[:2 + has_mask]}
-        for name, file in self.files.items():
-            file.truncate(self.state["sizes"].get(name, 0))
-            file.seek(0, os.SEEK_END)
+        self.files = {name: (folder / name).open("wb") for split in SPLITS
+                      for name in (f"{split}.bin", f"{split}.mask.bin")[:1 + has_mask]}
+        self.starts = {split: array("Q") for split in SPLITS}
+        self.n_bytes = dict.fromkeys(SPLITS, 0)
+        self.n_null, self.has_warned = 0, False
 
     def n_tokens(self, split: str) -> int:
         return self.files[f"{split}.bin"].tell() // self.dtype.itemsize
 
-    def write(self, found: Iterable[Document], limit: int, pool: Executor, bar: tqdm) -> None:
-        """Append documents until the train split has `limit` tokens; every SAVE_EVERY_S, save the state."""
-        group, size = list[Document](), 0
-        for document in found:
-            group.append(document)
-            size += len(document.text) if isinstance(document.text, bytes) else 1000
-            if size >= GROUP_BYTES:
-                if self.write_group(group, limit, pool):
+    def write(self, found: Iterator[Document], limit: int, pool: Executor, bar: tqdm) -> None:
+        """Append documents, which are encoded on all cores, until the train split has `limit` tokens."""
+        while group := list(itertools.islice(found, TOGETHER)):
+            for document, (ids, mask) in zip(group, pool.map(self.encode, group), strict=True):
+                split = document.split
+                room = limit - self.n_tokens("train") if split == "train" else len(ids)
+                if min(room, len(ids)) > 1:                 # no separator without a document
+                    self.starts[split].append(self.n_tokens(split))
+                    self.files[f"{split}.bin"].write(ids[:room].astype(self.dtype).data)
+                    if self.has_mask and mask is not None:
+                        self.files[f"{split}.mask.bin"].write(mask[:room].astype("u1").data)
+                    n_bytes = int(self.lengths[ids[:room]].sum())
+                    self.n_bytes[split] += n_bytes
+                    bar.update(n_bytes)
+                self.n_null += document.text is None
+                if room < len(ids):
                     return
-                bar.update(size)
-                group, size = [], 0
-                if time.monotonic() > self.saved_at + SAVE_EVERY_S:
-                    self.save(document.end)
-        self.write_group(group, limit, pool)
-
-    def write_group(self, group: list[Document], limit: int, pool: Executor) -> bool:
-        """Append documents that are encoded on all cores. Returns whether the train split is full."""
-        for document, (ids, mask) in zip(group, pool.map(self.encode, group), strict=True):
-            split = document.split
-            room = limit - self.n_tokens("train") if split == "train" else len(ids)
-            if min(room, len(ids)) > 1:                     # no separator without a document
-                self.files[f"{split}.starts"].write(np.uint64(self.n_tokens(split)).tobytes())
-                self.files[f"{split}.bin"].write(ids[:room].astype(self.dtype).data)
-                if self.has_mask and mask is not None:
-                    self.files[f"{split}.mask.bin"].write(mask[:room].astype("u1").data)
-                self.state["bytes"][split] += int(self.lengths[ids[:room]].sum())
-            self.state["n_null"] += document.text is None
-            if room < len(ids):
-                return True
-        return False
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
         """The ids of a document, the separator first, and which of them are answers."""
         if isinstance(document.text, Made):
             return document.text.ids.astype(np.uint32), document.text.is_answer
         text = document.text or b""
-        problem = "has NUL bytes, as a binary file or UTF-16" if b"\0" in text else ""
         try:
-            text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            problem = f"is not UTF-8 ({error.reason})"
-        if problem and not self.has_warned:
+            is_text = "\0" not in text.decode("utf-8")
+        except UnicodeDecodeError:
+            is_text = False
+        if not is_text and not self.has_warned:
             self.has_warned = True
-            print(f"warning: {document.name} {problem}; convert it to UTF-8 first: --tokenizer byte keeps "
-                  "all bytes, others replace those outside UTF-8 by U+FFFD", file=sys.stderr, flush=True)
+            print(f"warning: {document.name} is not UTF-8, or has NUL bytes; --tokenizer byte keeps all "
+                  "bytes, others replace those outside UTF-8 by U+FFFD", file=sys.stderr, flush=True)
         return np.append(np.array([self.tokenizer.eot], np.uint32), self.tokenizer.encode(text)), None
-
-    def save(self, end: tuple[int, int]) -> None:
-        """Record that all documents up to `end` are written, after flushing them to disk."""
-        for name, file in self.files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            self.state["sizes"][name] = file.tell()
-        self.state["end"], self.saved_at = end, time.monotonic()
-        write_whole(self.folder / "progress.json", json.dumps(self.state))
 
     def finish(self, split: str) -> dict[str, Any]:
         """Write the index of a split and return its meta.json entry."""
-        starts, n_tokens = np.fromfile(self.folder / f"{split}.starts", "<u8"), self.n_tokens(split)
-        np.save(self.folder / f"{split}.idx.npy", np.append(starts, np.array([n_tokens], "<u8")))
-        (self.folder / f"{split}.starts").unlink()
+        starts, n_tokens = self.starts[split], self.n_tokens(split)
+        np.save(self.folder / f"{split}.idx.npy", np.array([*starts, n_tokens], "<u8"))
         names = (f"{split}.bin", f"{split}.idx.npy", f"{split}.mask.bin")[:2 + self.has_mask]
-        return {"tokens": n_tokens, "bytes": self.state["bytes"][split], "documents": len(starts),
+        for name in names:
+            if name in self.files:
+                self.files[name].close()
+            flush(self.folder / name)
+        return {"tokens": n_tokens, "bytes": self.n_bytes[split], "documents": len(starts),
                 "sha256": {name: sha256_of(self.folder / name) for name in names}}
 
 
@@ -195,62 +151,56 @@ def sha256_of(path: Path) -> str:
 def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFAULTS) -> dict[str, Any]:
     """Write a corpus to the folder `out`, complete or not at all, and return its meta.json."""
     out = out.resolve() if out.is_symlink() else out        # such as one to another disk: it stays a link
-    check_replaceable(out)
+    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name} if out.exists() else set()
+    if names and (names - CORPUS_FILES or "meta.json" not in names):
+        raise UserError(f"--out {out}: would be replaced, but {min(names - CORPUS_FILES or names)} is not "
+                        "part of a prepared corpus; give another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.partial")
     try:
         with FileLock(out.with_name(f".{out.name}.lock"), timeout=0):
-            meta = write_corpus(folder, source, out, tokenizer_name, options)
-            check_replaceable(out)                                      # once more: hours may have passed
-            if out.exists():
-                shutil.rmtree(out)
-            folder.rename(out)
-            return meta
+            shutil.rmtree(folder, ignore_errors=True)                   # of a process that was killed
+            folder.mkdir()
+            try:
+                meta = write_corpus(folder, source, out, tokenizer_name, options)
+                shutil.rmtree(out, ignore_errors=True)
+                folder.rename(out)
+                return meta
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
     except Timeout:
-        raise UserError(f"--out {out}: another process is preparing it; wait for it, or give another "
-                        "folder") from None
+        raise UserError(f"--out {out}: another process is preparing it; give another folder") from None
     except OSError as error:        # such as a full disk
-        raise UserError(f"{error.filename or folder}: {error.strerror or error}; {folder} is kept, and the "
-                        "same command goes on from there") from error
-    except KeyboardInterrupt:
-        print(f"{folder} is kept, and the same command goes on from there", file=sys.stderr)
-        raise
+        raise UserError(f"{error.filename or folder}: {error.strerror or error}") from error
 
 
 def write_corpus(folder: Path, source: str, out: Path, tokenizer_name: str,
                  options: Options) -> dict[str, Any]:
-    """Write a corpus to `folder`, or go on there; meta.json comes last."""
+    """Write a corpus to `folder`; meta.json comes last."""
     given, task = find_tokenizer(tokenizer_name), TASKS.get(source)
     found = sources.open_source(source, out, given, options)
-    changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
-    corpus = Partial(folder, [found.name, found.revision, found.identity, changed,
-                              given.sha256 if given else tokenizer_name])
-    if given is None and not (folder / TOKENIZER_FILE).exists():
+    file = given.file if given else ""
+    if given is None:
         print(f"learning {tokenizer_name} from {found.name}", flush=True)
-        texts = learn_from(sources.documents(found, options.val_share), found.n_bytes)
-        content = tokenizers.learn(texts, tokenizers.size_of(tokenizer_name) or 0)
-        write_whole(folder / TOKENIZER_FILE, content)
-    elif given and given.file:
-        write_whole(folder / TOKENIZER_FILE, given.file)
+        texts = learn_from(sources.documents(found.parts, options.val_share))
+        file = tokenizers.learn(texts, tokenizers.size_of(tokenizer_name) or 0)
+    if file:
+        write_whole(folder / TOKENIZER_FILE, file)
     tokenizer = given or tokenizers.load_tokenizer(tokenizer_name, folder)
-    corpus.open(tokenizer, task is not None and task.has_mask)
-    limit = options.limit_tokens or sys.maxsize
-    first_val = sum(part.split != "val" for part in found.parts)
+    corpus = Writer(folder, tokenizer, task is not None and task.has_mask)
     with ThreadPoolExecutor() as pool, tqdm(        # threads: tiktoken releases the interpreter's lock
-            desc="preparing", total=found.n_bytes, initial=sum(corpus.state["bytes"].values()), unit="B",
-            unit_scale=True, leave=False, delay=1, mininterval=0.2 if sys.stderr.isatty() else 30) as bar:
-        for stop in (first_val, len(found.parts)):                      # parts of val alone come last
-            end = tuple(corpus.state["end"])
-            corpus.write(sources.documents(found, options.val_share, end, stop), limit, pool, bar)
-            corpus.save(max(end, (stop, 0)))
-    if corpus.state["n_null"]:
-        print(f"left out of {found.name}: {corpus.state['n_null']:,} rows without text (null)", flush=True)
+            desc="preparing", total=found.n_bytes, unit="B", unit_scale=True, disable=None) as bar:
+        for is_val in (False, True):        # of a dataset with a split val, all of it, whatever the limit
+            parts = [part for part in found.parts if (part.split == "val") == is_val]
+            corpus.write(sources.documents(parts, options.val_share), options.limit_tokens or sys.maxsize,
+                         pool, bar)
+    if corpus.n_null:
+        print(f"left out of {found.name}: {corpus.n_null:,} rows without text (null)", flush=True)
     for split in SPLITS:
         if not corpus.n_tokens(split):
-            shutil.rmtree(folder)
-            reason = "no document's hash chose this split; change --val-share or add text" \
-                if any(map(corpus.n_tokens, SPLITS)) else "all its documents are empty; add text"
-            raise UserError(f"source {found.name}: no text for {split}: {reason}")
+            raise UserError(f"source {found.name}: no text for {split}; add text ({sources.KINDS}), or "
+                            "change --val-share if a hash of each document chooses its split")
+    changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
     meta = {
         "format_version": 1, "source": found.name, "revision": found.revision,
         "dtype": corpus.dtype.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
@@ -260,41 +210,22 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer_name: str,
            if task and task.has_windows else {}),
         "splits": {split: corpus.finish(split) for split in SPLITS},
     }
-    (folder / "progress.json").unlink()
     write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     return meta
-
-
-def check_replaceable(out: Path) -> None:
-    """Raise UserError if `out` is or holds anything except a corpus: replacing it would delete that."""
-    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name} if out.exists() else set()
-    if names and (names - CORPUS_FILES or "meta.json" not in names):
-        raise UserError(f"--out {out}: would be replaced, but {min(names - CORPUS_FILES or names)} is not "
-                        "part of a prepared corpus; give another folder")
-
-
-def check(folder: Path) -> None:
-    """Compare all files of a corpus with their checksums. Raises UserError if one differs."""
-    for about in read_meta(folder / "meta.json")["splits"].values():
-        for name, expected in about["sha256"].items():
-            if sha256_of(folder / name) != expected:
-                raise UserError(f"corpus {folder}: {name}: checksum mismatch; prepare it again")
-    Corpus(folder)                  # sizes, offsets and ids agree with meta.json
 
 
 def default_out(source: str) -> Path:
     """data/ and the source's name without .txt, .zip ...; for "." and "..", the name of that folder."""
     name = Path(urlsplit(source).path if "://" in source else
                 os.path.abspath(source.removeprefix("hf:").split(":")[0])).name
-    suffix = next((end for end in (*sources.SUFFIXES, ".zip") if name.lower().endswith(end)), "")
-    return Path("data") / name[:len(name) - len(suffix)]    # not the stem: books-0.5 and books-0.75 differ
+    for suffix in (*sources.SUFFIXES, ".zip"):              # not the stem: books-0.5 and books-0.75 differ
+        name = name.removesuffix(suffix)
+    return Path("data") / name
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("source", metavar="SOURCE", nargs="?", help="see above")
-    parser.add_argument("--check", type=Path, metavar="DIR",
-                        help="prepare nothing; compare all files of the corpus DIR with their checksums")
+    parser.add_argument("source", metavar="SOURCE", help="see above")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help="byte, gpt2, bpe:N, or the folder of a corpus, run or Hugging Face model")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
@@ -308,15 +239,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, metavar="L",
                         help="tasks: train.seq_len (default 128, algorithms 64, a quarter of it in symbols)")
     args = parser.parse_args()
-    if args.check:
-        check(args.check)
-        print(f"{args.check}: all files are what was written")
-        return
-    if args.source is None:
-        raise UserError("SOURCE is missing; see data/prepare.py --help")
-    if args.source == "stdlib":
-        print(f"left out of stdlib: {', '.join(sources.STDLIB_LEFT_OUT)}")
-    options = Options(args.revision, args.text_column, args.val_share, args.limit_tokens, args.length)
+    options = Options(*(getattr(args, name) for name in Options._fields))
     out = args.out or default_out(args.source)
     meta = prepare(args.source, out, args.tokenizer, options)
     for split, about in meta["splits"].items():

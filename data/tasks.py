@@ -84,18 +84,15 @@ def joined(tokenizer: Tokenizer, parts: Iterable[Part]) -> Made:
 
 
 class Hidden(NamedTuple):
-    """What a document hides and asks for.
-
-    Each group is a list of facts that stay in their order. The first group is asked for.
-    """
+    """Hidden groups of facts that stay in their order; the end of the document asks for the first."""
 
     groups: list[list[list[str]]]       # facts in pieces
-    question: Sequence[Part]            # the end of the document
+    question: Sequence[Part]
 
 
-def numbers(rng: Generator, n: int, n_digits: int = 3) -> list[list[str]]:
-    """Different random numbers, as lists of digits."""
-    return [list(f"{x:0{n_digits}}") for x in rng.choice(10 ** n_digits, size=n, replace=False)]
+def numbers(rng: Generator, n: int) -> list[list[str]]:
+    """Different random numbers, as lists of three digits."""
+    return [list(f"{x:03}") for x in rng.choice(1000, size=n, replace=False)]
 
 
 def passkey(rng: Generator) -> Hidden:
@@ -156,13 +153,16 @@ def retrieval(kind: str, tokenizer: Tokenizer, length: int, depth: float, rng: G
     later = depth + (1 - depth) * np.sort(rng.random(len(hidden.groups[0]) - 1))
     where = [depth, *later, *(place for group in places for place in group)]
     hidden_facts = [encode(tokenizer, fact) for group in hidden.groups for fact in group]
-    placed = list(zip(where, hidden_facts, strict=True))
-    placed.sort(key=lambda fact: fact[0])       # stable: at one place, a group keeps its order
+    # stable: at one place, a group keeps its order
+    placed = sorted(zip(where, hidden_facts, strict=True), key=lambda fact: fact[0])
     ending = joined(tokenizer, hidden.question)
     n_filler = length - len(ending.ids) - sum(len(fact) for _, fact in placed)
     if n_filler < 0:
         raise ValueError(f"this {kind} document needs at least {length - n_filler} tokens, got {length}")
-    filler = random_filler(tokenizer, n_filler, rng)
+    sentences = [encode(tokenizer, [text]) for text in FILLER]          # in random order, the last one cut
+    n_sentences = n_filler // min(map(len, sentences)) + 1              # enough even if all are the shortest
+    order = rng.integers(len(FILLER), size=n_sentences)
+    filler = [token for i in order for token in sentences[i]][:n_filler]
     ids, end = [tokenizer.eot], 0
     for place, fact in placed:
         start, end = end, round(place * n_filler)
@@ -170,13 +170,6 @@ def retrieval(kind: str, tokenizer: Tokenizer, length: int, depth: float, rng: G
     ids += [*filler[end:], *ending.ids[1:]]
     is_answer = np.concatenate((np.zeros(length - len(ending.ids), dtype=bool), ending.is_answer))
     return Made(np.array(ids), is_answer)
-
-
-def random_filler(tokenizer: Tokenizer, n: int, rng: Generator) -> list[int]:
-    """Ids (n,) of sentences in random order; the last one may be cut."""
-    sentences = [encode(tokenizer, [text]) for text in FILLER]
-    n_sentences = n // min(map(len, sentences)) + 1                     # enough even if all are the shortest
-    return [token for i in rng.integers(len(FILLER), size=n_sentences) for token in sentences[i]][:n]
 
 
 def shortest(kind: str, tokenizer: Tokenizer, rng: Generator) -> int:
@@ -190,26 +183,10 @@ def shortest(kind: str, tokenizer: Tokenizer, rng: Generator) -> int:
 # Algorithms: n symbols -> parts of a document of at most 4 n + 1 ids for n of at least 4
 
 
-def letters(n: int, rng: Generator) -> str:
-    return "".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=n))
-
-
-def copying(n: int, rng: Generator) -> list[Part]:
-    """"hello=" "hello."."""
-    text = letters(n, rng)
-    return [(text + "=", False), (text + ".", True)]
-
-
-def reversal(n: int, rng: Generator) -> list[Part]:
-    """"hello=" "olleh."."""
-    text = letters(n, rng)
-    return [(text + "=", False), (text[::-1] + ".", True)]
-
-
-def sorting(n: int, rng: Generator) -> list[Part]:
-    """"hello=" "ehllo."."""
-    text = letters(n, rng)
-    return [(text + "=", False), ("".join(sorted(text)) + ".", True)]
+def of_letters(answer: Callable[[str], str], n: int, rng: Generator) -> list[Part]:
+    """Letters and the answer that they determine: "hello=" "olleh."."""
+    text = "".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=n))
+    return [(text + "=", False), (answer(text) + ".", True)]
 
 
 def addition(n: int, rng: Generator) -> list[Part]:
@@ -241,8 +218,10 @@ def flip_flop(n: int, rng: Generator) -> list[Part]:
 
 
 ALGORITHMS: dict[str, Callable[[int, Generator], list[Part]]] = {
-    "copying": copying, "reversal": reversal, "sorting": sorting, "addition": addition, "parity": parity,
-    "flip_flop": flip_flop,
+    "copying": partial(of_letters, lambda text: text),
+    "reversal": partial(of_letters, lambda text: text[::-1]),
+    "sorting": partial(of_letters, lambda text: "".join(sorted(text))),
+    "addition": addition, "parity": parity, "flip_flop": flip_flop,
 }
 
 
@@ -289,8 +268,6 @@ def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> Made:
     """In one document of four a key in 24 ... `length` + 1 tokens, otherwise a repeated string."""
     rng = np.random.default_rng([number, 1])
     if number % 4 == 0:
-        if length < 24:
-            raise ValueError(f"a passkey document needs up to 24 tokens, got --length {length}")
         size, depth = int(rng.integers(24, length + 1)), rng.random()
         return retrieval("passkey", tokenizer, size, depth, rng)
     string = encode(tokenizer, rng.choice(list(CHARACTERS), size=rng.integers(8, 40)))

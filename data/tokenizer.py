@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     import tiktoken
     from tokenizers import Tokenizer as Library
 
-TOKENIZERS = ("byte", "gpt2", "bpe:N")
 TOKENIZER_FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
-MIN_SIZE, MAX_SIZE = 257, 1_000_000         # of bpe:N
 # GPT-2's pattern for splitting text into words, which merges never cross: Radford et al. 2019. `ByteLevel` of
 # the tokenizers package uses it, too.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -48,7 +46,7 @@ class Tokenizer:
     name: str
     vocab_size: int             # V, ids are 0 ... V - 1
     eot: int                    # id of the separator, which opens each document
-
+    special: set[int]           # ids without text, the separator among them
     file = ""                   # content of tokenizer.json; empty if it needs none
     rules = b""                 # JSON that says how text is changed before it is encoded
 
@@ -73,14 +71,14 @@ class Tokenizer:
         raise NotImplementedError
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of an id; empty for the separator."""
-        return b"" if token == self.eot else self.named_bytes(token)
+        """The bytes of an id; empty for the separator and other special tokens."""
+        return b"" if token in self.special else self.named_bytes(token)
 
 
 class ByteTokenizer(Tokenizer):
     """The ids 0 ... 255 are the bytes, 256 is the separator. Lossless on any input, and needs no file."""
 
-    name, vocab_size, eot = "byte", 257, 256
+    name, vocab_size, eot, special = "byte", 257, 256, {256}
     sha256 = hashlib.sha256(b"byte").hexdigest()    # type: ignore[assignment]
 
     def encode(self, text: bytes) -> np.ndarray:
@@ -95,7 +93,7 @@ class BytePairTokenizer(Tokenizer):
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, file: str = "") -> None:
         self.name, self.encoding, self.file = name, encoding, file
-        self.vocab_size, self.eot = encoding.n_vocab, encoding.eot_token
+        self.vocab_size, self.eot, self.special = encoding.n_vocab, encoding.eot_token, {encoding.eot_token}
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
@@ -122,56 +120,45 @@ class PretrainedTokenizer(Tokenizer):
             self.content["added_tokens"] = [token for token in self.content["added_tokens"] if n_rows is None
                                             or token["id"] < n_rows or not token["special"]]
             self.library, self.file = open_library(self.content), json.dumps(self.content, ensure_ascii=False)
-            self.eot = eot if isinstance(eot, int) else eot(self.library)
-            self.name = f"hf:{self.eot}"
-            self.vocab_size = 1 + max([self.eot, *self.library.get_vocab(with_added_tokens=True).values()])
-            self._added = {token["id"]: token for token in self.content["added_tokens"]}
-            model, decoders = self.content["model"], {step["type"] for step in steps(self.content["decoder"])}
-            self.is_byte_level, normalizer = "ByteLevel" in decoders, self.content["normalizer"]
-            if not self.is_byte_level and not decoders & {"Metaspace", "ByteFallback", "Replace"}:
-                raise ValueError(f"decoder {', '.join(sorted(decoders)) or 'none'}; only byte-level and "
-                                 "SentencePiece tokenizers are supported")
-            if normalizer is not None or not self.is_byte_level:
-                self.rules = json.dumps(self.content, sort_keys=True).encode()
-            # the same without the prefix of a document, a space or "▁": for text inside a document
-            inside = {name: without_prefix(self.content[name]) for name in ("normalizer", "pre_tokenizer")}
-            self.continuing = open_library({**self.content, **inside})
-            self._is_exact = self.is_byte_level and normalizer is None and (
-                inside["pre_tokenizer"] == self.content["pre_tokenizer"])
-            self._unknown = model.get("unk_id", self.library.token_to_id(model.get("unk_token") or ""))
-            self._n_bytes = byte_lengths(self)                          # decodes every token
-        except UserError:
-            raise
+            decoders = {step["type"] for step in steps(self.content["decoder"])}
         except Exception as error:      # the tokenizers package raises plain Exception
-            raise UserError(f"{path}: missing or not a file of the tokenizers package "
-                            f"({type(error).__name__}: {error}); get it again, or copy it from a corpus or "
-                            "run that has it") from error
+            raise UserError(f"{path}: missing or not a file of the tokenizers package ({error}); get it "
+                            "again") from error
+        self.is_byte_level, model = "ByteLevel" in decoders, self.content["model"]
+        if not self.is_byte_level and not decoders & {"Metaspace", "ByteFallback", "Replace"}:
+            raise UserError(f"{path}: decoder {', '.join(sorted(decoders)) or 'none'}; only byte-level and "
+                            "SentencePiece tokenizers are supported")
+        self.eot = eot if isinstance(eot, int) else eot(self.library)
+        self.name = f"hf:{self.eot}"
+        self.vocab_size = 1 + max([self.eot, *self.library.get_vocab(with_added_tokens=True).values()])
+        added = self.content["added_tokens"]
+        self._added = {token["id"]: token["content"] for token in added}
+        self.special = {self.eot, *(token["id"] for token in added if token["special"])}
+        self._unknown = model.get("unk_id", self.library.token_to_id(model.get("unk_token") or ""))
+        if self.content["normalizer"] is not None or not self.is_byte_level:
+            self.rules = json.dumps(self.content, sort_keys=True).encode()
+        # the same without the prefix of a document, a space or "▁": for text inside a document
+        inside = {name: without_prefix(self.content[name]) for name in ("normalizer", "pre_tokenizer")}
+        self.continuing = open_library({**self.content, **inside})
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         library = self.continuing if continues else self.library
         ids = np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
-        if not self.has_warned and (self._unknown in ids or self._is_exact
-                                    and self._n_bytes[ids].sum() != len(text.encode())):
+        if not self.has_warned and self._unknown in ids:
             self.has_warned = True
-            print("warning: this tokenizer has no ids for some characters of the text, and leaves them out",
-                  file=sys.stderr, flush=True)
+            print("warning: this tokenizer has no ids for some characters of the text", file=sys.stderr,
+                  flush=True)
         return ids
 
     def named_bytes(self, token: int) -> bytes:
         if token in self._added:
-            return self._added[token]["content"].encode()
+            return self._added[token].encode()
         piece = self.library.id_to_token(token) or ""
         if self.is_byte_level:
             return bytes(BYTES[character] for character in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("▁", " ").encode()
-
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of an id; empty for special tokens and for ids that do not exist."""
-        is_special = token == self.eot or token in self._added and self._added[token]["special"]
-        return b"" if is_special else self.named_bytes(token)
-
 
 def open_library(content: dict[str, Any]) -> Library:
     """The tokenizer of the tokenizers package for a tokenizer.json."""
@@ -209,11 +196,10 @@ def without_prefix(part: Part | None) -> Part | None:
 
 def size_of(name: str) -> int | None:
     """N of "bpe:N", the size of the vocabulary including the separator; None for other names."""
-    match = re.fullmatch(r"bpe:([0-9]{1,9})", name)
-    size = int(match[1]) if match else None
-    if size is not None and not MIN_SIZE <= size <= MAX_SIZE:
-        raise UserError(f"tokenizer {name!r}: the vocabulary needs {MIN_SIZE} (bytes and separator) to "
-                        f"{MAX_SIZE} ids, got {size}; bpe:4096 suits a few megabytes of text")
+    size = int(name[4:]) if re.fullmatch(r"bpe:[0-9]{1,9}", name) else None
+    if size is not None and size < 257:
+        raise UserError(f"tokenizer {name}: the bytes and the separator need 257 ids; bpe:4096 suits a few "
+                        "megabytes of text")
     return size
 
 
@@ -258,9 +244,8 @@ def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
                             "or use --tokenizer byte") from error
     size = size_of(name)
     if size is None and not re.fullmatch("hf:[0-9]{1,9}", name):
-        raise UserError(f"tokenizer {name!r}: unknown; choose from {', '.join(TOKENIZERS)} (N: size "
-                        "of a vocabulary to learn from the corpus, such as bpe:4096), or give the folder of "
-                        "a corpus, a run or a Hugging Face model")
+        raise UserError(f"tokenizer {name!r}: unknown; choose byte, gpt2, bpe:N, such as bpe:4096, or the "
+                        "folder of a corpus, a run or a Hugging Face model")
     if folder is None:
         raise UserError(f"tokenizer {name!r}: belongs to a corpus; its folder is needed to read it")
     if size is None:
@@ -270,12 +255,10 @@ def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
         file = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
         vocab = json.loads(file)["model"]["vocab"]      # an id is also the priority of its merge
         ranks = {bytes(BYTES[c] for c in token): rank for token, rank in vocab.items() if rank < size - 1}
-        if sorted(ranks.values()) != list(range(size - 1)):
-            raise ValueError(f"its ids are not 0 ... {size - 1}")
         encoding = tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                                     special_tokens={SEPARATOR: size - 1})
+                                     special_tokens={SEPARATOR: size - 1}, explicit_n_vocab=size)
         return BytePairTokenizer(name, encoding, file)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
         raise UserError(f"{folder / TOKENIZER_FILE}: missing or damaged ({type(error).__name__}: {error}); "
                         "copy it from a corpus or run that has it, or prepare the corpus again") from error
 
@@ -288,8 +271,8 @@ def tokenizer_of(meta: dict[str, Any], folder: Path) -> Tokenizer:
     tokenizer = load_tokenizer(meta["tokenizer"]["name"], folder)
     recorded = (meta["tokenizer"]["sha256"], meta["vocab_size"], meta["eot"])
     if recorded != (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot):
-        raise UserError(f"{folder}: made with another {tokenizer.name} tokenizer than this one (checksum, "
-                        "vocabulary or separator differs); prepare the corpus again with data/prepare.py")
+        raise UserError(f"{folder}: made with another {tokenizer.name} tokenizer than this one; prepare the "
+                        "corpus again with data/prepare.py")
     return tokenizer
 
 

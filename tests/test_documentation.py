@@ -76,7 +76,7 @@ RULES = [                                       # pattern, replacement; all of t
     (r"\bpython sweep\.py (?![^\n]*--eval)", rf'\g<0>--eval="{EVAL}" '),
     (r'--eval="(?!--windows)', rf'\g<0>{EVAL} '),
     (r"--seeds 0,1(,2)?", "--seeds 0"),
-    (r"\bdata[./]prepare(?:\.py)? (?!--help|--check)[^&;#\n]*", r"\g<0> --limit-tokens 200000 "),
+    (r"\bdata[./]prepare(?:\.py)? (?!--help)[^&;#\n]*", r"\g<0> --limit-tokens 200000 "),
     (r"bpe:8192", "bpe:300"),
     (r"--tokens 200$", "--tokens 20"),
     (r"-m pytest -k", r"-m pytest -q tests/test_positions.py -k"),

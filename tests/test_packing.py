@@ -80,7 +80,7 @@ def test_windows_that_never_cross(seq_len: int, other_dir: Path) -> None:
     """Each lies in one document, an epoch has as many as fit in each, apart, at offsets of its own."""
     corpus = Corpus(other_dir, "never")
     offsets = corpus.offsets["train"]
-    n = corpus.n_in_epoch(seq_len)
+    n = corpus.windows("train", seq_len)
     assert n == sum((length - 1) // seq_len for length in np.diff(offsets)) > 0
     epochs = []
     for epoch in range(3):
@@ -110,7 +110,7 @@ def test_a_mixture_has_its_shares_and_walks_through_each_corpus(corpus_dir: Path
     assert len({c.folder for c, _ in places[:40]}) == 2                 # scattered
     for c in (corpus, other):
         starts = [start for owner, start in places if owner is c]
-        n = c.n_in_epoch(32)
+        n = c.windows("train", 32)
         for epoch in range(len(starts) // n):
             walk = sorted(starts[epoch * n:(epoch + 1) * n])
             assert len(set(walk)) == n and (np.diff(walk) == 32).all()      # each window once an epoch
@@ -131,7 +131,7 @@ def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: P
     first = [curriculum.places(32, 8, 1, step) for step in range(5)]
     assert {c.folder for places in first for c, _ in places} == {other_dir}
     starts = [start for places in first for _, start in places]
-    n = curriculum.corpora[1].n_in_epoch(32)
+    n = curriculum.corpora[1].windows("train", 32)
     assert len(set(starts[:n])) == min(n, len(starts))                  # no window twice in an epoch
     for step in range(3):
         later = [[(c.folder, start) for c, start in corpus.places(32, 8, 1, at)]

@@ -1,6 +1,5 @@
 """Sources: every format gives the same documents, every fault is one line that says where."""
 
-import gzip
 import hashlib
 import json
 import zipfile
@@ -14,8 +13,7 @@ from conftest import needs, words
 from data import sources
 from data.loader import Corpus
 from data.prepare import Options, default_out, prepare
-from data.sources import articles, open_local, open_stdlib
-from data.tokenizer import ByteTokenizer
+from data.sources import articles, open_local, open_source
 from runtime.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -42,11 +40,9 @@ def write_table(path: Path, texts: list, column: str = "text") -> Path:
 
 def write_lines(path: Path, lines: list[bytes]) -> Path:
     content = b"".join(line + b"\n" for line in lines)
-    if path.suffix == ".gz":
-        content = gzip.compress(content[:99]) + gzip.compress(content[99:])     # two members, as of `cat`
-    elif path.suffix == ".zst":
-        parts = (content[:99], content[99:])
-        content = b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in parts)
+    if path.suffix in (".gz", ".zst"):
+        codec, parts = {".gz": "gzip", ".zst": "zstd"}[path.suffix], (content[:99], content[99:])
+        content = b"".join(pyarrow.compress(part, codec, asbytes=True) for part in parts)   # as of `cat`
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
@@ -57,10 +53,7 @@ def write_json(path: Path, texts: list[str], column: str = "text") -> Path:
 
 
 def documents_of(folder: Path, split: str) -> list[bytes]:
-    corpus = Corpus(folder)
-    tokens, offsets = np.asarray(corpus.tokens[split]), corpus.offsets[split]
-    return [b"".join(map(ByteTokenizer().token_bytes, tokens[a:b].tolist()))
-            for a, b in zip(offsets, offsets[1:], strict=False)]
+    return [bytes(ids[1:].astype(np.uint8)) for ids in Corpus(folder).documents(split)]
 
 
 def both(folder: Path) -> tuple[list[bytes], list[bytes]]:
@@ -79,15 +72,13 @@ def write_hub(folder: Path) -> Path:
     return folder
 
 
-# -----------------------------------------------------------------------------------------------------------
-# The same documents from everywhere
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_a_row_or_line_is_a_document_and_its_hash_picks_the_split(name: str, tmp_path: Path) -> None:
+def test_a_row_or_line_is_a_document_and_its_hash_picks_the_split(name: str, tmp_path: Path,
+                                                                      capsys) -> None:
     write = write_table if name.endswith(".parquet") else write_json
-    whole = write(tmp_path / name, [*TEXTS, "", "  "], "body")
+    whole = write(tmp_path / name, [*TEXTS, None, "", "  "], "body")
     meta = prepare(str(whole), tmp_path / "out", "byte", Options(text_column="body", val_share=0.2))
+    assert f"left out of {name}: 1 rows without text (null)" in capsys.readouterr().out
     train, val = both(tmp_path / "out")
     in_val = [int(hashlib.sha256(text).hexdigest()[:8], 16) < 0.2 * 2**32 for text in (*RAW.values(), b"  ")]
     assert val == [text for text, is_val in zip((*RAW.values(), b"  "), in_val, strict=True) if is_val] != []
@@ -102,7 +93,7 @@ def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     hub, out = f"hf:{write_hub(tmp_path / 'hub')}", tmp_path / "out"
     meta = prepare(f"{hub}:raw", out, "byte")
     assert both(out) == ([RAW[i] for i in range(100)], [RAW[i] for i in range(100, 120)])   # test: validation
-    assert (meta["source"], meta["revision"]) == ("hf:hub:raw", None)
+    assert (meta["source"], meta["revision"]) == (f"{hub}:raw", None)
     prepare(f"{hub}:raw:test", out, "byte", Options(val_share=0.2))     # a split that is asked for: by hash
     train, val = both(out)
     assert sorted([*train, *val]) == sorted(RAW[i] for i in range(100, 120)) and train and val
@@ -111,12 +102,6 @@ def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     prepare(str(tmp_path / "hub" / "more" / "part.parquet"), out, "byte",
             Options(text_column="content", val_share=0.2))
     assert both(out) == by_hash                                         # the file by itself
-    write_table(tmp_path / "hub" / "raw" / "validation.parquet", TEXTS[7:9])
-    readme = tmp_path / "hub" / "README.md"
-    readme.write_text(readme.read_text().replace(
-        "  - split: test", "  - split: validation\n    path: raw/validation*\n  - split: test"))
-    prepare(f"{hub}:raw", out, "byte")
-    assert both(out)[1] == [RAW[7], RAW[8]]                             # it comes before test
 
 
 def test_the_commit_of_a_dataset_is_resolved_first_and_recorded(tmp_path: Path, monkeypatch) -> None:
@@ -156,28 +141,23 @@ def test_headings_open_the_articles_of_wikitext(tmp_path: Path) -> None:
     assert len(found) == 60 and b"".join(found) == text.encode()        # as published
 
 
-def test_a_file_url_is_read_where_it_is_and_anew_if_it_changed(tmp_path: Path) -> None:
-    text, out = tmp_path / "far" / "poem.txt", tmp_path / "near" / "out"
-    text.parent.mkdir()
-    for content in (RAW[0] * 9, RAW[1] * 9):
-        text.write_bytes(content)
-        meta = prepare(text.as_uri(), out, "byte")
-        assert b"".join(sum(both(out), [])) == content
-        assert meta["revision"] == f"sha256 {hashlib.sha256(content).hexdigest()}"
-    with zipfile.ZipFile(tmp_path / "far" / "wiki.zip", "w") as archive:
-        archive.writestr("folder/enwik", RAW[0] * 9)
-    prepare((tmp_path / "far" / "wiki.zip").as_uri(), out, "byte")
-    assert b"".join(sum(both(out), [])) == RAW[0] * 9
-
-
 def test_a_url_is_downloaded_once_and_its_keys_are_not_recorded(tmp_path: Path, monkeypatch) -> None:
-    asked, url = [], "https://me:secret@host.org/a.txt?key=secret"
+    asked, url = [], "https://me:secret@host.org/wiki.zip?key=secret"
+    with zipfile.ZipFile(tmp_path / "far.zip", "w") as archive:
+        archive.writestr("folder/enwik", RAW[0] * 9)
+    content = (tmp_path / "far.zip").read_bytes()
     monkeypatch.setattr(sources, "urlretrieve",
-                        lambda url, path: asked.append(url) or Path(path).write_bytes(RAW[0]))
+                        lambda url, path: asked.append(url) or Path(path).write_bytes(content))
     for _ in range(2):
         meta = prepare(url, tmp_path / "out", "byte")
-    assert asked == [url] and meta["source"] == "https://host.org/a.txt"
+    assert asked == [url] and meta["source"] == "https://host.org/wiki.zip"
+    assert meta["revision"] == f"sha256 {hashlib.sha256(content).hexdigest()}"
+    assert b"".join(sum(both(tmp_path / "out"), [])) == RAW[0] * 9
     assert not any(b"secret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    for text in (RAW[0] * 9, RAW[1] * 9):                               # a local file is read where it is
+        (tmp_path / "poem.txt").write_bytes(text)
+        prepare((tmp_path / "poem.txt").as_uri(), tmp_path / "out", "byte")
+        assert b"".join(sum(both(tmp_path / "out"), [])) == text
 
 
 def test_files_are_split_by_a_hash_of_their_path_or_by_folders(tmp_path: Path, monkeypatch) -> None:
@@ -197,7 +177,7 @@ def test_files_are_split_by_a_hash_of_their_path_or_by_folders(tmp_path: Path, m
     assert sum(map(len, more.values())) == 399
     assert split("c", "train/a.txt", "train/deep/b.jsonl", "val/c.txt") == {
         "train": {"train/a.txt", "train/deep/b.jsonl"}, "val": {"val/c.txt"}}
-    paths = [p.name for p in open_stdlib(0.1).parts]
+    paths = [p.name for p in open_source("stdlib", tmp_path, None, Options()).parts]
     assert len(paths) > 400 and not any("/test/" in p or "/site-packages/" in p for p in paths)
 
 
@@ -206,13 +186,6 @@ def test_a_single_text_is_cut_between_characters(tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text(("äöü€𝄞" * 7)[:n])
         train, val = ([*part.read()][0] for part in open_local(str(tmp_path / "a.txt"), "text", 0.1).parts)
         assert (train + val).decode() == ("äöü€𝄞" * 7)[:n] and train.decode() and val.decode()
-
-
-def test_null_rows_are_counted_and_told(tmp_path: Path, capsys) -> None:
-    write_table(tmp_path / "a.parquet", [*TEXTS, None, "", None])
-    prepare(str(tmp_path / "a.parquet"), tmp_path / "out", "byte", Options(val_share=0.2))
-    assert sum(map(len, both(tmp_path / "out"))) == 120
-    assert "left out of a.parquet: 2 rows without text (null)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("limit", [2, 500, 3017, "a separator", 10**9])
@@ -237,10 +210,6 @@ def test_a_corpus_is_named_after_its_source(source: str, name: str) -> None:
     assert default_out(source) == Path("data") / name
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Faults
-
-
 def one_error(expected: str, source: object, tmp_path: Path, **options) -> None:
     with pytest.raises(UserError, match=expected) as caught:
         prepare(str(source), tmp_path / "near" / "out", "byte", Options(**options))
@@ -249,32 +218,26 @@ def one_error(expected: str, source: object, tmp_path: Path, **options) -> None:
 
 @pytest.mark.parametrize(("name", "line", "expected"), [
     ("a.jsonl", b'{"text": ', "a.jsonl: document 2: .*JSONDecodeError"),
-    ("a.jsonl.gz", b"\xff\xfe", "a.jsonl.gz: document 2: "),
-    ("a.jsonl.zst", b"[" * 100_000, "a.jsonl.zst: document 2: "),
     ("a.jsonl", b'{"body": "x", "url": 3}', r"document 2: no 'text': give one of \['body', 'url'\]"),
-    ("a.jsonl", b'{"text": 3}', "the text must be a string; name its column with --text-column"),
-    ("a.jsonl", b'{"text": "\\ud800"}', "document 2: .*surrogates not allowed")])
+    ("a.jsonl", b'{"text": 3}', "document 2: the text must be a string; name its column")])
 def test_a_bad_line_is_named(name: str, line: bytes, expected: str, tmp_path: Path) -> None:
     write_lines(tmp_path / name, [b'{"text": "fine"}', line, b'{"text": "fine"}'])
     one_error(expected, tmp_path / name, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
-def test_a_damaged_file_is_one_line(name: str, damage: str, tmp_path: Path) -> None:
-    path = (write_table if name.endswith(".parquet") else write_json)(tmp_path / name, TEXTS)
-    content = path.read_bytes()
-    path.write_bytes({"cut": content[:len(content) // 2], "empty": b"", "other": b"no file\n" * 9}[damage])
-    one_error(rf"{name}: document|no text for train", path, tmp_path)
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.parquet", TEXTS)
+    path.write_bytes(path.read_bytes()[:1000])
+    one_error("a.parquet: document", path, tmp_path)
 
 
 @pytest.mark.parametrize(("files", "source", "expected"), [
-    ([], "no/such/place", "no such file or folder"), (["a.pdf"], "a.pdf", "no .txt, .jsonl"),
-    (["s/train/a.txt", "s/val/a.md"], "s", "files for val"), (["empty.txt"], "empty.txt", "are empty"),
+    ([], "no/such/place", "no such file or folder"), (["a.pdf"], "a.pdf", "no text for train; add .* .jsonl"),
+    (["s/train/a.txt", "s/val/a.md"], "s", "no text for val"), (["empty.txt"], "empty.txt", "no text for"),
     (["partial-train/0.jsonl"], "", "its folder partial-train holds only a part of the dataset"),
-    (["two.zip"], "file:two.zip", "unpacked into one file"), (["a.pdf"], "file:a.pdf", "must end in"),
-    ([], "file:no.txt", "check the address"), ([], "hf:../no/such/place", "check the name"),
-    (["hub/partial-train/0.jsonl"], "hf:hub", "holds only a part"), ([], "hf:few", "no document's hash"),
+    (["two.zip"], "file:two.zip", "unpacked into one file"), ([], "file:no.txt", "check the address"),
+    ([], "hf:../no/such/place", "check the name"), ([], "hf:few", "change --val-share"),
+    (["hub/partial-train/0.jsonl"], "hf:hub", "holds only a part"),
     ([], "hf:few:train:dev", "check the name"), ([], "hf:few:dev", "no configuration or split 'dev'")])
 def test_a_bad_source_is_one_line(files: list[str], source: str, expected: str, tmp_path: Path,
                                   monkeypatch) -> None:

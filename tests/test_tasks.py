@@ -90,10 +90,6 @@ def solve_algorithm(name: str, text: str) -> str:
     return answer
 
 
-# -----------------------------------------------------------------------------------------------------------
-# Documents
-
-
 @pytest.mark.parametrize("is_bpe", [False, True])
 @every_kind
 def test_the_facts_of_a_document_tell_its_answer(kind: str, is_bpe: bool, bpe: Tokenizer) -> None:
@@ -134,17 +130,13 @@ def test_the_answer_of_an_algorithm_is_right(name: str) -> None:
     assert len(answers) > 1
 
 
-@pytest.mark.parametrize("number", range(20))
-def test_a_document_of_repeats_is_a_window_of_strings_two_to_three_times(number: int) -> None:
-    ids = tasks.train_repeats(BYTES, 128, number).ids
-    assert len(ids) == 129 and ids[0] == BYTES.eot
-    assert not np.array_equal(ids, tasks.train_repeats(BYTES, 128, number + 1).ids)
-    for _, *string in np.split(ids, np.flatnonzero(ids == BYTES.eot))[1:-1]:    # the end cuts the last one
-        assert any(2 * n <= len(string) <= 3 * n and string[n:] == string[:-n] for n in range(3, 33))
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Corpora
+def test_a_document_of_repeats_is_a_window_of_strings_two_to_three_times() -> None:
+    for number in range(20):
+        ids = tasks.train_repeats(BYTES, 128, number).ids
+        assert len(ids) == 129 and ids[0] == BYTES.eot
+        assert not np.array_equal(ids, tasks.train_repeats(BYTES, 128, number + 1).ids)
+        for _, *string in np.split(ids, np.flatnonzero(ids == BYTES.eot))[1:-1]:        # the last one is cut
+            assert any(2 * n <= len(string) <= 3 * n and string[n:] == string[:-n] for n in range(3, 33))
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -154,7 +146,7 @@ def test_a_corpus_has_a_document_a_window_whose_answers_alone_are_targets(name: 
     assert meta["task"] == {"name": name, "length": L}
     corpus = Corpus(tmp_path / name, "never")
     corpus.require_windows(L)
-    assert corpus.windows("train", L) == 60 and corpus.n_in_epoch(L) == 60
+    assert corpus.windows("train", L) == 60
     for split in SPLITS:
         assert set(np.diff(corpus.offsets[split])) == {L + 1}
     seen = set()
@@ -183,10 +175,6 @@ def test_windows_that_are_not_the_documents_are_refused(tmp_path: Path) -> None:
     assert starts <= {*range(0, 10**7, 129)}                            # whatever data.cross_documents is
     with pytest.raises(UserError, match="needs at least .* tokens, got --length 20"):
         prepare("needles", tmp_path / "short", "byte", Options(length=20))
-
-
-# -----------------------------------------------------------------------------------------------------------
-# Training on answers alone
 
 
 @pytest.fixture

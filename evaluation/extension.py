@@ -87,11 +87,11 @@ class Rescaled(Extension):
 class Regrouping(Extension):
     """Pairs of query and key that are not near, see `first_near`, get other positions, or are masked."""
 
-    hides: ClassVar[bool] = False   # does it mask some keys?
+    hides: ClassVar[str] = ""   # if it masks keys: its option, how many first keys every query sees
 
     def n_first(self) -> int:
         """With `hides`: how many first keys a query sees from far away."""
-        raise NotImplementedError
+        return int(getattr(self, self.hides))
 
     def near(self, L: int) -> int:
         """Distance in tokens below which every pair is near."""
@@ -154,7 +154,7 @@ class Regrouped(Wrapper):
         return self.inner.rotate(q, k, at if self.method.hides else self.far(at))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        hides, n = self.method.hides, at.k_pos[:, None, None]           # (1 or B, 1, 1, Tk)
+        hides, n = bool(self.method.hides), at.k_pos[:, None, None]           # (1 or B, 1, 1, Tk)
         start = self.method.first_near(at.q_pos, self.L)[:, None, :, None]      # (1 or B, 1, Tq, 1)
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
             is_first = n < self.method.n_first()
@@ -368,7 +368,7 @@ class Sinks(Regrouping):
     its keys were computed from a longer context.
     """
 
-    hides = True
+    hides = "sinks"
     sinks: int = Field(4, ge=1, description="first tokens that stay visible")
     window: int | None = Field(None, ge=1, description="last tokens that stay visible (default L - sinks)")
 
@@ -378,9 +378,6 @@ class Sinks(Regrouping):
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         return m.clamp(max=self.sinks + self.near(L) - 1), n
 
-    def n_first(self) -> int:
-        return self.sinks
-
 
 class LMInfinite(Regrouping):
     """A query sees the first `first` and the last `window` tokens, at distances of at most `window`.
@@ -388,15 +385,12 @@ class LMInfinite(Regrouping):
     Han et al. 2023, arXiv:2308.16137, section 4: a Lambda-shaped mask, and distances clamped to the window.
     """
 
-    hides = needs_relative = True
+    hides, needs_relative = "first", True
     first: int = Field(10, ge=1, description="first tokens that every query sees")
     window: int | None = Field(None, ge=1, description="last tokens, and the largest distance (default L)")
 
     def near(self, L: int) -> int:
         return self.window or L
-
-    def n_first(self) -> int:
-        return self.first
 
 
 class LogNTemperature(Extension):

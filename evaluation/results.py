@@ -126,12 +126,9 @@ def write(path: Path, results: Results) -> None:
     The .npz comes first: a kill in between leaves one that holds all that the records of the old JSON need.
     """
     temporary = path.with_name(f".{path.stem}.npz.tmp")
-    try:
-        with temporary.open("wb") as file:
-            np.savez(file, **results.windows)   # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path.with_suffix(".npz"))
-    finally:
-        temporary.unlink(missing_ok=True)
+    with temporary.open("wb") as file:
+        np.savez(file, **results.windows)       # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path.with_suffix(".npz"))
     write_whole(path, json.dumps({**results.head, "records": results.records}, indent=1) + "\n")

@@ -118,14 +118,15 @@ def test_masked_keys_have_no_effect(spec: str, name: str, tiny) -> None:
     """A token after the sinks changes no logits further on than the windows of all layers reach."""
     config = tiny(name, "position.layers=first") if ENCODINGS[name].acts_in_layers() else tiny(name)
     model, x = lively(config), tokens((1, 48))
-    changed = x.clone()
-    changed[0, 10] = (x[0, 10] + 1) % 257
-    moved = ((under(spec, model, config, x) - under(spec, model, config, changed)).abs().amax(-1)[0] > 1e-4)
-    assert moved[10] and not moved[10 + 2 * 6 + 1:].any()
-    first = x.clone()
-    first[0, 1] = (x[0, 1] + 1) % 257                                   # a sink is seen from everywhere
-    far = (under(spec, model, config, x) - under(spec, model, config, first)).abs().amax(-1)[0]
-    assert far[40:].max() > 1e-6
+    plain = under(spec, model, config, x)
+
+    def moved_by(t: int) -> torch.Tensor:
+        changed = x.clone()
+        changed[0, t] = (x[0, t] + 1) % 257
+        return (under(spec, model, config, changed) - plain).abs().amax(-1)[0]
+
+    assert moved_by(10)[10] > 1e-4 and moved_by(10)[10 + 2 * 6 + 1:].max() <= 1e-4
+    assert moved_by(1)[40:].max() > 1e-6                                # a sink is seen from everywhere
 
 
 def test_lm_infinite_caps_the_distance_of_any_relative_encoding(tiny) -> None:
@@ -140,10 +141,10 @@ def test_lm_infinite_caps_the_distance_of_any_relative_encoding(tiny) -> None:
 def test_every_method_runs_far_beyond_L_and_restores_the_model(spec: str, tiny) -> None:
     config = tiny()
     model, x = lively(config), tokens((1, 100))
-    before, names = model(x), list(model.state_dict())
+    before = model(x)
     changed = under(spec, model, config, x)
     assert changed.isfinite().all() and (changed - before).abs().max() > 1e-3
-    assert torch.equal(model(x), before) and list(model.state_dict()) == names
+    assert torch.equal(model(x), before)
 
 
 @pytest.mark.parametrize(("spec", "tolerance"), [
@@ -226,11 +227,10 @@ def test_no_pair_of_dual_chunk_is_further_apart_than_in_training() -> None:
 
 
 @pytest.mark.parametrize("spec", ["leaky_rerope", "self_extend"])
-@pytest.mark.parametrize("T", [33, 48, 100, 128, 2048])
-def test_by_default_the_longest_distance_is_one_that_was_trained(spec: str, T: int) -> None:
-    method = parse(spec).methods[0]
-    m, n = method.far(torch.tensor([[T - 1]]), torch.tensor([[0]]), L, T)
-    assert L / 2 < (m - n).item() < L
+def test_by_default_the_longest_distance_is_one_that_was_trained(spec: str) -> None:
+    for T in (33, 48, 100, 128, 2048):
+        m, n = parse(spec).methods[0].far(torch.tensor([[T - 1]]), torch.tensor([[0]]), L, T)
+        assert L / 2 < (m - n).item() < L
 
 
 REFUSED = [

@@ -77,6 +77,8 @@ def parse_arguments() -> argparse.Namespace:
                         "trained on a task its protocols, with --extend all fixed,passkey)")
     parser.add_argument("--extend", action="append", default=[], metavar="METHOD",
                         help="also measure under a method that extends the context; may be repeated")
+    parser.add_argument("--skip-unfit", action="store_true",
+                        help="skip a method that does not fit the run, with one line instead of an error")
     parser.add_argument("--data", metavar="DIR_OR_FILE",
                         help="corpus or text file (default: the run's corpus; a Hugging Face folder has "
                         "none)")
@@ -103,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
     args.is_all = "all" in args.extend
     if args.is_all:
         args.extend = [*(spec for spec in args.extend if spec != "all"), *ALL]
-        args.protocol = args.protocol or "fixed,passkey"
+        args.skip_unfit, args.protocol = True, args.protocol or "fixed,passkey"
         if "fixed" not in args.protocol.split(","):
             raise UserError(f"--protocol {args.protocol}: --extend all needs fixed among them; add it")
     for protocol in args.protocol.split(",") if args.protocol is not None else ():
@@ -158,7 +160,7 @@ def main() -> None:
     text = Text("tasks", []) if not (needs_text or args.data or config.data.dir) else \
         open_text(args.data, config.data.dir, tokenizer, run.corpus)
     settings = choose_settings(args, protocols, L, text)
-    extends = open_extensions(args.extend, model, config, settings.lengths, skip_unfit=args.is_all)
+    extends = open_extensions(args.extend, model, config, settings.lengths, args.skip_unfit)
     evaluation = Evaluation(model, config, tokenizer, text, settings, extends, process)
     if not evaluation.possible:
         raise UserError(f"--lengths {args.lengths}: {encoding} ends at {model.active().max_length} "

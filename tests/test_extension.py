@@ -245,7 +245,7 @@ FITTING = [("p_rope", "dual_chunk:chunk=20,window=12"), ("alibi", "sinks"), ("al
 
 @pytest.mark.parametrize(("given", "spec"), REFUSED + FITTING)
 def test_methods_refuse_runs_they_do_not_fit(given: str, spec: str, tiny) -> None:
-    """A problem is one line. FoPE is rotary and takes every scaling, but needs the positions themselves."""
+    """FoPE is rotary and takes every scaling, but needs the positions themselves."""
     config = tiny(*given.split())
     problem = parse(spec).methods[0].problem(lively(config), config, 4 * L)
     assert bool(problem) == ((given, spec) in REFUSED)

@@ -177,10 +177,6 @@ def main() -> None:
     # such as another checkpoint, while the run is being trained
     parallel.require_agreement(process, {**head, "lengths": settings.lengths, "extend": args.extend})
     title = f"{encoding}, {'dropped, ' * model.is_dropped}trained at L = {L}"
-    if head["before_extension"]:
-        title += f" after L = {before} before its extension"
-    if head["positions"] != "plain":
-        title += f" and {head['positions']} positions below {head['position_range']}"
     measured = "generated documents"
     if needs_text:
         n_documents = len(evaluation.text.documents)

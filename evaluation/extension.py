@@ -42,21 +42,15 @@ class Extension(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
     changes: ClassVar[str] = "distances"        # two methods in one --extend must differ in this
     needs_rotary: ClassVar[bool] = False
+    needs_relative: ClassVar[bool] = False
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         """Why it cannot be applied to this model, or None."""
-        if self.needs_rotary and model.is_dropped:
-            return "needs a rotary encoding, and this run has dropped its own"
-        is_rotary = isinstance(model.encoding, RoPE)
-        return "needs a rotary encoding" if self.needs_rotary and not is_rotary else None
-
-    def warning(self, model: GPT, config: Config, T: int) -> str | None:
-        """One line about options that are allowed but probably a mistake, if any."""
+        if self.needs_rotary and not isinstance(model.active(), RoPE):
+            return "needs a rotary encoding"
+        if self.needs_relative and not model.active().is_relative:
+            return "needs an encoding that depends on distances alone"
         return None
-
-    def changes_nothing(self, model: GPT, config: Config, T: int) -> bool:
-        """Whether it is known that the model is the same without it at T tokens."""
-        return False
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         """Change the model for evaluation at T tokens."""
@@ -75,10 +69,6 @@ class Rescaled(Extension):
         L = getattr(rotary(model).scaling, "original_length", None) or config.train.seq_len
         return self.method.for_context(L, T, self.given)
 
-    def changes_nothing(self, model: GPT, config: Config, T: int) -> bool:
-        scaling = self.scaling(model, config, T)
-        return rotary(model).scaling is None and scaling.changes_nothing(config.train.seq_len, T)
-
     def apply(self, model: GPT, config: Config, T: int) -> None:
         rotary(model).scaling = self.scaling(model, config, T)
 
@@ -89,6 +79,7 @@ class Rescaled(Extension):
             rotary(model).rotary_dim)
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
+        """One line about options that are allowed but probably a mistake, if any."""
         scaling, encoding = self.scaling(model, config, T), rotary(model)
         return scaling.warning(encoding.rotary_dim, encoding.base, config.train.seq_len)
 
@@ -96,11 +87,11 @@ class Rescaled(Extension):
 class Regrouping(Extension):
     """Pairs of query and key that are not near, see `first_near`, get other positions, or are masked."""
 
-    hides: ClassVar[bool] = False   # does it mask some keys?
+    hides: ClassVar[str] = ""   # if it masks keys: its option, how many first keys every query sees
 
     def n_first(self) -> int:
         """With `hides`: how many first keys a query sees from far away."""
-        raise NotImplementedError
+        return int(getattr(self, self.hides))
 
     def near(self, L: int) -> int:
         """Distance in tokens below which every pair is near."""
@@ -163,7 +154,7 @@ class Regrouped(Wrapper):
         return self.inner.rotate(q, k, at if self.method.hides else self.far(at))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        hides, n = self.method.hides, at.k_pos[:, None, None]           # (1 or B, 1, 1, Tk)
+        hides, n = bool(self.method.hides), at.k_pos[:, None, None]           # (1 or B, 1, 1, Tk)
         start = self.method.first_near(at.q_pos, self.L)[:, None, :, None]      # (1 or B, 1, Tq, 1)
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
             is_first = n < self.method.n_first()
@@ -275,7 +266,7 @@ class ReRoPE(Regrouping):
     As in the author's code, this applies at every length above the window, even at the training length.
     """
 
-    needs_rotary = True
+    needs_rotary = needs_relative = True
     step: ClassVar[str | None] = None   # the option whose default keeps the longest distance below L
     window: int | None = Field(None, ge=1, description="distances below it stay exact (default L / 4)")
 
@@ -286,8 +277,7 @@ class ReRoPE(Regrouping):
         largest = config.train.seq_len - 2      # above it, the default step has no far distance below L
         if self.step and getattr(self, self.step) is None and (self.window or 0) > largest:
             return f"window must be at most L - 2 = {largest}, got {self.window}"
-        wrong = None if model.active().is_relative else "needs an encoding that depends on distances alone"
-        return wrong or super().problem(model, config, T)
+        return super().problem(model, config, T)
 
 
 class LeakyReRoPE(ReRoPE):
@@ -350,20 +340,12 @@ class DualChunk(ReRoPE):
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         L = config.train.seq_len
-        s = self.size(L)
-        wrong = super().problem(model, config, T)
-        if wrong is None and s >= L:
-            wrong = f"chunk must be at most L - 1 = {L - 1}, got {s}"
-        elif wrong is None and s + (self.window or 0) > L:
-            wrong = f"window must be at most L - chunk = {L - s}, got {self.window}"
-        return wrong
-
-    def changes_nothing(self, model: GPT, config: Config, T: int) -> bool:
-        L = config.train.seq_len
-        return bool(self.first_near(torch.tensor(T - 1), L) <= 0)
+        if self.size(L) + max(1, self.window or 0) > L:
+            return f"chunk and window, both at least 1, must be at most L = {L} together"
+        return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
-        if not self.changes_nothing(model, config, T):
+        if self.first_near(torch.tensor(T - 1), config.train.seq_len) > 0:      # otherwise all are near
             super().apply(model, config, T)
 
 
@@ -386,7 +368,7 @@ class Sinks(Regrouping):
     its keys were computed from a longer context.
     """
 
-    hides = True
+    hides = "sinks"
     sinks: int = Field(4, ge=1, description="first tokens that stay visible")
     window: int | None = Field(None, ge=1, description="last tokens that stay visible (default L - sinks)")
 
@@ -396,9 +378,6 @@ class Sinks(Regrouping):
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         return m.clamp(max=self.sinks + self.near(L) - 1), n
 
-    def n_first(self) -> int:
-        return self.sinks
-
 
 class LMInfinite(Regrouping):
     """A query sees the first `first` and the last `window` tokens, at distances of at most `window`.
@@ -406,19 +385,12 @@ class LMInfinite(Regrouping):
     Han et al. 2023, arXiv:2308.16137, section 4: a Lambda-shaped mask, and distances clamped to the window.
     """
 
-    hides = True
+    hides, needs_relative = "first", True
     first: int = Field(10, ge=1, description="first tokens that every query sees")
     window: int | None = Field(None, ge=1, description="last tokens, and the largest distance (default L)")
 
-    def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        wrong = None if model.active().is_relative else "needs an encoding that depends on distances alone"
-        return wrong or super().problem(model, config, T)
-
     def near(self, L: int) -> int:
         return self.window or L
-
-    def n_first(self) -> int:
-        return self.first
 
 
 class LogNTemperature(Extension):
@@ -487,7 +459,6 @@ def make(name: str, arguments: str, spec: str) -> Extension:
     if name not in EXTENSIONS:
         hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
         raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
-    schema: type[BaseModel] = SCALINGS.get(name, EXTENSIONS[name])
     try:
         given = tomllib.loads(f"x = {{{arguments}}}")["x"]
         if name not in SCALINGS:
@@ -498,14 +469,12 @@ def make(name: str, arguments: str, spec: str) -> Extension:
         raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., such as factor=4 or "
                         "long_factor=[1.0,2.0]") from error
     except ValidationError as error:
+        keys = [key for key in SCALINGS.get(name, EXTENSIONS[name]).model_fields if key != "method"]
         first = error.errors()[0]
-        key, keys = str(first["loc"][0]), [key for key in schema.model_fields if key != "method"]
-        problem = f"{first['msg'].replace('Input should', 'must')}, got {first['input']!r}"
-        if first["type"] == "missing":
-            problem = f"missing; write --extend '{name}:{key}=...'"
-        elif first["type"] == "extra_forbidden":
-            problem = f"unknown option{did_you_mean(key, keys) or f'; its options are {keys}'}"
-        raise UserError(f"--extend {spec}: {name}.{key}: {problem}") from error
+        key = str(first["loc"][0])
+        hint = did_you_mean(key, keys) if key not in keys else ""
+        raise UserError(f"--extend {spec}: {name}.{key}: {first['msg']}{hint}; write --extend "
+                        f"'{name}:KEY=VALUE,...' with keys from {', '.join(keys)}") from error
 
 
 def rotary(model: GPT) -> RoPE:

@@ -28,7 +28,7 @@ from data import tasks
 from data.tasks import ALGORITHMS, RETRIEVAL, Made
 from data.tokenizer import Tokenizer, byte_lengths
 from evaluation import probes
-from evaluation.extension import Extend, extended, parse
+from evaluation.extension import Extend, Rescaled, extended, parse
 from evaluation.measures import ANSWERS, BY_POSITION, PERPLEXITY, REPETITION, Form
 from evaluation.results import Record, Results, perplexity
 from evaluation.windows import Text, Window, ended_windows, fixed_ends, position_buckets
@@ -99,23 +99,9 @@ class Evaluation:
             self.extend, protocol = extend, EVERY[name]
             for length in self.possible[-1:] if protocol.is_at_longest else self.possible:
                 if (spec_of(extend), name, length) not in done:
-                    found = self._as_without(name, length) if self.is_as_without(extend, length) else \
-                        protocol.records(self, length)
+                    found = protocol.records(self, length)
                     self.records += found
                     yield found
-
-    def _as_without(self, protocol: str, length: int) -> list[Record]:
-        """The figures without a method, where the method changes nothing, as with a factor of 1."""
-        for name, column in list(self.per_window.items()):
-            if name.startswith(f"plain/{protocol}/{length}/"):
-                self.per_window[self.extend.spec + name.removeprefix("plain")] = column
-        return [{**r, "extend": self.extend.spec} for r in self.records
-                if (r["extend"], r["protocol"], r["length"]) == (None, protocol, length)]
-
-    def is_as_without(self, extend: Extend, length: int) -> bool:
-        """Whether a method changes nothing at this length."""
-        return extend is not PLAIN and all(
-            method.changes_nothing(self.model, self.config, length) for method in extend.methods)
 
     def deciding(self) -> dict[str, dict[str, int | None]]:
         """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
@@ -124,9 +110,6 @@ class Evaluation:
         if "position" in deciding:                      # measured at one length, and buckets depend on it
             deciding["position"]["length"] = max(self.possible, default=None)
         return deciding
-
-    # -------------------------------------------------------------------------------------------------------
-    # Forward passes
 
     def forward(self, protocol: str, length: int, batches: Sequence[Any],
                 do: Callable[[Any], Any]) -> tuple[list[Any], float]:
@@ -187,9 +170,6 @@ class Evaluation:
             return rows
         return np.concatenate((np.full_like(rows[:, :1], self.tokenizer.eot), rows[:, 1:]), axis=1)
 
-    # -------------------------------------------------------------------------------------------------------
-    # Records
-
     def keep(self, protocol: str, length: int, columns: dict[str, Any]) -> None:
         """Add columns of numbers, one for each window or trial, to the .npz."""
         for name, column in columns.items():
@@ -246,24 +226,18 @@ class Protocol:
         self.name, self.note = name, " ".join((inspect.getdoc(self) or "").split())
         self.title = self.title.format(name.replace("_", " "))
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        """The records at one length, under e.extend."""
-        raise NotImplementedError
-
-
-class Tiled(Protocol):
-    """Windows that score the same targets at every length: one record."""
-
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
-        """The windows of one length."""
+        """The windows of one length, which score the same targets at every length."""
         raise NotImplementedError
 
     def records(self, e: Evaluation, length: int) -> list[Record]:
+        """The records at one length, under e.extend: by default one, of `windows` if there are any."""
         windows = self.windows(e.text, e.settings, length)
-        return [e.record_windows(self.name, length, windows, *e.score(self.name, length, windows))]
+        return [e.record_windows(self.name, length, windows, *e.score(self.name, length, windows))] \
+            if windows else []
 
 
-class Nonoverlap(Tiled):
+class Nonoverlap(Protocol):
     """Blocks of this length; every token is scored, as in the ALiBi paper.
 
     Longer blocks have fewer tokens with little context, so perplexity falls with the length even for a model
@@ -282,7 +256,7 @@ class Nonoverlap(Tiled):
                 for end in [min(block + length, start + s.longest)]]    # the last block may be shorter
 
 
-class Rolling(Tiled):
+class Rolling(Protocol):
     """nonoverlap over every token, as loglikelihood_rolling of lm-evaluation-harness.
 
     The tokens left at the end of a document are scored at the end of a full window.
@@ -296,7 +270,7 @@ class Rolling(Tiled):
                 for start in range(0, size, length) for end in [min(start + length, size)]]
 
 
-class Sliding(Tiled):
+class Sliding(Protocol):
     """A window of this length moves by a stride S, and only the new tokens are scored.
 
     Each target has at least length - S tokens before it. S = 1 is exact, at a forward pass per token.
@@ -307,17 +281,14 @@ class Sliding(Tiled):
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         piece = max(1, s.longest // 4)                                  # targets in a row
         ends = fixed_ends(text, s.longest + piece, piece, max(1, s.tokens // piece), s.seed)
-        if not ends:
-            raise UserError(f"data {text.name}: no document has the {s.longest + piece + 1} tokens that "
-                            f"sliding needs for a context of {s.longest}; give shorter --lengths")
         step = min(s.stride or max(1, length // 4), length)
         stops = [(d, start, min(start + step, end))
                  for d, end in ends for start in range(end - piece, end, step)]
         return [Window(d, stop - length, stop, stop - start) for d, start, stop in stops]
 
     def records(self, e: Evaluation, length: int) -> list[Record]:
-        (record,) = super().records(e, length)
-        return [{**record, "stride": max(w.n_scored for w in self.windows(e.text, e.settings, length))}]
+        return [{**record, "stride": max(w.n_scored for w in self.windows(e.text, e.settings, length))}
+                for record in super().records(e, length)]
 
 
 class Fixed(Protocol):
@@ -416,20 +387,28 @@ class Answering(Protocol):
 
     form, deciding, needs_text = ANSWERS, ("windows",), False
 
-    def asked(self, e: Evaluation, length: int, made: Sequence[Made],
-              **more: Any) -> tuple[Record, dict[str, np.ndarray]]:
-        """The record of these documents, and of each: the loss of its answer, and whether it is correct."""
-        is_answer = np.stack([document.is_answer for document in made])         # (trials, length)
-        at = np.flatnonzero(is_answer.any(axis=0))
-        asked = is_answer[:, at]                                                # (trials, n)
-        ids = np.stack([document.ids for document in made])
-        (losses, is_top), seconds = e.probe(self.name, length, ids, at)
-        correct = (is_top | ~asked).all(axis=1).astype(int)
-        columns = {"nll": np.where(asked, losses, 0).sum(axis=1), "tokens": asked.sum(axis=1),
-                   "correct": correct, "trials": np.ones(len(made), dtype=int),
-                   "document": np.arange(len(made))}
-        return e.record(self.name, length, columns["nll"], int(asked.sum()), None, None, seconds, **more,
-                        correct=int(correct.sum()), trials=len(made)), columns
+    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[Made]]]:
+        """Of each record: what it names besides, and its documents. None if they do not fit."""
+        raise NotImplementedError
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        found, kept = [], []
+        for about, made in self.documents(e, length):
+            is_answer = np.stack([document.is_answer for document in made])     # (trials, length)
+            at = np.flatnonzero(is_answer.any(axis=0))
+            asked = is_answer[:, at]                                    # (trials, n)
+            (losses, is_top), seconds = e.probe(self.name, length, np.stack([x.ids for x in made]), at)
+            correct = (is_top | ~asked).all(axis=1).astype(int)
+            columns = {"nll": np.where(asked, losses, 0).sum(axis=1), "tokens": asked.sum(axis=1),
+                       "correct": correct, "trials": np.ones(len(made), dtype=int),
+                       "document": np.arange(len(made))}
+            kept.append(columns)
+            found.append(e.record(self.name, length, columns["nll"], int(asked.sum()), None, None, seconds,
+                                  **about, correct=int(correct.sum()), trials=len(made)))
+        if kept:
+            e.keep(self.name, length, {key: np.concatenate([columns[key] for columns in kept])
+                                       for key in kept[0]})
+        return found
 
 
 class Retrieval(Answering):
@@ -440,7 +419,7 @@ class Retrieval(Answering):
 
     title, form = "Retrieval, {}", ANSWERS._replace(place="depth")
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
+    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[Made]]]:
         """One record for each depth, with the same facts at every length and depth."""
         def draws() -> list[np.random.Generator]:
             trials = range(max(1, e.settings.windows // 4))
@@ -448,11 +427,8 @@ class Retrieval(Answering):
 
         if length < max(tasks.shortest(self.name, e.tokenizer, rng) for rng in draws()):
             return []
-        found = [self.asked(e, length, [tasks.retrieval(self.name, e.tokenizer, length, depth, rng)
-                                        for rng in draws()], depth=depth) for depth in probes.DEPTHS]
-        e.keep(self.name, length, {name: np.concatenate([columns[name] for _, columns in found])
-                                   for name in found[0][1]})
-        return [record for record, _ in found]
+        return [({"depth": depth}, [tasks.retrieval(self.name, e.tokenizer, length, depth, rng)
+                                    for rng in draws()]) for depth in probes.DEPTHS]
 
 
 class Algorithm(Answering):
@@ -463,24 +439,17 @@ class Algorithm(Answering):
 
     title = "Algorithm, {}"
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        n = tasks.n_symbols(length)
-        if n < 1:
-            return []
-        made = [tasks.algorithm(self.name, e.tokenizer, n, np.random.default_rng([e.settings.seed, trial, n]))
-                for trial in range(e.settings.windows)]
-        record, columns = self.asked(e, length, made, symbols=n)
-        e.keep(self.name, length, columns)
-        return [record]
+    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[Made]]]:
+        n, trials = tasks.n_symbols(length), range(e.settings.windows)
+        rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in trials]
+        made = [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs if n]
+        return [({"symbols": n}, made)] if n else []
 
 
-PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {
-    "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed,
-    "position": Position}.items()}
-PROBES: dict[str, Protocol] = {name: kind(name) for name, kind in {
+EVERY: dict[str, Protocol] = {name: kind(name) for name, kind in {
+    "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed, "position": Position,
     "repeat": Repeat, "copy": Copy, **dict.fromkeys(RETRIEVAL, Retrieval),
     **dict.fromkeys(ALGORITHMS, Algorithm)}.items()}
-EVERY = {**PROTOCOLS, **PROBES}
 
 
 def describe_protocols() -> str:
@@ -520,21 +489,19 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
 
     Raises UserError for a method that does not fit the model; with skip_unfit skips it and prints one line.
     """
-    fitting: dict[str, Extend] = {}
+    fitting = []
     for extend in map(parse, dict.fromkeys(specs)):
-        if extend.spec in fitting:
-            raise UserError(f"--extend {extend.spec}: given twice, with different lists; evaluate each "
-                            "with another --json")
         problems = [method.problem(model, config, length) for length in lengths for method in extend.methods]
-        problem = next(filter(None, problems), None)
-        about = f"{problem}; this run has {config.position.encoding} at L = {config.train.seq_len}"
-        if problem and not skip_unfit:
-            raise UserError(f"--extend {extend.spec}: {about}, leave the method out or change it")
-        if problem:
-            print(f"skipped --extend {extend.spec}: {about}", flush=True)
+        if any(problems):
+            about = (f"--extend {extend.spec}: {next(filter(None, problems))}; this run has "
+                     f"{config.position.encoding} at L = {config.train.seq_len}")
+            if not skip_unfit:
+                raise UserError(f"{about}, leave the method out or change it")
+            print(f"skipped {about}", flush=True)
             continue
-        fitting[extend.spec] = extend
-        for warning in (method.warning(model, config, max(lengths)) for method in extend.methods):
+        fitting.append(extend)
+        for method in extend.methods:
+            warning = method.warning(model, config, max(lengths)) if isinstance(method, Rescaled) else None
             if warning:
                 print(f"warning: --extend {extend.spec}: {warning}")
-    return list(fitting.values())
+    return fitting

@@ -22,11 +22,8 @@ from runtime.errors import UserError
 from runtime.files import read_json, write_whole
 
 WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed")    # protocols whose windows are always in the .npz
-SAME = {                                                    # keys of the JSON that must agree, in words
-    "weights_sha256": "another checkpoint", "data_sha256": "another text",
-    "tokenizer": "another tokenizer", "encoding": "another encoding", "seq_len": "another training length",
-    "position": "another [position]", "seed": "another --seed", "dtype": "another --dtype",
-    "train_dtype": "a model trained in another dtype", "commit": "another revision of this code"}
+SAME = ("weights_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",
+        "train_dtype", "commit")                            # keys of the JSON that must agree
 LARGEST = 709.0         # nats: the exponential of more does not fit into a float
 Record = dict[str, Any]
 
@@ -58,16 +55,12 @@ def read(path: Path) -> Results:
         for r in records:
             place = f"{r['extend'] or 'plain'}/{r['protocol']}/{r['length']}"
             sums[place] = sums.get(place, 0.0) + r["nll_sum"]
-            if min(r["length"], r["tokens"]) < 1:
-                raise ValueError(f"{place} has no tokens")
             if r["protocol"] in WINDOWED:
                 windows[place + "/nll"]
         for place, nll_sum in sums.items():
             nll = windows.get(place + "/nll", np.array([nll_sum]))
             if not np.isclose(nll.sum(), nll_sum, rtol=1e-6, equal_nan=True):
                 raise ValueError(f"the sums of {place} do not add up to its records")
-        if not records:
-            raise ValueError("no records")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, BadZipFile,
             zlib.error) as error:
         raise UserError(f"{path} or its .npz: damaged, or not by eval.py ({error}); evaluate again with "
@@ -84,9 +77,9 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
         return Results({"settings": {}}, [], {})
     earlier = read(path)
     remedy = "give --json FILE to keep both, or --replace to discard the old one"
-    for key, difference in SAME.items():
+    for key in SAME:
         if earlier.head.get(key) != head[key]:
-            raise UserError(f"{path}: holds an evaluation of {difference}; {remedy}")
+            raise UserError(f"{path}: holds an evaluation with another {key}; {remedy}")
     for protocol, settings in head["settings"].items():
         before = earlier.head.get("settings", {}).get(protocol, settings)
         flags = [flag(name, value) for name, value in before.items() if settings.get(name, value) != value]
@@ -133,12 +126,9 @@ def write(path: Path, results: Results) -> None:
     The .npz comes first: a kill in between leaves one that holds all that the records of the old JSON need.
     """
     temporary = path.with_name(f".{path.stem}.npz.tmp")
-    try:
-        with temporary.open("wb") as file:
-            np.savez(file, **results.windows)   # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path.with_suffix(".npz"))
-    finally:
-        temporary.unlink(missing_ok=True)
+    with temporary.open("wb") as file:
+        np.savez(file, **results.windows)       # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path.with_suffix(".npz"))
     write_whole(path, json.dumps({**results.head, "records": results.records}, indent=1) + "\n")

@@ -76,10 +76,7 @@ def advice(found: Results, e: Evaluation) -> Iterator[str]:
         yield "--extend all: no length is beyond L; give a longer text, or --lengths beyond L"
         return
     frame = pd.DataFrame(rows).sort_values(["length", "loss - truncated"])
-    shown = frame.drop(columns="beats")
-    shown["loss - truncated"] = shown["loss - truncated"].map("{:+.4f}".format)
-    shown["in config.json"] = shown["in config.json"].str.ljust(shown["in config.json"].str.len().max())
-    yield from (line.rstrip() for line in shown.to_string(index=False, justify="left").splitlines())
+    yield frame.drop(columns="beats").to_string(index=False, float_format="{:+.4f}".format)
     for length, best in frame.groupby("length").first().iterrows():
         yield (f"at {length} tokens {best['method']} has the lowest loss"
                + (", and beats" if best["beats"] else "; it is not shown that it beats")

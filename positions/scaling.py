@@ -56,10 +56,6 @@ class Scaling(BaseModel):
         """What is wrong with these options for `dim` channels, or None."""
         return None
 
-    def changes_nothing(self, L: int, T: int) -> bool:
-        """Whether it is RoPE itself for T tokens: with a factor of 1."""
-        return getattr(self, "factor", None) == 1
-
     def unless_above(self, upper: str, lower: str) -> str | None:
         """The problem if the option `upper` is not above the option `lower`."""
         high, low = getattr(self, upper), getattr(self, lower)
@@ -122,9 +118,6 @@ class DynamicNTK(NTKAware):
         1.0, ge=1, le=1e6,
         description="a; 1: T tokens are rotated as by ntk with s = T / L; larger stretches more")
 
-    def changes_nothing(self, L: int, T: int) -> bool:
-        return (self.original_length or L) >= T
-
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         T, L = int(k_pos.max()) + 1, self.original_length or L
         factor = 1 + self.factor * max(0, T - L) / L                    # this order: exactly 1 at T <= L
@@ -174,9 +167,6 @@ class YaRN(Scaling):
         i = torch.arange(dim // 2, dtype=f.dtype, device=f.device)
         g = ((i - low) / max(high - low, 1e-3)).clamp(0, 1)             # low = high: a step
         return torch.lerp(f, f / self.factor, g), self.attention_factor or yarn_attention_factor(self.factor)
-
-    def changes_nothing(self, L: int, T: int) -> bool:
-        return self.factor == 1 and self.attention_factor in (None, 1.0)
 
     def problem(self, dim: int) -> str | None:
         return self.unless_above("beta_fast", "beta_slow")
@@ -231,9 +221,6 @@ class LongRoPE(Scaling):
     factor: Factor
     short_factor: LongRoPEFactors = Field(description="lambda_i at T <= L, one for each of the R/2 pairs")
     long_factor: LongRoPEFactors = Field(description="lambda_i at T > L, one for each of the R/2 pairs")
-
-    def changes_nothing(self, L: int, T: int) -> bool:
-        return False
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         L = self.original_length or L

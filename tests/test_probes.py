@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import lively
+from conftest import lively, tokens
 
-from config import TrainConfig
 from data.tokenizer import ByteTokenizer
 from evaluation import probes
 from evaluation.protocols import EVERY, Evaluation, Settings
@@ -37,53 +36,15 @@ def test_windows_too_short_for_two_passages_are_left_out() -> None:
     assert probes.distance(16, 32) is None and probes.distance(24, 32) == 8 and probes.distance(8, 4) is None
 
 
-class Copying(torch.nn.Module):
-    """A model that predicts the token after the nearest earlier occurrence of the current one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.encoding = self.no_encoding = self.temperature = None
-        self.blocks: list = []
-        self.flops_per_token = lambda T: T
-
-    def hidden(self, ids: torch.Tensor, last: int) -> torch.Tensor:
-        out = torch.zeros(*ids.shape, 257)
-        for b, row in enumerate(ids.tolist()):
-            for t, token in enumerate(row):
-                before = [i for i in range(t) if row[i] == token]
-                if before:
-                    out[b, t, row[before[-1] + 1]] = 9.0
-        return out[:, -last:]
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-def test_losses_at_are_those_of_the_tokens_named() -> None:
-    train = TrainConfig(dtype="float32", device="cpu")
-    tokens = np.array([[5, 6, 7, 8, 5, 6, 7, 9]])
-    losses, is_top = probes.losses_at(Copying(), train, tokens, np.array([1, 5, 6, 7]))
-    assert is_top.tolist() == [[False, True, True, False]]
-    assert losses[0, 1] < 0.05 < 9 < losses[0, 3] and losses[0, 0] == pytest.approx(np.log(257), rel=1e-5)
-
-
-def test_a_copying_model_gains_from_the_first_copy(tiny, corpus_dir: Path) -> None:
-    """Its loss on shuffled text falls at the second copy, at every distance, and so does the record's."""
-    config = tiny()
-    found = evaluation(lively(config), config, corpus_dir, ["copy"])
-    rng = np.random.default_rng(0)
-    found.text = found.text._replace(documents=[rng.permutation(256) for _ in found.text.documents])
-    found.ends = [(0, 256), (1, 256)]
-    found.model = Copying()
-    kind = EVERY["copy"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "stretches", lambda e: [stretch[128:] for stretch in e.text.documents[:2]])
-        records = [r for length in (32, 64, 128) for r in kind.records(found, length)]
-    assert [r["distance"] for r in records] == [16, 48, 112] and all(r["gain"] > 5 for r in records)
-    for r in records:
-        assert r["gain"] == pytest.approx((r["first_nll_sum"] - r["nll_sum"]) / r["tokens"])
-        assert r["tokens"] == 2 * 4 and r["bytes"] is None
+def test_losses_at_are_those_of_the_tokens_named(tiny) -> None:
+    model, ids, at = lively(tiny()), tokens((3, 20)), np.array([1, 5, 6, 19])
+    losses, is_top = probes.losses_at(model, tiny().train, ids.numpy(), at)
+    logits = model(ids)[:, at - 1]
+    expected = torch.nn.functional.cross_entropy(logits.mT, ids[:, at], reduction="none")
+    assert losses == pytest.approx(expected.detach().numpy(), rel=1e-5)
+    best = ids.clone()
+    best[:, at] = logits.argmax(-1)
+    assert not is_top.all() and probes.losses_at(model, tiny().train, best.numpy(), at[:1])[1].all()
 
 
 def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path) -> None:

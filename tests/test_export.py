@@ -12,12 +12,12 @@ import torch
 from conftest import TINY, lively, tokens
 
 import export as export_command
-from config import Config
+from config import Config, load_config
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from hf.architectures import choose
 from hf.export import export
-from hf.pretrained import resolve_config
+from hf.pretrained import pretrained_tables
 from hf.tokenizer import tokenizer_json
 from positions import ENCODINGS
 from runtime.checkpoint import load_run
@@ -145,7 +145,7 @@ def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, 
     path = tmp_path / "tune.toml"
     path.write_text(f'[data]\ndir = "{tmp_path / "corpus"}"\n[train]\ninit_from = "{source}"\n')
     tiny_run = [key for key in TINY if not key.startswith(("model.", "train.steps"))]
-    train(resolve_config(path, [*tiny_run, "train.steps=1", f"run.dir={run}"]), [])
+    train(load_config(path, [*tiny_run, "train.steps=1", f"run.dir={run}"], pretrained_tables), [])
     capsys.readouterr()
     for name, longest, extend in (("plain", 512, []), ("longer", 2048, ["--extend", "ntk:factor=64"])):
         command(monkeypatch, capsys, export_command, run, tmp_path / name, *extend)

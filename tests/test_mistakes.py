@@ -14,7 +14,7 @@ from config import load_config, to_toml
 # Command, arguments, what the error must contain. Names in braces are of the folder that `made` makes.
 MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "configs/quik.toml", ["did you mean", "quick.toml?"]),
-    ("train", "train.lr=1", ["CONFIG.toml"]),
+    ("train", "train.lr=1", ["train.lr=1", ".toml file"]),
     ("train", "{config} nonsense", ["nonsense", "section.key=value"]),
     ("train", "{config} modle.n_layer=2", ["modle", "did you mean model?"]),
     ("train", "{config} train.bach_size=3", ["train.bach_size", "did you mean batch_size?"]),

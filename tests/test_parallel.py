@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, lively, python, tokens
-from test_train import assert_equal_runs, metrics, weights
+from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors, tokens
 
 from config import Config, to_toml
 from data.loader import Corpus
@@ -70,7 +69,7 @@ def assert_close_runs(a: Path, b: Path) -> None:
     assert [line["step"] for line in left] == [line["step"] for line in right] == list(range(1, STEPS + 1))
     for x, y in zip(left, right, strict=True):
         assert x.keys() == y.keys() and all(x[key] == pytest.approx(y[key], abs=1e-5) for key in x), (x, y)
-    ours, theirs = (weights(run_dir, STEPS) for run_dir in (a, b))
+    ours, theirs = (tensors(run_dir, STEPS) for run_dir in (a, b))
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=1e-3)

@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Ended, call, slow_except, words
-from safetensors.torch import load_file
+from conftest import ROOT, TINY, Ended, assert_equal_runs, call, metrics, slow_except, tensors, words
 from test_layers import SOURCES
 
 from model import GPT
@@ -60,25 +59,6 @@ def case(tmp_path: Path, corpus_dir: Path) -> Case:
 def steps_of(run_dir: Path) -> list[int]:
     """The steps of its checkpoints."""
     return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
-
-
-def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """Weights and moments of a checkpoint."""
-    folder = run_dir / "checkpoints" / f"{step:08d}"
-    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
-
-
-def lines(run_dir: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what a clock decides."""
-    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: x for key, x in line.items() if key not in ("wall_s", "tokens_per_s")} for line in found]
-
-
-def assert_bit_equal(a: Path, b: Path, step: int = 12) -> None:
-    """The same log, weights and moments."""
-    assert lines(a) == lines(b)
-    left, right = tensors(a, step), tensors(b, step)
-    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def everything(folder: Path) -> dict[Path, bytes]:
@@ -141,7 +121,7 @@ def test_a_killed_run_ends_bit_equal(overrides: str, case: Case, monkeypatch) ->
         assert steps_of(run_dir) == [4] and not (run_dir / "summary.json").exists()
     ended = case.train("run", *keys)
     assert ended.code == 0 and "resum" in ended.out
-    assert_bit_equal(run_dir, straight)
+    assert_equal_runs(run_dir, straight)
     assert not list(run_dir.rglob("*tmp*")), "what the kill left behind is still there"
 
 
@@ -159,7 +139,7 @@ def test_a_resume_asks_what_a_run_is_not_where_it_lies(case: Case, monkeypatch) 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ended = case.train("run", f"data.dir={case.folder / 'moved'}", "train.device=auto", "train.compile=auto")
     assert ended.code == 0, ended.err
-    assert_bit_equal(run_dir, straight)
+    assert_equal_runs(run_dir, straight)
     assert run_dir.is_symlink() and load_run(run_dir)
 
 
@@ -184,7 +164,7 @@ def test_a_signal_saves_even_if_a_second_one_comes(number: signal.Signals, case:
     assert (ended.code, len(renamed)) == (128 + number, 1) and "Traceback" not in ended.err
     assert steps_of(run_dir) in ([5], [6])
     assert case.train("run", *overrides).code == 0
-    assert_bit_equal(run_dir, straight)
+    assert_equal_runs(run_dir, straight)
 
 
 # 3. A checkpoint is written, synced, renamed; a damaged one is skipped for the one before
@@ -224,7 +204,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(name: str, case: Cas
     ended = case.train("run")
     said = [line for line in (ended.out + ended.err).splitlines() if "00000012" in line and "damaged" in line]
     assert ended.code == 0 and said, ended
-    assert_bit_equal(run_dir, straight)
+    assert_equal_runs(run_dir, straight)
     (run_dir / "summary.json").unlink()
     for step in steps_of(run_dir):                      # cut short, all of them
         path = run_dir / "checkpoints" / f"{step:08d}" / name
@@ -436,7 +416,7 @@ def test_a_disk_that_is_full_costs_no_checkpoint(disk: None, case: Case, monkeyp
     fill_disk(-1)
     assert "large" in error and str(run_dir) in error and steps_of(run_dir) == [4]
     assert case.train("run").code == 0
-    assert_bit_equal(run_dir, straight)
+    assert_equal_runs(run_dir, straight)
 
 
 # 8. A step that is not finite changes nothing; too many in a row end with code 3
@@ -475,7 +455,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_not_saved(kind: str, o
     assert not any(torch.equal(before[name], moved[name]) for name in before)
     counts = [x for name, x in tensors(run_dir, 7).items() if name.endswith("/step")]
     assert counts and all(x == 5 for x in counts)
-    said = {line["step"]: line for line in lines(run_dir)}
+    said = {line["step"]: line for line in metrics(run_dir)}
     assert [said[step].get("n_bad") for step in (4, 5, 6, 7)] == [None, 1, 2, None]
     assert None in (said[5]["loss"], said[5]["grad_norm"])
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from test_promises import SMALL, Case, assert_bit_equal
+from conftest import ROOT, assert_equal_runs
+from test_promises import SMALL, Case
 
 KILLS = int(os.environ.get("NANOROPE_SOAK", "20"))
 STEPS = 3000
@@ -61,4 +61,4 @@ def test_a_run_killed_at_random_moments_ends_bit_equal(overrides: tuple[str, ...
         stopped = (0, -number, 128 + number)    # a signal may end Python before train.py has begun
         assert process.returncode in stopped and "Traceback" not in out, f"kill {n}: {number!r}\n{out}"
     finish(start(case, "run", *overrides))
-    assert_bit_equal(tmp_path / "run", tmp_path / "straight", STEPS)
+    assert_equal_runs(tmp_path / "run", tmp_path / "straight", STEPS)

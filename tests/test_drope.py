@@ -93,7 +93,7 @@ def test_a_run_that_starts_from_a_dropped_one_goes_on_without(tiny, corpus_dir: 
     again = [*TINY, "train.steps=1", f"run.dir={tmp_path / 'second'}"]
     with pytest.raises(UserError, match=r"position.drop_at: .*has dropped its encoding.*drop_at=0"):
         train(load_config(tmp_path / "tune.toml", [*again, "position.drop_at=1.0"], pretrained_tables), [])
-    assert not (tmp_path / "second").exists()
+    assert not (tmp_path / "second" / "config.toml").exists()
     config = load_config(tmp_path / "tune.toml", again, pretrained_tables)
     assert config.position.drop_at == 0 and train(config, []) == 0
     assert load_run(tmp_path / "second")[0].is_dropped

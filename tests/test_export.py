@@ -152,8 +152,7 @@ def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, 
         assert all((tmp_path / name / file).read_text() == text for file, text in kept.items())
         written = json.loads((tmp_path / name / "config.json").read_text())
         assert special.items() <= written.items() and written["max_position_embeddings"] == longest
-        card = (tmp_path / name / "README.md").read_text()              # with the config of the training
-        assert ("extend the context" in card) == bool(extend) and "\nscaling" not in card
+        assert "\nscaling" not in (tmp_path / name / "README.md").read_text()   # the config of the training
     content["model"]["vocab"] |= {"a": 98, "b": 97}                     # not the ids of the run
     (source / "tokenizer.json").write_text(json.dumps(content))
     for name in ("changed", "gone"):

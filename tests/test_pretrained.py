@@ -13,9 +13,7 @@ from test_export import GPT_BLOCK, YARN, command, saved
 import eval as eval_command
 import sample
 from config import load_config
-from data.tokenizer import ByteTokenizer
 from hf.pretrained import pretrained_tables, pulled
-from hf.tokenizer import chat_ids, tokenizer_json
 from runtime.checkpoint import load_run
 from runtime.errors import UserError
 from train import train
@@ -64,7 +62,7 @@ def test_a_tied_folder_with_another_head_is_refused(tiny, tmp_path: Path) -> Non
     weights = load_file(folder / WEIGHTS)
     head = weights["model.embed_tokens.weight"] + 1
     save_file(weights | {"lm_head.weight": head}, folder / WEIGHTS)
-    with pytest.raises(UserError, match=r"lm_head.weight differs from the embedding .* set it to false"):
+    with pytest.raises(UserError, match=r"lm_head.weight differs from the embedding.* tie_word_embeddings to false"):
         load_run(folder)
     change(folder / "config.json", tie_word_embeddings=False)
     assert torch.equal(load_run(folder)[0].state_dict()["head.weight"], head)
@@ -153,27 +151,12 @@ def test_eval_and_sample_take_a_folder(folder: Path, tmp_path: Path, monkeypatch
     assert out.startswith("The")
 
 
-def test_chat_uses_the_template_and_sampling_ends_at_eos(folder: Path, monkeypatch, capsys) -> None:
-    content = tokenizer_json(ByteTokenizer())
-    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<|im_end|>"})
-    weights = {name: torch.cat((w, w[:1])) if len(w) == 257 else w
-               for name, w in load_file(folder / WEIGHTS).items()}
-    save_file(weights, folder / WEIGHTS)
-    change(folder / "config.json", vocab_size=258)
-    change(folder / "tokenizer.json", **content)
-    change(folder / "tokenizer_config.json", eos_token="<|im_end|>")
-    change(folder / "generation_config.json", eos_token_id=[257, 256])
-    tokenizer = load_run(folder)[2]
-    with pytest.raises(UserError, match="has no chat template; leave --chat out"):
-        chat_ids(folder, tokenizer, "hi")
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ bos_token + m['role'] }}: {{ m['content'] + eos_token }}{% endfor %}")
-    assert chat_ids(folder, tokenizer, "hé") == [256, *"user: hé".encode(), 257]
-    for flags, expected in (([], "hiab\n"), (["--chat"], "ab\n")):      # the prompt of a chat is not repeated
-        drawn = iter(torch.tensor([[[97]], [[98]], [[257]], [[99]]]))
-        monkeypatch.setattr(sample, "stream", lambda *_, drawn=drawn: drawn)
-        assert command(monkeypatch, capsys, sample, folder, "--prompt", "hi", *flags) == expected
-        assert next(drawn).item() == 99         # nothing is drawn after the end
+def test_sampling_ends_at_eos(folder: Path, monkeypatch, capsys) -> None:
+    change(folder / "generation_config.json", eos_token_id=[99, 256])
+    drawn = iter(torch.tensor([[[97]], [[98]], [[99]], [[100]]]))
+    monkeypatch.setattr(sample, "stream", lambda *_: drawn)
+    assert command(monkeypatch, capsys, sample, folder, "--prompt", "hi") == "hiab\n"
+    assert next(drawn).item() == 100            # nothing is drawn after the end
 
 
 @pytest.mark.parametrize("name", ["embedding.weight", "blocks.0.attention.q.weight"])

@@ -7,6 +7,7 @@ are reported all at once; runtime/schema.py reads TOML and puts pydantic's error
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from pydantic import Field, SerializeAsAny, ValidationError
 
 from positions import ENCODINGS, Encoding, Options
 from runtime.errors import UserError, did_you_mean
-from runtime.schema import Layer, Section, Tables, as_toml, explain, merge, read_layers, read_overrides
+from runtime.schema import Layer, Section, Tables, explain, merge, read_layers, read_overrides
 
 
 class RunConfig(Section):
@@ -260,7 +261,14 @@ def to_toml(config: Config) -> str:
     """The whole configuration as TOML that load_config reads back; unset keys are left out."""
     lines = []
     for section, keys in config.model_dump(exclude_none=True).items():
-        lines += [f"[{section}]", *(f"{key} = {as_toml(value)}" for key, value in keys.items()), ""]
+        lines.append(f"[{section}]")
+        for key, value in keys.items():
+            text = json.dumps(value)        # TOML as it is, unless the value is a table
+            if isinstance(value, dict):
+                pairs = [f"{json.dumps(name)} = {json.dumps(inner)}" for name, inner in value.items()]
+                text = "{ " + ", ".join(pairs) + " }"
+            lines.append(f"{key} = {text}")
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,15 +100,6 @@ def merge(layers: Sequence[Layer],
             old.update(keys)
             origin |= {section: where, **{f"{section}.{key}": where for key in keys}}
     return tables, origin
-
-
-def as_toml(value: Any) -> str:
-    """A value as TOML; tables are written inline."""
-    if isinstance(value, dict):
-        pairs = [f"{key if re.fullmatch('[A-Za-z0-9_-]+', key) else as_toml(key)} = {as_toml(inner)}"
-                 for key, inner in value.items()]
-        return "{ " + ", ".join(pairs) + " }"
-    return json.dumps(value)            # writes strings, numbers, booleans and lists as TOML does
 
 
 def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, place: str) -> Iterator[str]:

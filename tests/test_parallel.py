@@ -196,33 +196,6 @@ def test_processes_that_would_not_train_the_same_end_in_one_line(tiny, tmp_path:
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
-ABORTS_AT_PYTHONS_OWN_END = """
-import atexit, os, sys
-import torch.distributed as dist
-from runtime.command import run_command
-from runtime.errors import UserError
-class Aborts:
-    def __del__(self, abort=os.abort):
-        abort()
-def main():
-    print("works")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    raise UserError("a mistake")
-kept = Aborts()
-atexit.register(print, "finished")
-run_command(main)
-"""
-
-
-def test_one_of_several_processes_ends_before_python_frees_its_objects() -> None:
-    """While Python ends, a thread of gloo that asks for its lock aborts the process, now and then: code -6.
-
-    W&B finishes its run in a function of atexit, so these are run.
-    """
-    done = python("-c", ABORTS_AT_PYTHONS_OWN_END)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "works\nfinished\n", "error: a mistake\n")
-
-
 def test_a_share_is_every_nth_row() -> None:
     batch = tokens((6, 3))
     shares = [Process(torch.device("cpu"), rank, 2).shard(batch) for rank in range(2)]

@@ -62,13 +62,13 @@ def test_a_tied_folder_with_another_head_is_refused(tiny, tmp_path: Path) -> Non
     weights = load_file(folder / WEIGHTS)
     head = weights["model.embed_tokens.weight"] + 1
     save_file(weights | {"lm_head.weight": head}, folder / WEIGHTS)
-    with pytest.raises(UserError, match=r"lm_head.weight differs from the embedding.* tie_word_embeddings to false"):
+    with pytest.raises(UserError, match="lm_head.weight differs .* set tie_word_embeddings to false"):
         load_run(folder)
     change(folder / "config.json", tie_word_embeddings=False)
     assert torch.equal(load_run(folder)[0].state_dict()["head.weight"], head)
 
 
-@pytest.mark.parametrize(("fields", "expected"), [
+@pytest.mark.parametrize(("fields", "expected"), [      # of config.json; or a file and its content
     ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
     ({"attention_bias": True}, "mlp_bias = False is not supported .* only attention_bias = True is"),
@@ -85,35 +85,24 @@ def test_a_tied_folder_with_another_head_is_refused(tiny, tmp_path: Path) -> Non
     ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
     ({"num_hidden_layers": 1}, "more do not fit LlamaForCausalLM"),
     ({"quantization_config": {"bits": 4}}, "quantised"),
+    ((WEIGHTS, None), "model.safetensors is missing; get the model as safetensors"),
+    ((WEIGHTS, "cut"), "damaged"),
+    (("config.json", "{"), "config.json: damaged"),
+    (("tokenizer.json", "{}"), "tokenizer.json"),
+    (("tokenizer.json", None), "tokenizer.json"),
     ({"num_attention_heads": 0}, "ZeroDivisionError"),
     ({"rope_parameters": [1]}, "damaged, or not supported"),
     ({"model_type": "gemma3_text", "query_pre_attn_scalar": 168}, "only head_dim = 16 is"),
     ({"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0},
      "final_logit_softcapping = 30.0 is not supported"),
 ])
-def test_a_config_that_does_not_fit_is_named(fields: dict, expected: str, folder: Path) -> None:
-    change(folder / "config.json", **fields)
-    with pytest.raises(UserError, match=expected) as caught:
-        load_run(folder)
-    assert all(str(folder) in problem for problem in caught.value.problems)
-
-
-@pytest.mark.parametrize(("file", "content", "expected"), [
-    (WEIGHTS, None, "model.safetensors is missing; get the model as safetensors"),
-    (WEIGHTS, "cut", "damaged"),
-    ("part-1.safetensors", None, "part-1.safetensors is missing"),
-    ("config.json", "{", "config.json: damaged"),
-    ("config.json", "[]", "config.json: damaged"),
-    ("tokenizer.json", "{}", "tokenizer.json"),
-    ("tokenizer.json", None, "tokenizer.json"),
-])
-def test_a_file_that_is_missing_or_damaged_is_named(file: str, content: str | None, expected: str,
-                                                    folder: Path) -> None:
-    if file.startswith("part"):
-        split(folder)
-    (folder / file).unlink()
-    if content is not None:
-        (folder / file).write_text(content)
+def test_what_does_not_fit_is_named(fields: dict | tuple, expected: str, folder: Path) -> None:
+    if isinstance(fields, dict):
+        change(folder / "config.json", **fields)
+    elif fields[1] is None:
+        (folder / fields[0]).unlink()
+    else:
+        (folder / fields[0]).write_text(fields[1])
     with pytest.raises(UserError, match=expected) as caught:
         load_run(folder)
     assert all(str(folder) in problem for problem in caught.value.problems)
@@ -193,13 +182,3 @@ def test_a_model_of_the_hub_is_downloaded_once_and_without_code(folder: Path, tm
     assert {path.name for path in Path("models/o/m@v1").iterdir()} == {
         "config.json", WEIGHTS, "tokenizer.json", "chat.jinja"}
     assert "hf:o/m@v1 is in models/o/m@v1; remove that folder" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("name", "expected"), [
-    ("hf:nothing", "must read hf:ORG/NAME, such as"), ("hf:o/../../x", "must read hf:ORG/NAME"),
-    ("hf:../x", "cannot be downloaded .HFValidationError")])
-def test_a_name_that_is_none_of_the_hub_is_refused(name: str, expected: str, tmp_path: Path,
-                                                   monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=expected):
-        pulled(name)

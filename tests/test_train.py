@@ -8,12 +8,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, assert_equal_runs, every_encoding_slowly, lively, metrics
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as train_module
 from config import Config
@@ -106,37 +104,6 @@ def test_a_run_of_older_code_resumes_where_a_line_was_cut(tiny, tmp_path: Path) 
         file.write('{"step": 13, "lo')
     train(config, [])
     assert_equal_runs(tmp_path / "straight", run_dir)
-
-
-class ScalarReads(TorchDispatchMode):
-    """Counts how often the value of a tensor is read: on a GPU, each time is a wait."""
-
-    n = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        self.n += function is torch.ops.aten._local_scalar_dense.default
-        return function(*arguments, **(options or {}))
-
-
-RARELY = [f"run.{key}_every=99" for key in ("log", "eval", "save")]
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_gpu_is_waited_for_at_log_lines_alone(optimizer: str, tiny, monkeypatch) -> None:
-    """Also with parts, packed documents, skipped positions, clipping and dropout."""
-    monkeypatch.setattr(run_module, "RUNS_AHEAD", ("cpu",))
-    waits = []
-    for steps in (3, 8):
-        config = tiny("rope", f"train.optimizer={optimizer}", "train.accumulate=2", "train.positions=pose",
-                      "train.position_range=99", "data.cross_documents=mask", "model.dropout=0.1",
-                      f"train.steps={steps}", "train.lr=1e-3", *RARELY)
-        monkeypatch.setattr(checkpoint, "save", lambda *_, **__: None)
-        monkeypatch.setattr(Run, "read_metrics", lambda run: None)
-        monkeypatch.setattr(Run, "write_line", lambda run: None)
-        with ScalarReads() as reads:
-            run_loop(config)
-        waits.append(reads.n)
-    assert waits[0] == waits[1]
 
 
 def test_a_run_that_reads_its_metrics_late_is_the_same_run(tiny, tmp_path: Path, monkeypatch, spoil) -> None:

@@ -220,11 +220,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
 
 def dry_run(config: Config) -> None:
     """Check the corpus and the run's folder; print the config as TOML, and the model's size as comments."""
-    try:
-        config, corpus = open_corpus(config)
-    except UserError:
-        print(to_toml(config), end="", flush=True)      # this much is known without a corpus
-        raise
+    config, corpus = open_corpus(config)
     corpus.require_windows(config.train.seq_len)
     with torch.device("meta"):                          # shapes without memory
         model = GPT(config)

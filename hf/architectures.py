@@ -419,10 +419,6 @@ class GPT2(Architecture):
     defaults = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_positions": 1024, "n_inner": None}
     length, prefix = "n_positions", "transformer."
 
-    def config_json(self, config: Config) -> Fields:
-        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")     # GPT2Config's defaults are 0.1
-        return super().config_json(config) | dict.fromkeys(names, config.model.dropout)
-
 
 class MPT(Architecture):
     """MPT: ALiBi, no biases in linear layers, and the exact GELU."""

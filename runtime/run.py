@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,14 +99,10 @@ class Run:
                 self.write_line()
 
     def write_line(self) -> None:
-        """Log the newest step; if it was skipped, with its windows: perhaps their text is damaged."""
-        n_bad, metrics = self.state["n_bad"], dict(self.state["metrics"])
-        if self.log and n_bad:
-            t = self.config.train
-            places = self.corpus.places(t.seq_len, t.batch_size, t.seed, self.state["step"] - 1)
-            metrics |= {"n_bad": n_bad, "windows": [f"{corpus.folder}:{start}" for corpus, start in places]}
+        """Log the newest step, and whether it was skipped."""
         if self.log:
-            self.log.write(self.state["step"], metrics)
+            n_bad = {"n_bad": self.state["n_bad"]} if self.state["n_bad"] else {}
+            self.log.write(self.state["step"], self.state["metrics"] | n_bad)
 
     def save(self) -> None:
         """Write a checkpoint; delete older ones, unless the last step was bad."""
@@ -130,8 +125,7 @@ class Run:
             "tokens_per_s": round(n_tokens / wall_s),
             "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss,
             "parameters": self.model.n_parameters(), "dtype": self.state["dtype"],
-            "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                         "numpy": np.__version__},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
             # of the last start, and of all: a run may be resumed by other code
             "git_revision": revisions[-1], "git_revisions": revisions}
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")

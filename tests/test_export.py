@@ -68,20 +68,15 @@ def test_every_encoding_leaves_or_is_refused_by_name(encoding: str, tiny) -> Non
 
 
 @pytest.mark.parametrize(("encoding", "overrides", "named"), [
-    ("rope", ["position.temperature=log_n"], ["position.temperature = 'log_n'"]),
     ("rope", ["position.scale_invariant=10.0", "position.drop_at=0.5"],
      ["position.scale_invariant = 10.0", "position.drop_at = 0.5"]),
     ("rope", ["model.window=5", "model.full_every=2"], ["model.full_every = 2"]),
-    ("rope", ["model.window=5", "position.local_base=9.0"], ["position.local_base = 9.0"]),
-    ("rope", ["model.chunk=5"], ["model.chunk = 5"]),
     ("rope", ["model.norm=layernorm", "model.mlp=relu2"], ["model.norm = 'layernorm', model.mlp = 'relu2'"]),
-    ("rope", ["position.fraction=0.5", "model.qk_norm=true"], ["position.fraction = 0.5"]),
     ("rope", ["position.fraction=0.5", 'position.scaling={method="pi",factor=2.0}'],
      ["does not support position."]),
     ("rope", ["position.spectrum=hope", 'position.scaling={method="mrrope",factor=2.0}'],
      ["position.spectrum = 'hope'", "position.scaling = 'mrrope'"]),
     ("rope", ["model.qkv_bias=true", "position.layers=first"], ["position.layers = 'first'"]),
-    ("alibi", [], ["model.norm = 'rmsnorm', model.mlp = 'swiglu'"]),
     ("alibi", [*FITS["alibi"], "position.learned=true"], ["position.learned = True"]),
 ])
 def test_every_setting_in_the_way_is_named(encoding: str, overrides: list[str], named: list[str],
@@ -104,23 +99,6 @@ def test_an_option_that_no_table_knows_is_in_the_way(tiny, monkeypatch) -> None:
             with pytest.raises(UserError, match=f"{section}.dream = 0.5"):
                 choose(config)
             object.__delattr__(part, "dream")
-
-
-@pytest.mark.parametrize(("arguments", "expected"), [
-    (["out"], "OUT_DIR .*out: exists and is not empty; give another folder"),
-    (["new", "--extend", "self_extend"], "config.json has no field for it; it has fields for pi, ntk"),
-    (["new", "--extend", "mrrope:factor=4"], "config.json has no field for it"),
-    (["new", "--extend", "yarn:factor=4+log_n"], "config.json has no field for it"),
-    (["new", "--extend", "yarn"], "needs a factor; write --extend yarn:factor=4"),
-    (["new", "--extend", "yarn:factor=4,beta_fast=0.5"], "beta_fast must be above beta_slow"),
-])
-def test_what_cannot_be_written_is_one_line(arguments: list[str], expected: str, tiny, tmp_path: Path,
-                                            monkeypatch, capsys) -> None:
-    folder = saved(tiny("rope"), tmp_path / "out")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=expected) as caught:
-        command(monkeypatch, capsys, export_command, folder, *arguments)
-    assert len(caught.value.problems) == 1 and not (tmp_path / "new").exists()
 
 
 def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, tmp_path: Path, monkeypatch,

@@ -6,8 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -142,30 +140,6 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
             validate(model, corpus, n_bytes, config, Process(cpu, rank, size))
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
         assert validate(model, corpus, n_bytes, config, Process(cpu, 0, size)) == alone
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) -> None:
-    """With threads as processes; each does its own pieces alone."""
-    boards, barrier = [None] * size, threading.Barrier(size)
-
-    def all_gather_objects(process: Process, own: list) -> list:
-        barrier.wait()
-        boards[process.rank] = own
-        barrier.wait()
-        return list(boards)
-
-    monkeypatch.setattr(parallel, "all_gather_objects", all_gather_objects)
-    for n_pieces in (0, 1, 4, 7):
-        def work(rank: int, n: int = n_pieces) -> tuple[list, list]:
-            done: list[int] = []
-            process = Process(torch.device("cpu"), rank, size)
-            return list(parallel.round_robin(process, range(n), lambda i: done.append(i) or 10 * i)), done
-
-        with ThreadPoolExecutor(size) as pool:
-            results = list(pool.map(work, range(size)))
-        assert all(got == [10 * i for i in range(n_pieces)] for got, _ in results)
-        assert [done for _, done in results] == [list(range(rank, n_pieces, size)) for rank in range(size)]
 
 
 @pytest.mark.slow

@@ -162,8 +162,7 @@ def train(config: Config, stop: list[int]) -> int:
         with FileLock(run_dir / ".lock", timeout=0) if process.rank == 0 else nullcontext():
             return train_in(run_dir, config, corpus, process, stop)
     except Timeout as error:
-        raise UserError(f"run {run_dir}: is being trained by another process; wait for it or stop it, or "
-                        "give another run.dir (torchrun starts several processes of one run)") from error
+        raise UserError(f"{run_dir}: another process trains it; stop it or give another run.dir") from error
 
 
 def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
@@ -218,7 +217,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     return 0
 
 
-def dry_run(config: Config) -> None:
+def dry_run(config: Config) -> int:
     """Check the corpus and the run's folder; print the config as TOML, and the model's size as comments."""
     config, corpus = open_corpus(config)
     corpus.require_windows(config.train.seq_len)
@@ -227,6 +226,7 @@ def dry_run(config: Config) -> None:
     is_finished(Path(config.run.dir), config, corpus)
     print(textwrap.indent(describe(config, corpus, model, str(pick_device(config.train))), "# "))
     print(to_toml(config), end="")
+    return 0
 
 
 def main() -> int:
@@ -245,10 +245,7 @@ def main() -> int:
     if args.config is None:
         raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
     config = load_config(args.config, args.overrides, pretrained_tables)
-    if args.dry_run:
-        dry_run(config)
-        return 0
-    return train(config, [])
+    return dry_run(config) if args.dry_run else train(config, [])
 
 
 if __name__ == "__main__":

@@ -193,11 +193,9 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
     else:
         say(f"resuming {run_dir} at step {state['step']}")
         model.is_dropped = is_dropped(config, state["step"])
-    if state["dtype"] not in (None, dtype):
-        say(f"warning: {run_dir} resumes with another dtype: {state['dtype']} -> {dtype}")
-    if state["revisions"] and state["revisions"][-1] != revision:
-        say(f"warning: {run_dir} resumes with other code: {state['revisions'][-1]} -> {revision}")
     revisions = state["revisions"] + [revision] * (state["revisions"][-1:] != [revision])
+    if state["dtype"] not in (None, dtype) or len(revisions) > len(state["revisions"]) > 0:
+        say(f"warning: resumed with another dtype or other code: {state['dtype']} -> {dtype}, {revisions}")
     return state | {"dtype": dtype, "revisions": revisions}
 
 

@@ -105,13 +105,3 @@ def test_a_mistake_is_an_error_line_that_says_what_to_type(command: str, argumen
     assert not missing, error
     left = [made["new"] / "config.toml", made["out"], Path(f"{made['hf']}-2")]
     assert not any(path.exists() for path in left)
-
-
-@pytest.mark.parametrize("content", [("text " * 999).encode("utf-16"), b"text\0" * 999, b"caf\xe9 " * 999],
-                         ids=["UTF-16", "NUL", "Latin-1"])
-def test_text_that_is_no_utf_8_gets_a_line_when_it_is_prepared(content: bytes, tmp_path: Path) -> None:
-    """Bytes are kept as they are, but who meant text should know."""
-    (tmp_path / "odd.txt").write_bytes(content)
-    ended = call("data.prepare", tmp_path / "odd.txt", "--out", tmp_path / "odd")
-    said = [line for line in (ended.out + ended.err).splitlines() if line.startswith("warning")]
-    assert ended.code == 0 and len(said) == 1 and "odd.txt" in said[0], ended

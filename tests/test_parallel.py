@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors, tokens
+from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors
 
 from config import Config, to_toml
 from data.loader import Corpus
@@ -168,19 +168,3 @@ def test_processes_that_would_not_train_the_same_end_in_one_line(tiny, tmp_path:
     assert all(error.startswith("error: ") and error.count("\n") == 1 for _, error in results), results
     assert "different config" in results[0][1] + results[1][1]
     assert not (tmp_path / "run" / "config.toml").exists()
-
-
-def test_a_share_is_every_nth_row() -> None:
-    batch = tokens((6, 3))
-    shares = [Process(torch.device("cpu"), rank, 2).shard(batch) for rank in range(2)]
-    assert torch.equal(torch.stack(shares, dim=1).flatten(0, 1), batch)
-
-
-def test_only_the_last_part_of_an_accumulation_is_averaged() -> None:
-    class Watched(torch.nn.Module):
-        require_backward_grad_sync = True
-
-    for wrapper in (inner := Watched(), torch.compile(inner)):
-        for is_on in (False, True):
-            parallel.sync_gradients(wrapper, is_on)
-            assert inner.require_backward_grad_sync is is_on

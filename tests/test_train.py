@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -202,14 +201,6 @@ def test_learning_rates(tiny) -> None:
     rates = [learning_rate(step, t) for step in range(100)]
     assert set(rates[10:81]) == {1.0} and rates[90] == pytest.approx(0.55)
     assert rates[99] == pytest.approx(0.145)
-
-
-def test_a_folder_that_is_no_run_is_never_written_into(tiny, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="holds no run"):
-        train(tiny(), [])
-    assert os.listdir(tmp_path / "run") == ["thesis.tex"]
 
 
 def test_wandb_that_fails_costs_a_warning(tiny, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -2,11 +2,12 @@
 
 A config is data: it is parsed, never executed. The classes below declare each key with its type, default and
 meaning; those in positions/ declare the keys of each encoding; `train.py --help TOPIC` prints them. Errors
-are reported all at once. runtime/toml.py reads TOML; runtime/schema.py puts pydantic's errors into words.
+are reported all at once; runtime/schema.py reads TOML and puts pydantic's errors into words.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,12 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny, ValidationError
 
 from positions import ENCODINGS, Encoding, Options
-from runtime import toml
 from runtime.errors import UserError, did_you_mean
-from runtime.schema import Section, explain
-
-MOST_LAYERS = 10_000        # more are a mistake that would take minutes to fail
-Pretrained = Callable[[str], toml.Tables | None]    # a run or Hugging Face folder -> its tables; else None
+from runtime.schema import Layer, Section, Tables, explain, merge, read_layers, read_overrides
 
 
 class RunConfig(Section):
@@ -36,7 +33,7 @@ class RunConfig(Section):
     keep: int = Field(2, ge=1)
     """how many of the newest checkpoints are kept"""
     wandb: bool = False
-    """also log to Weights & Biases; offline without a key or network"""
+    """also log to Weights & Biases; offline without a key"""
     wandb_project: str = Field("nanorope", min_length=1)
     """Weights & Biases project to log to"""
 
@@ -61,7 +58,7 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The transformer: its size, its block and its attention."""
 
-    n_layer: int = Field(4, ge=1, le=MOST_LAYERS)
+    n_layer: int = Field(4, ge=1)
     """layers"""
     n_head: int = Field(4, ge=1)
     """attention heads; must divide n_embd unless head_dim is set"""
@@ -181,7 +178,7 @@ KINDS = {"position": ("encoding", set(Options.model_fields) - {"lr_scale"})}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (),
-                pretrained: Pretrained | None = None) -> Config:
+                pretrained: Callable[[str], Tables] | None = None) -> Config:
     """Read a TOML file, the files that it extends, and overrides. Raises one UserError with all problems.
 
     If train.init_from names a run or a Hugging Face folder, the tables that `pretrained` returns for it are
@@ -189,38 +186,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     that folder, which may have changed since.
     """
     path, problems = Path(path), []     # type: ignore[var-annotated]
-    default: toml.Tables = {"run": {"dir": f"runs/{path.name.removesuffix('.toml')}"}}
-    layers = [toml.Layer("(default)", default), *toml.read_layers(path, problems),
-              toml.read_overrides(overrides, problems)]
-    tables, origin = toml.merge(layers, KINDS)
-    folder = tables.get("train", {}).get("init_from")
+    default: Tables = {"run": {"dir": f"runs/{path.name.removesuffix('.toml')}"}}
+    layers = [Layer("(default)", default), *read_layers(path, problems), read_overrides(overrides, problems)]
+    folder = merge(layers, KINDS)[0].get("train", {}).get("init_from")
     is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
-    if pretrained and folder and isinstance(folder, str) and not is_of_run:
+    if pretrained and folder and not is_of_run:
         try:
-            layers.insert(0, toml.Layer(f"in {folder}", pretrained(folder) or {}))
-            tables, origin = toml.merge(layers, KINDS)
+            layers.insert(0, Layer(f"in {folder}", pretrained(str(folder))))
         except UserError as error:
             problems += error.problems
-        if "encoding" not in tables.get("position", {}) and not Path(folder).is_dir():
-            problems.append(f"train.init_from {origin['train.init_from']}: no folder {folder!r}; give a run "
-                            "or a Hugging Face folder")
-    return _resolve(tables, origin, problems, f"in {path}")
+    return config_from(layers, f"in {path}", problems)
 
 
-def config_from(tables: toml.Tables, where: str) -> Config:
-    """A config from tables that were not read from TOML. Raises one UserError with all problems."""
-    return _resolve(*toml.merge([toml.Layer(where, tables)], KINDS), [], where)
+def config_from(layers: Sequence[Layer], place: str, problems: Sequence[str] = ()) -> Config:
+    """Check tables against the schema. Raises one UserError with the earlier problems and its own.
 
-
-def _resolve(tables: toml.Tables, origin: toml.Origin, problems: list[str], place: str) -> Config:
-    """Check the tables against the schema. Raises one UserError with the earlier problems and its own."""
-    train, position = tables.get("train", {}), tables.setdefault("position", {})
-    if "pose_length" in train:              # how an older train.py wrote it
-        train |= {"positions": "pose", "position_range": train.pop("pose_length")}
-    name, is_partly_read = position.get("encoding"), bool(problems)
+    `place` is where keys are missing.
+    """
+    (tables, origin), found = merge(layers, KINDS), list(problems)
+    name = tables.setdefault("position", {}).get("encoding")
     if isinstance(name, str) and name not in ENCODINGS:
         hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
-        problems.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
+        found.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
         tables["position"] = {"encoding": name}     # which other keys there are depends on the encoding
     kind = ENCODINGS.get(str(name), Encoding)
     parts: dict[str, Any] = {}
@@ -229,56 +216,56 @@ def _resolve(tables: toml.Tables, origin: toml.Origin, problems: list[str], plac
         try:
             parts[section] = schema.model_validate(keys | tables.pop(section, {}))
         except ValidationError as error:
-            problems += explain(error, section, schema, origin, "" if is_partly_read else place)
-    problems += [f"[{section}] {origin[section]}: unknown section{did_you_mean(section, SECTIONS)}"
-                 for section in tables]
-    if not problems:
+            found += explain(error, section, schema, origin, "" if problems else place)
+    found += [f"[{section}] {origin[section]}: unknown section{did_you_mean(section, SECTIONS)}"
+              for section in tables]
+    if not found:
         config = Config(**parts)
-        problems = [f"{key} {origin.get(key, '(default)')}: {rule}"
-                    for key, rule in _broken_rules(config).items()]
-    if problems:
-        raise UserError(*problems)
+        found = [f"{key} {origin.get(key, '(default)')}: {rule}" for key, rule in broken_rules(config)]
+    if found:
+        raise UserError(*found)
     return config
 
 
-def _broken_rules(config: Config) -> dict[str, str]:
-    """Rules between keys that the config breaks: section.key -> the rule."""
+def broken_rules(config: Config) -> list[tuple[str, str]]:
+    """Rules between keys that the config breaks: section.key, and the rule."""
     d, m, p, t = config.data, config.model, config.position, config.train
-    kind, total = ENCODINGS[p.encoding], sum(d.mixture.values())
     least = 0 if t.positions == "plain" else t.seq_len
-    is_outside = isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer))
+    kind = ENCODINGS[p.encoding]
     rules = [
-        ("data.mixture", total >= 1,
-         f"must add up to less than 1, since data.dir provides the remaining share, got {total:g}"),
-        ("data.mixture", Path(d.dir).resolve() in {Path(name).resolve() for name in d.mixture},
-         f"{d.dir} is data.dir, which provides the rest; name other corpora"),
-        ("data.mixture_only", d.mixture_only and not (d.mixture and d.mixture_only < t.steps),
-         f"needs data.mixture and must be below train.steps = {t.steps}, got {d.mixture_only}"),
-        ("model.n_kv_head", m.n_head % (m.n_kv_head or 1),
-         f"must divide model.n_head = {m.n_head}, got {m.n_kv_head}"),
-        ("model.n_head", m.head_dim is None and m.n_embd % m.n_head,
-         f"must divide model.n_embd = {m.n_embd}, got {m.n_head}; or set head_dim"),
-        ("model.full_every", m.full_every and m.window is None and m.chunk is None,
-         "chooses the layers without a window; set model.window or model.chunk too"),
-        ("train.accumulate", t.batch_size % t.accumulate,
-         f"must divide train.batch_size = {t.batch_size}, got {t.accumulate}"),
-        ("train.position_range", t.position_range < least or t.position_range > least == 0,
+        ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
+         "must add up to less than 1 without data.dir, which provides the remaining share"),
+        ("data", "mixture_only", d.mixture_only and not (d.mixture and d.mixture_only < t.steps),
+         f"needs data.mixture and must be below train.steps = {t.steps}"),
+        ("model", "n_kv_head", m.n_head % (m.n_kv_head or 1), f"must divide model.n_head = {m.n_head}"),
+        ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
+         f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
+        ("train", "accumulate", t.batch_size % t.accumulate, f"must divide batch_size = {t.batch_size}"),
+        ("train", "position_range", t.position_range < least or t.position_range > least == 0,
          f"must be {f'at least {least}' if least else 'unset'} with train.positions = {t.positions}"),
-        ("train.min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}, got {t.min_lr}"),
-        ("position.layers", is_outside,
-         f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer}), got {p.layers}"),
-        *((f"position.{key}", getattr(p, key) != default and not kind.acts_in_layers(),
+        ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
+        ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
+         f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
+        *(("position", key, getattr(p, key) != default and not kind.acts_in_layers(),
            f"{p.encoding} does not act in layers; remove this key")
           for key, default in (("layers", "all"), ("skip_every", 0)))]
-    broken = {key: text for key, is_broken, text in rules if is_broken}
-    return broken or {f"position.{key}": text for key, text in p.problems(m.n_embd, m.head_width).items()}
+    broken = [(f"{section}.{key}", f"{rule} (got {getattr(getattr(config, section), key)})")
+              for section, key, is_broken, rule in rules if is_broken]
+    return broken or [(f"position.{key}", rule) for key, rule in p.problems(m.n_embd, m.head_width).items()]
 
 
 def to_toml(config: Config) -> str:
     """The whole configuration as TOML that load_config reads back; unset keys are left out."""
     lines = []
     for section, keys in config.model_dump(exclude_none=True).items():
-        lines += [f"[{section}]", *(f"{key} = {toml.as_toml(value)}" for key, value in keys.items()), ""]
+        lines.append(f"[{section}]")
+        for key, value in keys.items():
+            text = json.dumps(value)        # TOML as it is, unless the value is a table
+            if isinstance(value, dict):
+                pairs = [f"{json.dumps(name)} = {json.dumps(inner)}" for name, inner in value.items()]
+                text = "{ " + ", ".join(pairs) + " }"
+            lines.append(f"{key} = {text}")
+        lines.append("")
     return "\n".join(lines)
 
 

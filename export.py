@@ -62,7 +62,7 @@ def main() -> None:
         write_extended(folder, args.out, fields)
         print(f"wrote {args.out}: {folder} with {args.extend} in its config.json")
         return
-    architecture = export(folder, args.out, run.model, run.config, run.tokenizer, run.state, fields)
+    architecture = export(folder, args.out, run.model, run.config, run.tokenizer, fields)
     print(f"wrote {args.out}: {architecture}; AutoModelForCausalLM.from_pretrained loads it")
 
 

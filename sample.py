@@ -12,7 +12,7 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from hf.pretrained import is_pretrained, pulled
-from hf.tokenizer import chat_ids, eos_ids
+from hf.tokenizer import eos_ids
 from model import GPT
 from runtime.checkpoint import load_run
 from runtime.command import argument_parser, run_command
@@ -74,19 +74,15 @@ def main() -> None:
                         help="0: always the most likely token (default %(default)s)")
     parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
-    parser.add_argument("--chat", action="store_true",
-                        help="the prompt is a message to a model with a chat template, which answers")
     args = parser.parse_args()
     if args.tokens < 1 or (args.top_k is not None and args.top_k < 1) or not 0 <= args.seed < 2**63:
         raise UserError(f"--tokens {args.tokens} --top-k {args.top_k} --seed {args.seed}: must be positive, "
                         "the seed at least 0")
     if args.temperature and not 1e-4 <= args.temperature <= 1e4:        # NaN fails too
         raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
-    args.run = pulled(args.run)
-    model, config, tokenizer = load_run(args.run)
-    folder = Path(args.run)
-    prompt = chat_ids(folder, tokenizer, args.prompt) if args.chat else \
-        [tokenizer.eot, *tokenizer.encode(args.prompt.encode()).tolist()]
+    folder = Path(pulled(args.run))
+    model, config, tokenizer = load_run(folder)
+    prompt = [tokenizer.eot, *tokenizer.encode(args.prompt.encode()).tolist()]
     ends = eos_ids(folder) if is_pretrained(folder) else set()
     limit = model.active().max_length
     if limit and len(prompt) + args.tokens > limit + 1:     # the last token is drawn, but not fed
@@ -95,7 +91,7 @@ def main() -> None:
     start = torch.tensor([prompt], device=next(model.parameters()).device)
     drawn = stream(model, start, args.tokens, args.temperature, args.top_k, args.seed)
     written = takewhile(lambda token: token not in ends, map(int, drawn))
-    for text in text_of(tokenizer, chain([] if args.chat else prompt, written)):
+    for text in text_of(tokenizer, chain(prompt, written)):
         print(text, end="", flush=True)
     print()
 

@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -40,7 +41,6 @@ from runtime.loss import IGNORED
 from runtime.optimizer import make_optimizer, set_learning_rate
 from runtime.parallel import Process
 from runtime.run import Ended, Run, describe, is_finished, make_run, open_corpus, read_summary, resume
-from runtime.toml import OVERRIDE
 
 VAL_TOKENS = 16_384         # most tokens in a validation batch
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)       # they save, then end
@@ -162,17 +162,19 @@ def train(config: Config, stop: list[int]) -> int:
         with FileLock(run_dir / ".lock", timeout=0) if process.rank == 0 else nullcontext():
             return train_in(run_dir, config, corpus, process, stop)
     except Timeout as error:
-        raise UserError(f"run {run_dir}: is being trained by another process; wait for it or stop it, or "
-                        "give another run.dir (torchrun starts several processes of one run)") from error
+        raise UserError(f"{run_dir}: another process trains it; stop it or give another run.dir") from error
 
 
 def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
     """Start or resume the run in its folder, which this process has locked; return the exit code."""
     t, is_several = config.train, process.world_size > 1
-    dtype = str(pick_dtype(t, process.device)).removeprefix("torch.")
+    dtype = str(pick_dtype(t.dtype, process.device)).removeprefix("torch.")
     torch.manual_seed(t.seed)
     model = make_model(config, n_bytes=16)
-    check_positions(model, config)
+    limit = model.encoding.max_length
+    if limit and t.position_range > limit:
+        raise UserError(f"train.position_range: {config.position.encoding} ends at position {limit} (got "
+                        f"{t.position_range}); use train.positions=plain or choose another encoding")
     parallel_model = parallel.parallelize(model, config, process) if is_several else model.to(process.device)
     optimizer = make_optimizer(model, config)
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
@@ -181,13 +183,12 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
         parallel.require_agreement(process, {
             "config": to_toml(config), "corpus": corpus.meta, "code": state["revisions"],
             "dtype": dtype, "checkpoint": [state[key] for key in ("step", "sha256", "init_sha256")]})
-    is_compiled = should_compile(model, t, process.device)
     if process.rank == 0:
         make_run(run_dir, config, corpus)
-    machine = f"{process.world_size} x {process.device.type} by {t.parallel}" if is_several \
-        else str(process.device)
-    machine += f", {dtype}, compile {'on' if is_compiled else 'off'}, seed {t.seed}"
-    say("\n".join(describe(config, corpus, model, machine)))
+    is_compiled = should_compile(model, t, process.device)
+    devices = f"{process.world_size} x {process.device.type} by {t.parallel}"
+    say(describe(config, corpus, model, f"{devices if is_several else process.device}, {dtype}, compile "
+                                        f"{'on' if is_compiled else 'off'}, seed {t.seed}"))
     if is_compiled:
         parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
 
@@ -205,7 +206,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     except Ended as end:
         code, message = end.args
         if process.rank == 0 and code == 3:
-            print(f"error: {message}", file=sys.stderr)
+            print(message, file=sys.stderr)
         elif process.rank == 0:
             say(message)
         return code
@@ -216,29 +217,16 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     return 0
 
 
-def check_positions(model: GPT, config: Config) -> None:
-    """Raise UserError if train.positions has some that the encoding does not have."""
-    limit, t, name = model.encoding.max_length, config.train, config.position.encoding
-    if limit and t.position_range > limit:
-        raise UserError(f"train.position_range {t.position_range}: {name} ends at position {limit}; use "
-                        "train.positions=plain or choose another encoding")
-
-
-def dry_run(config: Config) -> None:
+def dry_run(config: Config) -> int:
     """Check the corpus and the run's folder; print the config as TOML, and the model's size as comments."""
-    try:
-        config, corpus = open_corpus(config)
-    except UserError:
-        print(to_toml(config), end="", flush=True)      # this much is known without a corpus
-        raise
+    config, corpus = open_corpus(config)
     corpus.require_windows(config.train.seq_len)
     with torch.device("meta"):                          # shapes without memory
         model = GPT(config)
-    check_positions(model, config)
     is_finished(Path(config.run.dir), config, corpus)
-    machine = str(pick_device(config.train))
-    print(*(f"# {line}" for line in describe(config, corpus, model, machine)), sep="\n")
+    print(textwrap.indent(describe(config, corpus, model, str(pick_device(config.train))), "# "))
     print(to_toml(config), end="")
+    return 0
 
 
 def main() -> int:
@@ -247,23 +235,17 @@ def main() -> int:
                         help="print this page; or the keys of a section, encoding or scaling method; or all")
     parser.add_argument("config", metavar="CONFIG.toml", nargs="?", help="see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value",
-                        help="such as train.lr=1e-3; in any order")
+                        help="such as train.lr=1e-3")
     parser.add_argument("--dry-run", action="store_true",
                         help="check config and corpus, print them and the model's size, and exit")
     args = parser.parse_intermixed_args()
     if args.help is not None:
         print(help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}")
         return 0
-    words = [args.config, *args.overrides] if args.config else []
-    path = next((word for word in words if not OVERRIDE.match(word)), None)     # it may stand anywhere
-    if path is None:
+    if args.config is None:
         raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
-    words.remove(path)
-    config = load_config(path, words, pretrained_tables)
-    if args.dry_run:
-        dry_run(config)
-        return 0
-    return train(config, [])
+    config = load_config(args.config, args.overrides, pretrained_tables)
+    return dry_run(config) if args.dry_run else train(config, [])
 
 
 if __name__ == "__main__":

@@ -153,8 +153,8 @@ class Architecture:
                 for name, tensor in tensors.items()}
         head = None if "head.weight" in shapes else left.pop("lm_head.weight", None)
         if head is not None and not torch.equal(head, left[f"{next(iter(self.modules))}.weight"]):
-            raise UserError("tensor lm_head.weight differs from the embedding although config.json has "
-                            "tie_word_embeddings, so transformers does not tie them; set it to false")
+            raise UserError("tensor lm_head.weight differs from the embedding: transformers does not tie "
+                            "them; in config.json, set tie_word_embeddings to false")
         for name, parts in self.names(shapes):
             if name not in left:
                 raise UserError(f"tensor {name} is missing; download the whole folder again")
@@ -208,11 +208,6 @@ class Llama(Architecture):
     defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
                 "mlp_bias": False, "max_position_embeddings": 2048, "num_key_value_heads": None,
                 "head_dim": None, "sliding_window": None, "rope_theta": 10_000.0}
-
-    def obstacles(self, config: Config) -> list[str]:
-        # LlamaConfig, unlike the classes below, refuses this even with head_dim
-        is_odd = type(self) is Llama and config.model.n_embd % config.model.n_head
-        return super().obstacles(config) + [f"model.n_head = {config.model.n_head}"] * bool(is_odd)
 
     def positions_json(self, config: Config) -> Fields:
         position, D, L = config.position, config.model.head_width, config.train.seq_len
@@ -423,10 +418,6 @@ class GPT2(Architecture):
                  "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
     defaults = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_positions": 1024, "n_inner": None}
     length, prefix = "n_positions", "transformer."
-
-    def config_json(self, config: Config) -> Fields:
-        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop")     # GPT2Config's defaults are 0.1
-        return super().config_json(config) | dict.fromkeys(names, config.model.dropout)
 
 
 class MPT(Architecture):

@@ -27,14 +27,13 @@ KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "ch
 
 
 def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenizer,
-           state: dict[str, Any] | None = None, extension: Fields | None = None) -> str:
+           extension: Fields | None = None) -> str:
     """Write the folder `out`, complete or not at all; return the architecture's name. Raises UserError.
 
-    Model, config and tokenizer are those of `run`, whose name is on the model card; so are step and loss of
-    the exported checkpoint, if its state is given. If the run began from a Hugging Face folder, its
-    tokenizer, special tokens, chat template and generation_config are copied from there. The number of
-    positions is that of training or of that folder, whichever is larger. `extension`, from `rope_fields`,
-    overrides fields of config.json for a longer context.
+    Model, config and tokenizer are those of `run`, whose name is on the model card. If the run began from a
+    Hugging Face folder, its tokenizer, special tokens, chat template and generation_config are copied from
+    there. The number of positions is that of training or of that folder, whichever is larger. `extension`,
+    from `rope_fields`, overrides fields of config.json for a longer context.
     """
     architecture = choose(config)
     fields, source = architecture.config_json(config), origin_of(run, tokenizer)
@@ -65,7 +64,7 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
         for name in KEPT:
             if source and (source / name).is_file():
                 shutil.copyfile(source / name, new / name)
-        card = model_card(run, config, model, tokenizer, architecture.class_name, state, bool(extension))
+        card = model_card(run, config, model, tokenizer, architecture.class_name)
         (new / "README.md").write_text(card, encoding="utf-8")
         save_file(architecture.export_tensors(weights, config), new / "model.safetensors", {"format": "pt"})
         new.rename(out)         # over an empty folder, if it is there
@@ -114,19 +113,9 @@ def write_extended(folder: Path, out: Path, fields: Fields) -> None:
     (out / "config.json").write_text(json.dumps({**content, **fields}, indent=2) + "\n", encoding="utf-8")
 
 
-def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str,
-               state: dict[str, Any] | None, is_extended: bool) -> str:
+def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str) -> str:
     """README.md: what the model is, how to load it, and the config of its training."""
-    separator, t, results = separator_name(tokenizer), config.train, ""
-    if state is not None:
-        step, metrics = state["step"], state["metrics"]
-        results = f" Step {step:,} of {t.steps:,}: {step * t.batch_size * t.seq_len:,} tokens of training"
-        if metrics.get("val_loss") is not None and metrics.get("val_bpb") is not None:
-            results += (f", validation loss {metrics['val_loss']:.4f} nats per token, "
-                        f"{metrics['val_bpb']:.4f} bits per byte")
-        results += "."
-    if is_extended:
-        results += " Its rope_parameters extend the context without training."
+    separator = separator_name(tokenizer)
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -134,7 +123,7 @@ pipeline_tag: text-generation
 # {run.resolve().name}
 
 {architecture}, {model.n_parameters():,} parameters, position encoding {config.position.encoding}, trained at
-{t.seq_len} tokens.{results}
+{config.train.seq_len} tokens.
 
 Every training document opens with `{separator}` (id {tokenizer.eot}); begin a prompt with it.
 

@@ -7,7 +7,7 @@ read and no code of the folder is run. hf/architectures.py lists what is support
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from hf.tokenizer import read_tokenizer
 from model import GPT
 from runtime.errors import UserError
 from runtime.files import read_json
+from runtime.schema import Layer
 
 WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
 PULLED = ["*.json", "*.safetensors", "*.jinja"]         # no code, no pickles
@@ -62,10 +63,10 @@ def is_pretrained(folder: str | Path) -> bool:
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / "config.toml").exists()
 
 
-def pretrained_tables(folder: str | Path) -> Tables | None:
+def pretrained_tables(folder: str | Path) -> Tables:
     """[model], [position] and train.seq_len of a run or a Hugging Face folder: an argument of `load_config`.
 
-    position.drop_at is 0 after a run that drops its encoding. None for any other folder. Raises UserError.
+    position.drop_at is 0 after a run that drops its encoding. Raises UserError.
     """
     folder = Path(folder)
     if is_pretrained(folder):
@@ -73,26 +74,18 @@ def pretrained_tables(folder: str | Path) -> Tables | None:
         with problems_of(folder / "config.json"):
             return architecture.tables(hf_config)
     if not (folder / "config.toml").is_file():
-        return None
+        raise UserError(f"train.init_from: no run and no Hugging Face folder {folder} (no config.toml there)")
     config = load_config(folder / "config.toml")
     model, position = (part.model_dump(exclude_none=True) for part in (config.model, config.position))
     dropped = {"drop_at": 0.0} if config.position.drop_at < 1 else {}
     return {"train": {"seq_len": config.train.seq_len}, "model": model, "position": position | dropped}
 
 
-def resolve_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a command line; a Hugging Face folder in train.init_from provides what it leaves unset.
-
-    The config.toml of a run is complete: it is read without that folder, which may have changed since.
-    """
-    is_of_run = Path(path).name == "config.toml" and (Path(path).parent / "corpus.json").exists()
-    return load_config(path, overrides, None if is_of_run else pretrained_tables)
-
-
 def pretrained_config(folder: Path) -> Config:
     """The config of a folder, without a corpus. Raises UserError."""
-    tables = {**(pretrained_tables(folder) or {}), "run": {"dir": str(folder)}, "data": {"dir": ""}}
-    return config_from(tables, f"in {folder}/config.json")
+    tables = {**pretrained_tables(folder), "run": {"dir": str(folder)}, "data": {"dir": ""}}
+    place = f"in {folder}/config.json"
+    return config_from([Layer(place, tables)], place)
 
 
 def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:

@@ -107,26 +107,3 @@ def eos_ids(folder: Path) -> set[int]:
         if found is not None:
             return set(found if isinstance(found, list) else [found])
     return set()
-
-
-def chat_ids(folder: Path, tokenizer: Tokenizer, message: str) -> list[int]:
-    """A user's message in the folder's chat template, up to where the answer begins. Raises UserError."""
-    from jinja2 import TemplateError  # a dependency of torch
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    settings = read_json(folder / "tokenizer_config.json")
-    path, template = folder / "chat_template.jinja", settings.get("chat_template")
-    if path.is_file():
-        template = path.read_text(encoding="utf-8")
-    if not isinstance(template, str) or not isinstance(tokenizer, PretrainedTokenizer):
-        raise UserError(f"--chat: {folder} has no chat template; leave --chat out")
-    names = {f"{kind}_token": token.get("content") if isinstance(token, dict) else token or ""
-             for kind in ("bos", "eos", "pad", "unk") for token in [settings.get(f"{kind}_token")]}
-    try:
-        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        text = sandbox.from_string(template).render(
-            messages=[{"role": "user", "content": message}], add_generation_prompt=True, **names)
-    except TemplateError as error:
-        raise UserError(f"--chat: {folder}: its chat template fails ({error}); leave --chat out") from error
-    library = type(tokenizer.library).from_str(json.dumps(tokenizer.content))   # names of tokens are tokens
-    return library.encode(text, add_special_tokens=False).ids

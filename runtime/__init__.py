@@ -2,7 +2,7 @@
 
 errors, files     UserError; JSON files, text that is written atomically
 command, help     exit codes, signals, the argument parser; the pages of train.py --help
-toml, schema      TOML files that extend one another; pydantic schemas and their errors in words
+schema            TOML files that extend one another; pydantic schemas and their errors in words
 run, log          a run's folder and what happens between its steps; its lines
 checkpoint        saved atomically, verified when read
 device            what the machine allows: device, dtype, memory, compiling

@@ -47,7 +47,8 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     moments = {f"{names[p]}/{key}": torch.as_tensor(value)
                for p, values in optimizer.state.items() for key, value in values.items()}
-    tensors = [_gathered(x, is_writer) for x in (weights, moments)]
+    files = [{name: parallel.unshard(x.detach()).cpu().contiguous() for name, x in content.items()}
+             for content in (weights, moments)]
     if not is_writer:
         return
     folder = run_dir / "checkpoints"
@@ -55,7 +56,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        for name, content in zip(FILES, tensors, strict=True):
+        for name, content in zip(FILES, files, strict=True):
             save_file(content, temporary / name)
         state = {**state, "step": step, "sha256": {name: _sha256(temporary / name) for name in FILES}}
         (temporary / "state.json").write_text(
@@ -70,18 +71,12 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if keep:
-        prune(run_dir, step, keep)
-
-
-def prune(run_dir: Path, step: int, keep: int) -> None:
-    """Delete incomplete checkpoints that a kill left, and all but the newest `keep` up to this step.
-
-    Later ones must be damaged, else the run would have resumed from them: they do not count.
-    """
-    for stale in (run_dir / "checkpoints").glob(".tmp-*"):
-        shutil.rmtree(stale)
-    for old in [path for path in _checkpoints(run_dir) if int(path.name) <= step][:-keep]:
-        shutil.rmtree(old.rename(old.with_name(f".tmp-{old.name}")))    # so a half-deleted one is never read
+        # later ones must be damaged, else the run would have resumed from them: they do not count
+        old = [path for path in checkpoints(run_dir) if int(path.name) <= step][:-keep]
+        for path in old:
+            path.rename(path.with_name(f".tmp-{path.name}"))            # so a half-deleted one is never read
+        for path in folder.glob(".tmp-*"):                              # also what a kill left
+            shutil.rmtree(path)
 
 
 def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
@@ -91,7 +86,7 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -
     if an intact one belongs to another model.
     """
     damaged = []
-    for folder in reversed(_checkpoints(run_dir)):
+    for folder in reversed(checkpoints(run_dir)):
         try:
             state = _verified_state(folder)
             weights, moments = (load_file(folder / name) for name in FILES)
@@ -169,8 +164,7 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
         raise UserError(f"position.scaling: {run_dir} was trained at L = {L}, not at train.seq_len = "
                         f"{config.train.seq_len}; add original_length = {L} to it")
     if source.is_dropped and not model.is_dropped:
-        raise UserError(f"position.drop_at: {run_dir} has dropped its encoding and learned to do without; "
-                        "set position.drop_at=0")
+        raise UserError(f"position.drop_at: {run_dir} has dropped its encoding; set position.drop_at=0")
     _load_strictly(model, source.state_dict(), Path(run_dir))
     return weights_sha256(source)
 
@@ -184,14 +178,9 @@ def weights_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def newest(run_dir: Path) -> Path | None:
-    """The newest checkpoint of a run, intact or damaged, or None."""
-    return next(reversed(_checkpoints(run_dir)), None)
-
-
 def is_newest(run_dir: Path, sha256: str) -> bool:
     """Whether the weights with this checksum are the newest intact ones; also if the run has none."""
-    for folder in reversed(_checkpoints(run_dir)):
+    for folder in reversed(checkpoints(run_dir)):
         try:
             return _verified_state(folder)["sha256"][FILES[0]] == sha256
         except DAMAGE:
@@ -199,7 +188,7 @@ def is_newest(run_dir: Path, sha256: str) -> bool:
     return True
 
 
-def _checkpoints(run_dir: Path) -> list[Path]:
+def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, from old to new."""
     found = [path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.name.isdigit()]
     return sorted(found, key=lambda path: int(path.name))
@@ -224,16 +213,6 @@ def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None
     except RuntimeError as error:   # missing, unexpected or misshapen weights, listed over several lines
         raise UserError(f"checkpoint {folder}: does not fit the model of this config: "
                         + " ".join(str(error).split())) from error
-
-
-def _gathered(tensors: dict[str, Tensor], is_kept: bool) -> dict[str, Tensor]:
-    """Whole tensors on the CPU, gathered one at a time; without `is_kept` a process only takes part."""
-    gathered = {}
-    for name, tensor in tensors.items():
-        complete = parallel.unshard(tensor.detach())
-        if is_kept:
-            gathered[name] = complete.cpu().contiguous()
-    return gathered
 
 
 def _check(state: dict[str, Any]) -> str:

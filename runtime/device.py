@@ -28,19 +28,16 @@ def pick_device(train: TrainConfig) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def pick_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products; "auto" is the faster one on this machine."""
-    return fast_dtype(device) if train.dtype == "auto" else getattr(torch, train.dtype)
-
-
 @functools.cache
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where its matrix products are faster than those of float32, else float32.
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of matrix products; "auto" is bfloat16 where they are faster than in float32.
 
     That is on GPUs which have it, on CPUs with AMX, and on AMD's with the AVX-512 instruction for it. Intel
     executes that instruction at no more than the rate of float32's: without AMX, or where a virtual machine
     hides it, we measured half the speed. Without any support bfloat16 is 2 to 4 times slower.
     """
+    if name != "auto":
+        return getattr(torch, name)
     if device.type == "cuda":
         is_fast = torch.cuda.is_bf16_supported()
     else:
@@ -52,7 +49,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 def dtype_name(train: TrainConfig, device: torch.device) -> str:
     """That dtype as a config names it, such as "float32"."""
-    return str(pick_dtype(train, device)).removeprefix("torch.")
+    return str(pick_dtype(train.dtype, device)).removeprefix("torch.")
 
 
 def make_model(config: Config, n_bytes: int = 4) -> GPT:
@@ -73,7 +70,7 @@ def make_model(config: Config, n_bytes: int = 4) -> GPT:
 
 def autocast(train: TrainConfig, device: torch.device) -> torch.autocast:
     """The context in which matrix products run in that dtype; weights and the residual stream stay fp32."""
-    dtype = pick_dtype(train, device)
+    dtype = pick_dtype(train.dtype, device)
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 

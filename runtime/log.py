@@ -69,16 +69,16 @@ class Log:
 
 
 def start_wandb(run_dir: Path, config: Config) -> Any:
-    """A W&B run, offline without a key or network; None if even that fails: training continues without it."""
+    """A W&B run, offline without a key; None if it cannot start: training continues without it."""
     has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
-    for mode in (os.environ.get("WANDB_MODE", "online" if has_key else "offline"), "offline"):
-        try:
-            import wandb
-            return wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),
-                              config=config.model_dump(), mode=mode)     # type: ignore[arg-type]
-        except Exception as error:  # see Log.to_wandb
-            say(f"warning: W&B is off ({mode}): {type(error).__name__}: {error}")
-    return None
+    mode = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
+    try:
+        import wandb
+        return wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),
+                          config=config.model_dump(), mode=mode)         # type: ignore[arg-type]
+    except Exception as error:  # see Log.to_wandb
+        say(f"warning: W&B is off ({mode}): {type(error).__name__}: {error}")
+        return None
 
 
 def say(text: str, end: str = "\n") -> None:

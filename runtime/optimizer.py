@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from config import Config
 from model import GPT
 from runtime import parallel
-from runtime.device import fast_dtype
+from runtime.device import pick_dtype
 
 STACK = 2**24           # most elements that are orthogonalised at a time, unless one matrix has more
 # coefficients of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
@@ -81,7 +81,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(fast_dtype(x.device))
+    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(pick_dtype("auto", x.device))
     for _ in range(N_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -42,9 +41,6 @@ def start(t: TrainConfig) -> Process:
     if t.batch_size % (world_size * t.accumulate):
         raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {world_size} processes "
                         f"times train.accumulate = {t.accumulate}; change one of the three")
-    if device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
-        raise UserError(f"torchrun --nproc_per_node: more processes than the {torch.cuda.device_count()} "
-                        "GPUs of this machine; start one for each GPU")
     # with GPUs, gloo too: the CPUs exchange signals, so that none waits for its GPU
     return _join(device, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
@@ -65,7 +61,7 @@ def _join(device: torch.device, backend: str, timeout: timedelta | None = None) 
         return Process(device)
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if device.type == "cuda":
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timeout)
     if rank:
@@ -116,25 +112,14 @@ def all_reduce(process: Process, values: Tensor) -> Tensor:
     return values
 
 
-def any_signal(process: Process, stop: Sequence[int]) -> int:
-    """The number of a signal that any process received (the first in its `stop`), else 0.
+def any_signal(process: Process, number: int) -> int:
+    """The largest number of the processes: that of a signal which any of them received, else 0.
 
     Processes exchange it between CPUs, so that none waits for the work that its GPU has queued.
     """
-    number = torch.tensor(stop[0] if stop else 0)
-    if process.world_size > 1:
-        with errors_of_others():
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-    return int(number)
-
-
-@contextmanager
-def errors_of_others() -> Iterator[None]:
-    """Raise UserError if another process has ended."""
-    try:
-        yield
-    except RuntimeError as error:       # what gloo raises for a closed connection
-        raise UserError("another process of torchrun has ended; see its error, then restart all") from error
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def round_robin(process: Process, work: Sequence[Any], do: Callable[[Any], Any]) -> Iterator[Any]:
@@ -149,8 +134,10 @@ def all_gather_objects(process: Process, own: Any) -> list[Any]:
     """The objects of all processes, in the order of their ranks. Raises UserError if one has ended."""
     gathered: list[Any] = [own] * process.world_size
     if process.world_size > 1:
-        with errors_of_others():
+        try:
             dist.all_gather_object(gathered, own)
+        except RuntimeError as error:               # what gloo raises for a closed connection
+            raise UserError("another process of torchrun has ended; see its error, then restart") from error
     return gathered
 
 
@@ -165,7 +152,7 @@ def require_agreement(process: Process, own: dict[str, Any]) -> None:
 
 def barrier(process: Process) -> None:
     """Wait until every process is here."""
-    any_signal(process, ())
+    all_gather_objects(process, None)
 
 
 def unshard(tensor: Any) -> Tensor:

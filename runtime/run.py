@@ -9,13 +9,11 @@ import platform
 import resource
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +65,7 @@ class Run:
                                     for every in (r.log_every, r.eval_every, r.save_every))
         number = self.stop[0] if self.stop else 0
         if self.process.world_size > 1:
-            number = parallel.any_signal(self.process, [number])
+            number = parallel.any_signal(self.process, number)
         if self.process.device.type in RUNS_AHEAD and not (is_log or is_eval or is_save or number):
             return
         self.read_metrics()
@@ -92,27 +90,19 @@ class Run:
             self.state["n_bad"] = self.state["n_bad"] + 1 if is_bad else 0
             self.state["metrics"] = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
             if self.state["n_bad"] >= self.config.train.max_bad_steps:
-                newest = checkpoint.newest(Path(self.config.run.dir)) or "none yet"
-                raise Ended(3, f"training diverged at step {self.state['step']}: loss {shown(loss)}, "
-                               f"gradient norm {shown(grad_norm)}, lr {lr:.3g}, windows "
-                               f"{', '.join(self.windows()[:8])}; {self.state['n_bad']} steps in a row "
-                               f"(train.max_bad_steps), none was applied; last good checkpoint: {newest}; "
+                newest = checkpoint.checkpoints(Path(self.config.run.dir))[-1:]
+                raise Ended(3, f"error: training diverged at step {self.state['step']}: loss {shown(loss)}, "
+                               f"gradient norm {shown(grad_norm)}, lr {lr:.3g}; train.max_bad_steps in a row "
+                               f"were not applied; last good checkpoint: {newest[0] if newest else 'none'}; "
                                "lower train.lr in another run.dir")
             if is_bad and left:
                 self.write_line()
 
     def write_line(self) -> None:
-        """Log the newest step; if it was skipped, with its windows: perhaps their text is damaged."""
-        n_bad, metrics = self.state["n_bad"], self.state["metrics"]
+        """Log the newest step, and whether it was skipped."""
         if self.log:
-            more = {"n_bad": n_bad, "windows": self.windows()} if n_bad else {}
-            self.log.write(self.state["step"], metrics | more)
-
-    def windows(self) -> list[str]:
-        """CORPUS:FIRST_TOKEN of each window of the newest step."""
-        t = self.config.train
-        places = self.corpus.places(t.seq_len, t.batch_size, t.seed, self.state["step"] - 1)
-        return [f"{corpus.folder}:{start}" for corpus, start in places]
+            n_bad = {"n_bad": self.state["n_bad"]} if self.state["n_bad"] else {}
+            self.log.write(self.state["step"], self.state["metrics"] | n_bad)
 
     def save(self) -> None:
         """Write a checkpoint; delete older ones, unless the last step was bad."""
@@ -126,7 +116,7 @@ class Run:
         """Write summary.json, which marks the run as finished."""
         if not self.log:
             return
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024         # in KiB on Linux
         n_tokens, wall_s = self.config.train.steps * self.log.tokens_per_step, self.log.wall_s()
         revisions, run_dir = self.state["revisions"], Path(self.config.run.dir)
         summary = {
@@ -135,11 +125,9 @@ class Run:
             "tokens_per_s": round(n_tokens / wall_s),
             "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss,
             "parameters": self.model.n_parameters(), "dtype": self.state["dtype"],
-            "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                         "numpy": np.__version__},
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
             # of the last start, and of all: a run may be resumed by other code
-            "git_revision": revisions[-1], "git_revisions": revisions,
-            "git_dirty": any("-dirty" in revision for revision in revisions)}
+            "git_revision": revisions[-1], "git_revisions": revisions}
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         self.log.to_wandb(lambda wandb: wandb.summary.update(summary))
         self.log.to_wandb(lambda wandb: wandb.finish())
@@ -150,17 +138,13 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
     """The corpus that [data] describes, and the config with its vocabulary size. Raises UserError."""
     d = config.data
     corpus = Corpus(d.dir, d.cross_documents, d.mixture, bos=d.bos, mixture_only=d.mixture_only)
-    return with_vocabulary(config, corpus), corpus
-
-
-def with_vocabulary(config: Config, corpus: Corpus) -> Config:
-    """The config with the vocabulary size of the corpus, unless it sets one that is at least as large."""
     needed = corpus.meta["vocab_size"]
     size = config.model.vocab_size or needed
     if size < needed:
-        raise UserError(f"model.vocab_size: the corpus {config.data.dir} has {needed} tokens, got {size}; "
-                        "remove the key or raise it")
-    return config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": size})})
+        raise UserError(f"model.vocab_size: the corpus {d.dir} has {needed} tokens (got {size}); "
+                        "remove the key")
+    model = config.model.model_copy(update={"vocab_size": size})
+    return config.model_copy(update={"model": model}), corpus
 
 
 def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
@@ -209,32 +193,27 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
     else:
         say(f"resuming {run_dir} at step {state['step']}")
         model.is_dropped = is_dropped(config, state["step"])
-    if state["dtype"] not in (None, dtype):
-        say(f"warning: {run_dir} resumes with another dtype: {state['dtype']} -> {dtype}")
-    if state["revisions"] and state["revisions"][-1] != revision:
-        say(f"warning: {run_dir} resumes with other code: {state['revisions'][-1]} -> {revision}")
     revisions = state["revisions"] + [revision] * (state["revisions"][-1:] != [revision])
+    if state["dtype"] not in (None, dtype) or len(revisions) > len(state["revisions"]) > 0:
+        say(f"warning: resumed with another dtype or other code: {state['dtype']} -> {dtype}, {revisions}")
     return state | {"dtype": dtype, "revisions": revisions}
 
 
-def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> Iterator[str]:
+def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> str:
     """Lines for the screen about what is going to be trained."""
     m, p, t = config.model, config.position, config.train
-    yield (f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
-           f"parameters, {model.flops_per_token(t.seq_len):,} FLOPs per token")
-    changed = {key: value for key, value in p.model_dump(exclude={"encoding"}).items()
-               if value != type(p).model_fields[key].default}
-    changed |= {key: value for key, value in (("window", m.window), ("chunk", m.chunk)) if value}
-    if t.positions != "plain":
-        changed[t.positions] = f"positions below {t.position_range}"
-    yield "position  " + ", ".join([p.encoding, *(f"{key} {value}" for key, value in changed.items()),
-                                    f"trained at L = {t.seq_len}"])
-    if warning := model.encoding.warning():
-        yield f"warning: {warning}"
     n_tokens, n_corpus = t.steps * t.batch_size * t.seq_len, len(corpus.tokens["train"])
-    yield (f"data      {corpus.folder}, {n_corpus:,} tokens; {n_tokens:,} to train on "
-           f"({n_tokens / n_corpus:.2f} epochs)")
-    yield f"machine   {machine}"
+    options = p.model_dump(exclude_defaults=True, exclude={"encoding"})
+    warning = model.encoding.warning()
+    return "\n".join([
+        f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
+        "parameters",
+        f"position  {p.encoding}, {''.join(f'{key} {value}, ' for key, value in options.items())}trained at "
+        f"L = {t.seq_len}",
+        *([f"warning: {warning}"] if warning else []),
+        f"data      {corpus.folder}, {n_corpus:,} tokens; {n_tokens:,} to train on "
+        f"({n_tokens / n_corpus:.2f} epochs)",
+        f"machine   {machine}"])
 
 
 def read_summary(run_dir: Path) -> str:

@@ -1,17 +1,26 @@
-"""Pydantic schemas in words: what a field accepts (for --help), and what is wrong with a value."""
+"""Tables of TOML from files that extend one another, and pydantic schemas in words.
+
+A problem is a line added to `problems`, so that all are reported at once.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, get_args
+import os
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from runtime.errors import did_you_mean
 
-Schema = type[BaseModel]
 SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+Schema = type[BaseModel]
+Tables = dict[str, dict[str, Any]]      # section -> key -> value
+Origin = dict[str, str]                 # section or section.key -> where it was set, as in a message
 
 
 class Section(BaseModel):
@@ -21,8 +30,79 @@ class Section(BaseModel):
                               use_attribute_docstrings=True)
 
 
-def explain(error: ValidationError, name: str, schema: Schema, origin: Mapping[str, str],
-            place: str) -> Iterator[str]:
+class Layer(NamedTuple):
+    """Tables from one place; the keys of a later layer replace those of an earlier one."""
+
+    where: str          # for messages: "in FILE", "on the command line"
+    tables: Tables
+
+
+def read_layers(path: Path, problems: list[str]) -> list[Layer]:
+    """A file and the files that it extends, the outermost parent first."""
+    layers: list[Layer] = []
+    parent: Any = path.name
+    while parent is not None:
+        path = path.parent / str(parent)
+        try:
+            if len(layers) > 99:
+                raise ValueError("it extends itself in a circle; remove one `extends`")
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            hint = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
+            problems.append(f"config {path}: {(error.strerror or str(error)).lower()}"
+                            f"{hint or '; give the path of a .toml file'}")
+            break
+        except ValueError as error:
+            problems.append(f"config {path}: not valid TOML: {error}")
+            break
+        parent = content.pop("extends", None)
+        problems += [f"{name} in {path}: must be a table; write [SECTION], and each key below its section"
+                     for name, keys in content.items() if not isinstance(keys, dict)]
+        tables = {name: keys for name, keys in content.items() if isinstance(keys, dict)}
+        layers.insert(0, Layer(f"in {path}", tables))
+    return layers
+
+
+def read_overrides(overrides: Sequence[str], problems: list[str]) -> Layer:
+    """The tables of `section.key=value` arguments; a bare word is a string, without quotes."""
+    tables: Tables = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        section, _, key = name.strip().partition(".")
+        if not (equals and key) or "." in key:
+            problems.append(f"override {text!r}: must read section.key=value, such as train.lr=1e-3 or "
+                            'position.scaling={method="yarn",factor=4.0}')
+            continue
+        keys = tables.setdefault(section, {})
+        try:
+            keys[key] = tomllib.loads(f"value = {value}")["value"]
+        except ValueError:
+            keys[key] = os.path.expanduser(value.strip())           # a shell leaves run.dir=~/x as it is
+    return Layer("on the command line", tables)
+
+
+def merge(layers: Sequence[Layer],
+          kinds: Mapping[str, tuple[str, Collection[str]]]) -> tuple[Tables, Origin]:
+    """The tables of all layers in one, and for each section and section.key where it was set.
+
+    `kinds` has, for some sections, the key that names a kind and the keys that all kinds share: a layer that
+    changes the kind drops the other keys of earlier layers.
+    """
+    tables: Tables = {}
+    origin: Origin = {}
+    for where, own in layers:
+        for section, keys in own.items():
+            old = tables.setdefault(section, {})
+            kind, shared = kinds.get(section, ("", ()))
+            if keys.get(kind, old.get(kind)) != old.get(kind):
+                for key in set(old) - set(shared):
+                    del old[key]
+            old.update(keys)
+            origin |= {section: where, **{f"{section}.{key}": where for key in keys}}
+    return tables, origin
+
+
+def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, place: str) -> Iterator[str]:
     """One line for each key that is wrong: its full name, where it was set, what is wrong, the fix.
 
     `name` is that of the table; `origin` says where its keys were set, and `place` where a missing key
@@ -34,22 +114,23 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Mapping[s
         keys = [part for part in one["loc"] if isinstance(part, str) and "[" not in part]
         by_key.setdefault((name, *keys), []).append(one)
     for path, found in by_key.items():
-        kind, message, known = found[0]["type"], "", schema.model_fields
+        kind, known = found[0]["type"], schema.model_fields
         if len(path) > 3 or kind.startswith("union_tag"):       # a table with a choice of `method`
             methods = tables_of(known[path[1]])
             known = methods[path[2]].model_fields if len(path) > 3 else methods     # type: ignore[assignment]
-        hint = did_you_mean(path[-1], known) or f"; its keys are {', '.join(known)}"
+        where = origin.get(".".join(path[:2]), place)
         messages = dict.fromkeys(one["msg"].replace("Input should be", "must be") for one in found)
-        message = f"{' or '.join(messages)}, got {found[0]['input']!r}"
+        message = f"{' or '.join(messages)} (got {found[0]['input']!r})"
         if kind == "missing":
             message = f"missing; add {path[-1]} = ..."
         elif kind == "extra_forbidden":
+            hint = did_you_mean(path[-1], known) or f"; its keys are {', '.join(known)}"
             message = f"unknown key{hint}"
         elif kind == "union_tag_invalid":
-            method, choices = found[0]["ctx"]["tag"], f"; choose from {', '.join(known)}"
-            message = f"unknown method {method!r}{did_you_mean(method, known) or choices}"
+            method = found[0]["ctx"]["tag"]
+            hint = did_you_mean(method, known) or f"; choose from {', '.join(known)}"
+            message = f"unknown method {method!r}{hint}"
         if place or kind != "missing":
-            where = origin.get(".".join(path[:2]), "(default)" if origin and kind != "missing" else place)
             full_name = ".".join((*path[:2], *(path[3:] or path[2:])))     # without the method
             yield f"{full_name} {where}: {message}"
 

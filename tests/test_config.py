@@ -1,12 +1,8 @@
 """Configs: inheritance, overrides, and one clear line for each mistake, all at once."""
 
 import re
-import shutil
 import tomllib
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import get_origin
 
 import pytest
 import torch
@@ -16,10 +12,10 @@ from config import SECTIONS, differences, load_config, to_toml
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
-from runtime import toml
 from runtime.command import run_command
 from runtime.errors import UserError
 from runtime.help import help_text
+from runtime.schema import Tables
 
 MINIMAL = '[data]\ndir = "x"\n[position]\nencoding = "rope"\n'
 
@@ -54,7 +50,6 @@ def test_configs_of_the_size_of_gpt2_have_its_parameters(name: str) -> None:
     assert round(model.n_parameters() / 1e6) == 124
     assert config.model.vocab_size % 64 == 0 and 50_257 <= config.model.vocab_size < 50_257 + 64
     assert config.train.batch_size * config.train.seq_len == 491_520    # nanoGPT's half a million tokens
-    assert round(model.flops_per_token(1024) / 1e6) == 798            # used in docs/scaling.md
 
 
 def test_extends_inherits_and_overrides_come_last(tmp_path: Path) -> None:
@@ -62,27 +57,20 @@ def test_extends_inherits_and_overrides_come_last(tmp_path: Path) -> None:
     child = write(tmp_path / "child.toml", 'extends = "base.toml"\n[train]\nlr = 0.25\n')
     config = load_config(child)
     assert (config.train.lr, config.train.steps, config.position.base) == (0.25, 7, 500.0)
-    assert load_config(child, ["train.lr=0.125"]).train.lr == 0.125
+    config = load_config(child, ["train.lr=1", "position.layers=[0, 2]", "train.dtype=float32"])
+    assert (config.train.lr, config.position.layers, config.train.dtype) == (1, [0, 2], "float32")
     assert load_config(child, ["position.encoding=none"]).position.encoding == "none"  # without rope's base
 
 
 @every_encoding
 def test_a_change_of_encoding_brings_its_own_default_of_lr_scale(name: str, tmp_path: Path) -> None:
     """Also where the config of another encoding names it, as the config.toml of a run does."""
-    kind = ENCODINGS[name]
+    kind, shipped = ENCODINGS[name], load_config(ROOT / "configs" / f"{name.replace('_', '-')}.toml")
+    assert shipped.position.encoding == name
     run = write(tmp_path / "run.toml", to_toml(load_config(write(tmp_path / "a.toml", MINIMAL))))
     assert "lr_scale = 1.0" in run.read_text()
     assert load_config(run, [f"position.encoding={name}"]).position.lr_scale == kind.lr_scale
-    assert load_config(run, [f"position.encoding={name}", "position.lr_scale=7"]).position.lr_scale == 7
     assert load_config(run, ["position.lr_scale=7"]).position.lr_scale == 7
-
-
-def test_bare_words_and_lists_need_no_quotes(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.toml", MINIMAL)
-    config = load_config(path, ["position.layers=[0, 2]", "train.dtype=float32", "run.wandb=true",
-                                "train.lr=1"])
-    assert (config.position.layers, config.train.dtype) == ([0, 2], "float32")
-    assert (config.run.wandb, config.train.lr) == (True, 1)
 
 
 def test_all_problems_come_at_once_each_with_its_fix(tmp_path: Path) -> None:
@@ -92,16 +80,16 @@ def test_all_problems_come_at_once_each_with_its_fix(tmp_path: Path) -> None:
     found = problems(path, ["train.lr.x=1", "train.bach_size=3", "nonsense",
                             'position.scaling={method="yarm"}', "train.positions=rfs"])
     expected = [f"[modle] in {path}: unknown section; did you mean model?", "'rop'; did you mean rope?",
-                "train.learning_rate", "unknown key", "train.steps", "must be a valid integer, got 2.5",
-                f"train.lr in {path}: must be greater than 0, got -1.0", "model.n_head in",
-                "train.lr is set as a whole", "train.bach_size on the command line: unknown key; did you",
+                "train.learning_rate", "unknown key", "train.steps", "must be a valid integer (got 2.5)",
+                f"train.lr in {path}: must be greater than 0 (got -1.0)", "model.n_head in",
+                "'train.lr.x=1': must read section.key=value", "train.bach_size on the command line: ",
                 "'nonsense': must read section.key=value", "train.positions on the command line: must be "]
     text = "\n".join(found)
     assert [e for e in expected if e not in text] == [] and len(found) == 10
     wrong = ['position.scaling={method="yarm"}', "position.layers=[true]"]
     assert problems(write(path, MINIMAL), wrong) == (
-        "position.layers on the command line: must be 'all' or 'first' or must be a valid integer, "
-        "got [True]",
+        "position.layers on the command line: must be 'all' or 'first' or must be a valid integer "
+        "(got [True])",
         "position.scaling on the command line: unknown method 'yarm'; did you mean yarn?")
 
 
@@ -114,12 +102,6 @@ def test_what_is_missing_is_named_unless_a_part_could_not_be_read(tmp_path: Path
     assert "circle" in problems(write(tmp_path / "d.toml", 'extends = "c.toml"'))[0]
 
 
-def test_every_encoding_has_a_config_of_its_name() -> None:
-    for name in ENCODINGS:
-        config = load_config(ROOT / "configs" / f"{name.replace('_', '-')}.toml")
-        assert config.position.encoding == name
-
-
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path / "quick.toml", MINIMAL)
     assert problems(tmp_path / "quik.toml") == (
@@ -128,10 +110,9 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     assert "directory" in problems(tmp_path)[0]
 
 
-def hugging_face(folder: str) -> toml.Tables | None:
-    """Stands for hf.pretrained.pretrained_tables: the tables in a file of the folder, if there is one."""
-    path = Path(folder) / "tables.toml"
-    return tomllib.loads(path.read_text()) if path.exists() else None
+def hugging_face(folder: str) -> Tables:
+    """Stands for hf.pretrained.pretrained_tables: the tables in a file of the folder."""
+    return tomllib.loads((Path(folder) / "tables.toml").read_text())
 
 
 @pytest.fixture
@@ -150,33 +131,19 @@ def test_a_config_overrides_the_hugging_face_folder_that_it_starts_from(tuned: P
     assert (config.position.encoding, config.position.base) == ("rope", 500.0)
     assert load_config(tuned, ["position.base=7.0"], hugging_face).position.base == 7.0
     assert load_config(tuned, ["position.encoding=none"], hugging_face).position.encoding == "none"
-    (tuned.parent / "base" / "tables.toml").unlink()
-    assert "position.encoding" in problems(tuned, (), hugging_face)[0]
 
 
 def test_an_error_in_the_tables_of_a_hugging_face_folder_names_the_folder(tuned: Path) -> None:
     write(tuned.parent / "base" / "tables.toml", '[model]\nn_head = 0\n[position]\nencoding = "rope"\n')
-    where = f"in {tuned.parent / 'base'}"
     assert problems(tuned, (), hugging_face) == (
-        f"model.n_head {where}: must be greater than or equal to 1, got 0",)
+        f"model.n_head in {tuned.parent / 'base'}: must be greater than or equal to 1 (got 0)",)
 
     def refuse(folder: str) -> None:
         raise UserError("the folder is damaged")
 
     assert problems(tuned, ["train.steps=0"], refuse) == (
         "the folder is damaged",
-        "train.steps on the command line: must be greater than or equal to 1, got 0")
-    assert problems(tuned, ["train.init_from=hf/gone"], lambda folder: None) == (
-        "train.init_from on the command line: no folder 'hf/gone'; give a run or a Hugging Face folder",)
-
-
-def test_the_config_of_a_run_does_not_depend_on_the_folder_it_started_from(tuned: Path) -> None:
-    config = load_config(tuned, (), hugging_face)
-    run = write(tuned.parent / "config.toml", to_toml(config))
-    write(tuned.parent / "base" / "tables.toml", '[model]\nqk_norm = true\n[position]\nencoding = "alibi"\n')
-    assert load_config(run) == config
-    shutil.rmtree(tuned.parent / "base")
-    assert load_config(run) == config
+        "train.steps on the command line: must be greater than or equal to 1 (got 0)")
 
 
 def test_out_of_memory_is_one_line(capsys) -> None:
@@ -198,46 +165,15 @@ def test_out_of_memory_is_one_line(capsys) -> None:
     (["position.layers=[7]"], "position.layers"),
     (["position.encoding=none", "position.layers=first"], "position.layers"),
     (["position.encoding=none", "position.skip_every=2"], "position.skip_every"),
-    (["model.full_every=2"], "model.full_every"),
     (["position.fraction=0.1"], "position.fraction"),
     (["data.mixture={x=0.3}"], "data.mixture"),
+    (["data.mixture={a=0.5,b=0.5}"], "data.mixture"),
     (["data.mixture={a=0.0005}"], "data.mixture.a"),        # 0.001 is the smallest that windows can have
     (["data.mixture_only=4"], "data.mixture_only"),
 ])
 def test_rules_between_keys(overrides: list[str], key: str, tmp_path: Path) -> None:
     found = problems(write(tmp_path / "a.toml", MINIMAL), overrides)
     assert len(found) == 1 and found[0].startswith(key)
-
-
-def every_schema() -> Iterator[tuple[str, type, Callable[[str, str], list[str]]]]:
-    """Each section, its schema, and a function that returns the overrides that set a key of it."""
-    for name, schema in SECTIONS.items():
-        if name != "position":
-            yield name, schema, lambda key, value, name=name: [f"{name}.{key}={value}"]
-    for name, encoding in ENCODINGS.items():
-        yield "position", encoding.Options, lambda key, value, name=name: [
-            f"position.encoding={name}", f"position.{key}={value}"]
-    for name, scaling in SCALINGS.items():
-        yield "position.scaling", scaling, partial(give_scaling, name)
-
-
-def give_scaling(name: str, key: str, value: str) -> list[str]:
-    required = {k: "[4.0]" if get_origin(f.annotation) is list else "4.0"
-                for k, f in SCALINGS[name].model_fields.items() if f.is_required()}
-    given = {**required, "method": f'"{name}"', key: value}
-    return ["position.scaling={" + ", ".join(f"{k} = {v}" for k, v in given.items()) + "}"]
-
-
-def test_every_field_has_its_typo_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.toml", MINIMAL)
-    for where, schema, give in every_schema():
-        for key in schema.model_fields:
-            typo = key + ("s" if key.endswith("e") else "e")
-            assert typo not in schema.model_fields
-            found = problems(path, give(typo, "1"))
-            assert len(found) == 1, found
-            assert found[0].startswith(f"{where}.{typo} on the command line: unknown key"), found
-            assert f"did you mean {key}?" in found[0], found
 
 
 def test_help_names_every_topic_and_its_keys() -> None:
@@ -253,15 +189,9 @@ def test_help_names_every_topic_and_its_keys() -> None:
         text = help_text(topic)
         assert re.findall(r"^  (\w+) ", text, re.MULTILINE) == list(fields), topic
         assert all(" ".join((field.description or "").split()) in text for field in fields.values()), topic
-        assert text.splitlines()[0].endswith(".") and text in every
+        assert text.splitlines()[0].endswith(".") and len(text.splitlines()[0]) > 40 and text in every
     with pytest.raises(UserError, match="^--help 'trian': unknown topic; did you mean train[?]$"):
         help_text("trian")
-
-
-@every_encoding
-def test_help_states_where_an_encoding_comes_from(name: str) -> None:
-    summary = ENCODINGS[name].__doc__.splitlines()[0]
-    assert summary.endswith(".") and len(summary) > 40 and summary in help_text(name)
 
 
 def test_differences_name_what_changed(tmp_path: Path) -> None:

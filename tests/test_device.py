@@ -21,11 +21,12 @@ def test_a_cpu_gets_the_dtype_that_it_multiplies_faster(has_amx: bool, has_bf16:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     (tmp_path / "cpuinfo").write_text(f"vendor_id : {vendor}\n")
     monkeypatch.setattr(device, "CPU_INFO", tmp_path / "cpuinfo")
-    device.fast_dtype.cache_clear()
-    assert device.fast_dtype(torch.device("cpu")) == expected
-    device.fast_dtype.cache_clear()
+    device.pick_dtype.cache_clear()
+    assert device.pick_dtype("auto", torch.device("cpu")) == expected
+    device.pick_dtype.cache_clear()
 
 
+@pytest.mark.slow
 def test_every_thread_flushes_denormals() -> None:
     """The products of a process's own threads too, which inherit the setting if it is made before them."""
     code = ("import torch\nfrom runtime.device import set_up_cpu\ntorch.set_num_threads(2)\nset_up_cpu()\n"

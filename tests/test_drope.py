@@ -8,8 +8,9 @@ import torch
 from conftest import TINY, every_encoding, lively, tokens
 
 import train as train_module
+from config import load_config
 from evaluation.extension import extended, parse
-from hf.pretrained import resolve_config
+from hf.pretrained import pretrained_tables
 from model import GPT, is_dropped
 from positions import NoPE
 from runtime.checkpoint import load_run
@@ -91,8 +92,8 @@ def test_a_run_that_starts_from_a_dropped_one_goes_on_without(tiny, corpus_dir: 
     (tmp_path / "tune.toml").write_text(f'[data]\ndir = "{corpus_dir}"\n[train]\ninit_from = "{first}"\n')
     again = [*TINY, "train.steps=1", f"run.dir={tmp_path / 'second'}"]
     with pytest.raises(UserError, match=r"position.drop_at: .*has dropped its encoding.*drop_at=0"):
-        train(resolve_config(tmp_path / "tune.toml", [*again, "position.drop_at=1.0"]), [])
-    assert not (tmp_path / "second").exists()
-    config = resolve_config(tmp_path / "tune.toml", again)
+        train(load_config(tmp_path / "tune.toml", [*again, "position.drop_at=1.0"], pretrained_tables), [])
+    assert not (tmp_path / "second" / "config.toml").exists()
+    config = load_config(tmp_path / "tune.toml", again, pretrained_tables)
     assert config.position.drop_at == 0 and train(config, []) == 0
     assert load_run(tmp_path / "second")[0].is_dropped

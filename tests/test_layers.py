@@ -18,10 +18,10 @@ LAYERS = [      # from the top; a module belongs to the longest name that fits
     ["data"],
     ["model"],
     ["config"],
-    ["attention", "runtime.loss", "runtime.flex", "runtime.gradients"],
+    ["attention", "runtime.loss", "runtime.flex"],
     ["positions"],
     ["rope"],
-    ["runtime.errors", "runtime.files", "runtime.command", "runtime.schema", "runtime.toml"],
+    ["runtime.errors", "runtime.files", "runtime.command", "runtime.schema"],
 ]
 ROOMS = ("positions", "data", "evaluation", "hf", "runtime", "bench", "docs")
 PATHS = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in sorted((ROOT / room).glob("*.py")))]

@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import every_encoding, lively
-from test_train import run_loop
+from conftest import every_encoding
 
 from model import GPT
-from runtime.optimizer import CombinedOptimizer, Muon, make_optimizer, orthogonal, set_learning_rate
-from train import learning_rate
+from runtime.optimizer import Muon, make_optimizer, orthogonal, set_learning_rate
 
 
 @every_encoding
@@ -18,7 +16,11 @@ def test_every_parameter_is_in_one_group(name: str, optimizer: str, tiny) -> Non
     """Muon's are the matrices of the layers; only matrices decay, and not those of the encoding."""
     config = tiny(name, f"train.optimizer={optimizer}", "model.bias=true", "model.norm=layernorm")
     model = GPT(config)
-    groups = make_optimizer(model, config).param_groups
+    whole = make_optimizer(model, config)
+    groups = whole.param_groups
+    set_learning_rate(whole, 0.5)
+    assert all(group["lr"] == 0.5 * group["lr_scale"] for part in getattr(whole, "parts", [whole])
+               for group in part.param_groups)
     moved = [p for group in groups for p in group["params"]]
     assert len(moved) == len(set(moved)) and set(moved) == set(model.parameters())
     by_muon = {p for group in groups if "momentum" in group for p in group["params"]}
@@ -46,30 +48,6 @@ def test_lr_scale_is_the_rate_of_the_encoding_alone(name: str, tiny) -> None:
         torch.testing.assert_close(moved, torch.full_like(moved, rate), atol=1e-5, rtol=1e-3, msg=path)
 
 
-@pytest.mark.parametrize("shape", [(64, 32), (32, 64), (48, 48)])
-def test_a_step_of_muon_is_orthogonal_momentum(shape: tuple[int, int]) -> None:
-    """Of the momentum U S V^T in fp64 it is U R V^T, with R near 1 wherever S is not near 0."""
-    lr, decay, beta = 0.5, 0.1, 0.95
-    generator = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(3)]
-    optimizer = Muon(parameters, {"lr": lr, "weight_decay": decay, "momentum": beta})
-    averages = [torch.zeros(shape, dtype=torch.float64) for _ in parameters]
-    for _ in range(4):
-        before = [p.detach().double().clone() for p in parameters]
-        for i, p in enumerate(parameters):
-            p.grad = torch.randn(shape, generator=generator)
-            averages[i] = beta * averages[i] + (1 - beta) * p.grad.double()
-        optimizer.step()
-        for p, old, average in zip(parameters, before, averages, strict=True):
-            momentum = beta * average + (1 - beta) * p.grad.double()    # Nesterov's
-            moved = ((1 - lr * decay) * old - p.detach().double()) / (lr * 0.2 * math.sqrt(max(shape)))
-            U, S, Vh = torch.linalg.svd(momentum, full_matrices=False)
-            turned = U.mT @ moved @ Vh.mT
-            values = turned.diagonal()
-            assert values.min() > 0 and values.max() < 1.3 and values[S / S.norm() > 0.02].min() > 0.6
-            assert (turned - values.diag()).norm() < 0.03 * values.norm()
-
-
 def test_muon_is_that_of_torch() -> None:
     """To bfloat16's rounding, whatever shapes are stacked; a matrix without gradient stays."""
     generator = torch.Generator().manual_seed(0)
@@ -90,24 +68,14 @@ def test_muon_is_that_of_torch() -> None:
 
 
 def test_orthogonal_takes_each_matrix_for_itself() -> None:
+    """Of U S V^T it makes U R V^T, with R near 1."""
     stack = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(0))
     stack[1] = 0
     together = orthogonal(stack)
     assert torch.equal(together[1], torch.zeros_like(together[1]))
+    U, _, Vh = torch.linalg.svd(stack[0], full_matrices=False)
+    R = U.mT @ together[0].float() @ Vh.mT
+    assert R.diagonal().min() > 0.6 and R.diagonal().max() < 1.3 and (R - R.diagonal().diag()).norm() < 0.1
     for one, alone in zip(together, stack, strict=True):
         torch.testing.assert_close(one, orthogonal(1e3 * alone[None])[0], atol=0.02, rtol=0)
         torch.testing.assert_close(one.mT, orthogonal(alone.mT[None])[0], atol=0.02, rtol=0)
-
-
-def test_all_parameters_move_and_all_learning_rates_follow_the_schedule(tiny, monkeypatch) -> None:
-    config, rates = tiny("rope", "train.optimizer=muon", "train.steps=10"), []
-    step_of_all = CombinedOptimizer.step
-
-    def step(optimizer: CombinedOptimizer) -> None:
-        rates.append({group["lr"] for part in (optimizer, *optimizer.parts) for group in part.param_groups})
-        step_of_all(optimizer)
-
-    monkeypatch.setattr(CombinedOptimizer, "step", step)
-    before, model = lively(config).parameters(), run_loop(config).model
-    assert rates == [{learning_rate(step, config.train)} for step in range(10)]
-    assert not any(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))

@@ -6,15 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, lively, python, tokens
-from test_train import assert_equal_runs, metrics, weights
+from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors
 
 from config import Config, to_toml
 from data.loader import Corpus
@@ -70,7 +67,7 @@ def assert_close_runs(a: Path, b: Path) -> None:
     assert [line["step"] for line in left] == [line["step"] for line in right] == list(range(1, STEPS + 1))
     for x, y in zip(left, right, strict=True):
         assert x.keys() == y.keys() and all(x[key] == pytest.approx(y[key], abs=1e-5) for key in x), (x, y)
-    ours, theirs = (weights(run_dir, STEPS) for run_dir in (a, b))
+    ours, theirs = (tensors(run_dir, STEPS) for run_dir in (a, b))
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=1e-3)
@@ -145,30 +142,6 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
         assert validate(model, corpus, n_bytes, config, Process(cpu, 0, size)) == alone
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_turns_are_taken_in_order_and_everyone_gets_all(size: int, monkeypatch) -> None:
-    """With threads as processes; each does its own pieces alone."""
-    boards, barrier = [None] * size, threading.Barrier(size)
-
-    def all_gather_objects(process: Process, own: list) -> list:
-        barrier.wait()
-        boards[process.rank] = own
-        barrier.wait()
-        return list(boards)
-
-    monkeypatch.setattr(parallel, "all_gather_objects", all_gather_objects)
-    for n_pieces in (0, 1, 4, 7):
-        def work(rank: int, n: int = n_pieces) -> tuple[list, list]:
-            done: list[int] = []
-            process = Process(torch.device("cpu"), rank, size)
-            return list(parallel.round_robin(process, range(n), lambda i: done.append(i) or 10 * i)), done
-
-        with ThreadPoolExecutor(size) as pool:
-            results = list(pool.map(work, range(size)))
-        assert all(got == [10 * i for i in range(n_pieces)] for got, _ in results)
-        assert [done for _, done in results] == [list(range(rank, n_pieces, size)) for rank in range(size)]
-
-
 @pytest.mark.slow
 def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, tmp_path: Path) -> None:
     train(tiny("rope", "train.steps=4"), [])
@@ -195,46 +168,3 @@ def test_processes_that_would_not_train_the_same_end_in_one_line(tiny, tmp_path:
     assert all(error.startswith("error: ") and error.count("\n") == 1 for _, error in results), results
     assert "different config" in results[0][1] + results[1][1]
     assert not (tmp_path / "run" / "config.toml").exists()
-
-
-ABORTS_AT_PYTHONS_OWN_END = """
-import atexit, os, sys
-import torch.distributed as dist
-from runtime.command import run_command
-from runtime.errors import UserError
-class Aborts:
-    def __del__(self, abort=os.abort):
-        abort()
-def main():
-    print("works")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    raise UserError("a mistake")
-kept = Aborts()
-atexit.register(print, "finished")
-run_command(main)
-"""
-
-
-def test_one_of_several_processes_ends_before_python_frees_its_objects() -> None:
-    """While Python ends, a thread of gloo that asks for its lock aborts the process, now and then: code -6.
-
-    W&B finishes its run in a function of atexit, so these are run.
-    """
-    done = python("-c", ABORTS_AT_PYTHONS_OWN_END)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "works\nfinished\n", "error: a mistake\n")
-
-
-def test_a_share_is_every_nth_row() -> None:
-    batch = tokens((6, 3))
-    shares = [Process(torch.device("cpu"), rank, 2).shard(batch) for rank in range(2)]
-    assert torch.equal(torch.stack(shares, dim=1).flatten(0, 1), batch)
-
-
-def test_only_the_last_part_of_an_accumulation_is_averaged() -> None:
-    class Watched(torch.nn.Module):
-        require_backward_grad_sync = True
-
-    for wrapper in (inner := Watched(), torch.compile(inner)):
-        for is_on in (False, True):
-            parallel.sync_gradients(wrapper, is_on)
-            assert inner.require_backward_grad_sync is is_on

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from test_promises import SMALL, Case, assert_bit_equal
+from conftest import ROOT, assert_equal_runs
+from test_promises import SMALL, Case
 
 KILLS = int(os.environ.get("NANOROPE_SOAK", "20"))
 STEPS = 3000
@@ -29,13 +29,6 @@ def start(case: Case, name: str, *overrides: str) -> subprocess.Popen[str]:
                             env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def wait_for_a_step(log: Path, process: subprocess.Popen[str]) -> None:
-    """Until the log has a line more, or the process has ended."""
-    before = log.stat().st_size if log.exists() else 0
-    while process.poll() is None and not (log.exists() and log.stat().st_size > before):
-        time.sleep(0.01)
-
-
 def finish(process: subprocess.Popen[str]) -> None:
     out = process.communicate()[0]
     assert process.returncode == 0, out
@@ -48,12 +41,14 @@ def finish(process: subprocess.Popen[str]) -> None:
     ("train.optimizer=muon", "data.cross_documents=mask")], ids=["adamw", "muon"])
 def test_a_run_killed_at_random_moments_ends_bit_equal(overrides: tuple[str, ...],
                                                        tmp_path: Path, corpus_dir: Path) -> None:
-    case, draw = Case(tmp_path, corpus_dir), random.Random(0)
+    case, draw, log = Case(tmp_path, corpus_dir), random.Random(0), tmp_path / "run" / "metrics.jsonl"
     finish(start(case, "straight", *overrides))
     for n in range(KILLS):
         process = start(case, "run", *overrides)
-        if draw.random() < 0.8:                 # otherwise while it starts
-            wait_for_a_step(tmp_path / "run" / "metrics.jsonl", process)
+        before = log.read_bytes() if log.exists() else b""
+        while draw.random() > 0.001 and process.poll() is None and \
+                not (log.exists() and log.read_bytes() != before):      # now and then while it starts
+            time.sleep(0.01)
         time.sleep(draw.random())
         number = draw.choice(NUMBERS)
         process.send_signal(number)
@@ -61,4 +56,4 @@ def test_a_run_killed_at_random_moments_ends_bit_equal(overrides: tuple[str, ...
         stopped = (0, -number, 128 + number)    # a signal may end Python before train.py has begun
         assert process.returncode in stopped and "Traceback" not in out, f"kill {n}: {number!r}\n{out}"
     finish(start(case, "run", *overrides))
-    assert_bit_equal(tmp_path / "run", tmp_path / "straight", STEPS)
+    assert_equal_runs(tmp_path / "run", tmp_path / "straight", STEPS)

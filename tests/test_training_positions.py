@@ -1,11 +1,8 @@
 """train.positions: what each kind draws, that training uses it, and what evaluation then does."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from config import config_from, load_config
 from data.training_positions import training_positions
 from model import GPT
 from runtime.errors import UserError
@@ -55,9 +52,9 @@ def test_training_uses_them_and_validation_does_not(kind: str, tiny, monkeypatch
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
-    (("train.positions=pose",), "position_range .*: must be at least 32 with train.positions = pose"),
-    (at("random", 31), "position_range .*: must be at least 32 with train.positions = random"),
-    (("train.position_range=64",), "position_range .*: must be unset with train.positions = plain"),
+    (("train.positions=pose",), "position_range .*: must be at least 32 with train.positions = pose .got 0."),
+    (at("random", 31), "position_range .*: must be at least 32 with train.positions = random .got 31."),
+    (("train.position_range=64",), "position_range .*: must be unset with train.positions = plain .got 64."),
     (("train.positions=rfs",), "train.positions")])
 def test_a_range_that_does_not_fit_is_refused(overrides: tuple[str, ...], expected: str, tiny) -> None:
     with pytest.raises(UserError, match=expected):
@@ -67,17 +64,3 @@ def test_a_range_that_does_not_fit_is_refused(overrides: tuple[str, ...], expect
 def test_learned_positions_cannot_go_beyond_their_table(tiny) -> None:
     with pytest.raises(UserError, match="learned ends at position 32"):
         train(tiny("learned", *at("random", 64)), [])
-
-
-def test_a_run_with_the_key_of_older_versions_is_read(tiny, tmp_path: Path) -> None:
-    """In its config.toml and in the state.json of its checkpoint."""
-    path = tmp_path / "old.toml"
-    path.write_text(f'[data]\ndir = "{tmp_path}"\n[position]\nencoding = "rope"\n[train]\nseq_len = 32\n'
-                    "pose_length = 64\n")
-    t = load_config(path).train
-    assert (t.positions, t.position_range) == ("pose", 64)
-    tables = load_config(path).model_dump(exclude_none=True)
-    new = tables["train"].copy()
-    del tables["train"]["positions"], tables["train"]["position_range"]
-    tables["train"]["pose_length"] = 64
-    assert config_from(tables, "in state.json").train.model_dump(exclude_none=True) == new

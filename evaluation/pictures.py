@@ -156,7 +156,8 @@ def draw_lines(axis: Any, lines: Sequence[Line], scale: str, L: int | None,
         points = [(x, cell) for x, cell in line.points if math.isfinite(cell.value)]
         if not points:
             continue
-        bars = [(cell.value - cell.ends()[0], cell.ends()[1] - cell.value) for _, cell in points]
+        bars = [(max(0.0, cell.value - cell.ends()[0]), max(0.0, cell.ends()[1] - cell.value))
+                for _, cell in points]      # 0 where rounding puts the end of a narrow interval inside
         axis.errorbar([x for x, _ in points], [cell.value for _, cell in points],
                       list(zip(*bars, strict=True)) if any(map(any, bars)) else None,
                       label=plain_tex(line.label) or None, capsize=2, linewidth=1.4,

@@ -148,7 +148,7 @@ def test_figures_come_from_sums_and_std_is_over_seeds(tmp_path: Path, monkeypatc
     (12345.0, 678.0, "1.234e+04 ± 6.8e+02"), (math.inf, math.nan, "inf ± nan")])
 def test_a_standard_deviation_ends_at_the_last_digit_of_its_mean(mean: float, std: float,
                                                                  expected: str) -> None:
-    assert report.Table("fixed", "", "", PERPLEXITY, 128, [], {}).text(report.Cell(mean, std)) == expected
+    assert report.Table("", "", "", PERPLEXITY, 128, pd.Series(), {}).text(report.Cell(mean, std)) == expected
 
 
 def test_paired_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeypatch) -> None:
@@ -285,28 +285,14 @@ def test_curves_are_folders_and_extensions_with_seeds_together(tmp_path: Path) -
         "a", "a + yarn:beta_fast=8", "b"}
 
 
-def test_training_curves_are_means_over_equal_parts_and_seeds(tmp_path: Path) -> None:
-    runs = [*runs_of(tmp_path, 2, rope=0.0), *runs_of(tmp_path, alibi=0.0)]
-    for i, run in enumerate(runs[:2]):
-        lines = [{"step": step, "loss": 5.0 + i + step % 2} for step in range(1, 121)]
-        text = "\n".join(json.dumps(line) for line in lines)
-        (run / "metrics.jsonl").write_text(f'{text}\n{{"step": 121, "loss": null}}\n{{"step": 1')
-    curves = compare.make_curves([read_run(run, None) for run in runs])
-    made = compare.make_tables(curves, curves[0], compare.frame_of(curves), 128)
-    tables = {table.key: table for table in made}
-    table = tables["train-loss"]
-    assert [heading for _, heading in table.columns] == [str(step) for step in range(2, 121, 2)]
-    assert [*table.rows] == ["rope"] and "train-val_loss" not in tables
-    assert all(cell.value == 6.0 and cell.spread == pytest.approx(0.5**0.5) for cell in table.rows["rope"])
-
-
 @pytest.mark.parametrize(("scale", "low", "high"), [
     ("log", 3.69, 3.76), ("log", 2.1, 8.0), ("log", 2.0, 900.0), ("linear", 1.0, 1.004),
     ("asinh", -0.004, 0.003), ("asinh", -2.0, 0.3)])
 def test_the_y_axis_has_ticks_however_narrow_its_range(scale: str, low: float, high: float) -> None:
     figure, axis = pictures.plt.subplots()
     axis.set_ylim(low, high)
-    pictures.draw_lines(axis, [], scale, None)
+    form = PERPLEXITY._replace(scale=scale)
+    pictures.draw_curves(axis, report.Table("", "", "", form, 128, pd.Series(), {}), [])
     axis.set_ylim(low, high)
     ticks = [tick for tick in axis.yaxis.get_major_locator()() if low <= tick <= high]
     pictures.plt.close(figure)
@@ -375,13 +361,12 @@ def failure(monkeypatch, capsys, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("protocol", ["position", "repeat", "passkey"])
-def test_other_targets_are_refused_by_the_flags_that_differ(protocol: str, tmp_path: Path) -> None:
+def test_other_targets_are_refused_by_their_settings(protocol: str, tmp_path: Path) -> None:
     runs = [read_run(fabricate(tmp_path / name, name, protocols=(protocol,), settings={
-        protocol: {"longest": longest, "length": longest}}), None)
-        for name, longest in (("rope", 256), ("alibi", 128))]
+        protocol: {"longest": longest}}), None) for name, longest in (("rope", 256), ("alibi", 128))]
     check_comparable(runs)
     runs[1].records[0]["tokens"] += 1
-    with pytest.raises(UserError, match="different targets .--longest 256 and --longest 128, --lengths"):
+    with pytest.raises(UserError, match="different targets, by {'longest': 256} and {'longest': 128}"):
         check_comparable(runs)
 
 
@@ -409,7 +394,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path, monkeypatch, capsys
             ("eval/words.json", b'{"records": [1]}', "damaged"), ("eval/words.json", b"[]", "damaged"),
             ("eval/words.json", None, "run `python eval.py run5` first"),
             ("eval/other.json", b"{}", "evaluated on other, words; choose one with --data"),
-            ("corpus.json", None, "corpus.json: missing, so nothing shows what the run was trained on"))):
+            ("corpus.json", None, "no corpus.json"))):
         run = fabricate(Path(f"run{i}"))
         (run / name).unlink() if content is None else (run / name).write_bytes(content)
         assert expected in failure(monkeypatch, capsys, str(run)), name

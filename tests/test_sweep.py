@@ -16,7 +16,7 @@ import sweep
 from evaluation import sweeping, trials
 from runtime.errors import UserError
 
-EVAL = "--eval=--lengths 16,32 --windows 4 --tokens 256 --protocol fixed"
+EVAL = "--eval=--lengths 32,64 --windows 4 --protocol fixed"
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +34,6 @@ def command(*arguments: str) -> list[str]:
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command(*arguments), capture_output=True, text=True)
-
-
-@pytest.mark.slow
-def test_a_sweep_trains_evaluates_and_compares() -> None:
-    """A method that does not fit a config is skipped there."""
-    done = run("rope.toml", "alibi.toml", "--workers", "2", f"{EVAL} --extend yarn")
-    assert done.returncode == 0, done.stderr
-    assert "rope: done" in done.stdout and "skipped --extend yarn" in Path("runs/alibi.log").read_text()
-    assert "rope + yarn" in Path("runs/report/report.html").read_text()
 
 
 @pytest.mark.slow
@@ -68,15 +59,19 @@ def test_an_interrupted_sweep_saves_and_resumes() -> None:
 
 
 @pytest.mark.slow
-def test_submitit_runs_each_as_a_job() -> None:
-    """A run that fails is named, and the others go on."""
-    pytest.importorskip("submitit")
-    done = run("rope.toml", "broken.toml", "--submitit", "jobs", "--slurm", "timeout_min=5")
+@pytest.mark.parametrize("way", [["--workers", "3"], ["--submitit", "jobs", "--slurm", "timeout_min=5"]])
+def test_a_sweep_trains_evaluates_and_compares(way: list[str]) -> None:
+    """A method that does not fit a config is skipped there; a run that fails is named, the others go on."""
+    if "--submitit" in way:
+        pytest.importorskip("submitit")
+    done = run("rope.toml", "alibi.toml", "broken.toml", *way, f"{EVAL} --extend yarn")
     assert done.returncode == 1, done.stderr
     assert "rope: done" in done.stdout and "broken: train.py ended with 2" in done.stdout
+    assert "skipped --extend yarn" in Path("runs/alibi.log").read_text()
+    assert "rope + yarn" in Path("runs/report/report.html").read_text()
     assert done.stderr.startswith("error: run broken: train.py ended with 2: error: data.dir nowhere: no")
     assert done.stderr.endswith("see runs/broken.log\n") and done.stderr.count("\n") == 1
-    assert len(list(Path("jobs").glob("*_submitted.pkl"))) == 2 and Path("runs/report/report.html").exists()
+    assert len(list(Path("jobs").glob("*_submitted.pkl"))) == 3 * ("--submitit" in way)
 
 
 def test_an_evaluation_is_repeated_when_its_arguments_changed_or_it_failed(monkeypatch) -> None:

@@ -23,8 +23,7 @@ from evaluation.results import WINDOWED, Record, perplexity
 from evaluation.runs import column_of
 
 plt.switch_backend("agg")       # not that of a notebook, which this command may lack
-plt.rcParams.update({"text.parse_math": False,      # dollars in a label are dollars
-                     "svg.fonttype": "none"})       # text stays text
+plt.rcParams["svg.fonttype"] = "none"       # text stays text
 STYLES = [("#000000", "o"), ("#0072b2", "s"), ("#d55e00", "^"), ("#009e73", "D"), ("#cc79a7", "v"),
           ("#56b4e9", "P"), ("#e69f00", "X"), ("#888888", "*")]         # colour, marker
 DASHES = ["-", (0, (6, 3)), (0, (2, 2)), (0, (8, 2, 2, 2))]     # points on and off

@@ -56,7 +56,7 @@ def draw_evaluation(records: Sequence[Record], title: str, L: int, path: Path) -
         axes[0, 0].axhline(truncated, color="black", linestyle=":", label="fixed, truncated to L")
     for axis, table in zip(axes.flat, tables, strict=True):
         draw_curves(axis, table, list(table.rows))
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+    figure.legend(loc="outside lower center", ncols=2 * len(tables), fontsize=8)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)

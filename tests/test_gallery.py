@@ -114,13 +114,3 @@ def test_what_is_written_by_hand_stays_and_a_new_encoding_gets_a_section(monkeyp
     for line in ("<!-- begin properties -->", "<!-- end properties -->"):
         with pytest.raises(UserError, match="properties"):
             gallery.update(guide.replace(line + "\n", ""), {"properties": ""})
-
-
-def test_costs_are_read_from_the_bench(tmp_path) -> None:
-    path = tmp_path / "bench.md"
-    path.write_text("text\n\n| encoding | T 64, batch 2: step / rope's (ms) | memory / rope's (MB) |\n"
-                    "|---|---:|---:|\n| rope | 1.00 (5, 6) | 1.01 (7) |\n\n| a | b |\n|---|\n| t5 | 2 |\n")
-    assert gallery.read_costs(path) == {"encoding": ["step, memory at T 64"], "rope": ["1.00, 1.01"]}
-    costs = gallery.read_costs(gallery.COSTS)
-    assert len(costs.pop("encoding")) == 3 and len(costs) > 20
-    assert all(0.2 < float(x) < 40 for found in costs.values() for cell in found for x in cell.split(", "))

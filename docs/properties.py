@@ -33,9 +33,9 @@ def quick(name: str, *overrides: str) -> Config:
 SHAPE = shape_of(quick("none"))
 
 
-def make(name: str, seed: int = 0) -> Encoding:
+def make(name: str) -> Encoding:
     """An encoding of the quick config before training; parameters that start at 0 are drawn at random."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     encoding = ENCODINGS[name](SHAPE, quick(name).position).double().requires_grad_(False)
     for p in encoding.parameters():
         if not p.any():
@@ -146,12 +146,11 @@ def linear_residual(points: Tensor) -> float:
 
     W_k is fitted at even p and judged at odd p, because fewer positions than channels always fit.
     """
-    found = []
-    for k in SHIFTS:
+    def residual(k: int) -> float:
         before, after = points[:-k], points[k:]
         W = torch.linalg.lstsq(before[::2], after[::2], rcond=1e-7, driver="gelsd").solution
-        found.append(((after - before @ W)[1::2].norm() / after[1::2].norm()).item())
-    return max(found)
+        return ((after - before @ W)[1::2].norm() / after[1::2].norm()).item()
+    return max(map(residual, SHIFTS))
 
 
 def lively(name: str) -> GPT:

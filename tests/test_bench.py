@@ -39,11 +39,6 @@ def test_a_mistake_is_named_before_anything_is_measured(contender: str, expected
         steps.config_of(contender, [])
 
 
-def test_encodings_stands_for_all_of_them_with_their_changes() -> None:
-    assert steps.named("encodings+compile")[:2] == ["none+compile", "learned+compile"]
-    assert steps.named("llama+compile") == ["llama+compile"]
-
-
 @pytest.mark.slow
 def test_contenders_have_one_size() -> None:
     config = steps.config_of("rope", ["model.n_layer=6", "model.n_embd=384", "model.n_head=6"])

@@ -109,18 +109,6 @@ def test_evaluations_made_before_still_load() -> None:
     assert older and all(read(path).records and read(path).windows for path in older)
 
 
-def test_a_cell_is_the_mean_over_seeds_with_their_standard_deviation(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("test_results.RESULTS", tmp_path)
-    for seed, ppl in enumerate((3.0, 4.0, 8.0)):
-        record = {"extend": None, "protocol": "fixed", "length": 64, "ppl": ppl}
-        (tmp_path / f"t5-seed{seed}.json").write_text(json.dumps({"records": [record]}))
-    source = Source(".", {"T5": "t5"}, "fixed")
-    assert [source.cell("T5", 64), source.cell("T5", 64, True), source.cell("T5", 128)] == [
-        "5.00", "5.00 ± 2.65", "-"]
-    with pytest.raises(AssertionError, match="no record rope.json for the row rope"):
-        source.cell("rope", 64)
-
-
 def test_the_output_of_make_train_is_that_of_the_record() -> None:
     """The README's output and its first paragraphs are of one run."""
     readme = (ROOT / "README.md").read_text()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas
 import torch
 
-from config import Config, differences, load_config
+from config import differences, load_config
 from evaluation.sweeping import DIVERGED, Job, Point, Points
 from hf.pretrained import pretrained_tables
 from model import shape_of
@@ -63,12 +63,9 @@ def grid_points(grid: Sequence[str]) -> list[Point]:
     for text in grid:
         key, _, values = text.partition("=")
         choices = re.split(r",(?![^\[]*\])", values)                     # not at the commas of a [list]
-        if "." not in key or not all(choices) or len(set(choices)) < len(choices):
-            raise UserError(f"--grid {text}: must read section.key=value,value with different values, such "
-                            "as train.lr=1e-3,2e-3")
-        if key in axes:
-            raise UserError(f"--grid {key}: given twice; give all its values in one flag")
-        axes[key] = [f"{key}={value}" for value in choices]
+        if "." not in key or not all(choices):
+            raise UserError(f"--grid {text}: must read section.key=value,value, such as train.lr=1e-3,2e-3")
+        axes.setdefault(key, []).extend(f"{key}={value}" for value in choices)
     return [list(point) for point in itertools.product(*axes.values())]
 
 
@@ -114,7 +111,10 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
             if key.startswith(EQUAL):
                 raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
                                 f"be comparable; give {key}=VALUE for all instead")
-        if "position.lr_scale" in keys and not has_own_parameters(resolved):
+        with torch.device("meta"):              # shapes without memory
+            encoding = ENCODINGS[resolved.position.encoding](shape_of(resolved), resolved.position)
+        is_trained = resolved.position.temperature == "ssmax" or [*encoding.parameters()]
+        if "position.lr_scale" in keys and not is_trained:
             raise UserError(f"--choose: position.lr_scale has no effect on {config}, which has no parameters "
                             "of position; give it as many trials over train.lr by --trials")
         if resolved.train.seq_len != first.train.seq_len:
@@ -123,13 +123,6 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
         lines = differences(first, resolved, ["run", "position"])
         unequal += [f"{Path(config).stem}: {line}" for line in lines if line.partition(":")[0] not in keys]
     return unequal
-
-
-def has_own_parameters(config: Config) -> bool:
-    """Whether the encoding or the query temperature has parameters."""
-    with torch.device("meta"):                  # shapes without memory
-        encoding = ENCODINGS[config.position.encoding](shape_of(config), config.position)
-    return config.position.temperature == "ssmax" or any(True for _ in encoding.parameters())
 
 
 # -----------------------------------------------------------------------------------------------------------

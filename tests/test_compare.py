@@ -13,7 +13,7 @@ import pytest
 
 import compare as command
 from evaluation import comparison as compare
-from evaluation import pictures, report
+from evaluation import report
 from evaluation.measures import PERPLEXITY
 from evaluation.protocols import EVERY
 from evaluation.runs import check_comparable, read_run
@@ -267,20 +267,6 @@ def test_curves_are_folders_and_extensions_with_seeds_together(tmp_path: Path) -
     names = [read_run(run, None) for run in (*plain, *both)]
     assert {curve.label for curve in compare.make_curves(names, ["a", "a", "b", "b"])} == {
         "a", "a + yarn:beta_fast=8", "b"}
-
-
-@pytest.mark.parametrize(("scale", "low", "high"), [
-    ("log", 3.69, 3.76), ("log", 2.1, 8.0), ("log", 2.0, 900.0), ("linear", 1.0, 1.004),
-    ("asinh", -0.004, 0.003), ("asinh", -2.0, 0.3)])
-def test_the_y_axis_has_ticks_however_narrow_its_range(scale: str, low: float, high: float) -> None:
-    figure, axis = pictures.plt.subplots()
-    axis.set_ylim(low, high)
-    form = PERPLEXITY._replace(scale=scale)
-    pictures.draw_curves(axis, report.Table("", "", "", form, 128, pd.Series(), {}), [])
-    axis.set_ylim(low, high)
-    ticks = [tick for tick in axis.yaxis.get_major_locator()() if low <= tick <= high]
-    pictures.plt.close(figure)
-    assert 3 <= len(ticks) <= 12, ticks
 
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>|`$_&amp;"

@@ -2,18 +2,17 @@
 
 Each config is trained once with every combination of --grid values and every seed of --seeds, in the folder
 RUNS/CONFIG[-key-value][-seedS], and evaluated; at the end all runs are compared. The same command resumes an
-interrupted sweep: train.py resumes a run, and an evaluation is repeated only if the arguments of --eval
-changed. A method of --eval="--extend METHOD" that does not fit a config is skipped for its runs. A run that
-fails is listed at the end, and the others continue. RUNS/NAME.log has the output.
+interrupted sweep; an evaluation is repeated only if the arguments of --eval changed. A method of
+--eval="--extend METHOD" that does not fit a config is skipped for its runs. A run that fails is listed at the
+end, and the others continue. RUNS/NAME.log has the output.
 
 With --choose val_loss, each combination of values is a trial. All trials are trained with the first seed, the
-better half of each config's (rounded up, at least two) also with the second, if there is one. For each config
-the trial with the lowest validation loss at L = train.seq_len, the mean over these seeds, is chosen, and only
-that one is trained with all seeds, evaluated and compared. A trial that diverges loses; of equal ones the
-first wins. OUT/trials.csv has every trial; without --choose, the same command evaluates and compares all of
-them. Every config must have the same number of trials. To give each config values of its own, name a TOML
-file in --trials: grids for each config, by the name of its file; `others` are the configs that it does not
-name. A grid is written as for --grid, with a blank between keys. These are six trials each:
+better half of each config's (rounded up, at least two) also with the second, if there is one. The trial with
+the lowest mean validation loss at L = train.seq_len is chosen, and only it is trained with all seeds,
+evaluated and compared. A trial that diverges loses. OUT/trials.csv has every trial; without --choose, the
+same command evaluates and compares all of them. Every config must have the same number of trials. To give
+each config values of its own, name a TOML file in --trials: grids as for --grid, with a blank between keys,
+by the name of the config's file; `others` are the configs that it does not name. These are six trials each:
 
   others = ["train.lr=5e-4,1e-3,2e-3,4e-3,8e-3,16e-3"]
   t5 = ["train.lr=1e-3,2e-3,4e-3 position.lr_scale=20", "train.lr=2e-3 position.lr_scale=2,6,60"]

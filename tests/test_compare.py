@@ -227,17 +227,15 @@ def test_probes_have_intervals_gains_and_an_entry_criterion(tmp_path: Path, monk
                      capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("n", "depths", "expected"), [
-    (8, 5, "8 trials"), (1, 5, "none, there are only 5 trials"),
-    (4, 5, "20 trials, since documents are too few: other documents are not covered")])
-def test_a_report_says_where_the_trials_share_few_documents(n: int, depths: int, expected: str,
-                                                            tmp_path: Path) -> None:
+def test_a_report_says_where_the_trials_share_few_documents(tmp_path: Path) -> None:
     """Trials of one document, at several depths, ask for the same facts."""
     (curve,) = compare.make_curves([read_run(fabricate(tmp_path / "rope"), None)])
-    columns = {"correct": np.arange(n * depths) % 2, "trials": np.ones(n * depths),
-               "document": np.arange(n * depths) % n}
-    curve.runs[0].windows.update({f"plain/passkey/256/{name}": column for name, column in columns.items()})
-    assert compare.estimated("passkey", EVERY["passkey"].form, 256, curve, None)[2] == expected
+    for n, expected in ((8, "8 trials"), (1, "none, there are only 5 trials"),
+                        (4, "20 trials, since documents are too few: other documents are not covered")):
+        columns = {"correct": np.arange(5 * n) % 2, "trials": np.ones(5 * n),
+                   "document": np.arange(5 * n) % n}
+        curve.runs[0].windows.update({f"plain/passkey/256/{name}": x for name, x in columns.items()})
+        assert compare.estimated("passkey", EVERY["passkey"].form, 256, curve, None)[2] == expected
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -328,14 +326,16 @@ def failure(monkeypatch, capsys, *arguments: str) -> str:
     return error
 
 
-@pytest.mark.parametrize("protocol", ["position", "repeat", "passkey"])
-def test_other_targets_are_refused_by_their_settings(protocol: str, tmp_path: Path) -> None:
-    runs = [read_run(fabricate(tmp_path / name, name, protocols=(protocol,), settings={
-        protocol: {"longest": longest}}), None) for name, longest in (("rope", 256), ("alibi", 128))]
-    check_comparable(runs)
-    runs[1].records[0]["tokens"] += 1
-    with pytest.raises(UserError, match="different targets, by {'longest': 256} and {'longest': 128}"):
+def test_other_targets_are_refused_by_their_settings(tmp_path: Path) -> None:
+    runs = [read_run(fabricate(tmp_path / name, name, settings={"sliding": {"longest": longest}}), None)
+            for name, longest in (("rope", 256), ("alibi", 128))]
+    for record in runs[1].records:
         check_comparable(runs)
+        record["tokens"] += 1
+        with pytest.raises(UserError, match=f"{record['protocol']} at {record['length']}: different") as error:
+            check_comparable(runs)
+        assert record["protocol"] != "sliding" or "by {'longest': 256} and {'longest': 128}" in str(error)
+        record["tokens"] -= 1
 
 
 def test_other_code_and_dtypes_are_named_in_one_line_each(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -112,8 +112,8 @@ def call(command: Sequence[str], log: Path) -> int:
 
 def last_line(log: Path) -> str:
     """The last line of a log."""
-    lines = log.read_text(encoding="utf-8", errors="replace")[-2000:].replace("\r", "\n").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    text = log.read_text(encoding="utf-8", errors="replace").strip()
+    return text[-2000:].replace("\r", "\n").splitlines()[-1]
 
 
 # -----------------------------------------------------------------------------------------------------------

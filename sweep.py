@@ -2,18 +2,17 @@
 
 Each config is trained once with every combination of --grid values and every seed of --seeds, in the folder
 RUNS/CONFIG[-key-value][-seedS], and evaluated; at the end all runs are compared. The same command resumes an
-interrupted sweep: train.py resumes a run, and an evaluation is repeated only if its checkpoint or arguments
-changed. A method of --eval="--extend METHOD" that does not fit a config is skipped for its runs. A run that
-fails is listed at the end, and the others continue. RUNS/NAME.log has the output.
+interrupted sweep; an evaluation is repeated only if the arguments of --eval changed. A method of
+--eval="--extend METHOD" that does not fit a config is skipped for its runs. A run that fails is listed at the
+end, and the others continue. RUNS/NAME.log has the output.
 
 With --choose val_loss, each combination of values is a trial. All trials are trained with the first seed, the
-better half of each config's (rounded up, at least two) also with the second, if there is one. For each config
-the trial with the lowest validation loss at L = train.seq_len, the mean over these seeds, is chosen, and only
-that one is trained with all seeds, evaluated and compared. A trial that diverges loses; of equal ones the
-first wins. OUT/trials.csv has every trial; without --choose, the same command evaluates and compares all of
-them. Every config must have the same number of trials. To give each config values of its own, name a TOML
-file in --trials: grids for each config, by the name of its file; `others` are the configs that it does not
-name. A grid is written as for --grid, with a blank between keys. These are six trials each:
+better half of each config's (rounded up, at least two) also with the second, if there is one. The trial with
+the lowest mean validation loss at L = train.seq_len is chosen, and only it is trained with all seeds,
+evaluated and compared. A trial that diverges loses. OUT/trials.csv has every trial; without --choose, the
+same command evaluates and compares all of them. Every config must have the same number of trials. To give
+each config values of its own, name a TOML file in --trials: grids as for --grid, with a blank between keys,
+by the name of the config's file; `others` are the configs that it does not name. These are six trials each:
 
   others = ["train.lr=5e-4,1e-3,2e-3,4e-3,8e-3,16e-3"]
   t5 = ["train.lr=1e-3,2e-3,4e-3 position.lr_scale=20", "train.lr=2e-3 position.lr_scale=2,6,60"]
@@ -81,35 +80,26 @@ def run(args: argparse.Namespace, jobs: Sequence[Job]) -> dict[str, str]:
     return sweeping.run_here(jobs, args.workers)
 
 
-def failures(jobs: Sequence[Job], failed: dict[str, str]) -> list[str]:
-    """A line for each job that failed, with the last line of its log."""
-    return [f"run {job.name}: {failed[job.name]}: {sweeping.last_line(job.log)}; see {job.log}"
-            for job in jobs if job.name in failed]
-
-
 def choose(args: argparse.Namespace, points: Points) -> tuple[Points, list[str]]:
     """Train the trials; the chosen point of each config, and what failed."""
     unequal = trials.check_fair(points, args.overrides)
-    jobs = make_jobs(points, args.overrides, args.seeds[:1], args.runs, None)
-    failed = run(args, jobs)
     found: dict[Point, trials.Trial] = {}
-    trials.read_losses(found, jobs, failed, trials.FIRST)
-    halves, problems = trials.better_halves(list(found.values()))
-    if args.seeds[1:]:
-        again: Points = {config: [t.point for t in half] for config, half in halves.items()}
-        second = make_jobs(again, args.overrides, args.seeds[1:2], args.runs, None)
-        failed |= run(args, second)
-        trials.read_losses(found, second, failed, trials.SECOND)
-        halves, problems = trials.better_halves(list(found.values()))
-        jobs += second
+    failed: dict[str, str] = {}
+    for seeds, key in ((args.seeds[:1], trials.FIRST), (args.seeds[1:2], trials.SECOND)):
+        if key == trials.FIRST or seeds:
+            jobs = make_jobs(points, args.overrides, seeds, args.runs, None)
+            failed |= run(args, jobs)
+            trials.read_losses(found, jobs, failed, key)
+            halves, problems = trials.better_halves(list(found.values()))
+            points = {config: [t.point for t in half] for config, half in halves.items()}
     chosen = {config: half[0] for config, half in halves.items()}
     print(trials.write_trials(args.out / "trials.csv", list(found.values()), chosen))
     if unequal:
         print("apart from [position] and the trials, the configs differ:", *unequal, sep="\n  ")
     for config, t in chosen.items():
         print(f"chosen for {config}: {t.values}, {trials.FIRST} {t.score:.4f}", flush=True)
-    failed = {name: problem for name, problem in failed.items() if problem != sweeping.DIVERGED}
-    return {config: [t.point] for config, t in chosen.items()}, [*failures(jobs, failed), *problems]
+    problems += [f"run {name}: {problem}" for name, problem in failed.items() if problem != sweeping.DIVERGED]
+    return {config: [t.point] for config, t in chosen.items()}, problems
 
 
 def main() -> int:
@@ -122,11 +112,11 @@ def main() -> int:
         points, problems = choose(args, points)
     jobs = make_jobs(points, args.overrides, args.seeds, args.runs, args.eval)
     failed = run(args, jobs)
-    problems += failures(jobs, failed)
+    problems += [f"run {name}: {problem}" for name, problem in failed.items()]
     good = [job for job in jobs if job.name not in failed]
     labels = [Path(job.config).stem for job in good] if args.choose else []
     code = sweeping.report(good, args.out, labels) if good else 1
-    for problem in dict.fromkeys(problems):     # a run may have failed as a trial and then again
+    for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return code or (1 if problems else 0)
 

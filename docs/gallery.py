@@ -3,7 +3,7 @@
 `python -m docs.gallery` takes no arguments and half a minute on one core. It writes results/gallery/NAME.png
 for each encoding of the registry, with a row for each hook that its class overrides, and a picture of RoPE's
 decay. In docs/encodings.md it replaces the text between `begin NAME` and `end NAME`, adds missing
-sections, and leaves the rest, which is written by hand. Costs come from results/speed.md.
+sections, and leaves the rest, which is written by hand.
 
 Legend: n positions, C = n_embd, H = n_head, D channels of a head, L = train.seq_len.
 """
@@ -25,7 +25,8 @@ from PIL import Image
 from torch import Tensor
 
 import rope
-from docs.properties import HOOKS, SHAPE, Properties, added, biases, logits, make, overridden, properties
+from docs.properties import HOOKS, SHAPE, added, biases, logits, make, overridden, properties
+from evaluation.pictures import DASHES, STYLES
 from positions import ENCODINGS, Encoding
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
@@ -33,16 +34,13 @@ from runtime.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "docs" / "encodings.md"
 PICTURES = ROOT / "results" / "gallery"
-COSTS = ROOT / "results" / "speed.md"
 
 L = SHAPE.seq_len
 ROUNDING = 1e-3         # a residual, or a change of logits, below it counts as 0: fp32 angles leave 1e-6
 UNWRITTEN = "Not written yet."      # in a section that `update` adds; the tests refuse it in the guide
 MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.12, "top": 0.86}    # the "constrained" layout is slow
 LOWEST = 40             # lines end this far below the highest logit of a head: a weight of exp(-40)
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")                  # of Okabe and Ito
-LINES = [{"color": colour, "linestyle": style}
-         for colour, style in zip(COLOURS, ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 2, 2, 2))), strict=True)]
+LINES = [{"color": colour, "linestyle": dash} for (colour, _), dash in zip(STYLES[1:], DASHES, strict=False)]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -96,17 +94,6 @@ def draw_by_distance(figure: Any, far: Tensor, near: Tensor | None, label: str) 
     axis.legend()
 
 
-def draw_mask(figure: Any, encoding: Encoding) -> None:
-    """The weight of each key if no hook is overridden and all logits are equal."""
-    seen = torch.arange(1, 8 * L + 1)
-    axis = figure.subplots(gridspec_kw=MARGINS)
-    axis.plot(seen, 1 / seen, color=COLOURS[0])
-    axis.set(xscale="log", yscale="log", xlabel="keys that the query sees (tokens)",
-             ylabel="weight of each key")
-    axis.grid(alpha=0.3)
-    mark(axis)
-
-
 DRAW: dict[str, Callable[[Any, Encoding], None]] = {
     "embed": draw_embed, "rotate": draw_rotate, "scores": draw_scores}
 
@@ -118,9 +105,9 @@ def mark(axis: Axes, **style: Any) -> None:
 
 
 def draw(name: str, folder: Path) -> None:
-    """NAME.png: a row for each hook that the encoding overrides."""
+    """NAME.png: a row for each hook that the encoding overrides; of `none` what it adds to the logits, 0."""
     encoding = make(name)
-    rows = [DRAW[hook] for hook in overridden(type(encoding))] or [draw_mask]
+    rows = [DRAW[hook] for hook in overridden(type(encoding))] or [draw_scores]
     figure = Figure(figsize=(10, 5.2 * len(rows)))                      # 2 pixels for each of 192 channels
     figure.suptitle(name, fontweight="bold")
     for row, part in zip(rows, figure.subfigures(len(rows), squeeze=False)[:, 0], strict=True):
@@ -177,31 +164,18 @@ def contents() -> str:
     return table(["encoding", "acts on", "what it does"], rows, "---")
 
 
-def property_table(found: dict[str, Properties], costs: dict[str, list[str]]) -> str:
-    """Properties and costs; without the numbers of rounding errors, which differ between machines."""
-    yes, shapes, rows = {True: "yes", False: "no"}, costs["encoding"], []
-    for name, p in found.items():
+def property_table() -> str:
+    """Properties; without the numbers of rounding errors, which differ between machines."""
+    yes, rows = {True: "yes", False: "no"}, []
+    for name in ENCODINGS:
+        p = properties(name)
         linear, change = ("-" if x is None else "yes" if x < ROUNDING else f"no, {x:.1g}"
                           for x in (p.residual, p.change))
         unique = f"yes, {p.gap:.1g}" if p.gap else "no"
         rows.append([f"[`{name}`](#{name})", unique, linear, yes[p.is_defined], yes[p.is_fixed], change,
-                     f"{p.n_parameters:,}", *costs.get(name, ["-"] * len(shapes))])
-    return table(["encoding", "unique", "linear", "defined at 8 L", "fixed", "distance alone", "parameters",
-                  *shapes], rows)
-
-
-def read_costs(path: Path) -> dict[str, list[str]]:
-    """The table of `bench.steps encodings` -> encoding -> "step, memory" relative to RoPE's, by shape.
-
-    "encoding" has the headings.
-    """
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    first = next(i for i, row in enumerate(rows) if row[0] == "encoding")
-    columns = [i for i, cell in enumerate(rows[first]) if "step / rope's" in cell.lower()]  # then its memory
-    costs = {row[0]: [", ".join(row[i + j].split(" (")[0] for j in (0, 1)) for i in columns]
-             for row in rows[first + 1:] if row[0] in ENCODINGS and len(row) == len(rows[first])}
-    return costs | {"encoding": [f"step, memory at {rows[first][i].split(', batch')[0]}" for i in columns]}
+                     f"{p.n_parameters:,}"])
+    head = ["encoding", "unique", "linear", "defined at 8 L", "fixed", "distance alone", "parameters"]
+    return table(head, rows)
 
 
 def section(name: str) -> str:
@@ -235,8 +209,7 @@ def main() -> None:
     for name in ENCODINGS:
         draw(name, PICTURES)
     draw_decay(PICTURES)
-    found = {name: properties(name) for name in ENCODINGS}
-    blocks = {"contents": contents(), "properties": property_table(found, read_costs(COSTS)),
+    blocks = {"contents": contents(), "properties": property_table(),
               **{name: section(name) for name in ENCODINGS}}
     GUIDE.write_text(update(GUIDE.read_text(encoding="utf-8"), blocks), encoding="utf-8")
     print(f"wrote docs/encodings.md and {len(ENCODINGS) + 1} pictures in results/gallery")

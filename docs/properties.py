@@ -33,9 +33,9 @@ def quick(name: str, *overrides: str) -> Config:
 SHAPE = shape_of(quick("none"))
 
 
-def make(name: str, seed: int = 0) -> Encoding:
+def make(name: str) -> Encoding:
     """An encoding of the quick config before training; parameters that start at 0 are drawn at random."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     encoding = ENCODINGS[name](SHAPE, quick(name).position).double().requires_grad_(False)
     for p in encoding.parameters():
         if not p.any():
@@ -53,8 +53,9 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def at(encoding: Encoding, q_pos: Tensor, k_pos: Tensor) -> At:
-    """Queries and keys at these positions (1, n) in layer 0. All tokens are the same random vector."""
+def at(encoding: Encoding, q_pos: Tensor) -> At:
+    """Queries at these positions, all keys up to the last, in layer 0. All tokens are one random vector."""
+    q_pos, k_pos = q_pos[None], torch.arange(int(q_pos[-1]) + 1)[None]
     features = encoding.features(random(1, 1, SHAPE.n_embd).expand(1, k_pos.shape[1], -1), 0)
     return At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos),
               None if features is None else encoding.mix(features, 0, None))
@@ -67,20 +68,14 @@ def added(encoding: Encoding, n: int) -> Tensor:
 
 def turned(encoding: Encoding, n: int) -> Tensor:
     """One random query after `rotate` at each of the positions 0 ... n - 1, (n, D)."""
-    position = torch.arange(n)[None]
     q = random(1, 1, 1, SHAPE.head_dim).expand(1, SHAPE.n_head, n, -1)
-    return encoding.rotate(q, q, at(encoding, position, position))[0][0, 0]
-
-
-def look_back(encoding: Encoding, last: int) -> At:
-    """A query at position `last` and all keys up to it."""
-    return at(encoding, torch.tensor([[last]]), torch.arange(last + 1)[None])
+    return encoding.rotate(q, q, at(encoding, torch.arange(n)))[0][0, 0]
 
 
 def logits(encoding: Encoding, last: int) -> Tensor:
     """Logits of all-ones q and k after `rotate`, at distances 0 ... last from position last, (H, n)."""
     ones = torch.ones(1, SHAPE.n_head, last + 1, SHAPE.head_dim, dtype=torch.float64)
-    q, k = encoding.rotate(ones[:, :, :1], ones, look_back(encoding, last))
+    q, k = encoding.rotate(ones[:, :, :1], ones, at(encoding, torch.tensor([last])))
     return (q @ k.mT)[0, :, 0].flip(-1) / SHAPE.head_dim**0.5
 
 
@@ -92,7 +87,7 @@ def biases(encoding: Encoding, last: int) -> Tensor:
     q, k = random(2, 1, SHAPE.n_head, 1, SHAPE.head_dim)
     k = k.expand(-1, -1, last + 1, -1)
     plain = q @ k.mT / SHAPE.head_dim**0.5                              # (1, H, 1, n)
-    return (encoding.scores(plain, q, k, look_back(encoding, last)) - plain)[0, :, 0].flip(-1)
+    return (encoding.scores(plain, q, k, at(encoding, torch.tensor([last]))) - plain)[0, :, 0].flip(-1)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -151,12 +146,11 @@ def linear_residual(points: Tensor) -> float:
 
     W_k is fitted at even p and judged at odd p, because fewer positions than channels always fit.
     """
-    found = []
-    for k in SHIFTS:
+    def residual(k: int) -> float:
         before, after = points[:-k], points[k:]
         W = torch.linalg.lstsq(before[::2], after[::2], rcond=1e-7, driver="gelsd").solution
-        found.append(((after - before @ W)[1::2].norm() / after[1::2].norm()).item())
-    return max(found)
+        return ((after - before @ W)[1::2].norm() / after[1::2].norm()).item()
+    return max(map(residual, SHIFTS))
 
 
 def lively(name: str) -> GPT:

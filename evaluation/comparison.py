@@ -6,10 +6,7 @@ L = train.seq_len. Loss in nats per token.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,22 +14,19 @@ import pandas as pd
 
 from config import differences
 from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, units_of
-from evaluation.measures import FOUND, GAIN, LOSS, Form
+from evaluation.measures import FOUND, GAIN, Form
 from evaluation.protocols import EVERY
-from evaluation.report import Cell, Map, Table
+from evaluation.report import Cell, Cells, Map, Table
 from evaluation.runs import Run, column_of, without_seed
 from runtime.errors import UserError
 
 # column of the .npz -> its sum in a record
 SUMS = {"nll": "nll_sum", "truncated_nll": "truncated_nll_sum", "first_nll": "first_nll_sum",
         "tokens": "tokens", "correct": "correct", "trials": "trials"}
-TRAINING_POINTS = 60        # of a training curve
 ENTRY = 0.3     # nats per token that a passage repeated inside L must gain in a study of far context
 MAY_DIFFER = ("run.", "train.seed:", "train.init_from:", "train.device:", "train.compile:", "data.dir:")
-TRAINING = {"loss": "Training loss", "val_loss": "Validation loss during training"}
 TRUNCATION = ("Loss with the context truncated to L minus loss with all of it, on the same targets: positive "
               "where longer context helps, 0 where it is ignored, negative where it breaks the model.")
-Cells = dict[str, dict[str, Cell]]      # label -> heading of the column -> cell
 
 
 class Curve(NamedTuple):
@@ -74,9 +68,8 @@ def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
             if places_of(run) != places_of(group[0]):
                 raise UserError(f"{pair}: evaluated differently; give eval.py the same --extend, --protocol "
                                 "and --lengths")
-        n_seeds, n_bases = (len(set(found)) for found in zip(
-            *((run.seed, run.config.train.init_from) for run in group), strict=True))
-        if n_seeds < len(group) or n_bases not in (1, len(group)):
+        n_bases = len({run.config.train.init_from for run in group})
+        if len({run.seed for run in group}) < len(group) or n_bases not in (1, len(group)):
             raise UserError(f"runs {', '.join(str(run.path) for run in group)}, all {name!r}: have the same "
                             "seed or began from the same run: not independent samples; leave one out")
     return [Curve(f"{name} + {extend}" if extend else name, extend, group) for name, group in groups.items()
@@ -102,70 +95,37 @@ def frame_of(curves: Sequence[Curve]) -> pd.DataFrame:
 
 
 def make_tables(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L: int) -> list[Table]:
-    """Tables of all protocols, gains over truncation and over the baseline, and training, if measured."""
-    tables: list[Table] = []
-
-    def add(key: str, title: str, note: str, form: Form, x: pd.Series, cells: Cells,
-            L: int | None = L) -> None:
-        if cells:
-            columns = [(at, str(heading)) for heading, at in x.sort_values().items()]
-            rows = {label: [row.get(heading) for _, heading in columns] for label, row in cells.items()}
-            tables.append(Table(key, title, note, form, L, columns, rows))
-
+    """A table of each protocol and one of its gains over the baseline, and of the gains over truncation."""
+    tables = []
     others = [curve for curve in curves if curve is not baseline]
-    gains = []
     for key, title, note, form in [
             *((p.name, p.title, p.note, p.form) for p in EVERY.values()),
             ("gain", "Gain over truncation, fixed targets", TRUNCATION, GAIN)]:
         protocol = "fixed" if form is GAIN else key
         here = frame[frame.protocol == protocol]
-        x = here.groupby("column").x.first()
+        x = here.groupby("column").x.first().sort_values()
         cells = measured(here, form, [curve.label for curve in curves])
         own, how = compared(protocol, form, curves) if form.shows_score else ({}, "")
-        over, over_how = compared(protocol, form, others, baseline)
-        beaten = own if form is GAIN else over
+        over, over_how = (own, "") if form is GAIN else compared(protocol, form, others, baseline)
         for label, row in cells.items():
             for column, cell in row.items():
                 interval = own.get(label, {}).get(column, cell)
-                better = beaten.get(label, {}).get(column, cell)
+                better = over.get(label, {}).get(column, cell)
                 row[column] = cell._replace(low=interval.low, high=interval.high, beats=better.beats)
-        add(key, title, f"{note} {how}".strip(), form, x, cells)
-        if form is GAIN:
-            continue
-        if form.shows_score:
-            note = f"The curve's number minus that of {baseline.label}: positive where it is better."
-            form = form._replace(y_label=f"difference ({form.y_label})", form=f"+{form.form}")
-        else:
-            note = (f"Loss of {baseline.label} minus the curve's loss on the same targets: positive where "
-                    "the curve is better.")
-            form = GAIN._replace(x_label=form.x_label)
-        title = f"Gain over {baseline.label}, {key}"
-        gains.append((f"{key}-gain", title, f"{note} {over_how}", form, x, over))
-    for gain in gains:
-        add(*gain)
-    for key, title in TRAINING.items():
-        note = "As train.py logged it, in nats per token, averaged over the steps since the previous point."
-        log = training_log(key, curves)
-        add(f"train-{key}", title, note, Form("step", "loss (nats/token)", "linear", ".3f", LOSS),
-            log.groupby("column").x.first(), over_seeds(log, [curve.label for curve in curves]), None)
-    return tables
+        tables.append(Table(key, title, f"{note} {how}".strip(), form, L, x, cells))
+        if form is not GAIN:
+            note = f"On the same targets, positive where a curve is better than {baseline.label}. {over_how}"
+            gain = form._replace(y_label=f"difference ({form.y_label})", form=f"+{form.form}") \
+                if form.shows_score else GAIN._replace(x_label=form.x_label)
+            tables.append(Table(f"{key}-gain", f"Gain over {baseline.label}, {key}", note, gain, L, x, over))
+    return [table for table in tables if table.rows]
 
 
 def measured(here: pd.DataFrame, form: Form, labels: Sequence[str]) -> Cells:
-    """Mean and standard deviation over seeds, from sums over the records of a place."""
-    sums = here.groupby(["label", "run", "column"])[[*SUMS]].sum().reset_index()
-    return over_seeds(sums.assign(value=numbers(sums, form)), labels)
-
-
-def numbers(sums: pd.DataFrame, form: Form) -> pd.Series:
-    """What is shown, from sums."""
-    return (form.score.total(sums) / sums[form.score.per]).map(form.figure)
-
-
-def over_seeds(values: pd.DataFrame, labels: Sequence[str]) -> Cells:
-    """Label -> column -> mean, and with two seeds or more the standard deviation (n - 1)."""
+    """Label -> column -> the mean over seeds and, of two or more, their standard deviation (n - 1)."""
+    sums = here.groupby(["label", "run", "column"])[[*SUMS]].sum()
     cells: Cells = {label: {} for label in labels}
-    for (label, column), seeds in values.groupby(["label", "column"]).value:
+    for (label, column), seeds in numbers(sums, form).groupby(["label", "column"]):
         with np.errstate(invalid="ignore"):     # a model that diverged has infinite perplexity
             found = seeds.to_numpy(dtype=float)
             cells[label][column] = Cell(float(found.mean()),
@@ -173,25 +133,9 @@ def over_seeds(values: pd.DataFrame, labels: Sequence[str]) -> Cells:
     return {label: row for label, row in cells.items() if row}
 
 
-def training_log(key: str, curves: Sequence[Curve]) -> pd.DataFrame:
-    """Loss or val_loss of metrics.jsonl: means over the lines since the previous point.
-
-    The longest run is divided into TRAINING_POINTS parts. A part is placed at its last logged step.
-    """
-    lines = []
-    for label, run in ((c.label, run) for c in curves if c.extend is None for run in c.runs):
-        path = run.path / "metrics.jsonl"
-        for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-            with suppress(ValueError, KeyError, TypeError):     # the last line may be half written
-                entry = json.loads(line)
-                lines.append((label, str(run.path), int(entry["step"]), float(entry[key])))
-    log = pd.DataFrame(lines, columns=["label", "run", "step", "value"]).astype({"step": int, "value": float})
-    log = log[np.isfinite(log.value)]
-    size = math.ceil(log.step.max() / TRAINING_POINTS) if len(log) else 1
-    log["part"] = (log.step - 1) // size
-    log["x"] = log.groupby("part").step.transform("max")
-    found = log.groupby(["label", "run", "x"]).value.mean().reset_index()
-    return found.assign(column=found.x.astype(str))
+def numbers(sums: pd.DataFrame, form: Form) -> pd.Series:
+    """What is shown, from sums."""
+    return (form.score.total(sums) / sums[form.score.per]).map(form.figure)
 
 
 def probe_map(name: str, frame: pd.DataFrame) -> Map | None:
@@ -217,7 +161,7 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     (`beats`) if that survives Holm's correction over the curves of its column.
     """
     rows: Cells = {}
-    units: dict[str, list[str]] = {}                # what intervals are over -> the columns where they are
+    units: dict[str, None] = {}                     # what intervals are over
     n_seeds: dict[str, int] = {}
     parts: list[tuple[float, float, float]] = []
     places = {column_of(r): r["length"] for curve in curves for r in curve.runs[0].records
@@ -228,7 +172,7 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
             one = estimated(protocol, form, length, curve, baseline)
             if one:
                 found[curve.label], n_seeds[curve.label], name = one
-                units.setdefault(name, []).append(column)
+                units[name] = None
         parts += [e.parts for label, e in found.items() if n_seeds[label] > 1 and sum(e.parts) > 0]
         p = {label: e.p for label, e in found.items() if e.p is not None}
         corrected = dict(zip(p, holm(list(p.values())), strict=True))
@@ -271,14 +215,12 @@ def paired(curve: Curve, baseline: Curve) -> list[tuple[Run, Run]]:
     return [*same, *zip(others, left.values(), strict=False)]
 
 
-def in_words(units: dict[str, list[str]], n_seeds: dict[str, int],
+def in_words(units: Iterable[str], n_seeds: dict[str, int],
              parts: Sequence[tuple[float, float, float]]) -> str:
     """What the intervals of a table are over, and which part of the variance is largest."""
-    over = "; ".join(f"{name} (at {', '.join(dict.fromkeys(columns))})" if len(units) > 1 else name
-                     for name, columns in units.items())
     seeds = ", ".join(f"{n} ({label})" for label, n in n_seeds.items())
     seeds = seeds if len({*n_seeds.values()}) > 1 else str(next(iter(n_seeds.values())))
-    text = f"95 % intervals over {over}; number of seeds: {seeds}."
+    text = f"95 % intervals over {'; '.join(units)}; number of seeds: {seeds}."
     if 1 in n_seeds.values():
         text += " With 1 seed, an interval covers the text alone, not how training varies."
     if parts:
@@ -297,12 +239,12 @@ def remarks(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L: in
     found, runs = [], {str(run.path): run for curve in curves for run in curve.runs}
     for key, what in (("commit", "evaluated by different code"), ("dtype", "evaluated in different dtypes"),
                       ("train_dtype", "trained in different dtypes")):
-        values: dict[Any, list[str]] = {}
+        values: dict[str, list[str]] = {}
         for path, run in runs.items():
-            values.setdefault(run.head.get(key) or "unknown", []).append(path)
+            values.setdefault(str(run.head.get(key) or "unknown")[:12], []).append(path)
         if len(values) > 1:
-            found.append(f"Warning: {what}: " + "; ".join(f"{value[:12]} ({', '.join(paths)})"
-                                                         for value, paths in values.items()))
+            listed = "; ".join(f"{value} ({', '.join(paths)})" for value, paths in values.items())
+            found.append(f"Warning: {what}: {listed}")
     found += [f"Warning: run {run.name}." for run in runs.values() if run.name != str(run.path)]
     repeat = frame[(frame.protocol == "repeat") & (frame.label == baseline.label)]
     inside = repeat[repeat.length == L]

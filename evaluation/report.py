@@ -14,7 +14,6 @@ from runtime.files import finite
 ASINH_WIDTH = 0.05      # gains look linear up to about this, in nats per token, and logarithmic beyond
 SCALES = {"log": "logarithmic", "linear": "linear",
           "asinh": f"linear up to about {ASINH_WIDTH} on both sides of 0 and logarithmic beyond (asinh)"}
-MOST_COLUMNS = 30       # of a printed table: curves with more points have a picture alone
 STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; max-width: 72em; margin: 1.5em auto; padding: 0 1em; }
 svg { max-width: 100%; height: auto; } div { overflow-x: auto; } table { border-collapse: collapse; }
@@ -40,22 +39,23 @@ class Cell(NamedTuple):
         return self.value - spread, self.value + spread
 
 
+Cells = dict[str, dict[str, Cell]]      # label -> heading of the column -> cell
+
+
 class Table(NamedTuple):
-    """Curves by columns: lengths, positions, distances, or steps of training."""
+    """Curves by columns: lengths, positions or distances."""
 
     key: str                            # file name of its picture
     title: str
     note: str
     form: Form
-    L: int | None                       # training length; None where x is not a number of tokens
-    columns: list[tuple[float, str]]    # x, heading
-    rows: dict[str, list[Cell | None]]  # label -> one cell a column, None where there is no figure
+    L: int                              # training length
+    x: pd.Series                        # heading of a column -> its place on the x axis, from left to right
+    rows: Cells
 
     def heading(self, name: str) -> str:
         """A column's heading, which marks the training length, or the bucket that ends there."""
-        if self.L is None or not (name == str(self.L) or name.endswith(f"-{self.L - 1}")):
-            return name
-        return f"{name} = L" if name == str(self.L) else f"{name}, L"
+        return {str(self.L): f"{name} = L", str(self.L - 1): f"{name}, L"}.get(name.rpartition("-")[2], name)
 
     def text(self, cell: Cell | None) -> str:
         """Value ± standard deviation [interval]; the deviation ends where the value does: 193.9 ± 3.7."""
@@ -74,9 +74,8 @@ class Table(NamedTuple):
     def frame(self) -> pd.DataFrame:
         """The cells as HTML, bold where they beat what they are compared with."""
         cells = {escape(label): [f"<b>{self.text(cell)}</b>" if cell and cell.beats else self.text(cell)
-                                 for cell in row] for label, row in self.rows.items()}
-        headings = [self.heading(name) for _, name in self.columns]
-        return pd.DataFrame.from_dict(cells, "index", columns=headings)
+                                 for cell in map(row.get, self.x.index)] for label, row in self.rows.items()}
+        return pd.DataFrame.from_dict(cells, "index", columns=[self.heading(name) for name in self.x.index])
 
 
 class Map(NamedTuple):
@@ -104,10 +103,10 @@ def html(title: str, notes: Sequence[str], about: pd.DataFrame, shown: Sequence[
     for one in shown:
         parts += [f"<h2 id='{one.key}'>{escape(one.title)}</h2>"]
         if isinstance(one, Table):
-            x = "linear" if one.L is None else "logarithmic"
-            parts += [f"<p>{escape(one.note)} The x axis is {x}, the y axis {SCALES[one.form.scale]}.</p>"]
+            parts += [f"<p>{escape(one.note)} The x axis is logarithmic, the y axis "
+                      f"{SCALES[one.form.scale]}.</p>"]
         parts += [f"<div>{svg}</div>" for svg in pictures.get(one.key, [])]
-        if isinstance(one, Table) and len(one.columns) <= MOST_COLUMNS:
+        if isinstance(one, Table):
             frame = one.frame().rename_axis(columns=escape(one.form.x_label))
             parts += [f"<div>{frame.to_html(escape=False)}</div>"]
     return "\n".join([*parts, "</html>\n"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,21 +71,20 @@ def read_run(folder: Path, data: str | None) -> Run:
     path = find_eval(folder, data)
     config = pretrained_config(folder) if is_pretrained(folder) else load_config(folder / "config.toml")
     run = Run(folder, config, *results.read(path))
-    sha256 = run.head.get("checkpoint_sha256")
-    again = f"run `python eval.py {folder} --replace` with the same flags"
-    if sha256 is None:
-        print(f"warning: {path}: does not name its checkpoint: it may be of an earlier step", file=sys.stderr)
-    elif not is_pretrained(folder) and not is_newest(folder, sha256):
-        raise UserError(f"{path}: evaluated at step {run.head['step']}, but the run has another checkpoint "
-                        f"now; {again}")
-    elif is_pretrained(folder) and any(folder.glob("*.safetensors")) and files_sha256(folder) != sha256:
-        raise UserError(f"{path}: is of another config.json, tokenizer.json or weights than now; {again}")
+    sha256 = run.head.get("checkpoint_sha256", "")     # older evaluations do not name it
+    if is_pretrained(folder):
+        is_current = not any(folder.glob("*.safetensors")) or files_sha256(folder) == sha256
+    else:
+        is_current = is_newest(folder, sha256)
+    if sha256 and not is_current:
+        raise UserError(f"{path}: evaluated at step {run.head.get('step')}, but the run has another "
+                        f"checkpoint now; run `python eval.py {folder} --replace` with the same flags")
     return run
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
     """Raise UserError unless tokenizer, text, evaluation seed, training length and targets are the same."""
-    first, known, texts = runs[0], dict[str, tuple[Run, Any]](), {}
+    first, known, trained_on = runs[0], dict[str, tuple[Run, Any]](), list[Any]()
     for run in runs:
         pair = f"runs {first.path} and {run.path}"
         for key, what in SAME.items():
@@ -95,8 +93,9 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 raise UserError(f"{pair}: {what} differs, {before!r} and {after!r}; compare runs where it is "
                                 "the same")
         if not is_pretrained(run.path):
-            texts[run.path] = trained_on(run.path)
-            if texts[run.path] != next(iter(texts.values())):
+            meta = read_meta(run.path / "corpus.json")
+            trained_on.append([about["splits"] for about in (meta, *meta.get("mixture", {}).values())])
+            if trained_on[-1] != trained_on[0]:
                 raise UserError(f"{pair}: trained on different text; compare runs on the same corpus")
         counts = {f"{r['protocol']}/{r['length']}/{column_of(r)}/{r.get('depth')}": [r.get(key) for key in (
             "tokens", "bytes", "documents", "trials")] for r in run.records}
@@ -105,27 +104,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
         for place, targets in {**counts, **columns}.items():
             other, wanted = known.setdefault(place, (run, targets))
             if targets != wanted:
-                raise other_targets(other, run, *place.split("/")[:2])
-
-
-def other_targets(a: Run, b: Run, protocol: str, length: str) -> UserError:
-    """The error of two runs that were measured on different targets, with the flags that differ if known."""
-    before, after = (run.head.get("settings", {}).get(protocol, {}) for run in (a, b))
-    flags = [f"{results.flag(name, before[name])} and {results.flag(name, after[name])}"
-             for name in before if name in after and before[name] != after[name]]
-    differ = f" ({', '.join(flags)})" if flags else ""
-    return UserError(f"runs {a.path} and {b.path}: {protocol} at {length}: different targets{differ}; "
-                     "evaluate one of them again, with the flags of the other one and --replace")
-
-
-def trained_on(folder: Path) -> list[Any]:
-    """The contents of a run's corpora, its own and those of a mixture."""
-    path = folder / "corpus.json"
-    if not path.is_file():
-        raise UserError(f"{path}: missing, so nothing shows what the run was trained on; copy meta.json of "
-                        "its corpus there")
-    meta = read_meta(path)
-    return [about["splits"] for about in (meta, *meta.get("mixture", {}).values())]
+                protocol, length = place.split("/")[:2]
+                before, after = (x.head.get("settings", {}).get(protocol) for x in (other, run))
+                raise UserError(f"runs {other.path} and {run.path}: {protocol} at {length}: different "
+                                f"targets, by {before} and {after}; evaluate one of them again, with the "
+                                "flags of the other one and --replace")
 
 
 def column_of(record: Record) -> tuple[float, str]:

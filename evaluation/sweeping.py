@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -27,7 +26,7 @@ DIVERGED = "training diverged"
 
 Point = Sequence[str]                           # overrides: one value for each key of a grid
 Points = Mapping[str, Sequence[Point]]          # of each config
-Children = dict[subprocess.Popen, Path]         # the commands that run now, with their logs
+RUNNING: dict[subprocess.Popen, Path] = {}      # the commands that this process runs now, with their logs
 
 
 class Job(NamedTuple):
@@ -44,16 +43,6 @@ class Job(NamedTuple):
     def log(self) -> Path:
         return self.run_dir.with_name(f"{self.name}.log")
 
-    @property
-    def stamp(self) -> Path:
-        """The file that tells from which checkpoint and arguments the results come."""
-        return self.run_dir / "evaluated.json"
-
-    @property
-    def results(self) -> list[Path]:
-        """What eval.py has written."""
-        return list((self.run_dir / "eval").glob("*.json"))
-
 
 def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], runs: Path,
               eval_arguments: list[str] | None) -> list[Job]:
@@ -63,7 +52,9 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
     each_seed: list[int | None] = [*seeds] or [None]
     for config in points:
         for point, seed in itertools.product(points[config], each_seed):
-            parts = [Path(config).stem, *(in_name(override, point) for override in point)]
+            # each override without its section, in characters that a folder's name may have
+            values = [text.replace("=", "-").partition(".")[2] for text in point]
+            parts = [Path(config).stem, *(re.sub(r"[^A-Za-z0-9._-]+", "_", value) for value in values)]
             name = "-".join(parts if seed is None else [*parts, f"seed{seed}"])
             own = [*overrides, *point, f"run.dir={json.dumps(str(runs / name))}"]
             own += [] if seed is None else [f"train.seed={seed}"]
@@ -79,45 +70,36 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
     return list(jobs.values())
 
 
-def in_name(override: str, point: Point) -> str:
-    """An override as a part of a run's name: without its section, unless another key has the same name."""
-    key, _, value = override.partition("=")
-    short = key.rpartition(".")[2]
-    is_unique = sum(other.partition("=")[0].endswith(f".{short}") for other in point) == 1
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", f"{short if is_unique else key}-{value}")
-
-
 # -----------------------------------------------------------------------------------------------------------
 # One run
 
 
-def work(job: Job, children: Children | None = None) -> str:
-    """Train, then evaluate unless that is done; return "" or what failed."""
-    children = {} if children is None else children
+def work(job: Job) -> str:
+    """Train, then evaluate unless that was done with the same arguments; return "" or what failed."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
-    code = call(["train.py", job.config, *job.overrides], job.log, children)
+    code = call(["train.py", job.config, *job.overrides], job.log)
     if code:
-        return DIVERGED if code == 3 else f"train.py ended with {code}"
-    if job.eval_arguments is not None and evaluation(job) is None:
-        began, depends_on = time.time_ns(), state(job)
+        return DIVERGED if code == 3 else f"train.py ended with {code}: {last_line(job.log)}; see {job.log}"
+    if job.eval_arguments is None:
+        return ""
+    done, arguments = job.run_dir / "eval" / "arguments.txt", shlex.join(job.eval_arguments)
+    if not done.exists() or done.read_text(encoding="utf-8") != arguments:
         # a method may fit only some of the configs; an evaluation with other arguments is outdated
-        code = call(["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments], job.log,
-                    children)
+        code = call(["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments], job.log)
         if code:
-            return f"eval.py ended with {code}"
-        written = [path.stem for path in job.results if path.stat().st_mtime_ns > began]
-        job.stamp.write_text(json.dumps({**depends_on, "written": written}), encoding="utf-8")
+            return f"eval.py ended with {code}: {last_line(job.log)}; see {job.log}"
+        done.write_text(arguments, encoding="utf-8")
     return ""
 
 
-def call(command: Sequence[str], log: Path, children: Children) -> int:
+def call(command: Sequence[str], log: Path) -> int:
     """Run a command of this repository, with its output in the log; its exit code."""
     with log.open("a", encoding="utf-8") as file:
         print(f"\n$ python {shlex.join(command)}", file=file, flush=True)
         # in a new session: Ctrl-C reaches only this process, which then stops the child once
         child = subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]], stdout=file,
                                  stderr=subprocess.STDOUT, start_new_session=True)
-    children[child] = log
+    RUNNING[child] = log
     try:
         return child.wait()
     except BaseException:               # in a submitted job, which is stopped by a signal
@@ -125,31 +107,13 @@ def call(command: Sequence[str], log: Path, children: Children) -> int:
         child.wait()
         raise
     finally:
-        del children[child]
+        del RUNNING[child]
 
 
 def last_line(log: Path) -> str:
     """The last line of a log."""
-    lines = log.read_text(encoding="utf-8", errors="replace")[-2000:].replace("\r", "\n").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def state(job: Job) -> dict[str, Any]:
-    """What an evaluation depends on: the checkpoint, whose state.json has checksums, and the arguments."""
-    newest = max((job.run_dir / "checkpoints").glob("[0-9]*/state.json"), default=None)
-    digest = hashlib.sha256(newest.read_bytes()).hexdigest() if newest else None
-    return {"checkpoint": digest, "arguments": job.eval_arguments}
-
-
-def evaluation(job: Job) -> list[str] | None:
-    """The names of the results, or None unless they exist for this checkpoint and these arguments."""
-    try:
-        found = json.loads(job.stamp.read_text(encoding="utf-8"))
-        written = list(found.pop("written"))
-    except (FileNotFoundError, ValueError, KeyError):   # not yet, or interrupted while writing
-        return None
-    is_there = set(written) <= {path.stem for path in job.results}
-    return written if is_there and found == state(job) else None
+    text = log.read_text(encoding="utf-8", errors="replace").strip()
+    return text[-2000:].replace("\r", "\n").splitlines()[-1]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -164,9 +128,9 @@ def run_here(jobs: Sequence[Job], n_workers: int) -> dict[str, str]:
     if n_workers > 1:
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores // n_workers)))
-    failed, children, stopped = dict[str, str](), Children(), set[subprocess.Popen]()
+    failed: dict[str, str] = {}
     with tqdm(total=len(jobs), unit="run", disable=None) as bar, ThreadPoolExecutor(n_workers) as pool:
-        tasks = {pool.submit(work, job, children): job for job in jobs}
+        tasks = {pool.submit(work, job): job for job in jobs}
         running = set(tasks)
         try:
             while running:
@@ -174,14 +138,13 @@ def run_here(jobs: Sequence[Job], n_workers: int) -> dict[str, str]:
                 for task in done:
                     finish(tasks[task], task.result(), failed)
                     bar.update()
-                bar.set_postfix_str(" | ".join(last_line(log) for log in list(children.values())))
+                bar.set_postfix_str(" | ".join(last_line(log) for log in list(RUNNING.values())))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(task.done() for task in tasks):   # a command that starts only now is stopped, too
-                for child in children.keys() - stopped:
-                    child.terminate()
-                    stopped.add(child)
-                time.sleep(0.1)
+                for child in list(RUNNING):
+                    child.terminate()                       # again if it saves: that changes nothing
+                time.sleep(0.2)
             print("stopped; the same command resumes from there")
             raise
     return failed
@@ -209,12 +172,8 @@ def run_submitted(jobs: Sequence[Job], folder: Path, parameters: dict[str, Any])
 
 
 def finish(job: Job, problem: str, failed: dict[str, str]) -> None:
-    """Say how a run has ended, with the methods that eval.py has skipped."""
+    """Say how a run has ended."""
     tqdm.write(f"{job.name}: {problem or 'done'}")
-    output = job.log.read_text(encoding="utf-8", errors="replace") if job.log.exists() else ""
-    for line in output.rpartition("\n$ python eval.py ")[2].splitlines():
-        if line.startswith("skipped --extend "):
-            tqdm.write(f"{job.name}: {line}")
     sys.stdout.flush()
     if problem:
         failed[job.name] = problem
@@ -222,7 +181,9 @@ def finish(job: Job, problem: str, failed: dict[str, str]) -> None:
 
 def report(jobs: Sequence[Job], out: Path, labels: Sequence[str] = ()) -> int:
     """Run compare.py over these runs; return its exit code. Labels: none, or one for each run."""
-    names = {name for job in jobs for name in evaluation(job) or ()}
+    newest = (max((job.run_dir / "eval").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+              for job in jobs)
+    names = {path.stem for path in newest}
     command = ["compare.py", *(str(job.run_dir) for job in jobs), "--out", str(out)]
     command += ["--data", *names] if len(names) == 1 else []
     command += [f"--label={label}" for label in labels]

@@ -13,14 +13,13 @@ import shlex
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas
 import torch
 
-from config import Config, differences, load_config
+from config import differences, load_config
 from evaluation.sweeping import DIVERGED, Job, Point, Points
 from hf.pretrained import pretrained_tables
 from model import shape_of
@@ -64,12 +63,9 @@ def grid_points(grid: Sequence[str]) -> list[Point]:
     for text in grid:
         key, _, values = text.partition("=")
         choices = re.split(r",(?![^\[]*\])", values)                     # not at the commas of a [list]
-        if "." not in key or not all(choices) or len(set(choices)) < len(choices):
-            raise UserError(f"--grid {text}: must read section.key=value,value with different values, such "
-                            "as train.lr=1e-3,2e-3")
-        if key in axes:
-            raise UserError(f"--grid {key}: given twice; give all its values in one flag")
-        axes[key] = [f"{key}={value}" for value in choices]
+        if "." not in key or not all(choices):
+            raise UserError(f"--grid {text}: must read section.key=value,value, such as train.lr=1e-3,2e-3")
+        axes.setdefault(key, []).extend(f"{key}={value}" for value in choices)
     return [list(point) for point in itertools.product(*axes.values())]
 
 
@@ -85,17 +81,15 @@ def read_points(path: Path, configs: Sequence[str]) -> dict[str, list[Point]]:
         grids = {name: [shlex.split(grid) for grid in own] for name, own in content.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"--trials {path}: {error}; see sweep.py --help for an example") from error
-    names = {config: Path(config).stem for config in configs}
-    for name in grids.keys() - {*names.values(), OTHERS}:
-        raise UserError(f"--trials {path}: {name} is none of the configs{did_you_mean(name, names.values())}")
-    points = {}
-    for config, name in names.items():
-        own = grids.get(name, grids.get(OTHERS, []))
-        points[config] = [point for grid in own for point in grid_points(grid)]
-        if not points[config]:
-            raise UserError(f'--trials {path}: {name} has no trials; add {name} = ["train.lr=1e-3,2e-3"], or '
-                            f"{OTHERS} = [...] for all configs that are not named")
-    return points
+    names = [Path(config).stem for config in configs]
+    for name in grids.keys() - {*names, OTHERS}:
+        raise UserError(f"--trials {path}: {name} is none of the configs{did_you_mean(name, names)}")
+    without = [name for name in names if not grids.get(name, grids.get(OTHERS))]
+    if without:
+        raise UserError(f"--trials {path}: no trials for {', '.join(without)}; add them as NAME = "
+                        f'["train.lr=1e-3,2e-3"], or {OTHERS} = [...] for all that are not named')
+    return {config: [point for grid in grids.get(name, grids.get(OTHERS, [])) for point in grid_points(grid)]
+            for config, name in zip(configs, names, strict=True)}
 
 
 def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
@@ -105,12 +99,9 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
     key has an effect.
     """
     counts = {Path(config).stem: len(own) for config, own in points.items()}
-    if len(set(counts.values())) > 1:
-        raise UserError("--choose: every config needs the same number of trials, got "
+    if len(set(counts.values())) > 1 or min(counts.values()) < 2:
+        raise UserError("--choose: every config needs the same number of trials, at least two, got "
                         + ", ".join(f"{n} for {name}" for name, n in counts.items()))
-    if max(counts.values()) < 2:
-        raise UserError("--choose: there is nothing to choose from; give --grid or --trials with at least "
-                        "two trials")
     first = load_config(next(iter(points)), overrides, pretrained_tables)
     unequal = []
     for config, own in points.items():
@@ -120,22 +111,18 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
             if key.startswith(EQUAL):
                 raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
                                 f"be comparable; give {key}=VALUE for all instead")
-            if key == "position.lr_scale" and not has_own_parameters(resolved):
-                raise UserError(f"--choose: {key} has no effect on {config}, which has no parameters of "
-                                "position; give it as many trials over train.lr by --trials")
+        with torch.device("meta"):              # shapes without memory
+            encoding = ENCODINGS[resolved.position.encoding](shape_of(resolved), resolved.position)
+        is_trained = resolved.position.temperature == "ssmax" or [*encoding.parameters()]
+        if "position.lr_scale" in keys and not is_trained:
+            raise UserError(f"--choose: position.lr_scale has no effect on {config}, which has no parameters "
+                            "of position; give it as many trials over train.lr by --trials")
         if resolved.train.seq_len != first.train.seq_len:
             raise UserError(f"--choose: {config} has another train.seq_len than {next(iter(points))}, and "
                             "losses are comparable at one length only; give train.seq_len=VALUE for all")
         lines = differences(first, resolved, ["run", "position"])
         unequal += [f"{Path(config).stem}: {line}" for line in lines if line.partition(":")[0] not in keys]
     return unequal
-
-
-def has_own_parameters(config: Config) -> bool:
-    """Whether the encoding or the query temperature has parameters."""
-    with torch.device("meta"):                  # shapes without memory
-        encoding = ENCODINGS[config.position.encoding](shape_of(config), config.position)
-    return config.position.temperature == "ssmax" or any(True for _ in encoding.parameters())
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -177,27 +164,9 @@ def better_halves(trials: Sequence[Trial]) -> tuple[dict[str, list[Trial]], list
 
 def write_trials(path: Path, trials: Sequence[Trial], chosen: Mapping[str, Trial]) -> str:
     """Write every trial with its losses as CSV. Returns it as text."""
-    rows = []
-    for t in trials:
-        remarks = [t.problem] if t.problem else []
-        if chosen.get(t.config) is t:
-            remarks += ["chosen", *(f"{key} at the edge of its grid" for key in edges(t, trials))]
-        rows.append({"config": Path(t.config).stem, "trial": t.values, "remarks": ", ".join(remarks),
-                     **t.losses})
-    table = pandas.DataFrame(rows)
+    table = pandas.DataFrame([
+        {"config": Path(t.config).stem, "trial": t.values,
+         "remarks": "chosen" if chosen.get(t.config) is t else t.problem, **t.losses} for t in trials])
     path.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(path, index=False)
     return table.to_string(index=False, float_format="%.4f", na_rep="-", justify="left")
-
-
-def edges(chosen: Trial, trials: Sequence[Trial]) -> list[str]:
-    """The keys of a trial whose number is the lowest or the highest among the trials of its config."""
-    found = []
-    for override in chosen.point:
-        key = override.partition("=")[0]
-        with suppress(ValueError):              # not a number
-            numbers = {float(other.partition("=")[2]) for t in trials if t.config == chosen.config
-                       for other in t.point if other.partition("=")[0] == key}
-            if len(numbers) > 1 and float(override.partition("=")[2]) in (min(numbers), max(numbers)):
-                found.append(key)
-    return found

@@ -1,10 +1,11 @@
 """The field guide: computed properties agree with theory, every encoding has its picture, row and section."""
 
+import functools
 import math
 
 import pytest
 import torch
-from conftest import every_encoding
+from conftest import every_encoding_slowly
 
 from docs import gallery
 from docs import properties as measured
@@ -14,24 +15,23 @@ from runtime.errors import UserError
 L = 128
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, measured.Properties]:
-    return {name: measured.properties(name) for name in ENCODINGS}
+found = functools.cache(measured.properties)
 
 
-@every_encoding
-def test_properties_that_classes_declare_are_found(name: str, found) -> None:
-    p, encoding = found[name], measured.make(name)
+@every_encoding_slowly
+def test_properties_that_classes_declare_are_found(name: str) -> None:
+    p, encoding = found(name), measured.make(name)
     assert (p.change < gallery.ROUNDING) == encoding.is_relative
     assert p.is_defined == (encoding.max_length is None)
     assert p.n_parameters == sum(w.numel() for w in encoding.parameters())
 
 
-def test_sinusoids_and_rotations_are_linear_and_other_vectors_are_not(found) -> None:
+@pytest.mark.slow
+def test_sinusoids_and_rotations_are_linear_and_other_vectors_are_not() -> None:
     """An offset is no matrix product, bits carry, learned rows are independent; a bias has no vector."""
-    assert all(found[name].residual < 1e-4 for name in ("sinusoidal", "rope", "p_rope", "xpos"))
-    assert all(found[name].residual > 0.05 for name in ("learned", "integer", "integer_normalised", "binary"))
-    assert all(found[name].residual is None for name in ("none", "alibi", "cope"))
+    assert all(found(name).residual < 1e-4 for name in ("sinusoidal", "rope", "p_rope", "xpos"))
+    assert all(found(name).residual > 0.05 for name in ("learned", "integer", "integer_normalised", "binary"))
+    assert all(found(name).residual is None for name in ("none", "alibi", "cope"))
 
 
 def test_the_residual_is_that_of_the_best_multiple_of_a_line() -> None:
@@ -43,22 +43,20 @@ def test_the_residual_is_that_of_the_best_multiple_of_a_line() -> None:
         w = (even @ (even + k)) / (even @ even)
         expected = max(expected, ((odd + k - w * odd).norm() / (odd + k).norm()).item())
     assert measured.linear_residual(p[:, None].repeat(1, 5)) == pytest.approx(expected, rel=1e-6)
-
-
-def test_few_random_points_are_not_linear() -> None:
-    """Fewer points than channels always fit some matrix: points that were not fitted must tell."""
+    # fewer points than channels always fit some matrix: points that were not fitted must tell
     points = torch.randn(128, 192, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert measured.linear_residual(points) > 0.9
 
 
-def test_codes_are_unique_by_as_much_as_their_formula_says(found) -> None:
+@pytest.mark.slow
+def test_codes_are_unique_by_as_much_as_their_formula_says() -> None:
     neighbours = 1 / (4 * L)                                            # over the ends, of a straight line
     for name in ("alibi", "integer", "integer_normalised"):
-        assert found[name].gap == pytest.approx(neighbours)
-    assert found["binary"].gap == pytest.approx(math.sqrt(1 / 10))      # one bit of the 10 of 0 ... 512
-    assert all(found[name].gap > 0 for name in ("learned", "sinusoidal", "rope", "kerple_log", "fire"))
+        assert found(name).gap == pytest.approx(neighbours)
+    assert found("binary").gap == pytest.approx(math.sqrt(1 / 10))      # one bit of the 10 of 0 ... 512
+    assert all(found(name).gap > 0 for name in ("learned", "sinusoidal", "rope", "kerple_log", "fire"))
     # what clips, shares or does nothing
-    assert not any(found[name].gap for name in ("none", "t5", "relative_key", "relative_key_query", "cope"))
+    assert not any(found(name).gap for name in ("none", "t5", "relative_key", "relative_key_query", "cope"))
 
 
 @pytest.mark.parametrize(("codes", "gap"), [([0, 1, 3], 1 / 3), ([0, 2, 5, 2], 0), ([4, 4, 4], 0)])
@@ -93,14 +91,11 @@ def test_the_committed_guide_is_what_the_code_generates() -> None:
     blocks = {"contents": gallery.contents(), **{name: gallery.section(name) for name in ENCODINGS}}
     assert gallery.update(guide, blocks) == guide, "run `make gallery`"
     table = guide.partition("<!-- begin properties -->")[2].partition("<!-- end properties -->")[0]
-    assert all(f"| [`{name}`](#{name}) |" in table for name in ENCODINGS), "run `make gallery`"
-
-
-@every_encoding
-def test_the_committed_guide_describes_every_encoding(name: str) -> None:
-    section = gallery.GUIDE.read_text().partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    assert "**When to use it.**" in section and "**Beyond L.**" in section, "run `make gallery`"
-    assert gallery.UNWRITTEN not in section, f"docs/encodings.md: write the section {name}"
+    for name in ENCODINGS:
+        assert f"| [`{name}`](#{name}) |" in table, "run `make gallery`"
+        section = guide.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert "**When to use it.**" in section and "**Beyond L.**" in section, "run `make gallery`"
+    assert gallery.UNWRITTEN not in guide, "docs/encodings.md: write the new section"
 
 
 def test_what_is_written_by_hand_stays_and_a_new_encoding_gets_a_section(monkeypatch) -> None:
@@ -114,13 +109,3 @@ def test_what_is_written_by_hand_stays_and_a_new_encoding_gets_a_section(monkeyp
     for line in ("<!-- begin properties -->", "<!-- end properties -->"):
         with pytest.raises(UserError, match="properties"):
             gallery.update(guide.replace(line + "\n", ""), {"properties": ""})
-
-
-def test_costs_are_read_from_the_bench(tmp_path) -> None:
-    path = tmp_path / "bench.md"
-    path.write_text("text\n\n| encoding | T 64, batch 2: step / rope's (ms) | memory / rope's (MB) |\n"
-                    "|---|---:|---:|\n| rope | 1.00 (5, 6) | 1.01 (7) |\n\n| a | b |\n|---|\n| t5 | 2 |\n")
-    assert gallery.read_costs(path) == {"encoding": ["step, memory at T 64"], "rope": ["1.00, 1.01"]}
-    costs = gallery.read_costs(gallery.COSTS)
-    assert len(costs.pop("encoding")) == 3 and len(costs) > 20
-    assert all(0.2 < float(x) < 40 for found in costs.values() for cell in found for x in cell.split(", "))

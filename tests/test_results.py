@@ -8,7 +8,9 @@ import json
 import math
 import re
 import statistics
-from typing import NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from conftest import ROOT
@@ -17,6 +19,11 @@ from data.tasks import ALGORITHMS
 from evaluation.results import read
 
 RESULTS = ROOT / "results"
+
+
+@cache
+def records_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["records"]
 
 
 class Source(NamedTuple):
@@ -46,7 +53,7 @@ class Source(NamedTuple):
         found = []
         for path in paths:
             figures: dict[int, float] = {}
-            for r in json.loads(path.read_text())["records"]:
+            for r in records_of(path):
                 if (r["extend"], r["protocol"]) == (method, self.protocol):
                     figures[r["length"]] = figures.get(r["length"], 0) + r[self.key]
             found.append(figures)
@@ -109,26 +116,13 @@ def test_evaluations_made_before_still_load() -> None:
     assert older and all(read(path).records and read(path).windows for path in older)
 
 
-def test_a_cell_is_the_mean_over_seeds_with_their_standard_deviation(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("test_results.RESULTS", tmp_path)
-    for seed, ppl in enumerate((3.0, 4.0, 8.0)):
-        record = {"extend": None, "protocol": "fixed", "length": 64, "ppl": ppl}
-        (tmp_path / f"t5-seed{seed}.json").write_text(json.dumps({"records": [record]}))
-    source = Source(".", {"T5": "t5"}, "fixed")
-    assert [source.cell("T5", 64), source.cell("T5", 64, True), source.cell("T5", 128)] == [
-        "5.00", "5.00 ± 2.65", "-"]
-    with pytest.raises(AssertionError, match="no record rope.json for the row rope"):
-        source.cell("rope", 64)
-
-
 def test_the_output_of_make_train_is_that_of_the_record() -> None:
     """The README's output and its first paragraphs are of one run."""
     readme = (ROOT / "README.md").read_text()
     lines = [line.split("<-")[0].replace("|", " ").split() for line in readme.splitlines()
              if re.match(r" +\d+ +[\d.]+\| ", line)]
     assert len(lines) >= 4
-    records = {(r["protocol"], r["length"]): r
-               for r in json.loads((RESULTS / "every-encoding" / "quick.json").read_text())["records"]}
+    records = {(r["protocol"], r["length"]): r for r in records_of(RESULTS / "every-encoding" / "quick.json")}
     for length, multiple, *shown in lines:
         block, fixed = records["nonoverlap", int(length)], records["fixed", int(length)]
         truncated = math.exp(fixed["truncated_nll_sum"] / fixed["tokens"])
@@ -145,7 +139,7 @@ def test_each_figure_in_the_text_of_the_results_is_in_a_record() -> None:
     readme = (ROOT / "README.md").read_text()
     sections = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", readme, re.MULTILINE))
     values = [r[key] for source in TABLES["README.md"] for path in (RESULTS / source.folder).glob("*.json")
-              for r in json.loads(path.read_text())["records"] for key in ("ppl", "bpb", "gain")
+              for r in records_of(path) for key in ("ppl", "bpb", "gain")
               if r.get(key) is not None]
     for title in ("Results", "Longer contexts for a trained model"):
         prose = re.sub(r"^```.*?^```|^\|.*?$|`[^`]*`", "", sections[title], flags=re.MULTILINE | re.DOTALL)

@@ -22,7 +22,7 @@ from torch import Tensor
 from config import Config, differences, load_config, to_toml
 from data.loader import Corpus, read_meta
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
-from model import GPT, is_dropped
+from model import GPT
 from runtime import checkpoint, parallel
 from runtime.errors import UserError
 from runtime.files import flush, read_json, write_whole
@@ -62,7 +62,7 @@ class Run:
         r, steps = self.config.run, self.config.train.steps
         self.unread.append((self.optimizer.param_groups[0]["lr"], loss_and_norm))
         step = self.state["step"] + len(self.unread)
-        self.model.is_dropped = is_dropped(self.config, step)
+        self.model.set_step(step)
         is_log, is_eval, is_save = (step % every == 0 or step == steps
                                     for every in (r.log_every, r.eval_every, r.save_every))
         number = self.stop[0] if self.stop else 0
@@ -208,7 +208,7 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
             state["init_sha256"] = checkpoint.start_from(config.train.init_from, model, config, tokenizer)
     else:
         say(f"resuming {run_dir} at step {state['step']}")
-        model.is_dropped = is_dropped(config, state["step"])
+        model.set_step(state["step"])
     if state["dtype"] not in (None, dtype):
         say(f"warning: {run_dir} resumes with another dtype: {state['dtype']} -> {dtype}")
     if state["revisions"] and state["revisions"][-1] != revision:
@@ -229,8 +229,6 @@ def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> Iterat
         changed[t.positions] = f"positions below {t.position_range}"
     yield "position  " + ", ".join([p.encoding, *(f"{key} {value}" for key, value in changed.items()),
                                     f"trained at L = {t.seq_len}"])
-    if warning := model.encoding.warning():
-        yield f"warning: {warning}"
     n_tokens, n_corpus = t.steps * t.batch_size * t.seq_len, len(corpus.tokens["train"])
     yield (f"data      {corpus.folder}, {n_corpus:,} tokens; {n_tokens:,} to train on "
            f"({n_tokens / n_corpus:.2f} epochs)")

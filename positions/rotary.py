@@ -282,7 +282,7 @@ class FoPE(RoPE):
         M = int((rope.stop_unfinished(f, self.seq_len) > 0).sum())
         N = min(M, self.rotary_dim // 4)
         std = options.gain * math.sqrt(2 / max(1, N * (M + shape.n_head)))
-        begins = torch.arange(0, M, math.ceil(M / max(1, N)))           # at most N
+        begins = torch.arange(0, M, math.ceil(M / N) if N else 1)       # at most N
         for name in ("cos_mixture", "sin_mixture"):
             mixture = std * torch.randn(shape.n_layer, shape.n_head, M, N)
             mixture[:, :, begins, torch.arange(len(begins))] += 1

@@ -476,19 +476,6 @@ def test_xpos_stays_in_range_far_from_zero_and_over_long_spans() -> None:
     assert one.isfinite().all() and one[:2].abs().max() < 1e-6 and one[3] == pytest.approx(4)
 
 
-def test_the_gradients_of_cope() -> None:
-    """Against differences, second ones too; counts stay off the whole numbers, where the slope jumps."""
-    c = Case("cope", "position.max_pos=3")
-    inputs = c.q[:1, :, 5:].clone().requires_grad_(), c.k[:1, :, 3:].clone().requires_grad_()
-
-    def logits(q: Tensor, k: Tensor) -> Tensor:
-        found = logits_of(c.encoding, q, k, c.pos[:1, 5:], c.pos[:1, 3:])
-        return found.masked_fill(found.isneginf(), 0)
-
-    with torch.enable_grad():
-        assert torch.autograd.gradcheck(logits, inputs) and torch.autograd.gradgradcheck(logits, inputs)
-
-
 @pytest.mark.parametrize("name", [n for n, e in ENCODINGS.items() if e.by_distance or n == "fire"])
 def test_biases_by_distance_are_fp32_under_autocast(name: str) -> None:
     encoding, none = lively(config_of(name)).encoding, torch.zeros(1, 2, 9, 16)

@@ -215,14 +215,13 @@ class PoPE(RoPE):
     """Content as radius, position as angle: sum_c softplus(q_c) softplus(k_c) cos((j - i) f_c + delta_c).
 
     Over sqrt(D) as usual; i is the query's and j the key's position. Gopalakrishnan et al. 2025,
-    arXiv:2509.10534, section 3. RoPE's angle between q and k depends on their content too; here each of the D
-    channels is a pair of its own, with a radius of at least 0 and an angle from the position alone. Twice as
-    many frequencies as RoPE has, f_c = base^(-c / D), and q and k are twice as wide in their product.
+    arXiv:2509.10534, section 3. Each of the D channels is a pair of its own, with a radius of at least 0 and
+    an angle from the position alone: f_c = base^(-c / D), and q and k are twice as wide in their product.
 
     delta (n_layer, H, D) is learned and starts at 0, as in the paper's experiments on longer contexts. In the
-    authors' code there is one for each head of keys; here for each head of queries, the same unless heads
-    share keys. It is kept in [-2 pi, 0]: each forward clamps the parameter itself, so that it gets a gradient
-    at the bound too. A temperature multiplies the logits, since a factor on q would change the radius.
+    authors' code each head of keys has one, here each head of queries. It is kept in [-2 pi, 0]: each forward
+    clamps the parameter itself, so that it gets a gradient at the bound too. A temperature multiplies the
+    logits, since a factor on q would change the radius.
     """
 
     Options = PoPEOptions
@@ -259,11 +258,10 @@ class FoPEOptions(RotaryOptions):
 class FoPE(RoPE):
     """RoPE with cosines and sines mixed of several frequencies: cos_c = sum_m C[m, c] cos(t f_m). Hua 2024.
 
-    Fourier position embedding, Hua et al. 2024, arXiv:2412.17739: a layer spreads each frequency over others,
-    so each pair should have a series of them. The frequencies are RoPE's M with a turn or more in L =
-    train.seq_len; there are N = min(M, D / 4) mixtures, for the first N pairs. The others are constant,
-    cosine = sine = 1. C and, for the sines, S are (M, N) for each layer and head: random, plus 1 where the
-    mixture c begins, m = c ceil(M / N). They are not trained, but a part of the checkpoint.
+    Fourier position embedding, Hua et al. 2024, arXiv:2412.17739. The frequencies are RoPE's M with a turn or
+    more in L = train.seq_len; there are N = min(M, D / 4) mixtures, for the first N pairs. The others are
+    constant, cosine = sine = 1. C and, for the sines, S are (M, N) for each layer and head: random, plus 1
+    where the mixture c begins, m = c ceil(M / N). They are not trained, but a part of the checkpoint.
 
     As in the authors' code (github.com/TsinghuaC3I/Fourier-Position-Embedding), the noise has the standard
     deviation gain sqrt(2 / (N (M + H))), Xavier's for three axes. The result is no rotation: lengths change,

@@ -1,7 +1,6 @@
 """Windows of packed documents and mixtures of corpora: who sees what, and who gives how much."""
 
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -147,15 +146,3 @@ def test_a_mixture_trains_resumes_and_belongs_to_the_run(tiny, other_dir: Path, 
     assert train(config, []) == 0                                       # finished: all is the same
     with pytest.raises(UserError, match="data.mixture"):
         train(tiny("rope"), [])
-
-
-def test_the_order_of_a_mixture_is_no_matter_and_data_dir_keeps_a_share(corpus_dir: Path, other_dir: Path,
-                                                                        tmp_path: Path) -> None:
-    third = tmp_path / "a"
-    shutil.copytree(other_dir, third)
-    one, two = ({str(other_dir): 0.3, str(third): 0.2}, {str(third): 0.2, str(other_dir): 0.3})
-    batches = [Corpus(corpus_dir, mixture=mixture).batch(32, 50, 0, 0)[0] for mixture in (one, two)]
-    assert torch.equal(*batches)
-    for shares in ({str(other_dir): 0.9999}, {str(other_dir): 0.9995, str(third): 0.0004}):
-        with pytest.raises(UserError, match="leaves less than 1/1000"):
-            Corpus(corpus_dir, mixture=shares)

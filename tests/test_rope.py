@@ -13,7 +13,6 @@ import rope
 from evaluation.extension import parse
 from model import GPT
 from positions import ENCODINGS
-from positions.scaling import YaRN
 from runtime.device import autocast
 from runtime.errors import UserError
 
@@ -174,13 +173,6 @@ def test_chatglms_answer_keeps_one_axis_and_advances_the_other() -> None:
         torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
         alone = model(x[1:], positions=pos[-1:])
         torch.testing.assert_close(alone, whole[1:], atol=1e-4, rtol=1e-4)
-
-
-def test_scaling_acts_on_the_frequencies_of_each_axis() -> None:
-    encoding = model_of("rope_2d", 'position.scaling={method="yarn",factor=4.0,beta_fast=4.0}').encoding
-    f, factor = encoding.frequencies(torch.arange(30))
-    expected, _ = YaRN(factor=4.0, beta_fast=4.0).frequencies(D // 2, 1e4, 32, torch.arange(30))
-    assert torch.equal(f, expected) and factor > 1.1 and f.shape == (D // 4,)
 
 
 def test_positions_of_other_shapes_are_refused() -> None:

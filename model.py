@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attention import Bias, Mask, attend
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
-from positions.switches import TEMPERATURES, layer_encodings
+from positions.switches import TEMPERATURES, ScaleInvariant, Temperature, Tempered
 from runtime import flex
 from runtime.loss import mean_loss
 
@@ -194,26 +194,22 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(c, layer in shape.local_layers) for layer in range(c.n_layer))
         self.norm = make_norm(c)
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
-        self._init_weights()
+        # normal, std 0.02; last matrix of each sublayer over sqrt(2 n_layer): Radford et al. 2019, 2.3
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                is_last = name.endswith(("attention.o", "mlp.down"))    # by name: a fork may have others
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * c.n_layer) if is_last else 0.02)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
         # made last: with equal seeds all other weights are equal under every encoding
         p, steps = config.position, config.train.steps
-        self.options, self.encoded_layers, self.is_dropped = p, encoded_layers(config), False
+        self.options, self.encoded_layers = p, encoded_layers(config)
         self.encoding, self.no_encoding = ENCODINGS[p.encoding](shape, p), NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         # if it is dropped at all, then at least for the last step
         self.drop_step = min(round(p.drop_at * steps), steps - 1) if p.drop_at < 1 else math.inf
+        self.is_dropped = self.drop_step <= 0
         self.choose_encodings()
-        self.set_step(0)
-
-    def _init_weights(self) -> None:
-        """Normal, std 0.02; last matrix of each sublayer over sqrt(2 n_layer). Radford et al. 2019, 2.3."""
-        residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                is_last = name.endswith(("attention.o", "mlp.down"))    # by name: a fork may have others
-                nn.init.normal_(module.weight, std=residual_std if is_last else 0.02)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
 
     def set_step(self, step: int) -> None:
         """Drop the encoding if position.drop_at says so after `step` steps. DroPE, arXiv:2512.12167."""
@@ -228,8 +224,13 @@ class GPT(nn.Module):
 
     def choose_encodings(self) -> None:
         """Make the list of what acts in each layer; to be called after a change of the temperature."""
-        self.encodings = layer_encodings(self.active(), self.no_encoding, self.temperature, self.options,
-                                         self.encoded_layers, len(self.blocks))
+        p, pair = self.options, [self.no_encoding, self.active()]
+        if p.scale_invariant:
+            pair = [ScaleInvariant(each, p.scale_invariant) for each in pair]
+        if type(self.temperature) is not Temperature:
+            pair = [Tempered(each, self.temperature) if p.temperature_layers in ("all", kind) else each
+                    for each, kind in zip(pair, ("unencoded", "encoded"), strict=True)]
+        self.encodings = [pair[layer in self.encoded_layers] for layer in range(len(self.blocks))]
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""

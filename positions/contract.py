@@ -32,7 +32,7 @@ class At(NamedTuple):
     k_pos: Tensor  # positions of the keys, (1 or B, Tk)
     layer: int  # 0 is the layer next to the embeddings
     tables: Any  # what `tables` returned for this forward
-    features: Tensor | None = None  # what `mix` returned for all the keys, (B, H, Tk, F)
+    features: Any = None  # what `mix` returned for all the keys, (B, H, Tk, F), or None
     temperature: Tensor | None = None  # factor of each query, (1 or B, 1 or H, Tq, 1): see switches.py
     ahead: int | None = None  # if all positions are consecutive integers: query i - key j is ahead + i - j
 

@@ -87,7 +87,6 @@ class Forgetting(Encoding):
         return F.logsigmoid(gate).transpose(1, 2)[..., None]            # (B, H, T, 1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         # In fp64 and relative to the block's first query, so that tokens before or after both query and key
         # add no rounding errors.
         c = at.features[..., 0].cumsum(dim=-1, dtype=torch.float64)     # (B, H, Tk)
@@ -102,7 +101,6 @@ class Forgetting(Encoding):
         pairs enter a gate's gradient. In 16 bits a sum takes three channels, each with what the one before
         rounds off. The kernel sums in fp32: an error of 2^-24 times the sum of log f up to the middle query.
         """
-        assert at.features is not None
         Tq, D = q.shape[2:]
         c = at.features.cumsum(dim=2, dtype=torch.float64)              # (B, H, Tk, 1)
         c = (c - c[:, :, -Tq + Tq // 2, None]) * D**0.5
@@ -151,7 +149,6 @@ class GRAPEAP(Encoding):
         return F.linear(x, self.w[layer]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)      # (B, H, T, n)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         Tq, Tk, n = q.shape[2], k.shape[2], at.features.shape[-1]
         with torch.autocast(q.device.type, enabled=False):
             p = at.features.to(logits.dtype)
@@ -250,10 +247,10 @@ class PaTHOptions(Options):
 class PaTH(Encoding):
     """Reflections in between: logits q_i^T H_i H_(i-1) ... H_(j+1) k_j / sqrt(D), H_t = I - beta_t w_t w_t^T.
 
-    Yang et al. 2025, arXiv:2505.16381, section 3: like RoPE with a matrix per token that depends on the
-    token. beta_t = 2 sigmoid(u x_t + b), and w_t, of length 1, is silu(convolution of W x_t over 3 tokens)
-    normalised; x is the layer's normalised input, W has rank R. In the authors' code the heads that share a
-    key share w and beta; here each head of queries has its own. Positions are not used.
+    Yang et al. 2025, arXiv:2505.16381, section 3: like RoPE with a matrix for each token. beta_t = 2
+    sigmoid(u x_t + b), and w_t is silu(convolution of W x_t over 3 tokens), normalised to length 1; x is the
+    layer's normalised input, W has rank R. In the authors' code the heads that share a key share w and beta;
+    here each head of queries has its own. Positions are not used.
 
     Chunk by chunk of keys, from the query backwards, r = q_i^T H_i ... H_(e) is kept for every query of the
     block. With w (c, D) and B = diag(beta) of a chunk, M = (I + strictly lower part of B w w^T)^-1 B:
@@ -285,7 +282,6 @@ class PaTH(Encoding):
         return torch.cat((w, 2 * features[..., -1:].sigmoid()), dim=-1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
         with torch.autocast(q.device.type, enabled=False):
             # whole chunks of keys: those added have beta 0, which is no reflection
@@ -328,7 +324,6 @@ class PaTHFoX(PaTH):
         return torch.cat((own, features[..., -1:].to(own.dtype)), dim=-1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         own, gate = at.features[..., :-1], at.features[..., -1:]
         logits = super().scores(logits, q, k, at._replace(features=own))
         return self.gates.scores(logits, q, k, at._replace(features=gate))
@@ -338,7 +333,6 @@ class Turned(Encoding):
     """What turns q and k by the angles that `mix` returns, (B, H, Tk, D/2)."""
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        assert at.features is not None
         angle = at.features - at.features[:, :, -q.shape[2], None]      # only differences matter
         cos, sin = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (angle.cos(), angle.sin()))
         k = for_each_head(k, q.shape[1])
@@ -453,7 +447,6 @@ class Wall(Encoding):
         return features.double().cumsum(dim=2)                          # P, (B, H, Tk, D)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
         n = 2 ** math.ceil(math.log2(math.ceil(Tq / TILE)))             # tiles
         pad = -Tq % n                                                   # of equal size

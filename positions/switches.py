@@ -1,4 +1,4 @@
-"""What acts under any encoding: query temperatures, scale-invariant attention, and the choice of layers.
+"""What acts under any encoding: query temperatures and scale-invariant attention.
 
 Softmax over more keys is flatter. A temperature, a factor on the query at position m, multiplies all its
 logits before any bias. It depends on m alone, so logits change if all positions shift.
@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from positions.contract import At, Encoding, Options, Shape
+from positions.contract import At, Encoding, Shape
 
 
 class Temperature(nn.Module):
@@ -155,15 +155,3 @@ def factor_and_bias(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     """The a and m of `ScaleInvariant` at distances of a floating-point type, in that type and shape."""
     m = -2 * torch.log1p(distance / tau)
     return (1 - m).sqrt(), m
-
-
-def layer_encodings(encoding: Encoding, other: Encoding, temperature: Temperature, options: Options,
-                    encoded: set[int], n_layer: int) -> list[Encoding]:
-    """What acts in each layer: `encoding` in the `encoded` layers, `other` elsewhere, under the switches."""
-    pair = [other, encoding]
-    if options.scale_invariant:
-        pair = [ScaleInvariant(each, options.scale_invariant) for each in pair]
-    only, is_tempered = options.temperature_layers, type(temperature) is not Temperature
-    tempered = [Tempered(each, temperature) if is_tempered and only in ("all", name) else each
-                for each, name in zip(pair, ("unencoded", "encoded"), strict=True)]
-    return [tempered[layer in encoded] for layer in range(n_layer)]

@@ -36,7 +36,6 @@ RECOMPUTE_FROM = 2048   # queries: from here on training does not keep explicit 
 class Mask(NamedTuple):
     """Which keys a query sees: those up to its own index, within its window, its chunk and its document."""
 
-    is_causal: bool = True
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
     chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
@@ -73,14 +72,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
     Rotated q (B, H, Tq, D or wider), k (B, G, Tk, as wide) and v (B, G, Tk, D) -> (B, H, Tq, D).
     """
     limits, bias = (mask.window, mask.chunk), bias and bias.inside()
-    if limits in mask.flex and mask.is_causal and not dropout:
+    if limits in mask.flex and not dropout:
         is_masked = any(limits) or mask.documents is not None
         if flex.serves(v, bias and bias.encoding, is_masked):
             return flex.attend_flex(q, k, v, bias, mask.flex[limits])
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
     if bias is not None:
         can_fold = getattr(bias.encoding, "can_fold", False)
-        is_fused = can_fold and mask.is_causal and mask.in_order and not is_short
+        is_fused = can_fold and mask.in_order and not is_short
     else:   # except in short bfloat16 training on a CPU, where blocks are faster although they round logits
         is_fused = not (is_short and q.dtype == torch.bfloat16 and torch.is_grad_enabled())
     path = attend_fused if is_fused else attend_in_blocks
@@ -101,7 +100,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
     kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
     if limit is None and mask.documents is None and Tq in (1, Tk) and not is_cut:
         # a single query is the last: it sees all
-        return kernel(q, k, v, is_causal=mask.is_causal and Tq > 1)[..., :D]
+        return kernel(q, k, v, is_causal=Tq > 1)[..., :D]
 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
         q_rows, k_seen, v_seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
@@ -148,9 +147,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
         bias = bias._replace(k=for_each_head(bias.k, H))
 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
-        seen = visible(rows, keys, Tk - Tq, mask, q.device)
+        unseen = torch.where(visible(rows, keys, Tk - Tq, mask, q.device), 0.0, -torch.inf)
         logits = q[:, :, rows] @ k[:, :, keys].mT                       # (B, H, rows, keys)
-        unseen = torch.zeros(1, device=q.device) if seen is None else torch.where(seen, 0.0, -torch.inf)
         logits = torch.add(unseen, logits, alpha=scale)                 # masked, scaled and fp32, in one pass
         if bias is not None:
             is_consecutive = mask.in_order and Tq == Tk                 # no cache, which may have gaps
@@ -179,28 +177,21 @@ def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask) -> Iterator[tuple[slic
 
     The queries are the last Tq of the Tk tokens.
     """
-    offset, window, chunk = Tk - Tq, mask.window or Tk, mask.chunk or Tk
+    window, chunk = mask.window or Tk, mask.chunk or Tk
     for start in range(0, Tq, n_rows):
-        rows, keys = slice(start, min(start + n_rows, Tq)), slice(0, Tk)
-        if mask.is_causal:
-            first = offset + start
-            start_of_chunk = first // chunk * chunk if mask.documents is None else first + 1 - chunk
-            keys = slice(max(0, first + 1 - window, start_of_chunk), offset + rows.stop)
-        yield rows, keys
+        rows, first = slice(start, min(start + n_rows, Tq)), Tk - Tq + start
+        start_of_chunk = first // chunk * chunk if mask.documents is None else first + 1 - chunk
+        yield rows, slice(max(0, first + 1 - window, start_of_chunk), Tk - Tq + rows.stop)
 
 
-def visible(rows: slice, keys: slice, offset: int, mask: Mask, device: torch.device) -> Tensor | None:
-    """Which of the keys each query of a block sees, boolean (..., rows, keys). None: every query sees all."""
-    seen, window, documents = None, mask.window, mask.documents
-    if mask.is_causal:
-        i = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
-        j = torch.arange(keys.start, keys.stop, device=device)
-        seen = (j <= i) & (j > i - window) if window else j <= i        # (rows, keys)
-        if mask.chunk and documents is not None:
-            documents = flex.split_into_chunks(documents, mask.chunk)
-        elif mask.chunk:
-            seen = seen & (j // mask.chunk == i // mask.chunk)
-    if documents is not None:
-        same = documents[:, None, rows, None] == documents[:, None, None, keys]
-        seen = same if seen is None else same & seen                    # (B, 1, rows, keys)
-    return seen
+def visible(rows: slice, keys: slice, offset: int, mask: Mask, device: torch.device) -> Tensor:
+    """Which of the keys each query of a block sees, (rows, keys), or with documents (B, 1, rows, keys)."""
+    window, documents = mask.window, mask.documents
+    i = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
+    j = torch.arange(keys.start, keys.stop, device=device)
+    seen = (j <= i) & (j > i - window) if window else j <= i
+    if documents is None:
+        return seen & (j // mask.chunk == i // mask.chunk) if mask.chunk else seen
+    if mask.chunk:
+        documents = flex.split_into_chunks(documents, mask.chunk)
+    return seen & (documents[:, None, rows, None] == documents[:, None, None, keys])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attention import Bias, Mask, attend
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
-from positions.switches import TEMPERATURES, layer_encodings
+from positions.switches import TEMPERATURES, ScaleInvariant, Temperature, Tempered
 from runtime import flex
 from runtime.loss import mean_loss
 
@@ -35,8 +35,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def shape_of(config: Config) -> Shape:
     """The sizes from which an encoding and a temperature are made."""
     c = config.model
-    is_local = c.window is not None or c.chunk is not None
-    local = frozenset(n for n in range(c.n_layer) if is_local and not is_every(c.full_every, n))
+    layers = range(c.n_layer) if c.window or c.chunk else ()
+    local = frozenset(n for n in layers if not c.full_every or (n + 1) % c.full_every)
     return Shape(c.n_layer, c.n_head, c.n_embd, c.head_width, config.train.seq_len, local)
 
 
@@ -46,26 +46,12 @@ def hidden_width(config: ModelConfig) -> int:
     return config.n_hidden or (gated_width if config.mlp in GATED else 4 * config.n_embd)
 
 
-def is_every(k: int, layer: int) -> bool:
-    """Whether a layer, counted from 0, is the k-th, 2k-th, 3k-th ...; never for k = 0."""
-    return k > 0 and (layer + 1) % k == 0
-
-
 def encoded_layers(config: Config) -> set[int]:
     """The layers, from 0, in which the encoding acts."""
-    layers = config.position.layers
-    named = range(config.model.n_layer if layers == "all" else 1)
-    return {layer for layer in (named if isinstance(layers, str) else layers)
-            if not is_every(config.position.skip_every, layer)}
-
-
-def is_dropped(config: Config, step: int) -> bool:
-    """Whether position.drop_at has removed the encoding after `step` steps. DroPE, arXiv:2512.12167.
-
-    If it is below 1, at least the last step is trained without the encoding.
-    """
-    share, steps = config.position.drop_at, config.train.steps
-    return share < 1 and step >= min(round(share * steps), steps - 1)
+    p = config.position
+    named = range(config.model.n_layer if p.layers == "all" else 1)
+    return {layer for layer in (named if isinstance(p.layers, str) else p.layers)
+            if not p.skip_every or (layer + 1) % p.skip_every}
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -78,8 +64,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 class Cache:
     """Keys (before `rotate`), values and positions of all tokens so far, so that each is computed only once.
 
-    Keeping unrotated keys costs a rotation at each step. In return every encoding decodes correctly, even
-    one whose angles change with the length.
+    Rotating all keys at each step lets every encoding decode correctly, even if angles depend on the length.
     """
 
     def __init__(self, n_layer: int) -> None:
@@ -92,17 +77,15 @@ class Cache:
 
     def append_positions(self, positions: Tensor) -> Tensor:
         """Add the positions of new tokens. -> the positions of all keys."""
-        if self.positions is not None:
-            positions = torch.cat((self.positions, positions), dim=1)
-        self.positions = positions
-        return positions
+        known = [] if self.positions is None else [self.positions]
+        self.positions = torch.cat((*known, positions), dim=1)
+        return self.positions
 
     def append(self, layer: int, *new: Tensor | None) -> list[Any]:
         """Add a layer's keys, values (B, G, T, D), features (B, H, T, F) or None. -> those of all tokens."""
-        old, made = self.layers[layer], list(new)
-        if old is not None:
-            made = [x if x is None else torch.cat((past, x), dim=2) for past, x in zip(old, new, strict=True)]
-        self.layers[layer] = made
+        old = self.layers[layer]
+        self.layers[layer] = made = list(new) if old is None else [
+            x if x is None else torch.cat((past, x), dim=2) for past, x in zip(old, new, strict=True)]
         return made
 
 
@@ -112,10 +95,9 @@ class Attention(nn.Module):
     With G < H heads of keys and values, H / G neighbouring query heads share one: grouped-query attention,
     Ainslie et al. 2023, arXiv:2305.13245. The cache then holds G heads.
 
-    The mask is causal by index, for any positions; `is_causal = False` removes it. With a window W a query
-    sees at most W keys, its own included (Hugging Face's convention). With chunks of W, it sees those of
-    tokens n W ... n W + W - 1 of the row, or of its packed document, that are not after it (Llama 4).
-    `is_local = False` ignores both.
+    The mask is causal by index, for any positions. With a window W a query sees at most W keys, its own
+    included (Hugging Face's convention). With chunks of W, it sees those of tokens n W ... n W + W - 1 of the
+    row, or of its packed document, that are not after it (Llama 4). `is_local = False` ignores both.
 
     Only the tokens at at.q_pos, the last of x, become queries: x (B, T, C) -> (B, Tq, C).
     """
@@ -124,7 +106,7 @@ class Attention(nn.Module):
         super().__init__()
         C, H, G, D = config.n_embd, config.n_head, config.n_kv_head or config.n_head, config.head_width
         self.head_dim, self.dropout = D, config.dropout
-        self.is_causal, self.attend = True, attend                      # methods of --extend replace it
+        self.attend = attend                                            # methods of --extend replace it
         self.window, self.chunk = (config.window, config.chunk) if is_local else (None, None)
         self.q = nn.Linear(C, H * D, bias=config.bias or config.qkv_bias)
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
@@ -143,7 +125,7 @@ class Attention(nn.Module):
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
         bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
-        mask = mask._replace(is_causal=self.is_causal, window=self.window, chunk=self.chunk)
+        mask = mask._replace(window=self.window, chunk=self.chunk)
         y = self.attend(q, k, v, mask, bias, self.dropout if self.training else 0.0)    # (B, H, Tq, D)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -159,10 +141,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU down(silu(gate x) * up x), GEGLU with gelu (both Shazeer 2020, arXiv:2002.05202), or ungated.
-
-    Ungated is down(activation(up x)).
-    """
+    """SwiGLU down(silu(gate x) * up x), GEGLU with gelu (Shazeer 2020, arXiv:2002.05202), or without gate."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -179,10 +158,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with model.post_norm a norm of either's result too.
-
-    The result is that of the tokens at at.q_pos, (B, Tq, C).
-    """
+    """x + attention(norm(x)), then x + mlp(norm(x)); with model.post_norm a norm of either's result too."""
 
     def __init__(self, config: ModelConfig, is_local: bool) -> None:
         super().__init__()
@@ -194,10 +170,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, cache: Cache | None) -> Tensor:
         y = self.attention(self.attention_norm(x), encoding, at, mask, cache)
-        x = x if x.shape == y.shape else x[:, -y.shape[1]:]
+        x = x if x.shape == y.shape else x[:, -y.shape[1]:]            # (B, Tq, C)
         x = x + self.dropout(self.attention_post_norm(y))
-        y = self.mlp(self.mlp_norm(x))
-        return x + self.dropout(self.mlp_post_norm(y))
+        return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
@@ -212,52 +187,50 @@ class GPT(nn.Module):
         super().__init__()
         c, shape = config.model, shape_of(config)
         if not c.vocab_size:
-            raise ValueError("model.vocab_size: unset; set it, or take it from a corpus by "
-                             "runtime.run.with_vocabulary(config, corpus)")
+            raise ValueError("model.vocab_size: unset; set it, as prepared corpora do")
         self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
         self.embedding_scale = math.sqrt(c.n_embd) if c.scaled_embedding else 1.0
         self.dropout, self.flex = nn.Dropout(c.dropout), c.flex
         self.blocks = nn.ModuleList(Block(c, layer in shape.local_layers) for layer in range(c.n_layer))
         self.norm = make_norm(c)
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
-        self._init_weights()
-        # made last: with equal seeds all other weights are equal under every encoding
-        self.options, self.encoded_layers = config.position, encoded_layers(config)
-        self.encoding = ENCODINGS[config.position.encoding](shape, config.position)
-        self.no_encoding = NoPE(shape, config.position)
-        self.temperature = TEMPERATURES[config.position.temperature](shape)
-        self._is_dropped = is_dropped(config, 0)
-        self.choose_encodings()
-
-    def _init_weights(self) -> None:
-        """Normal, std 0.02; last matrix of each sublayer over sqrt(2 n_layer). Radford et al. 2019, 2.3."""
-        residual_std = 0.02 / math.sqrt(2 * len(self.blocks))
+        # normal, std 0.02; last matrix of each sublayer over sqrt(2 n_layer): Radford et al. 2019, 2.3
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 is_last = name.endswith(("attention.o", "mlp.down"))    # by name: a fork may have others
-                nn.init.normal_(module.weight, std=residual_std if is_last else 0.02)
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * c.n_layer) if is_last else 0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
+        # made last: with equal seeds all other weights are equal under every encoding
+        p, steps = config.position, config.train.steps
+        self.options, self.encoded_layers = p, encoded_layers(config)
+        self.encoding, self.no_encoding = ENCODINGS[p.encoding](shape, p), NoPE(shape, p)
+        self.temperature = TEMPERATURES[p.temperature](shape)
+        # if it is dropped at all, then at least for the last step
+        self.drop_step = min(round(p.drop_at * steps), steps - 1) if p.drop_at < 1 else math.inf
+        self.is_dropped = self.drop_step <= 0
+        self.choose_encodings()
 
-    @property
-    def is_dropped(self) -> bool:
-        """Whether the encoding was dropped; set it during training, and when a run is loaded."""
-        return self._is_dropped
-
-    @is_dropped.setter
-    def is_dropped(self, is_dropped: bool) -> None:
-        if is_dropped != self._is_dropped:
-            self._is_dropped = is_dropped
+    def set_step(self, step: int) -> None:
+        """Drop the encoding if position.drop_at says so after `step` steps. DroPE, arXiv:2512.12167."""
+        is_dropped = step >= self.drop_step
+        if is_dropped != self.is_dropped:
+            self.is_dropped = is_dropped
             self.choose_encodings()
 
     def active(self) -> Encoding:
         """The encoding, unless it was dropped."""
-        return self.no_encoding if self._is_dropped else self.encoding
+        return self.no_encoding if self.is_dropped else self.encoding
 
     def choose_encodings(self) -> None:
         """Make the list of what acts in each layer; to be called after a change of the temperature."""
-        self.encodings = layer_encodings(self.active(), self.no_encoding, self.temperature, self.options,
-                                         self.encoded_layers, len(self.blocks))
+        p, pair = self.options, [self.no_encoding, self.active()]
+        if p.scale_invariant:
+            pair = [ScaleInvariant(each, p.scale_invariant) for each in pair]
+        if type(self.temperature) is not Temperature:
+            pair = [Tempered(each, self.temperature) if p.temperature_layers in ("all", kind) else each
+                    for each, kind in zip(pair, ("unencoded", "encoded"), strict=True)]
+        self.encodings = [pair[layer in self.encoded_layers] for layer in range(len(self.blocks))]
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""
@@ -313,7 +286,8 @@ class GPT(nn.Module):
             name = type(self.active()).__name__
             raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, got {last}")
         positions = positions[None] if positions.dim() == 1 else positions
-        is_axial = positions.shape[2:] == (getattr(self.encoding, "n_axes", 1),)
+        n_axes = getattr(self.encoding, "n_axes", 1)
+        is_axial = n_axes > 1 and positions.shape[2:] == (n_axes,)
         if positions.shape[:2] not in ((1, T), (B, T)) or not (positions.dim() == 2 or is_axial):
             raise ValueError(f"give a position for each of the tokens {(B, T)}, got {tuple(positions.shape)}")
         return positions
@@ -327,12 +301,8 @@ class GPT(nn.Module):
 
         6 per weight in a matrix product, the output's V C included (2 forward, 4 backward; Kaplan et al.
         2020, arXiv:2001.08361, section 2.1). Causal attention takes 6 H D (T + 1) a layer: q k^T and weights
-        v are 2 H D each for (T + 1) / 2 keys on average, times 3. PaLM and nanoGPT count all keys: double.
-        q k^T takes more in layers where the encoding widens q and k; what `scores` does is not counted.
+        v are 2 H D each for (T + 1) / 2 keys on average, times 3. What an encoding computes is not counted.
         """
-        wider = getattr(self.active(), "widening", 1)                   # times as wide as D: q and k
-        widening = [wider if layer in self.encoded_layers else 1 for layer in range(len(self.blocks))]
-        HD = next(m.o.in_features for m in self.modules() if isinstance(m, Attention))
         weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
-        products = sum(3 * HD * (w + 1) * (T + 1) for w in widening)
-        return 6 * (weights + self.embedding.weight.numel()) + products
+        HD = sum(m.o.in_features for m in self.modules() if isinstance(m, Attention))   # of all layers
+        return 6 * (weights + self.embedding.weight.numel()) + 6 * HD * (T + 1)

@@ -153,13 +153,3 @@ def to_interleaved(weight: Tensor, n_head: int, rotary_dim: int | None = None) -
     """Convert a query or key projection trained with half rotation for interleaved; inverse of `to_half`."""
     order = _half_order(len(weight), n_head, rotary_dim)
     return weight[order.argsort().to(weight.device)]
-
-
-def long_term_decay(distance: Tensor, inv_freq: Tensor) -> Tensor:
-    """sum_i cos(distance * f_i) / (R/2) for distances (...): the logit of all-ones q and k, 1 at distance 0.
-
-    It falls with distance on average, not monotonically, and slower for a larger base. RoFormer, section
-    3.4.3, bounds the logit by the mean |S_j| of partial sums of the same terms; this simpler curve is the one
-    usually drawn.
-    """
-    return angles(distance, inv_freq).cos().mean(dim=-1)

@@ -211,7 +211,7 @@ def attend_regrouped(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
                      dropout: float = 0.0) -> Tensor:
     """`attend`, in parts where every token sees itself and all before it: without logits of masked pairs."""
     bias, Tk = bias and bias.inside(), k.shape[2]
-    is_whole = mask.is_causal and mask.in_order and q.shape[2] == Tk and mask.documents is None
+    is_whole = mask.in_order and q.shape[2] == Tk and mask.documents is None
     if is_whole and mask.limit(Tk) is None and bias is not None and isinstance(bias.encoding, Regrouped):
         parts = bias.encoding.parts(bias.q, bias.k, bias.at)
         if parts is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from positions.rotary import RotaryOptions
-from positions.scaling import NTK, SCALINGS, Base
+from positions.scaling import NTK, SCALINGS, Base, enlarged
 from runtime.errors import UserError
 
 Fields = dict[str, Any]         # of a config.json
@@ -31,7 +31,7 @@ def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, 
         if isinstance(scaling, Base):
             theta = scaling.base
         elif scaling is not None:
-            theta = scaling.enlarged(theta, dim, scaling.factor)
+            theta = enlarged(theta, dim, scaling.factor)
         return {"rope_type": "default", "rope_theta": theta}, L
     original = scaling.original_length or L
     fields = scaling.model_dump(exclude_none=True, exclude={"method", "original_length"})

@@ -9,7 +9,7 @@ bias.py         biases by distance: alibi, t5, kerple, bam, fire, sandwich
 relative.py     products of content with a distance: relative_key, relative_key_query, transformer_xl
 gates.py        by the content of tokens: cope, forgetting, grape_ap, dape, tapa, path, path_fox,
                 selective_rope, repo, wall
-switches.py     under any encoding: temperatures, scale-invariant attention, the choice of layers
+switches.py     under any encoding: temperatures, scale-invariant attention
 
 To add one: a class in a file here, a line in ENCODINGS, a config (see the README). Everything else, even
 --help and the tests, reads this registry, in its order.

@@ -80,7 +80,6 @@ class Integer(Encoding):
     """The raw position, added to every channel: x_t + t. A first attempt: Fleetwood 2024, Kazemnejad 2019.
 
     The simplest idea, and a bad one: t dwarfs embeddings of size 0.02, and at t = 2^20 fp32 rounds them away.
-    The norm before each sublayer keeps the rest of the model finite.
     """
 
     is_relative = False
@@ -92,8 +91,7 @@ class Integer(Encoding):
 class IntegerNormalised(Encoding):
     """The position over L = train.seq_len, added to every channel: x_t + t / L. Kazemnejad 2019.
 
-    Values are in [0, 1) in training, and larger beyond L. L is the training length, not the length of the
-    text: with that, each new token would change the encoding of earlier ones, and cached keys would be wrong.
+    L is the training length: with that of the text, each new token would change the encoding of earlier ones.
     """
 
     is_relative = False

@@ -73,10 +73,8 @@ class ALiBi(Encoding):
 
     def __init__(self, shape: Shape, options: ALiBiOptions) -> None:
         super().__init__(shape, options)
-        self.n_head = shape.n_head
-        self.log_slopes: nn.Parameter | None = None
-        if options.learned:
-            self.log_slopes = nn.Parameter(torch.tensor(self.slopes(self.n_head)).log())     # (H,)
+        self.n_head, slopes = shape.n_head, torch.tensor(self.slopes(shape.n_head))
+        self.log_slopes = nn.Parameter(slopes.log()) if options.learned else None       # (H,)
         # the gradients of folded slopes would be small differences of large sums, lost in bf16
         self.can_fold = not options.learned
 
@@ -84,10 +82,9 @@ class ALiBi(Encoding):
     def slopes(n_head: int) -> list[float]:
         """2^(-8 (h + 1) / H) if H is a power of two, else the slopes for P heads and every second for 2 P.
 
-        P is the largest power of two below H. This is the rule of the authors' code (also BLOOM's and MPT's);
-        it differs from the plain formula for H = 12, for example.
+        P is the largest power of two up to H: the rule of the authors' code, also of BLOOM's and MPT's.
         """
-        P = 2 ** (n_head.bit_length() - 1)                              # largest power of two <= H
+        P = 2 ** (n_head.bit_length() - 1)
         slopes = [2 ** (-8 * (h + 1) / P) for h in range(P)]
         return slopes + [2 ** (-4 * (2 * h + 1) / P) for h in range(n_head - P)]
 
@@ -117,8 +114,7 @@ class ALiBi(Encoding):
 
 class T5Options(Options):
     num_buckets: int = Field(
-        32, ge=2, description="biases per head. Distances below half of it have one each; the others "
-                              "share")
+        32, ge=2, description="biases per head. Distances below half of it have one each; the others share")
     max_distance: int = Field(
         128, ge=2, description="tokens; all distances from here on share the last bucket. Must exceed "
                                "num_buckets / 2")
@@ -126,8 +122,7 @@ class T5Options(Options):
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         n_exact = self.num_buckets // 2
         if self.max_distance <= n_exact:
-            return {"max_distance": f"must exceed the {n_exact} distances that have one bucket each "
-                                    f"(num_buckets / 2), got {self.max_distance}"}
+            return {"max_distance": f"must exceed num_buckets / 2 = {n_exact}, got {self.max_distance}"}
         return {}
 
 
@@ -139,9 +134,8 @@ class T5(Encoding):
     omits the 1 / sqrt(D) on q k^T and starts with smaller queries; here the factor stays, as everywhere.
     x-transformers and KERPLE's GPT-NeoX multiply the bias by sqrt(D); neither the paper nor T5's code does.
 
-    A useful bias is of size 1 to 10. At the rate of the matrices Adam moves it by at most train.lr a step, by
-    less than 1 in a run of minutes; T5 had a rate of 0.01 for ten thousand steps and trained for half a
-    million (3.1.2). A factor sqrt(D) is one remedy, lr_scale another: it leaves the formula as it is.
+    A useful bias is of size 1 to 10, and Adam moves it by at most train.lr a step: lr_scale. T5 had a rate of
+    0.01 for ten thousand steps and trained for half a million (3.1.2).
     """
 
     Options = T5Options
@@ -175,9 +169,8 @@ class Kerple(Encoding):
     """The base of KERPLE's two kernels: numbers p, a > 0 for each head. Chi et al. 2022, arXiv:2205.09921.
 
     As in the authors' code, all layers share them, p ~ U(0, 2) and a ~ U(0, 1) at the start, and each forward
-    clamps the parameters themselves to at least 0.01 (and p of the power kernel to at most 2). The random
-    start leaves some heads without a useful penalty, and at the rate of the matrices a short run cannot move
-    them: lr_scale does.
+    clamps the parameters themselves to at least 0.01 (and p of the power kernel to at most 2). lr_scale lets
+    a short run move heads that start without a useful penalty.
     """
 
     by_distance = True
@@ -186,8 +179,7 @@ class Kerple(Encoding):
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
-        self.p = nn.Parameter(2 * torch.rand(shape.n_head))              # (H,)
-        self.a = nn.Parameter(torch.rand(shape.n_head))          # (H,)
+        self.p, self.a = (nn.Parameter(top * torch.rand(shape.n_head)) for top in (2, 1))       # (H,) each
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():           # in place: a parameter at the bound still gets a gradient
@@ -199,7 +191,7 @@ class Kerple(Encoding):
 class KerpleLog(Kerple):
     """Logarithmic penalty: logits -= p[h] log(1 + a[h] (i - j)). KERPLE, Chi et al. 2022, arXiv:2205.09921.
 
-    The better of the paper's two kernels. p and a: see Kerple.
+    The better of the paper's two kernels.
     """
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
@@ -210,7 +202,7 @@ class KerpleLog(Kerple):
 class KerplePower(Kerple):
     """Power penalty: logits -= a[h] (i - j)^p[h], 0 < p <= 2. KERPLE, Chi et al. 2022, arXiv:2205.09921.
 
-    ALiBi is p = 1 with fixed a, but the clamp excludes its slopes below 0.01. p and a: see Kerple.
+    ALiBi is p = 1 with fixed a, but the clamp excludes its slopes below 0.01.
     """
 
     max_p = 2.0         # beyond 2 the kernel is not conditionally positive definite
@@ -227,10 +219,8 @@ class BAM(Encoding):
     the key. Each layer and head has its own s and beta. It starts as ALiBi: beta = 1, and exp(s) is ALiBi's
     slope. Unlike kerple_power, beta is free: with beta < 0 a head does not see the near tokens and leaves the
     far ones alone. The authors combine it with SSMax, which multiplies the sum of logit and bias by s ln n;
-    so any temperature does here. Their s starts at 1, the one of position.temperature = "ssmax" at 0.43.
-
-    As in the authors' code, the location of the prior is fixed at distance 0. The bias is limited to -exp(80)
-    so that it and its gradient are finite in fp32.
+    so any temperature does here. As in their code, the location of the prior is fixed at distance 0. The bias
+    is limited to -exp(80) so that it and its gradient are finite in fp32.
     """
 
     by_distance = True
@@ -255,8 +245,7 @@ class BAM(Encoding):
 class PairMLP(nn.Sequential):
     """An MLP for each query and key, of all numbers (B, n, Tq, Tk) about the two -> (B, H, Tq, Tk).
 
-    Its hidden numbers are computed for a few rows of queries at a time, and again in the backward pass: they
-    stay in the cache, and none is kept.
+    Its hidden numbers are computed for a few rows of queries at a time, and again in the backward pass.
     """
 
     def __init__(self, n: int, n_hidden: int, activation: nn.Module, n_head: int) -> None:
@@ -293,7 +282,7 @@ class FIRE(Encoding):
     too, as a factor on train.seq_len that starts at 1. As in the public code (mcleish7/arithmetic; there L
     starts at 512), each layer has its own, and absolute values keep c and L positive. Up to L the bias
     depends on the distance alone, beyond it also on the query's position. The MLP starts as in PyTorch, with
-    outputs below 1 where a useful bias is 1 to 10, and its few weights have to move far: lr_scale.
+    outputs below 1 where a useful bias is 1 to 10: lr_scale.
     """
 
     is_relative = False

@@ -32,7 +32,7 @@ class At(NamedTuple):
     k_pos: Tensor  # positions of the keys, (1 or B, Tk)
     layer: int  # 0 is the layer next to the embeddings
     tables: Any  # what `tables` returned for this forward
-    features: Tensor | None = None  # what `mix` returned for all the keys, (B, H, Tk, F)
+    features: Any = None  # what `mix` returned for all the keys, (B, H, Tk, F), or None
     temperature: Tensor | None = None  # factor of each query, (1 or B, 1 or H, Tq, 1): see switches.py
     ahead: int | None = None  # if all positions are consecutive integers: query i - key j is ahead + i - j
 
@@ -82,9 +82,12 @@ class Options(BaseModel):
         1.0, gt=0, description="learning rate of the encoding's and the temperature's own parameters, as a "
                                "factor on train.lr; they have no weight decay. Each encoding has its default")
 
+    head_multiple: ClassVar[int] = 1    # the channels of a head must be a multiple of it
+
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         """Key -> what is wrong with it for a model of this width with heads of this width."""
-        return {}
+        return {"encoding": f"needs a multiple of {self.head_multiple} channels of a head (head_dim, or "
+                            f"n_embd / n_head), got {head_dim}"} if head_dim % self.head_multiple else {}
 
 
 def for_each_head(x: Tensor, n_head: int) -> Tensor:
@@ -95,26 +98,18 @@ def for_each_head(x: Tensor, n_head: int) -> Tensor:
     return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
 
 
-def odd_head(head_dim: int) -> dict[str, str]:
-    """The `problems` of an encoding that pairs channels, if their number is odd."""
-    return {"encoding": "needs an even number of channels of a head (head_dim, or n_embd / n_head), "
-                        f"got {head_dim}"} if head_dim % 2 else {}
-
-
 AnyOptions = Options    # inside Encoding the name Options means the attribute
 
 
 class Encoding(nn.Module):
     """Tells a decoder where its tokens are. Override `embed`, `rotate` or `scores`; the defaults do nothing.
 
-    Positions, which are integers, are passed to every call, never implied by a tensor's length, so offsets,
-    gaps and cached decoding need no extra code. Keep derived tensors (frequencies, slopes, angles) out of the
-    state dict: compute them in `tables`, so that a checkpoint can be loaded under other options. Cast
-    positions to fp32; leave parameters in their dtype, since the laws run in fp64. One instance serves all
-    layers: parameters that differ among layers have an axis 0 of n_layer, indexed by at.layer. Parameters are
-    per query head (H), not per key head (G, which may be fewer). A subclass of RoPE in positions/rotary.py
-    gets every scaling method and every method of --extend. It overrides `frequencies` for other frequencies
-    and `rotate` for another rotation, and its options subclass RotaryOptions.
+    Every call gets the positions, integers with any offsets and gaps. Compute derived tensors (frequencies,
+    slopes, angles) in `tables`: then a checkpoint can be loaded under other options. Cast positions to fp32;
+    leave parameters in their dtype, since the laws run in fp64. One instance serves all layers: parameters
+    that differ among layers have an axis 0 of n_layer, indexed by at.layer, and one per query head (H), not
+    per key head (G, which may be fewer). A subclass of RoPE in positions/rotary.py gets every scaling and
+    every method of --extend; it overrides `frequencies` or `rotate`, and its options subclass RotaryOptions.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -129,10 +124,6 @@ class Encoding(nn.Module):
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position]."""
         super().__init__()
 
-    def warning(self) -> str | None:
-        """One line about options that are allowed but probably a mistake, if any."""
-        return None
-
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Token embeddings x (B, T, C) at positions (1 or B, T) -> the input of the first layer (B, T, C)."""
         return x
@@ -140,8 +131,7 @@ class Encoding(nn.Module):
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
         """What all layers share, from positions and parameters. Computed once; layers get it as at.tables.
 
-        It is not cut to the block of queries that `scores` gets. So make no (Tq, Tk) table here: take the
-        distances of the block from at.distance().
+        It is not cut to the block of queries that `scores` gets: make no (Tq, Tk) table, use at.distance().
         """
         return None
 
@@ -163,18 +153,16 @@ class Encoding(nn.Module):
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """Queries (B, H, Tq, D) and keys (B, G, Tk, D) -> the factors of q k^T, both (..., D) or both wider.
 
-        The cache holds unrotated keys. The product is divided by sqrt(D) of the input, even if the result is
-        wider. k has G heads, so that each is rotated once, but under some methods of --extend it has H: read
-        k.shape[1], and apply what differs among heads to q. at.features holds the features of all keys.
+        The product is divided by sqrt(D) of the input, even if the result is wider. k has G heads, but under
+        some methods of --extend H: read k.shape[1], and apply what differs among heads to q.
         """
         return q, k
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         """Change logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries and the keys they see.
 
-        Masked logits are -inf and must stay so. q (B, H, Tq, D) and k (B, H, Tk, D) are unrotated; heads that
-        share a key each have a copy. With an encoding that overrides this, attention is an explicit softmax
-        in blocks of queries, not the fused kernel.
+        Masked logits are -inf and must stay so. q (B, H, Tq, D) and k (B, H, Tk, D) are unrotated. Attention
+        is then an explicit softmax in blocks of queries, not the fused kernel.
         """
         return logits
 

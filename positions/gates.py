@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rope
 from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP
-from positions.contract import At, Encoding, Options, Shape, for_each_head, odd_head
+from positions.contract import At, Encoding, Options, Shape, for_each_head
 
 CHUNK = 64      # keys whose reflections are applied at once
 TILE = 8        # at most so many queries and keys have a factor of the gates for each pair
@@ -35,12 +35,10 @@ class CoPE(Encoding):
     """Counts relevant tokens: logits += q_i . E[sum_{l=j..i} g_il]. CoPE, arXiv:2405.18719, sec. 4.
 
     Golovneva et al. 2024. The gates g_il = sigmoid(logits[i, l]) sum to a fractional count, clamped at
-    max_pos - 1. E (max_pos, D), one for each layer and shared by its heads, is interpolated between the
-    neighbouring whole counts. Positions are not used.
-
-    The paper's text has q . (k + e) without a scale. The authors' code (appendix) adds q . e to logits that
-    are divided by sqrt(D), and takes the gates from those. We follow the code, as x-transformers does: the
-    paper's numbers come from it. As there, E starts at zero: training starts as NoPE, then E learns first.
+    max_pos - 1. E (max_pos, D), one for each layer and shared by its heads, starts at zero and is
+    interpolated between the neighbouring whole counts. Positions are not used. The paper's text has q . (k +
+    e) without a scale. We follow the authors' code (appendix), which adds q . e to logits that are divided by
+    sqrt(D), and takes the gates from those.
     """
 
     Options = CoPEOptions
@@ -71,8 +69,7 @@ class Forgetting(Encoding):
 
     The Forgetting Transformer (FoX), section 3: ALiBi with a slope that depends on the tokens in between, per
     head and layer. x is the layer's normalised input. Positions are not used. As in the authors' code, w
-    starts with std 0.02 and b at 0 (the code's initial decay times are only for gates that ignore the data),
-    so f starts near 1/2: a steep penalty of 0.7 per token. x-transformers starts with b = 5.
+    starts with std 0.02 and b at 0, so f near 1/2: a steep penalty of 0.7 per token.
     """
 
     can_fold = True
@@ -90,7 +87,6 @@ class Forgetting(Encoding):
         return F.logsigmoid(gate).transpose(1, 2)[..., None]            # (B, H, T, 1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         # In fp64 and relative to the block's first query, so that tokens before or after both query and key
         # add no rounding errors.
         c = at.features[..., 0].cumsum(dim=-1, dtype=torch.float64)     # (B, H, Tk)
@@ -101,12 +97,10 @@ class Forgetting(Encoding):
     def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """The difference of the sums up to query and key: each is a channel of the one, times 1 in the other.
 
-        The query's, constant along a row, would change no weight. But the gradient of a gate is the sum of
-        the logits' gradients from later queries to earlier keys; with both channels no other pair's rounding
-        errors enter it. In 16 bits a sum takes three channels, each with what the one before rounds off. The
-        kernel sums in fp32: an error of 2^-24 times the sum of log f between the key and the middle query.
+        The query's, constant along a row, would change no weight, but without it the rounding errors of other
+        pairs enter a gate's gradient. In 16 bits a sum takes three channels, each with what the one before
+        rounds off. The kernel sums in fp32: an error of 2^-24 times the sum of log f up to the middle query.
         """
-        assert at.features is not None
         Tq, D = q.shape[2:]
         c = at.features.cumsum(dim=2, dtype=torch.float64)              # (B, H, Tk, 1)
         c = (c - c[:, :, -Tq + Tq // 2, None]) * D**0.5
@@ -133,11 +127,9 @@ class GRAPEAP(Encoding):
 
     GRAPE's additive path integral, Zhang et al. 2025. p_t = W x_t has n numbers per head, x the layer's
     normalised input; p' is p over its root mean square, and R_l turns the pairs (c, c + n/2) by -l radians.
-    The slopes are ALiBi's and fixed: a step costs at most what the query agrees to. As in the authors' code
-    (github.com/model-architectures/GRAPE, GRAPE-AP v1), p_i is neither normalised nor turned, so the bias
-    depends on the positions l themselves; in the paper it does not. The authors have model.qk_norm on.
-
-    Each query sums over its own row: a block of rows needs no other, and T x T numbers never exist.
+    The slopes are ALiBi's and fixed. As in the authors' code (github.com/model-architectures/GRAPE, GRAPE-AP
+    v1), p_i is neither normalised nor turned, so the bias depends on the positions l themselves; in the paper
+    it does not. The authors have model.qk_norm on.
     """
 
     Options = GRAPEAPOptions
@@ -157,7 +149,6 @@ class GRAPEAP(Encoding):
         return F.linear(x, self.w[layer]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)      # (B, H, T, n)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         Tq, Tk, n = q.shape[2], k.shape[2], at.features.shape[-1]
         with torch.autocast(q.device.type, enabled=False):
             p = at.features.to(logits.dtype)
@@ -180,10 +171,7 @@ class DAPE(Encoding):
     Data-adaptive positional encoding (also CAPE), Zheng et al. 2024. b is ALiBi's or KERPLE's bias; the MLP
     sees the logits and the biases of all heads for one query and key, 2 H -> 32 -> H with LeakyReLU. As in
     the authors' code (github.com/chuanyang-Zheng/DAPE) each layer has its own, with PyTorch's start; here
-    KERPLE's p and a are shared by the layers. It holds 2 H numbers more for each query and key.
-
-    Its lr_scale is 1, unlike FIRE's: b is useful from the start, and what goes into the MLP is large already
-    (b is tens at hundreds of tokens), so its outputs move fast. We have not tuned it.
+    KERPLE's p and a are shared by the layers. lr_scale is 1, not tuned: b is useful from the start.
     """
 
     Options = DAPEOptions
@@ -209,10 +197,9 @@ class DAPE(Encoding):
 
 
 class TAPAOptions(Options):
-    alpha: float = Field(0.1, gt=0, description="exponent of the distance in the phase; the paper's: 0.1")
+    head_multiple = 2
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        return odd_head(head_dim)
+    alpha: float = Field(0.1, gt=0, description="exponent of the distance in the phase; the paper's: 0.1")
 
 
 class TAPA(Encoding):
@@ -221,9 +208,8 @@ class TAPA(Encoding):
     Token-aware phase attention, Wang et al. 2025, arXiv:2509.12635. a = q_A . k_A / sqrt(D / 2) over
     the first half of a head's channels, p = q_P . k_P / sqrt(D / 2) over the second: the content says how
     fast the logit swings with the distance, and at distance 0 it is a. The swing slows down: with alpha = 0.1
-    the phase at 1,024 is twice that at 1. No parameters. The formula is from a reading of the paper's text;
-    we found no code of the authors to compare with. A temperature multiplies a alone, since a factor on q
-    would change the phase.
+    the phase at 1,024 is twice that at 1. No parameters. The formula is the paper's text; we found no code of
+    the authors to compare with. A temperature multiplies a alone: on q it would change the phase.
     """
 
     Options = TAPAOptions
@@ -243,10 +229,7 @@ class TAPA(Encoding):
 
 
 def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
-    """Each channel of x (B, H, T, F) over the last n tokens, its own included; weight (H, F, n), last = own.
-
-    Tokens of other documents (B, T), and those before the first, count as 0.
-    """
+    """Each channel of x (B, H, T, F) over the last n tokens of its document; weight (H, F, n), last = own."""
     out = x * weight[..., None, :, -1]
     for past in range(1, min(weight.shape[-1], x.shape[2])):
         earlier = F.pad(x, (0, 0, past, -past))                         # (B, H, T, F)
@@ -264,10 +247,10 @@ class PaTHOptions(Options):
 class PaTH(Encoding):
     """Reflections in between: logits q_i^T H_i H_(i-1) ... H_(j+1) k_j / sqrt(D), H_t = I - beta_t w_t w_t^T.
 
-    Yang et al. 2025, arXiv:2505.16381, section 3: like RoPE with a matrix per token that depends on the
-    token. beta_t = 2 sigmoid(u x_t + b), and w_t, of length 1, is silu(convolution of W x_t over 3 tokens)
-    normalised; x is the layer's normalised input, W has rank R. In the authors' code the heads that share a
-    key share w and beta; here each head of queries has its own. Positions are not used.
+    Yang et al. 2025, arXiv:2505.16381, section 3: like RoPE with a matrix for each token. beta_t = 2
+    sigmoid(u x_t + b), and w_t is silu(convolution of W x_t over 3 tokens), normalised to length 1; x is the
+    layer's normalised input, W has rank R. In the authors' code the heads that share a key share w and beta;
+    here each head of queries has its own. Positions are not used.
 
     Chunk by chunk of keys, from the query backwards, r = q_i^T H_i ... H_(e) is kept for every query of the
     block. With w (c, D) and B = diag(beta) of a chunk, M = (I + strictly lower part of B w w^T)^-1 B:
@@ -299,7 +282,6 @@ class PaTH(Encoding):
         return torch.cat((w, 2 * features[..., -1:].sigmoid()), dim=-1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
         with torch.autocast(q.device.type, enabled=False):
             # whole chunks of keys: those added have beta 0, which is no reflection
@@ -342,7 +324,6 @@ class PaTHFoX(PaTH):
         return torch.cat((own, features[..., -1:].to(own.dtype)), dim=-1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         own, gate = at.features[..., :-1], at.features[..., -1:]
         logits = super().scores(logits, q, k, at._replace(features=own))
         return self.gates.scores(logits, q, k, at._replace(features=gate))
@@ -352,7 +333,6 @@ class Turned(Encoding):
     """What turns q and k by the angles that `mix` returns, (B, H, Tk, D/2)."""
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        assert at.features is not None
         angle = at.features - at.features[:, :, -q.shape[2], None]      # only differences matter
         cos, sin = (x.to(torch.promote_types(q.dtype, torch.float32)) for x in (angle.cos(), angle.sin()))
         k = for_each_head(k, q.shape[1])
@@ -360,14 +340,13 @@ class Turned(Encoding):
 
 
 class SelectiveRoPEOptions(Options):
+    head_multiple = 2
+
     rank: int = Field(32, ge=1, description="R of the matrix that makes the angles from the layer's input")
     base: float = Field(
         500_000.0, gt=1, description="pair i turns by base^(-2i / D) times what the tokens say")
     n_taps: int = Field(4, ge=1, description="tokens that the convolution of the angles sees; 1: accumulated "
                                              "rotations without one")
-
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        return odd_head(head_dim)
 
 
 class SelectiveRoPE(Turned):
@@ -375,13 +354,10 @@ class SelectiveRoPE(Turned):
 
     Movahedi et al. 2025. phi = convolution of W x / |x| over 4 tokens, per head and pair, W of rank R, x the
     part of the layer's normalised input that belongs to a head (C / H channels); f_i = base^(-2i / D) is
-    fixed. The logit then depends on the tokens after the key up to the query. Equal phi = 1 everywhere is
-    RoPE. Positions are not used. The authors normalise q and k afterwards: model.qk_norm, here before, is the
-    same, since a rotation keeps lengths. Their optional gate and bias are left out. Each head of queries has
-    its own angles.
-
-    With n_taps = 1 these are the accumulated rotations of q and k of arXiv:2606.24975, with angles from the
-    layer's input instead of a table by token.
+    fixed. The logit then depends on the tokens after the key up to the query; phi = 1 everywhere is RoPE.
+    Positions are not used. The authors normalise q and k afterwards: model.qk_norm, here before, is the same,
+    since a rotation keeps lengths. Their optional gate and bias are left out. With n_taps = 1 these are the
+    accumulated rotations of arXiv:2606.24975, with angles from the layer's input instead of a table by token.
     """
 
     Options = SelectiveRoPEOptions
@@ -410,10 +386,9 @@ class SelectiveRoPE(Turned):
 
 
 class RePoOptions(Options):
-    base: float = Field(10_000.0, gt=1, description="pair i turns by base^(-2i / D) per unit of z")
+    head_multiple = 2
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        return odd_head(head_dim)
+    base: float = Field(10_000.0, gt=1, description="pair i turns by base^(-2i / D) per unit of z")
 
 
 class RePo(Turned):
@@ -450,7 +425,6 @@ class Wall(Encoding):
     is no paper. g_l = logsigmoid(W x_l + b) <= 0, D numbers per head, x the layer's normalised input; b
     starts at 8: nothing is forgotten. `forgetting` has one gate for all channels, outside of the product;
     xpos fixed ones. Positions are not used. The authors' optional scalar gate and output gate are left out.
-    The cache holds D more numbers per head and token.
 
     With the sums P of g, exp(P_i - P_j) = exp(P_i - P_0) exp(P_0 - P_j) for any P_0 in between: no factor is
     above 1, and what is too small for fp32 is small in the product too. So the first query of a block serves
@@ -473,7 +447,6 @@ class Wall(Encoding):
         return features.double().cumsum(dim=2)                          # P, (B, H, Tk, D)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        assert at.features is not None
         Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
         n = 2 ** math.ceil(math.log2(math.ceil(Tq / TILE)))             # tiles
         pad = -Tq % n                                                   # of equal size

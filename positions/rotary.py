@@ -14,11 +14,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.contract import At, Encoding, Options, Shape, for_each_head, odd_head
+from positions.contract import At, Encoding, Options, Shape, for_each_head
 from positions.scaling import AnyScaling, Scaling
 
 
 class RotaryOptions(Options):
+    head_multiple = 2
+
     base: float = Field(
         10_000.0, gt=1, description="the slowest pair rotates by about 1 / base radians per position")
     layout: Literal["half", "interleaved"] = Field(
@@ -34,15 +36,13 @@ class RotaryOptions(Options):
         return head_dim
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        return odd_head(head_dim) or self.scaling_problems(head_dim)
-
-    def scaling_problems(self, dim: int) -> dict[str, str]:
-        """The `problems` of position.scaling for `dim` rotated channels."""
-        problem = self.scaling.problem(dim) if self.scaling else None
-        return {"scaling": problem} if problem else {}
+        problem = self.scaling and self.scaling.problem(self.rotary_dim(head_dim))
+        return super().problems(n_embd, head_dim) or ({"scaling": problem} if problem else {})
 
 
 class RoPEOptions(RotaryOptions):
+    head_multiple = 1       # with `fraction`
+
     spectrum: Literal["geometric", "hope", "rope_id"] = Field(
         "geometric", description="the frequencies. geometric: base^(-2i / R); hope: the same, but pairs with "
                                  "less than one turn in L = train.seq_len stand still (Chen 2024); rope_id: "
@@ -61,20 +61,18 @@ class RoPEOptions(RotaryOptions):
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         R = round(self.fraction * head_dim, 6)
         if R % 2 or not R:
-            return {"fraction": f"must rotate a whole, even number of the {head_dim} channels of a head "
-                                f"(head_dim, or n_embd / n_head), got {R:g}"}
+            return {"fraction": f"must rotate an even number of the {head_dim} channels of a head, got {R:g}"}
         if self.spectrum == "rope_id" and self.scaling:
             return {"scaling": "changes a base, which spectrum = rope_id does not have; remove one of them"}
         if self.spectrum != "geometric" and self.local_base:
             return {"local_base": f"needs spectrum = geometric, got {self.spectrum}; remove one of them"}
-        return self.scaling_problems(int(R))
+        return super().problems(n_embd, head_dim)
 
 
 class RoPE(Encoding):
     """Rotate q and k by position times f_i = base^(-2i / R): logits depend on distance. RoFormer, section 3.
 
-    Some texts claim that ChatGLM rotates in its first layer only. ChatGLM-6B and its successors rotate in
-    every layer, with angles that are computed once. `layers = "first"` is still an interesting ablation.
+    ChatGLM rotates in every layer, not in its first only, as some texts claim; `layers = "first"` tries that.
     """
 
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
@@ -89,12 +87,6 @@ class RoPE(Encoding):
         self.scaling: Scaling | None = options.scaling       # may be set on a trained model
         self.local_base: float | None = getattr(options, "local_base", None)    # of `rope` alone
         self.local_layers = shape.local_layers if self.local_base else frozenset()
-
-    def warning(self) -> str | None:
-        if self.local_base and not self.local_layers:
-            return "position.local_base: no layer has a window or chunks; set model.window or model.chunk"
-        warning = self.scaling.warning(self.rotary_dim, self.base, self.seq_len) if self.scaling else None
-        return f"position.scaling: {warning}" if warning else None
 
     def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
         """Radians per position of each pair, (R/2,), and a factor on cos and sin."""
@@ -128,15 +120,11 @@ class RoPE(Encoding):
 
 
 class RoPE2DOptions(RotaryOptions):
+    head_multiple = 4
+
     def rotary_dim(self, head_dim: int) -> int:
         """R, the number of channels of each head that each of the axes rotates: half."""
         return head_dim // 2
-
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        if head_dim % 4:
-            return {"encoding": "needs a multiple of 4 channels of a head (head_dim, or n_embd / n_head), "
-                                f"got {head_dim}"}
-        return self.scaling_problems(head_dim // 2)
 
 
 class RoPE2D(RoPE):
@@ -144,8 +132,7 @@ class RoPE2D(RoPE):
 
     Heo et al. 2024 ("axial") use an image's rows and columns; ChatGLM-6B uses the position in the text and
     the position in the answer. Logits depend on the difference along each axis alone. Pass `positions=` of
-    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes. ChatGLM-6B
-    pairs channels within each half of the head: the same up to a permutation of the channels.
+    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes.
     """
 
     Options = RoPE2DOptions
@@ -215,33 +202,30 @@ class XPos(RoPE):
 
 
 class PoPEOptions(RotaryOptions):
+    head_multiple = 1
+
     layout: Literal["half"] = Field("half", description="no choice here: a pair is made from one channel")
 
     def rotary_dim(self, head_dim: int) -> int:
         """R = 2 D: each channel becomes a pair."""
         return 2 * head_dim
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        return self.scaling_problems(2 * head_dim)
-
 
 class PoPE(RoPE):
     """Content as radius, position as angle: sum_c softplus(q_c) softplus(k_c) cos((j - i) f_c + delta_c).
 
     Over sqrt(D) as usual; i is the query's and j the key's position. Gopalakrishnan et al. 2025,
-    arXiv:2509.10534, section 3. RoPE's angle between q and k depends on their content too; here each of the D
-    channels is a pair of its own, with a radius of at least 0 and an angle from the position alone. Twice as
-    many frequencies as RoPE has, f_c = base^(-c / D), and q and k are twice as wide in their product.
+    arXiv:2509.10534, section 3. Each of the D channels is a pair of its own, with a radius of at least 0 and
+    an angle from the position alone: f_c = base^(-c / D), and q and k are twice as wide in their product.
 
     delta (n_layer, H, D) is learned and starts at 0, as in the paper's experiments on longer contexts. In the
-    authors' code there is one for each head of keys; here for each head of queries, the same unless heads
-    share keys. It is kept in [-2 pi, 0]: each forward clamps the parameter itself, so that it gets a gradient
-    at the bound too. A temperature multiplies the logits, since a factor on q would change the radius.
+    authors' code each head of keys has one, here each head of queries. It is kept in [-2 pi, 0]: each forward
+    clamps the parameter itself, so that it gets a gradient at the bound too. A temperature multiplies the
+    logits, since a factor on q would change the radius.
     """
 
     Options = PoPEOptions
     applies_temperature = True
-    widening = 2
 
     def __init__(self, shape: Shape, options: PoPEOptions) -> None:
         super().__init__(shape, options)
@@ -265,24 +249,19 @@ class PoPE(RoPE):
 
 
 class FoPEOptions(RotaryOptions):
+    head_multiple = 4
+
     gain: float = Field(0.3, ge=0, description="size of the random mixture; in the paper 0.3 at 60 M "
                                                "parameters, 0.6 at 1.2 B. 0: every wave is a single one")
-
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        if head_dim < 4:
-            return {"encoding": "needs 4 or more channels of a head (head_dim, or n_embd / n_head), "
-                                f"got {head_dim}"}
-        return super().problems(n_embd, head_dim)
 
 
 class FoPE(RoPE):
     """RoPE with cosines and sines mixed of several frequencies: cos_c = sum_m C[m, c] cos(t f_m). Hua 2024.
 
-    Fourier position embedding, Hua et al. 2024, arXiv:2412.17739: a layer spreads each frequency over others,
-    so each pair should have a series of them. The frequencies are RoPE's M with a turn or more in L =
-    train.seq_len; there are N = min(M, D / 4) mixtures, for the first N pairs. The others are constant,
-    cosine = sine = 1. C and, for the sines, S are (M, N) for each layer and head: random, plus 1 where the
-    mixture c begins, m = c ceil(M / N). They are not trained, but a part of the checkpoint.
+    Fourier position embedding, Hua et al. 2024, arXiv:2412.17739. The frequencies are RoPE's M with a turn or
+    more in L = train.seq_len; there are N = min(M, D / 4) mixtures, for the first N pairs. The others are
+    constant, cosine = sine = 1. C and, for the sines, S are (M, N) for each layer and head: random, plus 1
+    where the mixture c begins, m = c ceil(M / N). They are not trained, but a part of the checkpoint.
 
     As in the authors' code (github.com/TsinghuaC3I/Fourier-Position-Embedding), the noise has the standard
     deviation gain sqrt(2 / (N (M + H))), Xavier's for three axes. The result is no rotation: lengths change,

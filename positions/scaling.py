@@ -79,36 +79,29 @@ class PI(Scaling):
         return rope.inv_freq(dim, base, device=k_pos.device) / self.factor, 1.0
 
 
-class NTKAware(Scaling):
-    """What the two NTK methods share: the base s^(R / (R - 2)) times as large, R >= 4.
+def enlarged(base: float, dim: int, factor: float) -> float:
+    """The base of the two NTK methods for s = factor: s^(R / (R - 2)) times as large, R >= 4."""
+    return base * factor ** (dim / (dim - 2))
+
+
+class NTK(Scaling):
+    """NTK-aware: base s^(R / (R - 2)). bloc97 2023; Peng et al. 2023, arXiv:2309.00071, section 3.1.
 
     The fastest pair keeps frequency 1, the slowest gets f / s as in PI.
     """
-
-    @staticmethod
-    def enlarged(base: float, dim: int, factor: float) -> float:
-        """The base for s = factor."""
-        return base * factor ** (dim / (dim - 2))
-
-    def problem(self, dim: int) -> str | None:
-        return f"{self.method} needs 4 rotary channels or more, got {dim}" if dim < 4 else None
-
-
-class NTK(NTKAware):
-    """NTK-aware: base s^(R / (R - 2)). bloc97 2023; Peng et al. 2023, arXiv:2309.00071, section 3.1."""
 
     method: Literal["ntk"] = "ntk"
     factor: Factor
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        return rope.inv_freq(dim, self.enlarged(base, dim, self.factor), device=k_pos.device), 1.0
+        return rope.inv_freq(dim, enlarged(base, dim, self.factor), device=k_pos.device), 1.0
 
 
-class DynamicNTK(NTKAware):
+class DynamicNTK(Scaling):
     """NTK-aware for T > L tokens: s = a T / L - (a - 1). emozilla 2023; arXiv:2309.00071, section 3.3.
 
-    Up to L it is RoPE itself. Decoding rotates all cached keys again at each step, but in deeper layers the
-    keys were computed with earlier frequencies: for comparisons use full forward passes.
+    Up to L it is RoPE itself. In deeper layers cached keys were computed with earlier frequencies: for
+    comparisons use full forward passes.
     """
 
     is_dynamic = True
@@ -121,7 +114,7 @@ class DynamicNTK(NTKAware):
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         T, L = int(k_pos.max()) + 1, self.original_length or L
         factor = 1 + self.factor * max(0, T - L) / L                    # this order: exactly 1 at T <= L
-        return rope.inv_freq(dim, self.enlarged(base, dim, factor), device=k_pos.device), 1.0
+        return rope.inv_freq(dim, enlarged(base, dim, factor), device=k_pos.device), 1.0
 
 
 def pair_that_turns(times: float, dim: int, base: float, L: int) -> float:
@@ -173,13 +166,10 @@ class YaRN(Scaling):
 
     def warning(self, dim: int, base: float, L: int) -> str | None:
         L = self.original_length or L
-        if pair_that_turns(self.beta_fast, dim, base, L) >= 1:
-            return None
-        turns = [L / (2 * math.pi) * base ** (-2 * i / dim) for i in (1, dim // 8)]
-        and_slow = ", and beta_slow below that" if turns[1] <= self.beta_slow else ""
-        return (f"yarn: beta_fast = {self.beta_fast:g} keeps only the fastest pair, since at L = {L} the "
-                f"next turns {turns[0]:.3g} times; lower beta_fast, to {turns[1]:.2g} for a quarter of the "
-                f"pairs{and_slow}")
+        turns = L / (2 * math.pi) * base ** (-2 * (dim // 8) / dim)     # of the pair at a quarter
+        return None if pair_that_turns(self.beta_fast, dim, base, L) >= 1 else (
+            f"yarn: beta_fast = {self.beta_fast:g} keeps only the fastest pair at L = {L}; lower it, to "
+            f"{turns:.2g} for a quarter of the pairs, and keep beta_slow below that")
 
 
 class Llama3(Scaling):
@@ -240,9 +230,7 @@ class MrRoPE(Scaling):
     """MrRoPE-Pro: from f_i for fast pairs to f_i / s, ever more steeply; cos, sin as yarn. arXiv:2601.22181.
 
     f'_i = f_i / s^(m (m + 1) / (n (n + 1))), m = clamp(i - low, 0, n). low is the last pair with more than
-    beta_fast turns in L, or 0; low + n is the first with fewer than beta_slow. Seen as digits in a mixed
-    radix, pair low + k passes a factor s^(2 (k + 1) / (n (n + 1))) on to all slower pairs: little at first,
-    more and more towards the slow ones. The factors multiply to s. 2026, training-free.
+    beta_fast turns in L, or 0; low + n is the first with fewer than beta_slow. 2026, training-free.
     """
 
     method: Literal["mrrope"] = "mrrope"

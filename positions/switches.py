@@ -1,8 +1,7 @@
-"""What acts under any encoding: query temperatures, scale-invariant attention, and the choice of layers.
+"""What acts under any encoding: query temperatures and scale-invariant attention.
 
 Softmax over more keys is flatter. A temperature, a factor on the query at position m, multiplies all its
-logits before any bias. It depends on m alone, so cached decoding equals a full forward pass, but logits
-change if all positions shift.
+logits before any bias. It depends on m alone, so logits change if all positions shift.
 
 Legend: B batch, T time (Tq queries, Tk keys), H = n_head, L = train.seq_len.
 """
@@ -14,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from positions.contract import At, Encoding, Options, Shape
+from positions.contract import At, Encoding, Shape
 
 
 class Temperature(nn.Module):
@@ -32,8 +31,7 @@ class Temperature(nn.Module):
 class LogN(Temperature):
     """q *= max(1, ln(m + 1) / ln L): keeps attention sharp beyond L. J. Su, github.com/bojone/rerope.
 
-    No parameters, and exactly 1 at m < L: it leaves a trained model unchanged there, so it can also be
-    applied after training.
+    No parameters, and exactly 1 at m < L, so it can also be applied after training.
     """
 
     def forward(self, q_pos: Tensor, layer: int) -> Tensor:
@@ -56,8 +54,7 @@ class Constant(Temperature):
 class SSMax(Temperature):
     """softmax(s ln(n) z), n = m + 1 keys, s learned by head and layer. Nakanishi 2025, arXiv:2501.19399.
 
-    The bias that the paper tries and rejects is omitted. s starts at 0.43, the value of the paper's figure 1.
-    At position 0 the factor is ln 1 = 0, but that query sees a single key.
+    s starts at 0.43, the value of the paper's figure 1. The bias that the paper rejects is omitted.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -112,10 +109,7 @@ class Wrapper(Encoding):
 
 
 class Tempered(Wrapper):
-    """An encoding whose queries are multiplied by a temperature before it acts.
-
-    PoPE, TAPA and BAM have `applies_temperature`: they multiply by at.temperature themselves.
-    """
+    """An encoding whose queries are multiplied by a temperature, or whose logits: `applies_temperature`."""
 
     def __init__(self, inner: Encoding, temperature: Temperature) -> None:
         super().__init__(inner)
@@ -124,7 +118,7 @@ class Tempered(Wrapper):
     def temper(self, q: Tensor, at: At) -> tuple[Tensor, At]:
         """Queries (B, H, Tq, D) -> those of `inner`, and its `at`."""
         factor = self.temperature(at.q_pos, at.layer)
-        if self.applies_temperature:
+        if self.applies_temperature:    # PoPE, TAPA, BAM: by themselves
             return q, at._replace(temperature=factor)
         return (q * factor).to(q.dtype), at
 
@@ -142,10 +136,9 @@ class ScaleInvariant(Wrapper):
 
     Scale-invariant attention, Anson, Wang and Aitchison 2025, equation 16, with their boundary values a(0) =
     1 and m(0) = 0. If logits are independent with mean 0 and variance 1, the expected exp(logit) is e^0.5 /
-    (1 + d / tau): beyond tau, the range from d to 2 d gets the same attention for every d, however long the
-    context. Larger distances get larger factors, so that attention to them is sparser. The paper uses it with
-    RMSNorm on q and k, for the variance, and with rotations that leave the slow pairs still (p_rope); on
-    plain RoPE it did not help. No parameters, and distances alone matter.
+    (1 + d / tau): beyond tau, the range from d to 2 d gets the same attention for every d. The paper uses it
+    with RMSNorm on q and k, for the variance, and with slow pairs that stand still (p_rope); on plain RoPE it
+    did not help. No parameters, and distances alone matter.
     """
 
     def __init__(self, inner: Encoding, tau: float) -> None:
@@ -162,15 +155,3 @@ def factor_and_bias(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     """The a and m of `ScaleInvariant` at distances of a floating-point type, in that type and shape."""
     m = -2 * torch.log1p(distance / tau)
     return (1 - m).sqrt(), m
-
-
-def layer_encodings(encoding: Encoding, other: Encoding, temperature: Temperature, options: Options,
-                    encoded: set[int], n_layer: int) -> list[Encoding]:
-    """What acts in each layer: `encoding` in the `encoded` layers, `other` elsewhere, under the switches."""
-    pair = [other, encoding]
-    if options.scale_invariant:
-        pair = [ScaleInvariant(each, options.scale_invariant) for each in pair]
-    only, is_tempered = options.temperature_layers, type(temperature) is not Temperature
-    tempered = [Tempered(each, temperature) if is_tempered and only in ("all", name) else each
-                for each, name in zip(pair, ("unencoded", "encoded"), strict=True)]
-    return [tempered[layer in encoded] for layer in range(n_layer)]

@@ -23,7 +23,7 @@ from config import Config, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
 from hf.pretrained import files_sha256, is_pretrained, load_pretrained
-from model import GPT, is_dropped
+from model import GPT
 from runtime import parallel
 from runtime.device import make_model, pick_device
 from runtime.errors import UserError
@@ -143,7 +143,7 @@ def open_run(run_dir: str | Path) -> Opened:
     state = load_newest(run_dir, model)
     if state is None:
         raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")
-    model.is_dropped = is_dropped(config, state["step"])
+    model.set_step(state["step"])
     return Opened(model.to(pick_device(config.train)).eval(), config, tokenizer, state, corpus)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from config import Config, differences, load_config, to_toml
 from data.loader import Corpus, read_meta
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
-from model import GPT, is_dropped
+from model import GPT
 from runtime import checkpoint, parallel
 from runtime.errors import UserError
 from runtime.files import flush, read_json, write_whole
@@ -60,7 +60,7 @@ class Run:
         r, steps = self.config.run, self.config.train.steps
         self.unread.append((self.optimizer.param_groups[0]["lr"], loss_and_norm))
         step = self.state["step"] + len(self.unread)
-        self.model.is_dropped = is_dropped(self.config, step)
+        self.model.set_step(step)
         is_log, is_eval, is_save = (step % every == 0 or step == steps
                                     for every in (r.log_every, r.eval_every, r.save_every))
         number = self.stop[0] if self.stop else 0
@@ -192,7 +192,7 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
             state["init_sha256"] = checkpoint.start_from(config.train.init_from, model, config, tokenizer)
     else:
         say(f"resuming {run_dir} at step {state['step']}")
-        model.is_dropped = is_dropped(config, state["step"])
+        model.set_step(state["step"])
     revisions = state["revisions"] + [revision] * (state["revisions"][-1:] != [revision])
     if state["dtype"] not in (None, dtype) or len(revisions) > len(state["revisions"]) > 0:
         say(f"warning: resumed with another dtype or other code: {state['dtype']} -> {dtype}, {revisions}")
@@ -204,13 +204,11 @@ def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> str:
     m, p, t = config.model, config.position, config.train
     n_tokens, n_corpus = t.steps * t.batch_size * t.seq_len, len(corpus.tokens["train"])
     options = p.model_dump(exclude_defaults=True, exclude={"encoding"})
-    warning = model.encoding.warning()
     return "\n".join([
         f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
         "parameters",
         f"position  {p.encoding}, {''.join(f'{key} {value}, ' for key, value in options.items())}trained at "
         f"L = {t.seq_len}",
-        *([f"warning: {warning}"] if warning else []),
         f"data      {corpus.folder}, {n_corpus:,} tokens; {n_tokens:,} to train on "
         f"({n_tokens / n_corpus:.2f} epochs)",
         f"machine   {machine}"])

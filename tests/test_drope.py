@@ -11,7 +11,7 @@ import train as train_module
 from config import load_config
 from evaluation.extension import extended, parse
 from hf.pretrained import pretrained_tables
-from model import GPT, is_dropped
+from model import GPT
 from positions import NoPE
 from runtime.checkpoint import load_run
 from runtime.errors import UserError
@@ -22,18 +22,22 @@ from train import train
     ("1.0", 12, []), ("0.875", 16, [14, 15, 16]), ("0.5", 5, [2, 3, 4, 5]), ("0.0", 2, [0, 1, 2]),
     ("0.99", 4, [3, 4]), ("0.5", 1, [0, 1])])
 def test_it_is_dropped_from_a_share_of_the_steps_on(share: str, steps: int, dropped: list[int], tiny) -> None:
-    config = tiny("rope", f"position.drop_at={share}", f"train.steps={steps}")
-    assert [step for step in range(steps + 1) if is_dropped(config, step)] == dropped
-    assert GPT(config).is_dropped == (0 in dropped)
+    model, found = GPT(tiny("rope", f"position.drop_at={share}", f"train.steps={steps}")), []
+    assert model.is_dropped == (0 in dropped)
+    for step in range(steps + 1):
+        model.set_step(step)
+        found += [step] * isinstance(model.active(), NoPE)
+    assert found == dropped
 
 
 @every_encoding
 def test_a_dropped_encoding_leaves_a_model_without_one(name: str, tiny) -> None:
-    model, none, x = lively(tiny(name)), GPT(tiny("none")).eval(), tokens((2, 40))
+    model, x = lively(tiny(name, "position.drop_at=0.5", "train.steps=4")), tokens((2, 40))
+    none = GPT(tiny("none")).eval()
     none.load_state_dict({key: model.state_dict()[key] for key in none.state_dict()})
-    model.is_dropped = True                                             # even beyond the limit of a table
+    model.set_step(2)                                                   # even beyond the limit of a table
     assert torch.equal(model(x), none(x))
-    model.is_dropped = False
+    model.set_step(1)
     assert name == "none" or (model(x[:, :32]) - none(x[:, :32])).abs().max() > 1e-3
 
 
@@ -43,7 +47,7 @@ def test_training_uses_it_up_to_that_step_and_the_run_is_loaded_in_its_phase(nam
     """12 steps, dropped from step 6 on, with a checkpoint after each 4; the drop outlives a checkpoint."""
     seen = []
     batches = train_module.micro_batches
-    monkeypatch.setattr(train_module, "make_model", lambda config: seen.append(GPT(config)) or seen[-1])
+    monkeypatch.setattr(train_module, "make_model", lambda config, **_: seen.append(GPT(config)) or seen[-1])
     phases = []
     monkeypatch.setattr(train_module, "micro_batches",
                         lambda *given: phases.append(seen[-1].is_dropped) or batches(*given))
@@ -79,10 +83,10 @@ def test_its_temperature_is_one_factor_for_the_whole_text(tiny) -> None:
 @pytest.mark.parametrize("given", [
     ("learned",), ("rope", 'position.scaling={method="dynamic_ntk",factor=2.0}')])
 def test_an_extension_judges_the_model_without_the_dropped_encoding(given: tuple[str, ...], tiny) -> None:
-    config = tiny(*given)
+    config = tiny(*given, "position.drop_at=0.5")
     model, method = GPT(config), parse("lm_infinite").methods[0]
     assert method.problem(model, config, 100)
-    model.is_dropped = True
+    model.set_step(6)
     assert method.problem(model, config, 100) is None
 
 

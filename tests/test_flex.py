@@ -103,7 +103,7 @@ def test_an_encoding_by_distance_adds_nothing_else(name: str, tiny) -> None:
 
 
 def test_flex_is_not_used_where_it_does_not_serve(tiny, monkeypatch) -> None:
-    """Given positions, a cache, dropout, narrow heads, biases by content, and no causal mask."""
+    """Given positions, a cache, dropout, narrow heads and biases by content."""
     monkeypatch.setattr(flex, "DEVICES", {"cpu"})
     monkeypatch.setattr(flex, "attend_flex", lambda *_: pytest.fail("flex was taken"))
     x, on = tokens((1, 12)), "model.flex=true"
@@ -113,6 +113,3 @@ def test_flex_is_not_used_where_it_does_not_serve(tiny, monkeypatch) -> None:
     model = lively(tiny("t5", on))
     model(x, cache=model.new_cache())
     lively(tiny("t5", on, "model.dropout=0.1")).train()(x)
-    for block in model.blocks:
-        block.attention.is_causal = False
-    model(x)

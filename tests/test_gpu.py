@@ -1,11 +1,7 @@
 """Parity: a device computes the formula, which is an explicit softmax in fp64 on the CPU.
 
 Each case is an encoding, a switch of the model or an extension. `pytest -m gpu` checks all of them on CUDA:
-in fp32 and in bf16, eager, in blocks of query rows and compiled, loss and gradients of every parameter. The
-same comparison runs on the CPU in the ordinary tests, where it is shown to fail when the code is wrong.
-
-Weights are such that logits have a standard deviation of 2 before the encoding acts: at the model's own
-initialisation all attention weights are alike, and much could be wrong without being seen.
+in fp32 and in bf16, eager, in blocks of query rows and compiled, loss and gradients of every parameter.
 """
 
 from collections.abc import Callable
@@ -16,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, tokens
+from conftest import ROOT, slow_except, tokens
 from torch import Tensor
 
 import attention
@@ -26,7 +22,6 @@ from config import Config, load_config
 from evaluation.extension import EXTENSIONS, extended, parse
 from model import GPT
 from positions import ENCODINGS
-from positions.bias import ALiBi
 from positions.scaling import SCALINGS
 from runtime.optimizer import make_optimizer
 
@@ -60,30 +55,21 @@ CASES = {
     **{f"{name}, flex": Case((f"position.encoding={name}", FLEX)) for name in FLEXIBLE},
     **{f"scaling {method}": Case((f"position.scaling={{{options}}}",)) for method, options in SCALED.items()},
     "rope interleaved": Case(("position.layout=interleaved",)),
-    "rope in the first layer": Case(("position.layers=first",)),
     "learned slopes": Case(("position.encoding=alibi", "position.learned=true")),
-    "learned slopes, flex": Case(("position.encoding=alibi", "position.learned=true", FLEX)),
-    "log_n": Case(("position.temperature=log_n",)),
     "ssmax": Case(("position.temperature=ssmax",)),
     "window": Case(("model.window=50",)),
     "window, flex": Case(("model.window=50", FLEX)),
-    "window in every second layer": Case(("model.window=50", "model.full_every=2")),
-    "t5, window": Case(("position.encoding=t5", "model.window=50")),
-    "t5, window, flex": Case(("position.encoding=t5", "model.window=50", FLEX)),
+    "t5, window, flex": Case(("position.encoding=t5", "model.window=50", "model.full_every=2", FLEX)),
     "alibi, window": Case(("position.encoding=alibi", "model.window=50")),
     "shared keys": Case(("model.n_kv_head=1",)),
     "alibi, shared keys": Case(("position.encoding=alibi", "model.n_kv_head=1")),
     "t5, shared keys, flex": Case(("position.encoding=t5", "model.n_kv_head=1", FLEX)),
     "documents": Case(is_packed=True),
     "documents, flex": Case((FLEX,), is_packed=True),
-    "t5, documents": Case(("position.encoding=t5",), is_packed=True),
     "t5, documents, flex": Case(("position.encoding=t5", FLEX), is_packed=True),
-    "skips": Case(skips=True),
     "alibi, skips": Case(("position.encoding=alibi",), skips=True),
     "gpt2's block": Case(("model.norm=layernorm", "model.mlp=gelu", "model.bias=true", "model.tied=true")),
-    "gelu_exact": Case(("model.mlp=gelu_exact", "model.qkv_bias=true")),
-    "relu2": Case(("model.mlp=relu2",)),
-    "qk_norm": Case(("model.qk_norm=true",)),
+    "relu2": Case(("model.mlp=relu2", "model.qkv_bias=true")),
     "gemma's block": Case(("model.qk_norm=true", "model.post_norm=true", "model.mlp=geglu",
                            "model.scaled_embedding=true", "model.tied=true")),
     "wide heads": Case(("model.head_dim=96",)),
@@ -99,11 +85,7 @@ class Computed(NamedTuple):
     tensors: dict[str, Tensor]
 
     def errors(self, exact: "Computed") -> dict[str, float]:
-        """Relative error of each tensor: |found - exact| / |exact|, norms.
-
-        A gradient that is next to nothing, for instance that of a bias which the softmax does not see, is
-        measured against 1e-3 of the norm of all. A gradient that is missing counts as zero.
-        """
+        """Relative error of each tensor: |found - exact| / |exact|, norms; of all gradients 1e-3 at least."""
         gradients = [tensor for name, tensor in exact.tensors.items() if name != "loss"]
         total = float(sum(tensor.square().sum() for tensor in gradients)) ** 0.5
         found = {}
@@ -116,7 +98,7 @@ class Computed(NamedTuple):
 
 
 def make_model(config: Config) -> GPT:
-    """The same model at each call, with weights that make attention matter."""
+    """The same model at each call; logits have a standard deviation of 2, so that attention matters."""
     torch.manual_seed(0)
     model = GPT(config)
     generator = torch.Generator().manual_seed(1)
@@ -179,9 +161,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def check(compute: Callable[..., Computed], case: Case | str, device: str, way: str) -> None:
     """Compare what the device computes with the formula.
 
-    In fp32 the loss may be wrong by 1e-5, a gradient or the logits by 2e-4: a CPU is wrong by 2e-7 and 7e-6,
-    and TF32, which must not pass for fp32, by 3e-4 and more. In bf16 errors may be twice as large as those of
-    the formula itself in bf16.
+    In fp32 a CPU is wrong by 2e-7 (loss) and 7e-6 (gradients), and TF32, which must not pass, by 3e-4. In
+    bf16 errors may be twice as large as those of the formula itself in bf16.
     """
     kind, dtype = way.split()
     if kind == "compiled":
@@ -253,36 +234,14 @@ def test_a_step_on_cuda_waits_for_nothing(kind: str, encoding: str, tiny) -> Non
 # The same on the CPU
 
 
-@pytest.mark.parametrize(("case", "way"), [("rope", "eager fp32"), ("alibi", "eager fp32"),
-                                           ("window", "blocks fp32")])
-def test_the_cpu_computes_the_formula_in_training(case: str, way: str) -> None:
-    check(training, CASES[case], "cpu", way)
-
-
 def test_the_cpu_computes_the_formula_under_an_extension() -> None:
     check(extension, EXTENDED["yarn"], "cpu", "eager fp32")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_the_cpu_computes_the_formula_in_every_case(case: str) -> None:
+@pytest.mark.parametrize("case", slow_except([*CASES], "alibi"))
+def test_the_cpu_computes_the_formula_in_training(case: str) -> None:
     check(training, CASES[case], "cpu", "eager fp32")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["eager bf16", "blocks bf16", "compiled bf16"])
-def test_bf16_is_as_wrong_as_the_formula_in_bf16(way: str) -> None:
-    check(training, CASES["alibi"], "cpu", way)
 
 
 def test_every_encoding_and_extension_is_a_case() -> None:
     assert set(ENCODINGS) <= set(CASES) and set(EXTENSIONS) == set(EXTENDED)
-
-
-@pytest.mark.parametrize("way", ["eager fp32", "blocks fp32"])
-def test_the_comparison_sees_slopes_that_are_wrong_by_a_hundredth(way: str, monkeypatch) -> None:
-    explicit(training, CASES["alibi"], torch.float64)                   # before the slopes change
-    slopes = ALiBi.slopes
-    monkeypatch.setattr(ALiBi, "slopes", staticmethod(lambda H: [1.01 * slope for slope in slopes(H)]))
-    with pytest.raises(AssertionError, match="allowed"):
-        check(training, CASES["alibi"], "cpu", way)

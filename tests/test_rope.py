@@ -13,7 +13,6 @@ import rope
 from evaluation.extension import parse
 from model import GPT
 from positions import ENCODINGS
-from positions.scaling import YaRN
 from runtime.device import autocast
 from runtime.errors import UserError
 
@@ -75,17 +74,6 @@ def test_the_rest_passes_and_the_callers_dtype_comes_back(layout: str, dtype: to
     torch.testing.assert_close(turned[:, :D // 2], rope.rotate(x[:, :D // 2], a, layout))
 
 
-def test_wrong_arguments_are_refused() -> None:
-    for call, expected in ((lambda: rope.inv_freq(7), "even"), (lambda: rope.inv_freq(0), "positive"),
-                           (lambda: rope.rotate(vectors(2, 2), angle(1)), "channels to rotate"),
-                           (lambda: rope.rotate(vectors(2, D), angle(1), "quarter"), "layout must be one of"),
-                           (lambda: rope.to_half(vectors(10, 2), 4), "do not divide into 4 heads"),
-                           (lambda: rope.to_half(vectors(12, 2), 2, 5), "rotary_dim must be even"),
-                           (lambda: rope.axial_angles(torch.zeros(3, 1), (vectors(2), vectors(2))), "axes")):
-        with pytest.raises(ValueError, match=expected):
-            call()
-
-
 # --- The layouts are one function up to a permutation
 
 
@@ -140,14 +128,6 @@ def test_angles_stay_in_fp32_under_autocast_and_in_a_model_in_bfloat16(name: str
     assert len(seen) == 2
 
 
-def test_long_term_decay_is_the_logit_of_ones() -> None:
-    f, distance = rope.inv_freq(D, dtype=torch.float64), torch.arange(300)
-    ones = torch.ones(300, D, dtype=torch.float64)
-    decay = rope.long_term_decay(distance, f)
-    torch.testing.assert_close(decay, (rope.rotate(ones, rope.angles(distance, f)) * ones[0]).sum(-1) / D)
-    assert decay[0] == 1 and decay[200:].mean() < decay[:100].mean() < 1
-
-
 def test_a_spectrum_keeps_its_pairs_under_a_scaling_or_refuses_it() -> None:
     scaled = model_of("rope", 'position.spectrum=hope position.scaling={method="pi",factor=4.0}')
     expected = rope.stop_unfinished(rope.inv_freq(16), 32) / 4          # the same pairs stand still
@@ -193,13 +173,6 @@ def test_chatglms_answer_keeps_one_axis_and_advances_the_other() -> None:
         torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
         alone = model(x[1:], positions=pos[-1:])
         torch.testing.assert_close(alone, whole[1:], atol=1e-4, rtol=1e-4)
-
-
-def test_scaling_acts_on_the_frequencies_of_each_axis() -> None:
-    encoding = model_of("rope_2d", 'position.scaling={method="yarn",factor=4.0,beta_fast=4.0}').encoding
-    f, factor = encoding.frequencies(torch.arange(30))
-    expected, _ = YaRN(factor=4.0, beta_fast=4.0).frequencies(D // 2, 1e4, 32, torch.arange(30))
-    assert torch.equal(f, expected) and factor > 1.1 and f.shape == (D // 4,)
 
 
 def test_positions_of_other_shapes_are_refused() -> None:

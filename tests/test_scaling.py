@@ -134,10 +134,9 @@ def test_yarn_warns_if_it_keeps_no_pair_and_names_a_better_beta_fast() -> None:
         assert YaRN(factor=4.0, original_length=length).warning(dim, BASE, 4096) == warning
     for length, beta in ((128, 2.0), (256, 4.1)):
         text, better = YaRN(factor=4.0).warning(64, BASE, length), YaRN(factor=4.0, beta_fast=beta)
-        assert f"lower beta_fast, to {beta:g} " in text and "beta_slow" not in text
+        assert f"lower it, to {beta:g} " in text
         kept = frequencies(better, 64, length=length)[0] == rope.inv_freq(64)
         assert better.warning(64, BASE, length) is None and abs(int(kept.sum()) - 8) <= 1
-    assert "and beta_slow below that" in YaRN(factor=4.0).warning(16, BASE, 32)
     assert all(make(method).warning(16, BASE, L) is None for method in SCALINGS if method != "yarn")
 
 
@@ -224,12 +223,12 @@ def test_a_scaling_may_be_a_table_and_an_override_replaces_all_of_it(tmp_path) -
 
 
 @pytest.mark.parametrize(("name", "overrides", "expected"), [
-    ("rope", '{method="pi"}', "position.scaling.factor"), ("rope", "yarn", "must be a table"),
+    ("rope", '{method="pi"}', "position.scaling.factor"), ("rope", "yarn", "position.scaling .*yarn"),
     ("rope", '{method="yarn",factor=2.0,beta_fast=1.0}', "beta_fast must be above beta_slow = 1, got 1"),
     ("rope", '{method="llama3",factor=2.0,low_freq_factor=9.0}', "high_freq_factor must be above low_freq_"),
     *((name, '{method="longrope",factor=2.0,short_factor=[1,1],long_factor=[1]}', f"short_factor must .* {n}")
       for name, n in (("rope", 8), ("rope_2d", 4))),
-    ("rope", '{method="ntk",factor=2.0} position.fraction=0.125', "ntk needs 4 rotary channels or more")])
+    ])
 def test_mistakes_name_the_inner_key_and_the_fix(name: str, overrides: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         config_of(name, f"position.scaling={overrides}")

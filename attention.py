@@ -58,7 +58,7 @@ class Bias(NamedTuple):
     at: At
 
     def inside(self) -> Bias:
-        """The same with the temperature on q, if any: the encoding that it acts on may fold."""
+        """The same with the temperature on q, if any, so that the inner encoding can fold."""
         if not isinstance(self.encoding, Tempered):
             return self
         q, at = self.encoding.temper(self.q, self.at)
@@ -93,7 +93,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
     encoding: Any = None if bias is None else bias.encoding             # with `fold` and `folds_sums`
     if v.shape[1] < q.shape[1]:
         k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
-    is_cut = bias is not None and encoding.folds_sums and Tq > MIN_ROWS     # its sums lose digits over many
+    is_cut = bias is not None and encoding.folds_sums and Tq > MIN_ROWS     # long sums lose digits
     if bias is not None and not is_cut:
         q, k = encoding.fold(q, k, bias.at)
     v, limit = as_wide_as(q, v), mask.limit(Tk)
@@ -131,7 +131,9 @@ def joined(attend_rows: Callable[[slice, slice], Tensor], blocks: Iterator[tuple
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
                      dropout: float = 0.0) -> Tensor:
-    """Explicit softmax in blocks of query rows: T x T logits never exist at once. As in `attend`.
+    """Explicit softmax in blocks of query rows: T x T logits never exist at once.
+
+    Arguments and result as in `attend`.
 
     Training on long sequences does not keep the weights of the blocks, but computes them again in the
     backward pass, as fused kernels do: it takes O(T) memory, and their products and softmax twice.

@@ -106,7 +106,7 @@ class Attention(nn.Module):
         super().__init__()
         C, H, G, D = config.n_embd, config.n_head, config.n_kv_head or config.n_head, config.head_width
         self.head_dim, self.dropout = D, config.dropout
-        self.attend = attend                                            # methods of --extend replace it
+        self.attend = attend                                            # some methods of --extend replace it
         self.window, self.chunk = (config.window, config.chunk) if is_local else (None, None)
         self.q = nn.Linear(C, H * D, bias=config.bias or config.qkv_bias)
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
@@ -197,7 +197,7 @@ class GPT(nn.Module):
         # normal, std 0.02; last matrix of each sublayer over sqrt(2 n_layer): Radford et al. 2019, 2.3
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                is_last = name.endswith(("attention.o", "mlp.down"))    # by name: a fork may have others
+                is_last = name.endswith(("attention.o", "mlp.down"))    # a renamed one would start at 0.02
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * c.n_layer) if is_last else 0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)

@@ -51,21 +51,21 @@ def training_loop(run: Run) -> None:
     config, t, process = run.config, run.config.train, run.process
     model, optimizer, in_dtype = run.parallel_model, run.optimizer, autocast(t, process.device)
     model.train()
-    for step in range(run.state["step"], t.steps):                      # the number of updates made so far
+    for step in range(run.state["step"], t.steps):                      # step counts the updates made
         set_learning_rate(optimizer, learning_rate(step, t))
         # dropout is a function of the step, so that a resumed run draws what an uninterrupted one does
         torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)
         losses = []
-        batch = micro_batches(run.corpus, config, process, step)
-        for part, (x, y, positions, documents, n_parts) in enumerate(batch, start=1):
+        parts = micro_batches(run.corpus, config, process, step)
+        for part, (x, y, positions, documents, divisor) in enumerate(parts, start=1):
             if process.world_size > 1:
                 # gradients add up in each process, and are averaged once, in the last backward pass
                 parallel.sync_gradients(model, is_on=part == t.accumulate)
             with in_dtype:                                              # matrix products, perhaps in bfloat16
-                loss = model(x, y, positions, documents=documents) / n_parts
+                loss = model(x, y, positions, documents=documents) / divisor
             loss.backward()
             losses.append(loss.detach())
-        # one norm of all gradients, with FSDP2 of all shards; returned as it was before clipping
+        # the norm of all gradients, under FSDP2 of all shards, as it was before clipping
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
         if process.world_size > 1:
             loss_and_norm = parallel.mean_and_largest(process, torch.stack(losses).sum(), grad_norm)
@@ -81,11 +81,11 @@ def training_loop(run: Run) -> None:
 
 def micro_batches(corpus: Corpus, config: Config, process: Process,
                   step: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]]:
-    """The batch of a step in train.accumulate parts: inputs, targets (b, T), positions, documents, n_parts.
+    """The batch of a step in train.accumulate parts: inputs, targets (b, T), positions, documents, divisor.
 
     Positions are None if they are plain; documents are None unless attention has to stay within them.
-    With several processes these are the sequences of this one. Mean losses of parts, each over its n_parts
-    (train.accumulate, unless a mask leaves out targets), add up to that of the batch.
+    With several processes these are the sequences of this one. The mean losses of the parts, each divided by
+    its divisor (train.accumulate, unless a mask leaves out targets), add up to the mean loss of the batch.
     """
     t = config.train
     batch = list(corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size))
@@ -98,8 +98,9 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     inputs, targets, *positions = (x.to(process.device, non_blocking=True).chunk(t.accumulate)
                                    for x in batch)
     for part, (x, y, n) in enumerate(zip(inputs, targets, n_own, strict=True)):
-        y, n_parts = (y, n_scored / n) if n else (x, math.inf)  # a part without targets would give NaN
-        yield x, y, positions[0][part] if positions else None, packed_documents(x, config, corpus), n_parts
+        # without targets the mean is NaN; any others do, since the loss is divided by infinity
+        y, divisor = (y, n_scored / n) if n else (x, math.inf)
+        yield x, y, positions[0][part] if positions else None, packed_documents(x, config, corpus), divisor
 
 
 def packed_documents(tokens: Tensor, config: Config, corpus: Corpus) -> Tensor | None:
@@ -200,7 +201,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
               Log(run_dir, config, state) if process.rank == 0 else None)
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing
     handlers = {number: signal.signal(number, lambda number, frame: stop.append(number))
-                for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}        # nohup
+                for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}        # by nohup
     try:
         training_loop(run)
     except Ended as end:

@@ -102,7 +102,7 @@ AnyOptions = Options    # inside Encoding the name Options means the attribute
 
 
 class Encoding(nn.Module):
-    """Tells a decoder where its tokens are. Override `embed`, `rotate` or `scores`; the defaults do nothing.
+    """Tells a decoder where its tokens are. Override any of the hooks; the defaults do nothing.
 
     Every call gets the positions, integers with any offsets and gaps. Compute derived tensors (frequencies,
     slopes, angles) in `tables`: then a checkpoint can be loaded under other options. Cast positions to fp32;
@@ -116,8 +116,8 @@ class Encoding(nn.Module):
     is_relative: bool = True  # do the logits depend on distances alone? (tested)
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
-    # does `scores` add f(head, layer, distance), then apply at.temperature if any? Then attention may compute
-    # it once for each distance, and FlexAttention may serve it
+    # `scores` adds f(head, layer, distance), then applies at.temperature if given: attention may compute it
+    # once for each distance, and FlexAttention may serve it
     by_distance: ClassVar[bool] = False
 
     def __init__(self, shape: Shape, options: AnyOptions) -> None:

@@ -174,11 +174,11 @@ class PRoPE(RoPE):
 class XPosOptions(RotaryOptions):
     scale_base: float = Field(
         512.0, ge=1, description="positions over which the fastest pair shrinks to 2/7; larger is closer to "
-                                 "rope. fp32 overflows in sequences 70 times as long")
+                                 "rope. fp32 overflows in sequences 140 times as long")
 
 
 class XPos(RoPE):
-    """RoPE with pair i of the logit times zeta_i^((m - n) / 512), a decay. Sun et al. 2022, arXiv:2212.10554.
+    """RoPE with pair i of the logit times zeta_i^((m - n) / scale_base), a decay. Sun 2022, arXiv:2212.10554.
 
     xPos: q is scaled by zeta_i^(m / scale_base) and k by zeta_i^(-n / scale_base), zeta_i = (2i / D + 0.4) /
     1.4, so fast pairs fade out with distance first. The paper's blockwise attention is not included.
@@ -194,7 +194,7 @@ class XPos(RoPE):
         q_cos, q_sin, k_cos, k_sin = super().tables(q_pos, k_pos)
         R = self.rotary_dim
         zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4                   # (R/2,)
-        # only distances matter: with the origin amid the queries no power overflows; far keys underflow to 0
+        # only distances matter: with the origin amid the queries powers stay small; far keys underflow to 0
         origin = (q_pos.amin(-1, keepdim=True) + q_pos.amax(-1, keepdim=True)) // 2             # (1 or B, 1)
         q_power, k_power = ((p - origin)[:, None, :, None] / self.scale_base for p in (q_pos, k_pos))
         q_scale, k_scale = zeta ** q_power, zeta ** -k_power            # (1 or B, 1, T, R/2)

@@ -41,7 +41,7 @@ class LogN(Temperature):
 
 
 class Constant(Temperature):
-    """q *= factor, at every position."""
+    """q *= factor, at every position; used by --extend alone."""
 
     def __init__(self, shape: Shape, factor: float) -> None:
         super().__init__(shape)

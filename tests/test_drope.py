@@ -76,7 +76,7 @@ def test_its_temperature_is_one_factor_for_the_whole_text(tiny) -> None:
         changed = model(x)
     assert (changed - model(x)).abs().max() > 1e-3
     problem = parse("yarn").methods[0].problem(model, config, 100)
-    assert problem and "dropped" in problem
+    assert problem == "needs a rotary encoding"
     assert parse("sinks").methods[0].problem(model, config, 100) is None
 
 

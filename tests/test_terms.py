@@ -325,6 +325,8 @@ def test_logits_are_the_formula(name: str, overrides: str, monkeypatch) -> None:
     for module in {importlib.import_module(encoding.__module__) for encoding in ENCODINGS.values()}:
         for constant in set(PIECES) & set(vars(module)):
             monkeypatch.setattr(module, constant, PIECES[constant])
+    if name not in TERMS:
+        pytest.skip("write its formula in TERMS; where its angles are fp32, add it to TOLERANCE")
     c, tolerance = Case(name, overrides, n_axes=2 if name == "rope_2d" else 1), TOLERANCE.get(name, 1e-9)
     found = [c.found(Tq) for Tq in (T, 4, 1)]           # first: a forward clamps parameters
     expected, plain = c.expected(TERMS[name]), c.expected(dot)

@@ -68,7 +68,7 @@ def test_submitit_trains_evaluates_and_compares() -> None:
     assert "rope: done" in done.stdout and "broken: train.py ended with 2" in done.stdout
     assert "skipped --extend yarn" in Path("runs/alibi.log").read_text()
     assert "rope + yarn" in Path("runs/report/report.html").read_text()
-    assert done.stderr.startswith("error: run broken: train.py ended with 2: error: data.dir nowhere: no")
+    assert done.stderr.startswith("error: run broken: train.py ended with 2: error: nowhere: no")
     assert done.stderr.endswith("see runs/broken.log\n") and done.stderr.count("\n") == 1
     assert len(list(Path("jobs").glob("*_submitted.pkl"))) == 3
 

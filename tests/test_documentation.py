@@ -158,7 +158,8 @@ def split(block: str) -> list[str]:
 def run(command: str, added: set[str]) -> None:
     """Run a command at toy size: in this process if it is one of ours and needs no `added` module."""
     if command.startswith("make "):             # the commands of the target, without the installation
-        call_make = ["make", "--no-print-directory", "-n", "PY=python", "-o", ".venv/.installed", command.split()[1]]
+        call_make = ["make", "--no-print-directory", "-n", "PY=python", "-o", ".venv/.installed",
+                     command.split()[1]]
         for line in split(subprocess.check_output(call_make, text=True)):
             run(line, added)
         return

@@ -131,11 +131,13 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, Tq: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the last Tq tokens, keys and values of all x (B, T, C), by heads."""
-        last = x if x.shape[1] == Tq else x[:, -Tq:]                    # a slice would add a copy in backward
-        projected = self.q(last), self.k(x), self.v(x)
+        # x itself where all tokens are queries: a slice would add a copy in backward
+        queried = x if x.shape[1] == Tq else x[:, -Tq:]
+        projected = self.q(queried), self.k(x), self.v(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
         if isinstance(self.q_norm, nn.RMSNorm):
-            precise = self.q_norm.weight.dtype      # as autocast on CUDA; a CPU has no kernel for two dtypes
+            # the norms run in their weights' dtype, as under autocast on CUDA; a CPU kernel takes one dtype
+            precise = self.q_norm.weight.dtype
             q, k = self.q_norm(q.to(precise)).to(v.dtype), self.k_norm(k.to(precise)).to(v.dtype)
         return q, k, v
 

@@ -9,9 +9,8 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ DIVERGED = "training diverged"
 
 Point = Sequence[str]                           # overrides: one value for each key of a grid
 Points = Mapping[str, Sequence[Point]]          # of each config
-RUNNING: dict[subprocess.Popen, Path] = {}      # the commands that this process runs now, with their logs
+RUNNING: set[subprocess.Popen] = set()          # the commands that this process runs now
 
 
 class Job(NamedTuple):
@@ -76,44 +75,39 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
 
 def work(job: Job) -> str:
     """Train, then evaluate unless that was done with the same arguments; return "" or what failed."""
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    code = call(["train.py", job.config, *job.overrides], job.log)
-    if code:
-        return DIVERGED if code == 3 else f"train.py ended with {code}: {last_line(job.log)}; see {job.log}"
-    if job.eval_arguments is None:
-        return ""
+    job.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    problem = call(["train.py", job.config, *job.overrides], job.log)
+    if problem or job.eval_arguments is None:
+        return problem
     done, arguments = job.run_dir / "eval" / "arguments.txt", shlex.join(job.eval_arguments)
     if not done.exists() or done.read_text(encoding="utf-8") != arguments:
         # a method may fit only some of the configs; an evaluation with other arguments is outdated
-        code = call(["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments], job.log)
-        if code:
-            return f"eval.py ended with {code}: {last_line(job.log)}; see {job.log}"
-        done.write_text(arguments, encoding="utf-8")
-    return ""
+        problem = call(["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments],
+                       job.log)
+        if not problem:
+            done.write_text(arguments, encoding="utf-8")
+    return problem
 
 
-def call(command: Sequence[str], log: Path) -> int:
-    """Run a command of this repository, with its output in the log; its exit code."""
+def call(command: Sequence[str], log: Path) -> str:
+    """Run a command of this repository, with its output in the log; return "" or what failed."""
     with log.open("a", encoding="utf-8") as file:
         print(f"\n$ python {shlex.join(command)}", file=file, flush=True)
-        # in a new session: Ctrl-C reaches only this process, which then stops the child once
         child = subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]], stdout=file,
-                                 stderr=subprocess.STDOUT, start_new_session=True)
-    RUNNING[child] = log
+                                 stderr=subprocess.STDOUT)
+    RUNNING.add(child)
     try:
-        return child.wait()
+        code = child.wait()
     except BaseException:               # in a submitted job, which is stopped by a signal
         child.terminate()
         child.wait()
         raise
     finally:
-        del RUNNING[child]
-
-
-def last_line(log: Path) -> str:
-    """The last line of a log."""
-    text = log.read_text(encoding="utf-8", errors="replace").strip()
-    return text[-2000:].replace("\r", "\n").splitlines()[-1]
+        RUNNING.remove(child)
+    if code in (0, 3):
+        return DIVERGED if code else ""
+    last_line = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
+    return f"{command[0]} ended with {code}: {last_line}; see {log}"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -129,22 +123,15 @@ def run_here(jobs: Sequence[Job], n_workers: int) -> dict[str, str]:
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores // n_workers)))
     failed: dict[str, str] = {}
-    with tqdm(total=len(jobs), unit="run", disable=None) as bar, ThreadPoolExecutor(n_workers) as pool:
+    with ThreadPoolExecutor(n_workers) as pool:
         tasks = {pool.submit(work, job): job for job in jobs}
-        running = set(tasks)
         try:
-            while running:
-                done, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
-                for task in done:
-                    finish(tasks[task], task.result(), failed)
-                    bar.update()
-                bar.set_postfix_str(" | ".join(last_line(log) for log in list(RUNNING.values())))
+            for task in tqdm(as_completed(tasks), total=len(jobs), unit="run", disable=None):
+                finish(tasks[task], task.result(), failed)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            while not all(task.done() for task in tasks):   # a command that starts only now is stopped, too
-                for child in list(RUNNING):
-                    child.terminate()                       # again if it saves: that changes nothing
-                time.sleep(0.2)
+            for child in list(RUNNING):
+                child.terminate()       # Ctrl-C has reached it already; a second signal changes nothing
             print("stopped; the same command resumes from there")
             raise
     return failed
@@ -179,12 +166,11 @@ def finish(job: Job, problem: str, failed: dict[str, str]) -> None:
         failed[job.name] = problem
 
 
-def report(jobs: Sequence[Job], out: Path, labels: Sequence[str] = ()) -> int:
-    """Run compare.py over these runs; return its exit code. Labels: none, or one for each run."""
+def report(jobs: Sequence[Job], out: Path) -> int:
+    """Run compare.py over these runs; return its exit code."""
     newest = (max((job.run_dir / "eval").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
               for job in jobs)
     names = {path.stem for path in newest}
     command = ["compare.py", *(str(job.run_dir) for job in jobs), "--out", str(out)]
     command += ["--data", *names] if len(names) == 1 else []
-    command += [f"--label={label}" for label in labels]
     return subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:]]).returncode

@@ -1,56 +1,32 @@
 """Trials: the values that each config is trained with, and the choice among them.
 
 The rule (docs/fair-comparisons.md): every config has the same number of trials. All are trained with the
-first seed, the better half also with the second, and the one with the lowest validation loss at
-L = train.seq_len, the mean over both seeds, is chosen. No longer context has a part in it.
+same seeds, and the one with the lowest mean validation loss at L = train.seq_len is chosen. No longer context
+has a part in it.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 import shlex
-import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas
-import torch
 
 from config import differences, load_config
 from evaluation.sweeping import DIVERGED, Job, Point, Points
 from hf.pretrained import pretrained_tables
-from model import shape_of
-from positions import ENCODINGS
 from runtime.errors import UserError, did_you_mean
-from runtime.files import read_json
+from runtime.files import read_json, write_whole
 
-FIRST, SECOND = "validation loss", "validation loss, second seed"
 OTHERS = "others"       # in a file of trials: the configs that have no entry of their own
 EQUAL = ("data", "run", "train.steps", "train.batch_size", "train.seq_len", "train.seed", "train.val_windows",
          "train.init_from", "train.position")    # no trial may change these: tokens, their order, the loss
-
-
-@dataclass
-class Trial:
-    """One trained trial."""
-
-    config: str                     # the path of its file
-    point: Point
-    problem: str = ""               # "" if it was trained to the end
-    losses: dict[str, float] = field(default_factory=dict)      # FIRST, SECOND: nats per token
-
-    @property
-    def values(self) -> str:
-        """The point as text."""
-        return " ".join(self.point)
-
-    @property
-    def score(self) -> float:
-        """The validation loss, the mean over the seeds that it was trained with; lower is better."""
-        return statistics.fmean(self.losses.values())
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -95,8 +71,7 @@ def read_points(path: Path, configs: Sequence[str]) -> dict[str, list[Point]]:
 def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
     """The differences between the configs, apart from [position] and the keys of the trials.
 
-    Raises UserError unless every config has as many trials, their validation losses are comparable, and each
-    key has an effect.
+    Raises UserError unless every config has as many trials, and all losses of a config are comparable.
     """
     counts = {Path(config).stem: len(own) for config, own in points.items()}
     if len(set(counts.values())) > 1 or min(counts.values()) < 2:
@@ -105,22 +80,12 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
     first = load_config(next(iter(points)), overrides, pretrained_tables)
     unequal = []
     for config, own in points.items():
-        resolved = load_config(config, overrides, pretrained_tables)
         keys = {override.partition("=")[0] for point in own for override in point}
         for key in sorted(keys):
             if key.startswith(EQUAL):
                 raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
                                 f"be comparable; give {key}=VALUE for all instead")
-        with torch.device("meta"):              # shapes without memory
-            encoding = ENCODINGS[resolved.position.encoding](shape_of(resolved), resolved.position)
-        is_trained = resolved.position.temperature == "ssmax" or [*encoding.parameters()]
-        if "position.lr_scale" in keys and not is_trained:
-            raise UserError(f"--choose: position.lr_scale has no effect on {config}, which has no parameters "
-                            "of position; give it as many trials over train.lr by --trials")
-        if resolved.train.seq_len != first.train.seq_len:
-            raise UserError(f"--choose: {config} has another train.seq_len than {next(iter(points))}, and "
-                            "losses are comparable at one length only; give train.seq_len=VALUE for all")
-        lines = differences(first, resolved, ["run", "position"])
+        lines = differences(first, load_config(config, overrides, pretrained_tables), ["run", "position"])
         unequal += [f"{Path(config).stem}: {line}" for line in lines if line.partition(":")[0] not in keys]
     return unequal
 
@@ -129,44 +94,29 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
 # The choice
 
 
-def read_losses(trials: dict[Point, Trial], jobs: Sequence[Job], failed: Mapping[str, str], key: str) -> None:
-    """Add the validation losses of these jobs to the trials; `failed` has the problem of each that failed."""
-    for job in jobs:
-        t = trials.setdefault((job.config, *job.point), Trial(job.config, job.point))
-        loss = None if job.name in failed else read_json(job.run_dir / "summary.json")["val_loss"]
-        if loss is None:
-            t.problem, t.losses = failed.get(job.name, DIVERGED), {}
-        else:
-            t.losses[key] = loss
+def choose(jobs: Sequence[Job], failed: Mapping[str, str], out: Path) -> list[str]:
+    """Write out/trials.csv with every run and out/chosen.toml with the best trial of each config.
 
-
-def better_halves(trials: Sequence[Trial]) -> tuple[dict[str, list[Trial]], list[str]]:
-    """Config -> its better half, the chosen trial first; and a line for each config that has none.
-
-    The better half are the trials that may still be chosen: those that were trained with both seeds, or
-    half of them (rounded up, at least two) while there was one.
+    `failed` has the problem of each job that failed. Returns problems: a run that failed, so that nothing is
+    chosen, or a config whose trials all diverged.
     """
-    halves, problems = dict[str, list[Trial]](), list[str]()
-    for config, group in itertools.groupby(trials, key=lambda t: t.config):
-        own = list(group)
-        failed = [t.values for t in own if t.problem not in ("", DIVERGED)]
-        trained = sorted((t for t in own if t.losses), key=lambda t: t.score)
-        if failed:
-            problems.append(f"config {config}: nothing is chosen, because {len(failed)} of its {len(own)} "
-                            f"trials failed ({', '.join(failed)}); the same command tries them again")
-        elif not trained:
-            problems.append(f"config {config}: all of its {len(own)} trials diverged; give lower rates")
-        else:
-            half = trained[:max(2, (len(own) + 1) // 2)]
-            halves[config] = [t for t in trained if SECOND in t.losses] or half
-    return halves, problems
-
-
-def write_trials(path: Path, trials: Sequence[Trial], chosen: Mapping[str, Trial]) -> str:
-    """Write every trial with its losses as CSV. Returns it as text."""
-    table = pandas.DataFrame([
-        {"config": Path(t.config).stem, "trial": t.values,
-         "remarks": "chosen" if chosen.get(t.config) is t else t.problem, **t.losses} for t in trials])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(path, index=False)
-    return table.to_string(index=False, float_format="%.4f", na_rep="-", justify="left")
+    problems = [f"run {name}: {problem}" for name, problem in failed.items() if problem != DIVERGED]
+    if problems:
+        return [*problems, "nothing is chosen before all runs are done; the same command tries them again"]
+    rows = []
+    for job in jobs:
+        loss = None if job.name in failed else read_json(job.run_dir / "summary.json")["val_loss"]
+        rows.append({"config": Path(job.config).stem, "trial": shlex.join(job.point), "run": job.name,
+                     "val_loss": math.inf if loss is None else loss})       # a run that diverged loses
+    runs = pandas.DataFrame(rows)
+    runs["mean"] = runs.groupby(["config", "trial"]).val_loss.transform("mean")
+    best = runs.loc[runs.groupby("config", sort=False)["mean"].idxmin()]
+    chosen = best[best["mean"] < math.inf]
+    out.mkdir(parents=True, exist_ok=True)
+    runs.to_csv(out / "trials.csv", index=False)
+    text = "".join(f"{json.dumps(config)} = {json.dumps([trial])}\n"
+                   for config, trial in zip(chosen.config, chosen.trial, strict=True))
+    write_whole(out / "chosen.toml", text)
+    print(runs.to_string(index=False, float_format="%.4f"), f"\n{out}/chosen.toml:", text, sep="\n", end="")
+    return [f"config {config}: all of its trials diverged; give lower rates"
+            for config in best.config[best["mean"] == math.inf]]

@@ -6,7 +6,7 @@ L = train.seq_len. Loss in nats per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,9 +161,8 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     (`beats`) if that survives Holm's correction over the curves of its column.
     """
     rows: Cells = {}
-    units: dict[str, None] = {}                     # what intervals are over
-    n_seeds: dict[str, int] = {}
-    parts: list[tuple[float, float, float]] = []
+    units: dict[str, None] = {}                     # what intervals are over, in order
+    n_seeds: set[int] = set()
     places = {column_of(r): r["length"] for curve in curves for r in curve.runs[0].records
               if (r["extend"], r["protocol"]) == (curve.extend, protocol)}
     for (_, column), length in sorted(places.items()):
@@ -171,15 +170,21 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
         for curve in curves:
             one = estimated(protocol, form, length, curve, baseline)
             if one:
-                found[curve.label], n_seeds[curve.label], name = one
+                found[curve.label], n, name = one
+                n_seeds.add(n)
                 units[name] = None
-        parts += [e.parts for label, e in found.items() if n_seeds[label] > 1 and sum(e.parts) > 0]
         p = {label: e.p for label, e in found.items() if e.p is not None}
         corrected = dict(zip(p, holm(list(p.values())), strict=True))
         for label, e in found.items():
             beats = e.value > 0 and corrected.get(label, 1.0) < LEVEL
             rows.setdefault(label, {})[column] = Cell(e.value, None, e.low, e.high, beats)
-    return rows, in_words(units, n_seeds, parts) if rows else ""
+    if not rows:
+        return rows, ""
+    numbers_of_seeds = ", ".join(str(n) for n in sorted(n_seeds))
+    how = f"95 % intervals over {'; '.join(units)}; number of seeds: {numbers_of_seeds}."
+    if 1 in n_seeds:
+        how += " With 1 seed, an interval covers the text alone, not how training varies."
+    return rows, how
 
 
 def estimated(protocol: str, form: Form, length: int, curve: Curve,
@@ -213,21 +218,6 @@ def paired(curve: Curve, baseline: Curve) -> list[tuple[Run, Run]]:
     same = [(run, left.pop(run.seed)) for run in curve.runs if run.seed in left]
     others = [run for run in curve.runs if all(run is not one for one, _ in same)]
     return [*same, *zip(others, left.values(), strict=False)]
-
-
-def in_words(units: Iterable[str], n_seeds: dict[str, int],
-             parts: Sequence[tuple[float, float, float]]) -> str:
-    """What the intervals of a table are over, and which part of the variance is largest."""
-    seeds = ", ".join(f"{n} ({label})" for label, n in n_seeds.items())
-    seeds = seeds if len({*n_seeds.values()}) > 1 else str(next(iter(n_seeds.values())))
-    text = f"95 % intervals over {'; '.join(units)}; number of seeds: {seeds}."
-    if 1 in n_seeds.values():
-        text += " With 1 seed, an interval covers the text alone, not how training varies."
-    if parts:
-        shares = np.median([np.divide(part, sum(part)) for part in parts], axis=0)
-        text += (f" Shares of the variance, median over the table: seeds {shares[0]:.0%}, text "
-                 f"{shares[1]:.0%}, both together {shares[2]:.0%}.")
-    return text
 
 
 def remarks(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L: int) -> list[str]:

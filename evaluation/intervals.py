@@ -29,7 +29,6 @@ class Estimate(NamedTuple):
     low: float | None = None
     high: float | None = None
     p: float | None = None
-    parts: tuple[float, float, float] = (0.0, 0.0, 0.0)     # its variance due to seeds, to text, to the rest
 
 
 class Units(NamedTuple):
@@ -87,7 +86,7 @@ def two_way(d: np.ndarray, weight: np.ndarray) -> Estimate:
     error = np.abs(error)
     half = float(np.quantile(error, 1 - LEVEL))
     p = (1 + int((error >= abs(value)).sum())) / (1 + DRAWS)
-    return Estimate(value, value - half, value + half, p, (max(0.0, seeds - rest), text, min(seeds, rest)))
+    return Estimate(value, value - half, value + half, p)
 
 
 def two_way_share(d: np.ndarray, trials: np.ndarray, is_difference: bool) -> Estimate:

@@ -186,8 +186,6 @@ def test_intervals_widen_with_the_variance_of_the_seeds(tmp_path: Path, monkeypa
     half = 4.302653 * np.std([0, 0, 0.1], ddof=1) / 3**0.5              # t with 2 degrees of freedom
     low, high = (float(x) for x in re.findall(r"[+-][\d.]+", rows["t5"]["64"])[1:])
     assert low == pytest.approx(0.5333 - half, abs=1e-3) and high == pytest.approx(0.5333 + half, abs=1e-3)
-    text = (tmp_path / "out" / "report.html").read_text()
-    assert "Shares of the variance, median over the table: seeds 100%, text 0%, both together 0%." in text
 
 
 def test_bold_survives_holms_correction_over_the_curves_of_a_column(tmp_path: Path, monkeypatch) -> None:

@@ -104,7 +104,6 @@ def test_estimates_shift_and_scale_with_the_numbers() -> None:
     d, tokens, document = study(np.random.default_rng(0), 3, 12, "skewed", "all")
     before, moved = estimate(d, tokens, document), estimate(-2 * d + 0.5 * tokens, tokens, document)
     assert np.allclose(moved[:3], [0.5 - 2 * before.value, 0.5 - 2 * before.high, 0.5 - 2 * before.low])
-    assert np.allclose(moved.parts, [4 * part for part in before.parts])
     assert estimate(d, tokens, document) == before                     # the same every time
     assert before.value == pytest.approx(d.sum() / 3 / tokens.sum())
     same = two_way(np.full((3, 9), 0.2), np.ones(9))
@@ -112,13 +111,6 @@ def test_estimates_shift_and_scale_with_the_numbers() -> None:
     for bad in (np.nan, np.inf, -np.inf):                               # a model that diverged
         diverged = two_way(np.array([[1.0] * 9, [bad] * 9]), np.ones(9))
         assert not np.isfinite(diverged.value) and diverged.low is None and diverged.p is None
-
-
-@pytest.mark.parametrize(("kind", "largest"), [("seeds", 0), ("documents", 1), ("rest", 2)])
-def test_the_variance_is_attributed_to_what_varies(kind: str, largest: int) -> None:
-    rng = np.random.default_rng(2)
-    parts = np.mean([estimate(*study(rng, 5, 30, "normal", kind)).parts for _ in range(40)], axis=0)
-    assert parts[largest] > 0.5 * parts.sum(), parts
 
 
 def test_the_interval_excludes_0_where_p_is_below_5_percent() -> None:

@@ -63,7 +63,7 @@ def main() -> None:
     frame.to_csv(args.out / "report.csv", index=False)
     write_whole(args.out / "report.html", html(title, notes, about, shown, pictures))
     print(f"{title}: {len(curves)} curves, compared with {baseline.label}", *notes, sep="\n")
-    print(f"wrote {args.out}/report.html, report.csv and {sum(map(len, pictures.values()))} pictures (PDF)")
+    print(f"wrote {args.out}/report.html, report.csv and {len(pictures)} pictures (PDF)")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from evaluation.measures import BY_POSITION, PERPLEXITY
 from evaluation.report import ASINH_WIDTH, Cell, Cells, Map, Table
@@ -27,7 +27,7 @@ plt.rcParams["svg.fonttype"] = "none"       # text stays text
 STYLES = [("#000000", "o"), ("#0072b2", "s"), ("#d55e00", "^"), ("#009e73", "D"), ("#cc79a7", "v"),
           ("#56b4e9", "P"), ("#e69f00", "X"), ("#888888", "*")]         # colour, marker
 DASHES = ["-", (0, (6, 3)), (0, (2, 2)), (0, (8, 2, 2, 2))]     # points on and off
-MOST_CURVES = len(STYLES)       # in one picture: more cannot be distinguished
+MOST_CURVES = len(STYLES)       # in one panel: more cannot be distinguished
 MARKED = 12                     # columns that all get a tick on the x axis; more would overlap
 
 
@@ -63,37 +63,37 @@ def draw_evaluation(records: Sequence[Record], title: str, L: int, path: Path) -
     return True
 
 
-def draw(shown: Sequence[Table | Map], labels: Sequence[str], out: Path) -> dict[str, list[str]]:
-    """Key of a Table or Map -> its pictures as SVG, which are also written as PDF.
-
-    There are several if there are more than MOST_CURVES curves; the baseline, which comes first, is in all.
-    """
-    first, others = labels[0], labels[1:]
-    n_pictures = math.ceil(len(others) / (MOST_CURVES - 1)) or 1
-    groups = [[first, *part] for part in np.array_split(others, n_pictures)]
-    pictures: dict[str, list[str]] = {}
+def draw(shown: Sequence[Table | Map], labels: Sequence[str], out: Path) -> dict[str, str]:
+    """Key of a Table or Map -> its picture as SVG, which is also written as PDF."""
+    pictures = {}
     for one in shown:
-        known = set(one.rows) if isinstance(one, Table) else {label for label, *_ in one.values.index}
-        for group in groups:
-            if not known & {*group[1:]} and len(groups) > 1:
-                continue
-            if isinstance(one, Table):
-                figure, axis = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
-                draw_curves(axis, one, group)
-                figure.legend(loc="outside right upper", fontsize=8, handlelength=4)
-            else:
-                figure = draw_map(one, [label for label in group if label in known])
-            svg, found = io.StringIO(), pictures.setdefault(one.key, [])
-            figure.savefig(svg, format="svg", metadata={"Date": None})
-            found.append(svg.getvalue()[svg.getvalue().index("<svg"):])
-            figure.savefig(out / (f"{one.key}-{len(found)}.pdf" if len(groups) > 1 else f"{one.key}.pdf"))
-            plt.close(figure)
+        figure = draw_table(one, labels) if isinstance(one, Table) else draw_map(one)
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+        figure.savefig(out / f"{one.key}.pdf")
+        plt.close(figure)
+        pictures[one.key] = svg.getvalue()[svg.getvalue().index("<svg"):]
     return pictures
 
 
-def draw_map(shown: Map, labels: Sequence[str]) -> Any:
+def draw_table(table: Table, labels: Sequence[str]) -> Any:
+    """The curves of a table: several panels for more than MOST_CURVES, each with the baseline (the first)."""
+    baseline, others = labels[0], labels[1:]
+    n_parts = math.ceil(len(others) / (MOST_CURVES - 1)) or 1
+    # split before the curves that this table lacks are left out: a curve has the same colour in all tables
+    parts = [part for part in np.array_split(others, n_parts) if table.rows.keys() & {*part}] or [np.array([])]
+    figure, axes = plt.subplots(len(parts), figsize=(8.5, 4.4 * len(parts)), squeeze=False,
+                                layout="constrained")
+    for axis, part in zip(axes.flat, parts, strict=True):
+        draw_curves(axis, table, [baseline, *part])
+        axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, handlelength=4)
+    return figure
+
+
+def draw_map(shown: Map) -> Any:
     """A panel for each curve, on one colour scale, with each value written into its cell."""
-    grids = {label: shown.values[label].unstack("length") for label in labels}  # depth x length
+    grids = {label: values.droplevel("label").unstack("length")             # depth x length
+             for label, values in shown.values.groupby("label", sort=False)}
     across = min(4, len(grids))
     down = math.ceil(len(grids) / across)
     n_rows, n_columns = (max(grid.shape[i] for grid in grids.values()) for i in (0, 1))
@@ -139,17 +139,13 @@ def draw_curves(axis: Any, table: Table, labels: Sequence[str]) -> None:
     if len(table.x) <= MARKED:
         axis.set_xticks(table.x, table.x.index)
         axis.xaxis.set_minor_locator(NullLocator())
-    evenly = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10])      # several ticks, however narrow the range
     if table.form.scale == "log":
         axis.set_yscale("log")
         low, high = axis.get_ylim()
+        evenly = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10])       # several ticks, however narrow the range
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high / low > 10 else evenly)
     if table.form.scale == "asinh":
-        low, high = axis.get_ylim()
-        axis.set_yscale("asinh", linear_width=ASINH_WIDTH)
-        ticks = [0.0, *(sign * v for v in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) for sign in (1, -1))]
-        is_wide = sum(low <= tick <= high for tick in ticks) >= 4
-        axis.yaxis.set_major_locator(FixedLocator(ticks) if is_wide else evenly)
+        axis.set_yscale("asinh", linear_width=ASINH_WIDTH, base=0)      # 0: ticks at any round number
         axis.axhline(0, color="grey", linewidth=1)
     axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter("{x:g}")

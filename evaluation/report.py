@@ -12,8 +12,6 @@ from evaluation.measures import Form
 from runtime.files import finite
 
 ASINH_WIDTH = 0.05      # gains look linear up to about this, in nats per token, and logarithmic beyond
-SCALES = {"log": "logarithmic", "linear": "linear",
-          "asinh": f"linear up to about {ASINH_WIDTH} on both sides of 0 and logarithmic beyond (asinh)"}
 STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; max-width: 72em; margin: 1.5em auto; padding: 0 1em; }
 svg { max-width: 100%; height: auto; } div { overflow-x: auto; } table { border-collapse: collapse; }
@@ -89,13 +87,14 @@ class Map(NamedTuple):
 
 
 def html(title: str, notes: Sequence[str], about: pd.DataFrame, shown: Sequence[Table | Map],
-         pictures: dict[str, list[str]]) -> str:
+         pictures: dict[str, str]) -> str:
     """report.html: what the signs mean, the runs, and each picture (SVG) above its table."""
     signs = ("± is the standard deviation over training seeds. [a, b] is a 95 % interval, over seeds and "
              "text if there are several seeds, not corrected for the number of comparisons. A number is bold "
              f"where it beats {about.index[0]} on the same targets, by a test at 5 % with Holm's correction "
              "over the curves of its column; under 'Gain over truncation', where it beats its own truncated "
-             "context. '-': the encoding is not defined there, or it was not measured.")
+             "context. '-': the encoding is not defined there, or it was not measured. The axis of gains is "
+             f"linear up to about {ASINH_WIDTH} on both sides of 0 and logarithmic beyond (asinh).")
     parts = ["<!doctype html>\n<html lang='en'>\n<meta charset='utf-8'>",
              f"<title>{escape(title)}</title>\n<style>{STYLE}\n</style>\n<h1>{escape(title)}</h1>",
              *(f"<p>{escape(note)}</p>" for note in (*notes, signs)),
@@ -103,9 +102,8 @@ def html(title: str, notes: Sequence[str], about: pd.DataFrame, shown: Sequence[
     for one in shown:
         parts += [f"<h2 id='{one.key}'>{escape(one.title)}</h2>"]
         if isinstance(one, Table):
-            parts += [f"<p>{escape(one.note)} The x axis is logarithmic, the y axis "
-                      f"{SCALES[one.form.scale]}.</p>"]
-        parts += [f"<div>{svg}</div>" for svg in pictures.get(one.key, [])]
+            parts += [f"<p>{escape(one.note)}</p>"]
+        parts += [f"<div>{pictures.get(one.key, '')}</div>"]
         if isinstance(one, Table):
             frame = one.frame().rename_axis(columns=escape(one.form.x_label))
             parts += [f"<div>{frame.to_html(escape=False)}</div>"]

@@ -54,8 +54,6 @@ def without_seed(folder: str | Path | None) -> str:
 
 def find_eval(folder: Path, data: str | None) -> Path:
     """RUN/eval/DATA.json; without data the only one there is. Raises UserError."""
-    if not is_pretrained(folder) and not (folder / "config.toml").is_file():
-        raise UserError(f"run {folder}: no run there (no config.toml); give a folder that train.py made")
     found = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
     if not found:
         raise UserError(f"run {folder}: no eval/*.json; run `python eval.py {folder}` first")
@@ -71,12 +69,10 @@ def read_run(folder: Path, data: str | None) -> Run:
     path = find_eval(folder, data)
     config = pretrained_config(folder) if is_pretrained(folder) else load_config(folder / "config.toml")
     run = Run(folder, config, *results.read(path))
-    sha256 = run.head.get("checkpoint_sha256", "")     # older evaluations do not name it
-    if is_pretrained(folder):
-        is_current = not any(folder.glob("*.safetensors")) or files_sha256(folder) == sha256
-    else:
-        is_current = is_newest(folder, sha256)
-    if sha256 and not is_current:
+    sha256 = run.head.get("checkpoint_sha256")      # older evaluations do not name it
+    is_current = sha256 is None or (
+        files_sha256(folder) == sha256 if is_pretrained(folder) else is_newest(folder, sha256))
+    if not is_current:
         raise UserError(f"{path}: evaluated at step {run.head.get('step')}, but the run has another "
                         f"checkpoint now; run `python eval.py {folder} --replace` with the same flags")
     return run

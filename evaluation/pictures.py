@@ -81,7 +81,7 @@ def draw_table(table: Table, labels: Sequence[str]) -> Any:
     baseline, others = labels[0], labels[1:]
     n_parts = math.ceil(len(others) / (MOST_CURVES - 1)) or 1
     # split before the curves that this table lacks are left out: a curve has the same colour in all tables
-    parts = [part for part in np.array_split(others, n_parts) if table.rows.keys() & {*part}] or [np.array([])]
+    parts = [part for part in np.array_split(others, n_parts) if table.rows.keys() & {baseline, *part}]
     figure, axes = plt.subplots(len(parts), figsize=(8.5, 4.4 * len(parts)), squeeze=False,
                                 layout="constrained")
     for axis, part in zip(axes.flat, parts, strict=True):

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pandas as pd
 
 from evaluation.measures import Form
-from runtime.files import finite
 
 ASINH_WIDTH = 0.05      # gains look linear up to about this, in nats per token, and logarithmic beyond
 STYLE = """
@@ -33,7 +32,7 @@ class Cell(NamedTuple):
         """Lower and upper end of its bar: the interval, or else one standard deviation."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
-        spread = finite(self.spread or 0.0) or 0.0
+        spread = self.spread or 0.0
         return self.value - spread, self.value + spread
 
 

@@ -54,6 +54,8 @@ def without_seed(folder: str | Path | None) -> str:
 
 def find_eval(folder: Path, data: str | None) -> Path:
     """RUN/eval/DATA.json; without data the only one there is. Raises UserError."""
+    if not is_pretrained(folder) and not (folder / "config.toml").is_file():
+        raise UserError(f"run {folder}: no run there (no config.toml); give a folder that train.py made")
     found = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
     if not found:
         raise UserError(f"run {folder}: no eval/*.json; run `python eval.py {folder}` first")

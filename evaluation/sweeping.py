@@ -38,10 +38,6 @@ class Job(NamedTuple):
     run_dir: Path
     eval_arguments: list[str] | None    # None: this run is not evaluated
 
-    @property
-    def log(self) -> Path:
-        return self.run_dir.with_name(f"{self.name}.log")
-
 
 def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], runs: Path,
               eval_arguments: list[str] | None) -> list[Job]:
@@ -75,15 +71,15 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
 
 def work(job: Job) -> str:
     """Train, then evaluate unless that was done with the same arguments; return "" or what failed."""
-    job.run_dir.parent.mkdir(parents=True, exist_ok=True)
-    problem = call(["train.py", job.config, *job.overrides], job.log)
+    log = job.run_dir.with_name(f"{job.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    problem = call(["train.py", job.config, *job.overrides], log)
     if problem or job.eval_arguments is None:
         return problem
     done, arguments = job.run_dir / "eval" / "arguments.txt", shlex.join(job.eval_arguments)
     if not done.exists() or done.read_text(encoding="utf-8") != arguments:
         # a method may fit only some of the configs; an evaluation with other arguments is outdated
-        problem = call(["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments],
-                       job.log)
+        problem = call(["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments], log)
         if not problem:
             done.write_text(arguments, encoding="utf-8")
     return problem
@@ -104,8 +100,10 @@ def call(command: Sequence[str], log: Path) -> str:
         raise
     finally:
         RUNNING.remove(child)
-    if code in (0, 3):
-        return DIVERGED if code else ""
+    if code == 0:
+        return ""
+    if code == 3:
+        return DIVERGED
     last_line = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
     return f"{command[0]} ended with {code}: {last_line}; see {log}"
 

@@ -39,7 +39,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("eval", "{run} --json out.txt", ["--json out.txt"]),
     ("eval", "{run} --windows 0", ["--windows"]),
     ("eval", "{hf}", ["--data"]),
-    ("compare", "nowhere", ["nowhere", "eval.py"]),
+    ("compare", "nowhere", ["nowhere", "config.toml"]),
     ("compare", "{run}", ["eval.py {run}"]),
     ("sweep", "train.lr=1", ["config"]),
     ("sweep", "{config} --seeds 0,a", ["--seeds", "0,a"]),

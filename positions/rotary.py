@@ -232,8 +232,7 @@ class PoPE(RoPE):
         self.delta = nn.Parameter(torch.zeros(shape.n_layer, shape.n_head, shape.head_dim))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            self.delta.clamp_(-2 * math.pi, 0)
+        self.delta.data.clamp_(-2 * math.pi, 0)     # by .data: see Kerple
         return super().tables(q_pos, k_pos)                             # (1 or B, 1, T, D) each
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:

@@ -46,14 +46,6 @@ def hidden_width(config: ModelConfig) -> int:
     return config.n_hidden or (gated_width if config.mlp in GATED else 4 * config.n_embd)
 
 
-def encoded_layers(config: Config) -> set[int]:
-    """The layers, from 0, in which the encoding acts."""
-    p = config.position
-    named = range(config.model.n_layer if p.layers == "all" else 1)
-    return {layer for layer in (named if isinstance(p.layers, str) else p.layers)
-            if not p.skip_every or (layer + 1) % p.skip_every}
-
-
 def make_norm(config: ModelConfig) -> nn.Module:
     """RMSNorm or LayerNorm over C."""
     if config.norm == "rmsnorm":
@@ -205,7 +197,7 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
         # made last: with equal seeds all other weights are equal under every encoding
         p, steps = config.position, config.train.steps
-        self.options, self.encoded_layers = p, encoded_layers(config)
+        self.options = p
         self.encoding, self.no_encoding = ENCODINGS[p.encoding](shape, p), NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         # if it is dropped at all, then at least for the last step
@@ -221,18 +213,21 @@ class GPT(nn.Module):
             self.choose_encodings()
 
     def active(self) -> Encoding:
-        """The encoding, unless it was dropped."""
+        """The encoding, or none after position.drop_at has dropped it."""
         return self.no_encoding if self.is_dropped else self.encoding
 
     def choose_encodings(self) -> None:
-        """Make the list of what acts in each layer; to be called after a change of the temperature."""
+        """Set `encodings`, one per layer: none or `active()`, perhaps wrapped as in positions/switches.py.
+
+        To be called after a change of the temperature.
+        """
         p, pair = self.options, [self.no_encoding, self.active()]
         if p.scale_invariant:
             pair = [ScaleInvariant(each, p.scale_invariant) for each in pair]
         if type(self.temperature) is not Temperature:
             pair = [Tempered(each, self.temperature) if p.temperature_layers in ("all", kind) else each
                     for each, kind in zip(pair, ("unencoded", "encoded"), strict=True)]
-        self.encodings = [pair[layer in self.encoded_layers] for layer in range(len(self.blocks))]
+        self.encodings = [pair[p.is_encoded(layer)] for layer in range(len(self.blocks))]
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""
@@ -281,14 +276,15 @@ class GPT(nn.Module):
         if positions is None:
             first = cache.next_position() if cache is not None else 0
             positions = torch.arange(first, first + T, device=tokens.device)
-            last = first + T - 1
+            lowest, highest = first, first + T - 1
         elif limit:
-            last = int(positions.max())                                 # waits for the device
-        if limit and last >= limit:
+            lowest, highest = map(int, positions.aminmax())             # waits for the device
+        if limit and not 0 <= lowest <= highest < limit:
             name = type(self.active()).__name__
-            raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, got {last}")
+            raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, "
+                             f"got {lowest if lowest < 0 else highest}")
         positions = positions[None] if positions.dim() == 1 else positions
-        n_axes = getattr(self.encoding, "n_axes", 1)
+        n_axes = self.encoding.n_axes
         is_axial = n_axes > 1 and positions.shape[2:] == (n_axes,)
         if positions.shape[:2] not in ((1, T), (B, T)) or not (positions.dim() == 2 or is_axial):
             raise ValueError(f"give a position for each of the tokens {(B, T)}, got {tuple(positions.shape)}")

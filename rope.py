@@ -12,12 +12,10 @@ Which channels form a pair is a convention. There are two, and mixing them up ca
 R <= D is the number of channels that rotate. Both layouts are the same function up to a permutation of the
 channels, so `to_half` and `to_interleaved` convert trained weights without loss.
 
-Legend: B batch, T time, H = n_head, D channels of a head, R = rotated channels, A position axes. Angles in
-radians.
+Legend: B batch, T time, H = n_head, D channels of a head, R = rotated channels. Angles in radians.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,18 +34,6 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
     if dim <= 0 or dim % 2:
         raise ValueError(f"rotary dimension must be a positive even number, got {dim}")
     return 1.0 / base ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
-
-
-def stop_slowest(inv_freq: Tensor, p: float) -> Tensor:
-    """Stop the slowest pairs: frequency 0 from pair floor(p R/2) on. p = 1: RoPE, p = 0: NoPE. -> (R/2,).
-
-    p-RoPE, Barbero et al. 2024, arXiv:2410.06205. The other pairs keep RoPE's frequencies, whereas rotating
-    only p * R channels spreads the frequencies over the whole range.
-    """
-    dim = 2 * len(inv_freq)
-    f = inv_freq.clone()
-    f[int(p * dim // 2):] = 0.0
-    return f
 
 
 def stop_unfinished(inv_freq: Tensor, L: int) -> Tensor:
@@ -78,20 +64,6 @@ def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
     exactly only up to 256. Positions may have offsets, gaps and repeats.
     """
     return positions.to(inv_freq.dtype)[..., None] * inv_freq
-
-
-def axial_angles(positions: Tensor, inv_freqs: Sequence[Tensor]) -> Tensor:
-    """Angles for positions with A axes: each axis rotates its own share of the channel pairs.
-
-    Positions (..., T, A) and one inv_freq (R_a/2,) per axis -> radians (..., T, sum_a R_a/2), axis by axis.
-    A logit then depends on the difference along each axis alone. This is the 2-D form of ChatGLM-6B (axes:
-    position in the text, position in the answer) and of vision transformers (row, column). ChatGLM-6B pairs
-    (i, i + D/4) inside each half of the head; layout "half" here pairs (i, i + D/2): a permutation of it.
-    """
-    if positions.shape[-1] != len(inv_freqs):
-        raise ValueError(f"positions have {positions.shape[-1]} axes, "
-                         f"but {len(inv_freqs)} inv_freqs were given")
-    return torch.cat([angles(positions[..., a], f) for a, f in enumerate(inv_freqs)], dim=-1)
 
 
 def rotate(x: Tensor, angle: Tensor, layout: str = "half") -> Tensor:

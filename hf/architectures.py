@@ -18,7 +18,7 @@ from torch import Tensor
 import rope
 from config import Config, ModelConfig
 from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters, rope_type
-from model import encoded_layers, hidden_width
+from model import hidden_width
 from positions import Options
 from positions.rotary import RoPEOptions, RotaryOptions
 from runtime.errors import UserError
@@ -272,8 +272,8 @@ class SmolLM3(Llama):
                                  "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}
 
     def positions_json(self, config: Config) -> Fields:
-        rotates = encoded_layers(config) if isinstance(config.position, RotaryOptions) else set()
-        flags = [int(layer in rotates) for layer in range(config.model.n_layer)]
+        p, layers = config.position, range(config.model.n_layer)
+        flags = [int(isinstance(p, RotaryOptions) and p.is_encoded(layer)) for layer in layers]
         return {"no_rope_layers": flags, **super().positions_json(config)}
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:

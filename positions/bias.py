@@ -68,7 +68,6 @@ class ALiBi(Encoding):
 
     Options = ALiBiOptions
     by_distance = True
-    folds_sums = False
     lr_scale = 10.0
 
     def __init__(self, shape: Shape, options: ALiBiOptions) -> None:
@@ -182,9 +181,10 @@ class Kerple(Encoding):
         self.p, self.a = (nn.Parameter(top * torch.rand(shape.n_head)) for top in (2, 1))       # (H,) each
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():           # in place: a parameter at the bound still gets a gradient
-            self.p.clamp_(min=0.01, max=self.max_p)
-            self.a.clamp_(min=0.01)
+        # the parameter itself, so that it gets a gradient at the bound too. With no_grad instead of .data, a
+        # second forward would make backward of the first fail, although it changes no value
+        self.p.data.clamp_(min=0.01, max=self.max_p)
+        self.a.data.clamp_(min=0.01)
         return self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
 
 

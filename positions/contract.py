@@ -84,6 +84,14 @@ class Options(BaseModel):
 
     head_multiple: ClassVar[int] = 1    # the channels of a head must be a multiple of it
 
+    def is_encoded(self, layer: int) -> bool:
+        """Whether the encoding acts in this layer, counted from 0."""
+        if self.skip_every and (layer + 1) % self.skip_every == 0:
+            return False
+        if isinstance(self.layers, list):
+            return layer in self.layers
+        return self.layers == "all" or layer == 0
+
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         """Key -> what is wrong with it for a model of this width with heads of this width."""
         return {"encoding": f"needs a multiple of {self.head_multiple} channels of a head (head_dim, or "
@@ -96,9 +104,6 @@ def for_each_head(x: Tensor, n_head: int) -> Tensor:
     This copies: kernels that do not take fewer heads of keys fall back to holding T x T logits.
     """
     return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
-
-
-AnyOptions = Options    # inside Encoding the name Options means the attribute
 
 
 class Encoding(nn.Module):
@@ -119,8 +124,12 @@ class Encoding(nn.Module):
     # `scores` adds f(head, layer, distance), then applies at.temperature if given: attention may compute it
     # once for each distance, and FlexAttention may serve it
     by_distance: ClassVar[bool] = False
+    n_axes: ClassVar[int] = 1  # positions that a token may have, then the last axis of q_pos and k_pos
+    applies_temperature: bool = False  # does it use at.temperature? otherwise queries are multiplied by it
+    can_fold: bool = False  # does `fold` replace `scores` in the fused kernel?
+    folds_sums: ClassVar[bool] = False  # does it sum over tokens? long sums lose digits: `fold` gets blocks
 
-    def __init__(self, shape: Shape, options: AnyOptions) -> None:
+    def __init__(self, shape: Shape, options: Any) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position]."""
         super().__init__()
 
@@ -161,10 +170,16 @@ class Encoding(nn.Module):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         """Change logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries and the keys they see.
 
-        Masked logits are -inf and must stay so. q (B, H, Tq, D) and k (B, H, Tk, D) are unrotated. Attention
-        is then an explicit softmax in blocks of queries, not the fused kernel.
+        Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
+        there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,
+        Tq, D) and k (B, H, Tk, D) are unrotated. Attention is then an explicit softmax in blocks of queries,
+        not the fused kernel.
         """
         return logits
+
+    def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        """With `can_fold`: rotated q and k with further channels, whose product is what `scores` adds."""
+        raise NotImplementedError
 
     @classmethod
     def acts_in_layers(cls) -> bool:

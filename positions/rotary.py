@@ -132,7 +132,8 @@ class RoPE2D(RoPE):
 
     Heo et al. 2024 ("axial") use an image's rows and columns; ChatGLM-6B uses the position in the text and
     the position in the answer. Logits depend on the difference along each axis alone. Pass `positions=` of
-    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes.
+    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes. ChatGLM-6B
+    pairs (i, i + D/4) inside each half of a head; layout "half" here pairs (i, i + D/2): a permutation of it.
     """
 
     Options = RoPE2DOptions
@@ -143,7 +144,7 @@ class RoPE2D(RoPE):
         """Positions (1 or B, T) or (1 or B, T, 2) -> radians (1 or B, T, R)."""
         if positions.dim() == 2:
             positions = positions[..., None].expand(-1, -1, 2)
-        return rope.axial_angles(positions, (inv_freq, inv_freq))
+        return torch.cat([rope.angles(axis, inv_freq) for axis in positions.unbind(-1)], dim=-1)
 
 
 class PRoPEOptions(RotaryOptions):
@@ -168,7 +169,8 @@ class PRoPE(RoPE):
 
     def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
         f, factor = super().frequencies(k_pos)
-        return rope.stop_slowest(f, self.p), factor
+        pair = torch.arange(len(f), device=f.device)
+        return f.where(pair < self.p * self.rotary_dim // 2, 0.0), factor
 
 
 class XPosOptions(RotaryOptions):
@@ -232,8 +234,7 @@ class PoPE(RoPE):
         self.delta = nn.Parameter(torch.zeros(shape.n_layer, shape.n_head, shape.head_dim))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            self.delta.clamp_(-2 * math.pi, 0)
+        self.delta.data.clamp_(-2 * math.pi, 0)     # by .data: see Kerple
         return super().tables(q_pos, k_pos)                             # (1 or B, 1, T, D) each
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:

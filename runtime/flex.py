@@ -23,6 +23,7 @@ from positions.switches import ScaleInvariant, factor_and_bias
 DEVICES = {"cuda"}      # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
 Limits = tuple[int | None, int | None]      # window and chunk of a layer
 MIN_WIDTH = 16          # smallest number of channels of a head that the kernel takes
+compiled = cache(torch.compile)     # each function once
 # with the default of three stages, what score_mod reads does not fit into the shared memory of an H100
 OPTIONS = {"num_stages": 2}
 
@@ -96,9 +97,3 @@ def fused(name: str, device: torch.device) -> Callable[..., Any]:
     """A function of PyTorch's flex_attention; on a GPU compiled: with the whole model, or else once here."""
     function = getattr(flex_attention, name)
     return function if device.type == "cpu" or torch.compiler.is_compiling() else compiled(function)
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for use outside of torch.compile."""
-    return torch.compile(function)

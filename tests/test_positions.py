@@ -316,9 +316,9 @@ def test_positions_beyond_a_limit_are_refused() -> None:
         model = model_of(name, overrides)
         assert model.encoding.max_length == limit
         assert model(tokens((1, 2)), positions=torch.tensor([0, limit - 1])).isfinite().all()
-        for arguments in ((tokens((1, limit + 1)),), (tokens((1, 2)), None, torch.tensor([0, limit]))):
-            with pytest.raises(ValueError, match=rf"positions 0 \.\.\. {limit - 1} only, got {limit}"):
-                model(*arguments)
+        for T, at, wrong in ((limit + 1, None, limit), (2, [0, limit], limit), (2, [-1, limit], -1)):
+            with pytest.raises(ValueError, match=rf"positions 0 \.\.\. {limit - 1} only, got {wrong}"):
+                model(tokens((1, T)), positions=at and torch.tensor(at))
     wide = model_of("binary", "model.n_embd=96").encoding
     bits = wide.embed(torch.zeros(1, 1, 96), torch.tensor([[2**63 - 2]]))[0, 0]
     assert wide.max_length is None and bits.tolist() == [0.0] + [1.0] * 62 + [0.0] * 33

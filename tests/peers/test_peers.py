@@ -89,7 +89,8 @@ def test_xpos(library: str) -> None:
 @pytest.mark.parametrize("dim", [16, 20, 64])
 def test_the_frequencies_of_p_rope(p: float, dim: int) -> None:
     peer, factor = rope_init("proportional", dim, 10_000.0, 2048, partial_rotary_factor=p)
-    assert factor == 1 and torch.equal(rope.stop_slowest(rope.inv_freq(dim), p), peer)
+    encoding = encoding_of("p_rope", f"position.p={p} model.head_dim={dim}")
+    assert factor == 1 and torch.equal(encoding.frequencies(torch.arange(9)[None])[0], peer)
 
 
 @pytest.mark.parametrize("library", ["x_transformers", "PoPE_pytorch"])

@@ -23,18 +23,19 @@ def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator
         found = {(r["protocol"], r["length"]): r for r in same}
         if extend:
             yield f"\n--extend {extend}"
-        rows: dict[int, dict[str, str]] = {length: {} for length in lengths}
+        cells: dict[tuple[str, str], dict[str, str]] = {}               # (protocol, number) -> length -> text
         for protocol, length in itertools.product(WINDOWED, lengths):
             if r := found.get((protocol, length)):
-                rows[length] |= {f"{protocol} ppl": f"{math.inf if r['ppl'] is None else r['ppl']:.4g}",
-                                 "bits/byte" + " " * len(rows[length]): f"{r['bpb']:.4g}"}
+                ppl = math.inf if r["ppl"] is None else r["ppl"]
+                row = {"ppl": f"{ppl:.4g}", "bits/byte": f"{r['bpb']:.4g}"}
                 if protocol == "fixed":
                     truncated = perplexity(r["truncated_nll_sum"] / r["tokens"])
-                    rows[length] |= {"truncated ppl": f"{truncated:.4g}", "gain (nats)": f"{r['gain']:+.4f}"}
-        if any(rows.values()):
-            frame = pd.DataFrame.from_dict(rows, "index")
-            frame.index = pd.Index([f"{length} = L" if length == L else str(length) for length in lengths])
-            yield frame.to_string(na_rep="-")
+                    row |= {"truncated ppl": f"{truncated:.4g}", "gain (nats/token)": f"{r['gain']:+.4f}"}
+                heading = f"{length} = L" if length == L else str(length)
+                for name, text in row.items():
+                    cells.setdefault((protocol, name), {})[heading] = text
+        if cells:
+            yield pd.DataFrame(cells).to_string(na_rep="-")
         for (protocol, length), r in found.items():
             if "distance" in r:
                 yield (f"{protocol:11} {r['distance']:6} tokens apart: gain on the second copy "

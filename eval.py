@@ -13,7 +13,6 @@ Each --extend METHOD[:key=value,...] adds a curve of the same model under a meth
 METHOD+METHOD applies both. `--extend all` measures every method that fits, at L, 2 L and 4 L unless --lengths
 says otherwise, and ends in a table: loss against truncation, keys found, seconds, and what to write into
 config.json (`python export.py RUN OUT --extend METHOD` writes it). Every forward pass computes whole windows.
-`torchrun --nproc_per_node=N eval.py RUN ...` divides the windows among N processes; the sums stay the same.
 
 Writes RUN/eval/DATA.json (records, and of which checkpoint), .npz (sums of each window) and .png (picture).
 The first two are written after each length, so the same command continues an interrupted evaluation. A second
@@ -26,7 +25,6 @@ which documents and targets are used, so to add shorter lengths later, pass the 
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 from pathlib import Path
 
 from data.loader import read_meta
@@ -47,7 +45,6 @@ from evaluation.results import Results
 from evaluation.show import advice, table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
-from runtime import parallel
 from runtime.checkpoint import open_run, weights_sha256
 from runtime.command import argument_parser, run_command
 from runtime.device import dtype_name, set_up_cpu
@@ -148,7 +145,6 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
 
 def main() -> None:
     args = parse_arguments()
-    process = parallel.start_evaluation()
     args.run = pulled(args.run)
     run = open_run(args.run)
     model, tokenizer = run.model, run.tokenizer
@@ -161,7 +157,7 @@ def main() -> None:
         open_text(args.data, config.data.dir, tokenizer, run.corpus)
     settings = choose_settings(args, protocols, L, text)
     extends = open_extensions(args.extend, model, config, settings.lengths, args.skip_unfit)
-    evaluation = Evaluation(model, config, tokenizer, text, settings, extends, process)
+    evaluation = Evaluation(model, config, tokenizer, text, settings, extends)
     if not evaluation.possible:
         raise UserError(f"--lengths {args.lengths}: {encoding} ends at {model.active().max_length} "
                         "positions; give a shorter one")
@@ -174,8 +170,6 @@ def main() -> None:
             "dtype": dtype_name(config.train, next(model.parameters()).device), "seed": settings.seed,
             "train_dtype": (run.state or {}).get("dtype") or run.config.train.dtype, "commit": git_revision(),
             "settings": evaluation.deciding()}
-    # such as another checkpoint, while the run is being trained
-    parallel.require_agreement(process, {**head, "lengths": settings.lengths, "extend": args.extend})
     title = f"{encoding}, {'dropped, ' * model.is_dropped}trained at L = {L}"
     measured = "generated documents"
     if needs_text:
@@ -183,16 +177,13 @@ def main() -> None:
         measured = f"{text.name}: {n_documents} documents of more than {settings.longest} tokens"
     print(f"{args.run}: {title}, on {measured}, in {head['dtype']}", flush=True)
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
-    with nullcontext() if process.rank else results.claimed(path):
+    with results.claimed(path):
         found = results.read_mergeable(path, head, args.replace)
         n_before = len(found.records)
-        parallel.barrier(process)                   # all have read what rank 0 is going to write
         for _ in evaluation.measure(found):         # after each place: an interruption loses no more
             found = results.merge(found, Results(head, evaluation.records, evaluation.per_window))
-            if not process.rank and found.records:
+            if found.records:
                 results.write(path, found)
-    if process.rank:
-        return
     wanted = [spec_of(extend) for extend in evaluation.extends]
     records = [r for r in found.records if r["extend"] in wanted and r["length"] in evaluation.lengths
                and r["protocol"] in protocols]

@@ -33,7 +33,7 @@ from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.switches import Constant, LogN, ScaleInvariant, Temperature, Tempered, Wrapper
 from runtime.errors import UserError, did_you_mean
-from runtime.schema import describe_choice
+from runtime.schema import describe_choice, explain
 
 
 class Extension(BaseModel):
@@ -459,6 +459,7 @@ def make(name: str, arguments: str, spec: str) -> Extension:
     if name not in EXTENSIONS:
         hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
         raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
+    schema: type[BaseModel] = SCALINGS.get(name, EXTENSIONS[name])
     try:
         given = tomllib.loads(f"x = {{{arguments}}}")["x"]
         if name not in SCALINGS:
@@ -469,12 +470,7 @@ def make(name: str, arguments: str, spec: str) -> Extension:
         raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., such as factor=4 or "
                         "long_factor=[1.0,2.0]") from error
     except ValidationError as error:
-        keys = [key for key in SCALINGS.get(name, EXTENSIONS[name]).model_fields if key != "method"]
-        first = error.errors()[0]
-        key = str(first["loc"][0])
-        hint = did_you_mean(key, keys) if key not in keys else ""
-        raise UserError(f"--extend {spec}: {name}.{key}: {first['msg']}{hint}; write --extend "
-                        f"'{name}:KEY=VALUE,...' with keys from {', '.join(keys)}") from error
+        raise UserError(*explain(error, name, schema, {}, f"in --extend {spec}")) from error
 
 
 def rotary(model: GPT) -> RoPE:

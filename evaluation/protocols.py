@@ -33,18 +33,15 @@ from evaluation.measures import ANSWERS, BY_POSITION, PERPLEXITY, REPETITION, Fo
 from evaluation.results import Record, Results, perplexity
 from evaluation.windows import Text, Window, ended_windows, fixed_ends, position_buckets
 from model import GPT
-from runtime import parallel
 from runtime.device import autocast
 from runtime.errors import UserError
 from runtime.files import finite
-from runtime.parallel import Process
 
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
 PLAIN = Extend("plain", [])
 CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
 BLOCK = 256                                     # most targets of fixed in a row of the .npz
-ALONE = Process(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,9 @@ class Evaluation:
     """Measures one model on one text, without and with each extension."""
 
     def __init__(self, model: GPT, config: Config, tokenizer: Tokenizer, text: Text, settings: Settings,
-                 extends: Sequence[Extend] = (), process: Process = ALONE) -> None:
+                 extends: Sequence[Extend] = ()) -> None:
         self.model, self.config, self.tokenizer, self.settings = model, config, tokenizer, settings
-        self.process, self.L = process, config.train.seq_len
+        self.L = config.train.seq_len
         self.text = Text(text.name, [d for d in text.documents if len(d) > settings.longest])
         self.lengths = sorted(set(settings.lengths))
         limit = model.active().max_length
@@ -113,18 +110,17 @@ class Evaluation:
 
     def forward(self, protocol: str, length: int, batches: Sequence[Any],
                 do: Callable[[Any], Any]) -> tuple[list[Any], float]:
-        """do(batch) for each, under the current extension, divided among processes; and the seconds."""
+        """do(batch) for each, under the current extension, and the seconds."""
         began = time.perf_counter()
         with extended(self.model, self.config, self.extend.methods, length):
-            turns = parallel.round_robin(self.process, batches, do)
-            done = list(tqdm(turns, f"{self.extend.spec} {protocol} {length}", len(batches), leave=False,
-                             disable=True if self.process.rank else None))      # None: on a terminal alone
+            title = f"{self.extend.spec} {protocol} {length}"           # shown on a terminal alone:
+            done = [do(batch) for batch in tqdm(batches, title, leave=False, disable=None)]
         return done, time.perf_counter() - began
 
     def score(self, protocol: str, length: int, windows: Sequence[Window]) -> tuple[list[np.ndarray], float]:
         """Losses of each window's targets (n_scored,), fp64, in order; and the seconds.
 
-        Windows of one shape share a forward pass, the same one for any number of processes.
+        Windows of one shape share a forward pass.
         """
         device, train = next(self.model.parameters()).device, self.config.train
 

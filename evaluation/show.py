@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -17,28 +18,24 @@ from hf.export import rope_fields
 
 def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator[str]:
     """Lines with the results at each length, and of each probe; "-" where nothing was measured."""
-    def cell(r: Record | None, key: str) -> str:
-        return f"{'-':>11}" if r is None else f"{math.inf if r[key] is None else r[key]:11.4g}"
-
-    protocols = [p for p in WINDOWED if p in {r["protocol"] for r in records}]
     for extend in dict.fromkeys(r["extend"] for r in records):
         same = [r for r in records if r["extend"] == extend]
         found = {(r["protocol"], r["length"]): r for r in same}
         if extend:
             yield f"\n--extend {extend}"
-        if protocols:
-            yield "           |" + "|".join(f"{p:^24}" for p in protocols).rstrip()
-            yield " length  xL|" + "|".join(f"{'ppl':>11}{'bits/byte':>11}  " for _ in protocols) + (
-                "truncated ppl   gain (nats/token)" if "fixed" in protocols else "")
-        for length in lengths if protocols else ():
-            row = [found.get((p, length)) for p in protocols]
-            line = f"{length:7} {length / L:4g}|"
-            line += "|".join(f"{cell(r, 'ppl')}{cell(r, 'bpb')}  " for r in row)
-            fixed = found.get(("fixed", length))
-            if fixed:
-                truncated = perplexity(fixed["truncated_nll_sum"] / fixed["tokens"])
-                line += f"{truncated:13.4g}{fixed['gain']:+20.4f}"
-            yield line + ("   <- training length" if length == L else "")
+        cells: dict[tuple[str, str], dict[str, str]] = {}               # (protocol, number) -> length -> text
+        for protocol, length in itertools.product(WINDOWED, lengths):
+            if r := found.get((protocol, length)):
+                ppl = math.inf if r["ppl"] is None else r["ppl"]
+                row = {"ppl": f"{ppl:.4g}", "bits/byte": f"{r['bpb']:.4g}"}
+                if protocol == "fixed":
+                    truncated = perplexity(r["truncated_nll_sum"] / r["tokens"])
+                    row |= {"truncated ppl": f"{truncated:.4g}", "gain (nats/token)": f"{r['gain']:+.4f}"}
+                heading = f"{length} = L" if length == L else str(length)
+                for name, text in row.items():
+                    cells.setdefault((protocol, name), {})[heading] = text
+        if cells:
+            yield pd.DataFrame(cells).to_string(na_rep="-")
         for (protocol, length), r in found.items():
             if "distance" in r:
                 yield (f"{protocol:11} {r['distance']:6} tokens apart: gain on the second copy "

@@ -2,15 +2,13 @@
 
 The processes split the sequences of one global batch, so the batch of a step, its order and its loss do not
 depend on their number. Rank 0 writes the run's folder. Checkpoints hold whole tensors, from which any number
-of processes can resume. `torchrun ... eval.py RUN` distributes forward passes.
+of processes can resume.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -36,34 +34,22 @@ class Process(NamedTuple):
 
 
 def start(t: TrainConfig) -> Process:
-    """Join torchrun's other processes, if any. Raises UserError if the batch cannot be divided among them."""
-    device, world_size = pick_device(t), int(os.environ.get("WORLD_SIZE", 1))
+    """Join torchrun's other processes, each with a GPU of its own. Only rank 0 prints; all report errors.
+
+    Raises UserError if the batch cannot be divided among them.
+    """
+    device, world_size = pick_device(t), int(os.environ["WORLD_SIZE"])
     if t.batch_size % (world_size * t.accumulate):
         raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {world_size} processes "
                         f"times train.accumulate = {t.accumulate}; change one of the three")
-    # with GPUs, gloo too: the CPUs exchange signals, so that none waits for its GPU
-    return _join(device, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-
-
-def start_evaluation() -> Process:
-    """Join torchrun's other processes, if any; "cuda" then means a GPU for each process.
-
-    Results are exchanged between CPUs, wherever the model is: losses are small, and when a process ends, gloo
-    reports it to the others at once. A forward pass may take long.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return _join(device, "gloo", timeout=timedelta(days=1))._replace(device=torch.device("cpu"))
-
-
-def _join(device: torch.device, backend: str, timeout: timedelta | None = None) -> Process:
-    """Join the process group, each process with a GPU of its own. Only rank 0 prints; all report errors."""
-    if "LOCAL_RANK" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+    if world_size == 1:
         return Process(device)
-    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank = int(os.environ["RANK"])
     if device.type == "cuda":
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timeout)
+    # with GPUs, gloo too: the CPUs exchange signals, so that none waits for its GPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return Process(device, rank, world_size)
@@ -122,37 +108,17 @@ def any_signal(process: Process, number: int) -> int:
     return int(largest)
 
 
-def round_robin(process: Process, work: Sequence[Any], do: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield do(piece) for each piece of work, in order, on every process; each computes a share of it."""
-    for first in range(0, len(work), process.world_size):
-        turn = first + process.rank
-        own = [do(piece) for piece in work[turn:turn + 1]]              # one result, or none at the end
-        yield from (result for results in all_gather_objects(process, own) for result in results)
-
-
-def all_gather_objects(process: Process, own: Any) -> list[Any]:
-    """The objects of all processes, in the order of their ranks. Raises UserError if one has ended."""
-    gathered: list[Any] = [own] * process.world_size
-    if process.world_size > 1:
-        try:
-            dist.all_gather_object(gathered, own)
-        except RuntimeError as error:               # what gloo raises for a closed connection
-            raise UserError("another process of torchrun has ended; see its error, then restart") from error
-    return gathered
-
-
 def require_agreement(process: Process, own: dict[str, Any]) -> None:
     """Raise UserError unless these values are the same in all processes; they are compared as text."""
-    texts = all_gather_objects(process, {key: str(value) for key, value in own.items()})
+    texts: list[Any] = [None] * process.world_size
+    try:
+        dist.all_gather_object(texts, {key: str(value) for key, value in own.items()})
+    except RuntimeError as error:                   # what gloo raises for a closed connection
+        raise UserError("another process of torchrun has ended; see its error, then restart") from error
     for rank, other in enumerate(texts):
         if different := [key for key in own if other[key] != texts[0][key]]:
             raise UserError(f"torchrun: processes 0 and {rank} have different {' and '.join(different)}; "
                             "start all with the same files and arguments")
-
-
-def barrier(process: Process) -> None:
-    """Wait until every process is here."""
-    all_gather_objects(process, None)
 
 
 def unshard(tensor: Any) -> Tensor:

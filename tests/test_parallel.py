@@ -1,6 +1,5 @@
 """Several processes: they train as one does, stop together, and hand over to any number."""
 
-import json
 import os
 import signal
 import socket
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors
@@ -140,24 +138,6 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
             validate(model, corpus, n_bytes, config, Process(cpu, rank, size))
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
         assert validate(model, corpus, n_bytes, config, Process(cpu, 0, size)) == alone
-
-
-@pytest.mark.slow
-def test_an_evaluation_has_the_same_sums_whatever_the_number_of_processes(tiny, tmp_path: Path) -> None:
-    train(tiny("rope", "train.steps=4"), [])
-    command = ["eval.py", str(tmp_path / "run"), "--lengths", "24,32,1000", "--windows", "5", "--tokens",
-               "4000", "--protocol", "nonoverlap,fixed", "--extend", "yarn", "--json"]
-    one = python(*command, tmp_path / "one.json", OMP_NUM_THREADS="1")
-    assert one.returncode == 0, one.stderr
-    two = start_two(*command, str(tmp_path / "two.json"))
-    (out, errors), (silent, others) = (process.communicate(timeout=300) for process in two)
-    assert [process.returncode for process in two] == [0, 0], errors + others
-    assert "wrote" in out and not silent
-    records = [[{**record, "seconds": 0} for record in json.loads((tmp_path / name).read_text())["records"]]
-               for name in ("one.json", "two.json")]
-    assert records[0] == records[1]
-    one, two = (np.load(tmp_path / name, allow_pickle=False) for name in ("one.npz", "two.npz"))
-    assert one.files == two.files and all(one[key].tobytes() == two[key].tobytes() for key in one.files)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast, make_model, pick_device, pick_dtype, set_up_cpu, should_compile
+from runtime.device import autocast, pick_device, pick_dtype, set_up_cpu, should_compile
 from runtime.errors import UserError
 from runtime.files import finite
 from runtime.help import help_text
@@ -171,7 +171,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     t, is_several = config.train, process.world_size > 1
     dtype = str(pick_dtype(t.dtype, process.device)).removeprefix("torch.")
     torch.manual_seed(t.seed)
-    model = make_model(config, n_bytes=16)
+    model = GPT(config)
     limit = model.encoding.max_length
     if limit and t.position_range > limit:
         raise UserError(f"train.position_range: {config.position.encoding} ends at position {limit} (got "
@@ -193,11 +193,9 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     if is_compiled:
         parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
 
-    def validate_now() -> dict[str, float | None]:
-        n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
-        return validate(model, corpus, n_bytes_of, config, process)
-
-    run = Run(config, corpus, model, parallel_model, optimizer, process, validate_now, state, stop,
+    n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
+    run = Run(config, corpus, model, parallel_model, optimizer, process,
+              lambda: validate(model, corpus, n_bytes_of, config, process), state, stop,
               Log(run_dir, config, state) if process.rank == 0 else None)
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing
     handlers = {number: signal.signal(number, lambda number, frame: stop.append(number))

@@ -149,8 +149,12 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
 
 
 def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
-    """Whether this run has been trained to its end. Raises UserError if the folder holds another run."""
+    """Whether this run has been trained to its end. Raises UserError if the folder holds anything else."""
     if not (run_dir / "config.toml").exists():
+        # a kill may have left hidden files and these two in a folder that was being made
+        found = {path.name for path in run_dir.glob("[!.]*")} - {"corpus.json", TOKENIZER_FILE}
+        if found:
+            raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         return False
     changes = differences(load_config(run_dir / "config.toml"), config, NO_PART_OF_A_RUN)
     if content_of(read_meta(run_dir / "corpus.json")) != content_of(corpus.meta):

@@ -16,7 +16,7 @@ from pydantic import Field, SerializeAsAny, ValidationError
 
 from positions import ENCODINGS, Encoding, Options
 from runtime.errors import UserError, did_you_mean
-from runtime.schema import Layer, Section, Tables, explain, merge, read_layers, read_overrides
+from runtime.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 
 
 class RunConfig(Section):
@@ -173,8 +173,6 @@ class Config(Section):
 
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
-# a change of encoding drops the old one's options, and lr_scale, which has a default for each encoding
-KINDS = {"position": ("encoding", set(Options.model_fields) - {"lr_scale"})}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (),
@@ -188,7 +186,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     path, problems = Path(path), []     # type: ignore[var-annotated]
     default: Tables = {"run": {"dir": f"runs/{path.name.removesuffix('.toml')}"}}
     layers = [Layer("(default)", default), *read_layers(path, problems), read_overrides(overrides, problems)]
-    folder = merge(layers, KINDS)[0].get("train", {}).get("init_from")
+    folder = merge(layers)[0].get("train", {}).get("init_from")
     is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
     if pretrained and folder and not is_of_run:
         try:
@@ -203,7 +201,7 @@ def config_from(layers: Sequence[Layer], place: str, problems: Sequence[str] = (
 
     `place` is where keys are missing.
     """
-    (tables, origin), found = merge(layers, KINDS), list(problems)
+    (tables, origin), found = merge(layers), list(problems)
     name = tables.setdefault("position", {}).get("encoding")
     if isinstance(name, str) and name not in ENCODINGS:
         hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
@@ -225,6 +223,22 @@ def config_from(layers: Sequence[Layer], place: str, problems: Sequence[str] = (
     if found:
         raise UserError(*found)
     return config
+
+
+def merge(layers: Sequence[Layer]) -> tuple[Tables, Origin]:
+    """The tables of all layers in one, and for each section and section.key where it was set."""
+    tables: Tables = {}
+    origin: Origin = {}
+    for where, own in layers:
+        for section, keys in own.items():
+            old = tables.setdefault(section, {})
+            if section == "position" and keys.get("encoding", old.get("encoding")) != old.get("encoding"):
+                # the options of the earlier encoding go, and lr_scale, which has a default for each encoding
+                tables[section] = old = {key: value for key, value in old.items()
+                                         if key in Options.model_fields and key != "lr_scale"}
+            old.update(keys)
+            origin |= {section: where, **{f"{section}.{key}": where for key in keys}}
+    return tables, origin
 
 
 def broken_rules(config: Config) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward U
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -32,7 +33,7 @@ from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast, make_model, pick_device, pick_dtype, set_up_cpu, should_compile
+from runtime.device import autocast, dtype_name, pick_device, set_up_cpu, should_compile
 from runtime.errors import UserError
 from runtime.files import finite
 from runtime.help import help_text
@@ -169,9 +170,9 @@ def train(config: Config, stop: list[int]) -> int:
 def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
     """Start or resume the run in its folder, which this process has locked; return the exit code."""
     t, is_several = config.train, process.world_size > 1
-    dtype = str(pick_dtype(t.dtype, process.device)).removeprefix("torch.")
+    dtype = dtype_name(t, process.device)
     torch.manual_seed(t.seed)
-    model = make_model(config, n_bytes=16)
+    model = GPT(config)
     limit = model.encoding.max_length
     if limit and t.position_range > limit:
         raise UserError(f"train.position_range: {config.position.encoding} ends at position {limit} (got "
@@ -193,11 +194,12 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     if is_compiled:
         parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
 
-    def validate_now() -> dict[str, float | None]:
-        n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
-        return validate(model, corpus, n_bytes_of, config, process)
+    @functools.cache                                    # computed at the first validation, not at each
+    def n_bytes_of() -> Tensor:
+        return torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
 
-    run = Run(config, corpus, model, parallel_model, optimizer, process, validate_now, state, stop,
+    run = Run(config, corpus, model, parallel_model, optimizer, process,
+              lambda: validate(model, corpus, n_bytes_of(), config, process), state, stop,
               Log(run_dir, config, state) if process.rank == 0 else None)
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing
     handlers = {number: signal.signal(number, lambda number, frame: stop.append(number))

@@ -25,7 +25,7 @@ from data.tokenizer import Tokenizer, tokenizer_of
 from hf.pretrained import files_sha256, is_pretrained, load_pretrained
 from model import GPT
 from runtime import parallel
-from runtime.device import make_model, pick_device
+from runtime.device import pick_device
 from runtime.errors import UserError
 from runtime.files import flush, read_json
 
@@ -139,7 +139,7 @@ def open_run(run_dir: str | Path) -> Opened:
         raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
                         "such as runs/quick, a Hugging Face folder with a config.json, or hf:ORG/NAME")
     config, corpus = load_config(run_dir / "config.toml"), read_meta(run_dir / "corpus.json")
-    model, tokenizer = make_model(config), tokenizer_of(corpus, run_dir)
+    model, tokenizer = GPT(config), tokenizer_of(corpus, run_dir)
     state = load_newest(run_dir, model)
     if state is None:
         raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config, TrainConfig
+from config import TrainConfig
 from model import GPT
 from runtime.errors import UserError
 
@@ -50,22 +50,6 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def dtype_name(train: TrainConfig, device: torch.device) -> str:
     """That dtype as a config names it, such as "float32"."""
     return str(pick_dtype(train.dtype, device)).removeprefix("torch.")
-
-
-def make_model(config: Config, n_bytes: int = 4) -> GPT:
-    """A new model on the CPU. Raises UserError if the machine lacks `n_bytes` of memory a parameter.
-
-    4 hold the weights; training takes 16, for gradients and two moments too.
-    """
-    with torch.device("meta"):                      # shapes without memory
-        needed = n_bytes * GPT(config).n_parameters()
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if pick_device(config.train).type == "cuda" and config.train.parallel == "ddp":
-        available = torch.cuda.get_device_properties(0).total_memory
-    if needed > available:
-        raise UserError(f"model: takes {needed / 2**30:,.1f} GiB, {n_bytes} bytes a parameter, and there are "
-                        f"{available / 2**30:,.1f}; lower model.n_layer, model.n_embd or the vocabulary")
-    return GPT(config)
 
 
 def autocast(train: TrainConfig, device: torch.device) -> torch.autocast:

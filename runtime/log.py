@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,14 @@ class Log:
         steps = [re.match(r'\{"step": (\d+),.*\}\n', line) for line in lines]
         write_whole(self.path, "".join(line for line, found in zip(lines, steps, strict=True)
                                        if found and int(found[1]) <= state["step"]))
-        self.wandb = start_wandb(run_dir, config) if config.run.wandb else None
+        self.wandb: Any = None
+        if config.run.wandb:
+            # imported here because few runs need it
+            import wandb
+            has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
+            mode: Any = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
+            self.wandb = wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),
+                                    config=config.model_dump(), mode=mode)
 
     def wall_s(self) -> float:
         """Seconds of training, including those before a resume."""
@@ -46,7 +51,8 @@ class Log:
                 "tokens_per_s": round(speed), "wall_s": round(self.wall_s(), 3)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        self.to_wandb(lambda run: run.log(line, step=step))
+        if self.wandb:
+            self.wandb.log(line, step=step)
         eta = (self.steps - step) * self.tokens_per_step / mean_speed
         text = (f"step {step}/{self.steps}  loss {shown(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
                 f"{shown(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s  ETA {eta // 60:.0f}m"
@@ -55,36 +61,13 @@ class Log:
             text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
         if "val_loss" in metrics:
             text += f"  val {shown(metrics['val_loss'])} nats/token  {shown(metrics['val_bpb'])} bits/byte"
-        stays = {"val_loss", "n_bad"} & set(metrics) or not sys.stdout.isatty()
-        say(f"\r{text:<110}" if sys.stdout.isatty() else text, end="\n" if stays else "")
-
-    def to_wandb(self, send: Callable[[Any], None]) -> None:
-        """Pass the W&B run to `send`; if that fails, warn once and continue without W&B."""
-        try:
-            if self.wandb:
-                send(self.wandb)
-        except Exception as error:  # a failing logger must not end a training run
-            say(f"warning: W&B failed and is off from here: {type(error).__name__}: {error}")
-            self.wandb = None
+        say(text)
 
 
-def start_wandb(run_dir: Path, config: Config) -> Any:
-    """A W&B run, offline without a key; None if it cannot start: training continues without it."""
-    has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
-    mode = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
-    try:
-        import wandb
-        return wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),
-                          config=config.model_dump(), mode=mode)         # type: ignore[arg-type]
-    except Exception as error:  # see Log.to_wandb
-        say(f"warning: W&B is off ({mode}): {type(error).__name__}: {error}")
-        return None
-
-
-def say(text: str, end: str = "\n") -> None:
+def say(text: str) -> None:
     """Print, and train on in silence once the terminal or pipe is gone."""
     try:
-        print(text, end=end, flush=True)
+        print(text, flush=True)
     except OSError:
         discard_stdout()
 

@@ -77,7 +77,7 @@ class Run:
         if step == steps or number or (is_save and not self.state["n_bad"]):
             self.save()
         if number and step < steps:
-            raise Ended(128 + number, f"\nstopped by {signal.Signals(number).name}, saved at step {step} of "
+            raise Ended(128 + number, f"stopped by {signal.Signals(number).name}, saved at step {step} of "
                                       f"{steps}; the same command resumes the run")
 
     def read_metrics(self) -> None:
@@ -129,8 +129,9 @@ class Run:
             # of the last start, and of all: a run may be resumed by other code
             "git_revision": revisions[-1], "git_revisions": revisions}
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
-        self.log.to_wandb(lambda wandb: wandb.summary.update(summary))
-        self.log.to_wandb(lambda wandb: wandb.finish())
+        if self.log.wandb:
+            self.log.wandb.summary.update(summary)
+            self.log.wandb.finish()
         say(f"finished {run_dir}: {read_summary(run_dir)}")
 
 

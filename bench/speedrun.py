@@ -26,7 +26,7 @@ def train(config: str, overrides: Sequence[str]) -> tuple[float, float, float]:
     """Train a config from scratch: seconds of the process and of the training loop, and the loss."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        command = [sys.executable, ROOT / "train.py", config, *overrides, f"run.dir={folder}/run"]
+        command = [sys.executable, str(ROOT / "train.py"), config, *overrides, f"run.dir={folder}/run"]
         done = subprocess.run(command, capture_output=True, text=True)
         wall_s = time.perf_counter() - began
         if done.returncode:

@@ -98,7 +98,6 @@ class Attention(nn.Module):
         super().__init__()
         C, H, G, D = config.n_embd, config.n_head, config.n_kv_head or config.n_head, config.head_width
         self.head_dim, self.dropout = D, config.dropout
-        self.attend = attend                                            # some methods of --extend replace it
         self.window, self.chunk = (config.window, config.chunk) if is_local else (None, None)
         self.q = nn.Linear(C, H * D, bias=config.bias or config.qkv_bias)
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
@@ -118,7 +117,7 @@ class Attention(nn.Module):
         bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         mask = mask._replace(window=self.window, chunk=self.chunk)
-        y = self.attend(q, k, v, mask, bias, self.dropout if self.training else 0.0)    # (B, H, Tq, D)
+        y = attend(q, k, v, mask, bias, self.dropout if self.training else 0.0)         # (B, H, Tq, D)
         return self.o(y.transpose(1, 2).flatten(2))
 
     def project(self, x: Tensor, Tq: int) -> tuple[Tensor, Tensor, Tensor]:

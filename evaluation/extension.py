@@ -16,19 +16,15 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise, starmap
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-import attention
-from attention import Bias, Mask
 from config import Config
 from model import GPT, Attention, shape_of
 from positions import At, Encoding, NoPE
-from positions.contract import for_each_head
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.switches import Constant, LogN, ScaleInvariant, Temperature, Tempered, Wrapper
@@ -125,16 +121,14 @@ class Regrouping(Extension):
             return Regrouped(encoding, self, config.train.seq_len, T)
 
         model.encodings = [made.setdefault(encoding, regrouped(encoding)) for encoding in model.encodings]
-        for layer in attentions(model):
-            layer.attend = attend_regrouped
 
 
 class Regrouped(Wrapper):
     """An encoding whose far pairs are scored at the positions that a Regrouping gives them.
 
-    Rotary ones compute attention to near and to far pairs in parts, see `attend_regrouped`. Otherwise every
-    pair is scored once: at its far positions, or, if the method hides far pairs, at its own. Then keys are
-    scored again: if the method hides some, all; else those that are near to some row of a block.
+    Every pair is scored at its far positions, or, if the method hides far pairs, at its own. Then keys are
+    scored again: those that are near to some row of a block, or, if the method hides some, the first ones
+    (all, where the encoding has `scores`, which may count the keys that it sees, or features of all keys).
     """
 
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
@@ -159,7 +153,7 @@ class Regrouped(Wrapper):
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
             is_first = n < self.method.n_first()
             logits = logits.masked_fill(~is_first & (n < start), -torch.inf)
-            again = torch.ones_like(is_first)
+            again = is_first if at.features is None and not self.inner.has_scores() else is_first | True
         else:
             again = n >= start.amin(2, keepdim=True)
         first, second = (at, self.far(at)) if hides else (self.far(at), at)
@@ -177,87 +171,6 @@ class Regrouped(Wrapper):
         is_kept = (n[..., keys] >= start) == hides
         scored[..., keys] = torch.where(is_kept, scored[..., keys], other)
         return scored
-
-    def parts(self, q: Tensor, k: Tensor, at: At) -> list[Part] | None:
-        """Near and far pairs of unrotated queries and keys. No pair is in both; a pair in none is masked.
-
-        None for encodings with `scores`, and where rows have different positions.
-        """
-        if self.inner.has_scores() or len(at.q_pos) > 1:
-            return None
-        hides, m, far = self.method.hides, at.q_pos[0], self.far(at)    # (T,)
-        if not self.is_relative:                                        # far positions have no meaning
-            far = at
-        elif hides:
-            far = far._replace(tables=self.inner.tables(far.q_pos, far.k_pos))
-        else:
-            at = at._replace(tables=self.inner.tables(at.q_pos, at.k_pos))
-        start = self.method.first_near(m, self.L).clamp(min=0)
-        end = start.clamp(max=self.method.n_first()) if hides else start
-        return [Part(*self.inner.rotate(q, k, at), start, m + 1),
-                Part(*self.inner.rotate(q, k, far), torch.zeros_like(start), end)]
-
-
-class Part(NamedTuple):
-    """Pairs of query and key whose logits are the product of these factors over sqrt(D)."""
-
-    q: Tensor  # (B, H, T, D or wider)
-    k: Tensor  # (B, H or G, T, as wide)
-    first: Tensor  # index of the first key that each query sees in this part, (T,)
-    end: Tensor  # index after the last one, (T,): not above `first` where it sees none
-
-
-def attend_regrouped(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
-                     dropout: float = 0.0) -> Tensor:
-    """`attend`, in parts where every token sees itself and all before it: without logits of masked pairs."""
-    bias, Tk = bias and bias.inside(), k.shape[2]
-    is_whole = mask.in_order and q.shape[2] == Tk and mask.documents is None
-    if is_whole and mask.limit(Tk) is None and bias is not None and isinstance(bias.encoding, Regrouped):
-        parts = bias.encoding.parts(bias.q, bias.k, bias.at)
-        if parts is not None:
-            return attend_in_parts(parts, v)
-    return attention.attend(q, k, v, mask, bias, dropout)
-
-
-def attend_in_parts(parts: list[Part], v: Tensor) -> Tensor:
-    """The softmax over the pairs of all parts, from that of each and its normaliser. v as in `attend`."""
-    H, T = parts[0].q.shape[1:3]
-    v, blocks, n_rows, D = for_each_head(v, H), [], attention.MIN_ROWS, v.shape[-1]
-    parts = [part._replace(k=for_each_head(part.k, H)) for part in parts]
-    for rows in (slice(start, min(start + n_rows, T)) for start in range(0, T, n_rows)):
-        results = []
-        for part in parts:
-            first, end = part.first[rows, None], part.end[rows, None]   # (rows, 1)
-            inner = int(first.max()), int(end.min())                    # keys that every row sees
-            for keys in starmap(slice, pairwise(sorted({int(first.min()), *inner, int(end.max())}))):
-                is_blind, seen = torch.zeros_like(first, dtype=torch.bool), None    # (rows, 1)
-                if (keys.start, keys.stop) != inner:
-                    n = torch.arange(keys.start, keys.stop, device=v.device)
-                    seen = (n >= first) & (n < end)                     # (rows, keys)
-                    is_blind = ~seen.any(1, keepdim=True)
-                    if is_blind.all():
-                        continue
-                    seen |= is_blind                                    # a row without a key would make NaN
-                y, normaliser = softmax_and_normaliser(part.q[:, :, rows], part.k[:, :, keys], v[:, :, keys],
-                                                       seen, D**-0.5)
-                results.append((y, normaliser.masked_fill(is_blind[:, 0], -torch.inf)))
-        weights = torch.stack([normaliser for _, normaliser in results]).softmax(0)[..., None]
-        merged = sum(weight * y for weight, (y, _) in zip(weights, results, strict=True))
-        blocks.append(merged.to(v.dtype))
-    return torch.cat(blocks, dim=2)
-
-
-def softmax_and_normaliser(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None,
-                           scale: float) -> tuple[Tensor, Tensor]:
-    """Attention (B, H, rows, D) to keys that are `seen` (rows, keys), and log of the sum of exp(logits)."""
-    D, unseen = v.shape[-1], None if seen is None else torch.where(seen, 0.0, -torch.inf)
-    if q.device.type == "cpu" and not torch.is_grad_enabled():
-        y, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, attention.as_wide_as(q, v), scale=scale,
-            attn_mask=None if unseen is None else unseen.to(q.dtype)[None, None])
-        return y[..., :D], normaliser
-    logits = torch.add(torch.zeros(1, device=q.device) if unseen is None else unseen, q @ k.mT, alpha=scale)
-    return logits.softmax(-1).to(v.dtype) @ v, logits.logsumexp(-1)
 
 
 class ReRoPE(Regrouping):
@@ -491,7 +404,7 @@ def extended(model: GPT, config: Config, methods: list[Extension], T: int) -> It
         yield
         return
     scaling, before = getattr(model.encoding, "scaling", None), (model.encodings, model.temperature)
-    layers = [(layer, layer.window, layer.attend) for layer in attentions(model)]
+    windows = [(layer, layer.window) for layer in attentions(model)]
     try:
         for method in methods:
             method.apply(model, config, T)
@@ -500,8 +413,8 @@ def extended(model: GPT, config: Config, methods: list[Extension], T: int) -> It
         model.encodings, model.temperature = before
         if isinstance(model.encoding, RoPE):
             model.encoding.scaling = scaling
-        for layer, window, attend in layers:
-            layer.window, layer.attend = window, attend
+        for layer, window in windows:
+            layer.window = window
 
 
 def describe_extensions() -> str:

@@ -7,10 +7,8 @@ import pytest
 import torch
 from conftest import lively, slow_except, tokens
 
-import attention
 import rope
-from evaluation import extension
-from evaluation.extension import EXTENSIONS, Regrouped, Regrouping, Rescaled, extended, parse
+from evaluation.extension import EXTENSIONS, Regrouping, Rescaled, extended, parse
 from model import GPT
 from positions import ENCODINGS, At
 from positions.scaling import SCALINGS
@@ -249,46 +247,3 @@ def test_methods_refuse_runs_they_do_not_fit(given: str, spec: str, tiny) -> Non
     config = tiny(*given.split())
     problem = parse(spec).methods[0].problem(lively(config), config, 4 * L)
     assert bool(problem) == ((given, spec) in REFUSED)
-
-
-@pytest.mark.parametrize("spec", slow_except(
-    [*REGROUPING, "sinks:sinks=3,window=7", "lm_infinite:first=3,window=7"],
-    "self_extend", "sinks:sinks=3,window=7"))
-@pytest.mark.parametrize("name", [name for name, encoding in ENCODINGS.items() if not encoding.has_scores()])
-def test_parts_are_the_softmax_over_all_pairs(spec: str, name: str, tiny, monkeypatch) -> None:
-    """By the kernel and explicitly, in blocks of any size, in layers with and without the encoding."""
-    config = tiny(name, "model.n_kv_head=1", *(["position.layers=[0]"] * ENCODINGS[name].acts_in_layers()))
-    model, methods = lively(config).double(), parse(spec).methods
-    T = min(150, model.encoding.max_length or 150)
-    if methods[0].problem(model, config, T):
-        pytest.skip("does not fit")
-    x = tokens((2, T))
-    with extended(model, config, methods, T):
-        with_gradients = model(x)
-        monkeypatch.setattr(attention, "MIN_ROWS", 40)
-        with torch.no_grad():
-            by_kernel = model(x)
-        monkeypatch.setattr(Regrouped, "parts", lambda *_: None)
-        expected = model(x)
-    torch.testing.assert_close(with_gradients, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(by_kernel, expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize(("spec", "most"), [
-    ("sinks:sinks=3,window=7", 3 + 7 + 40), ("lm_infinite:first=3,window=7", 3 + 7 + 40), ("sinks", 32 + 40),
-    ("rerope", 75 + 40 + 40), ("self_extend", 75 + 40 + 40), ("dual_chunk", 75 + 40 + 40)])
-def test_parts_compute_little_more_than_what_is_seen(spec: str, most: int, tiny, monkeypatch) -> None:
-    """Keys for a query: what it sees, T / 2 on average where that is all, and at most a block more."""
-    config, n_products, attend = tiny("rope"), 0, extension.softmax_and_normaliser
-
-    def counted(q, k, *rest):
-        nonlocal n_products
-        n_products += q.shape[2] * k.shape[2]
-        return attend(q, k, *rest)
-
-    monkeypatch.setattr(extension, "softmax_and_normaliser", counted)
-    monkeypatch.setattr(attention, "MIN_ROWS", 40)
-    model, x = lively(config), tokens((1, 150))
-    with torch.no_grad():
-        under(spec, model, config, x)
-    assert 0 < n_products / config.model.n_layer / 150 <= most

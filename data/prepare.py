@@ -19,7 +19,6 @@ the train split; or FOLDER, the tokenizer of the corpus, run or Hugging Face mod
 The corpus appears at DIR when it is complete. After an interruption, the same command starts over.
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -50,7 +49,7 @@ from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 from runtime.command import argument_parser, run_command
 from runtime.errors import UserError
-from runtime.files import flush, write_whole
+from runtime.files import flush, sha256_of, write_whole
 
 LEARN_BYTES = 2**27             # most text that bpe:N learns from
 LEARN_PIECE = 2**14             # bytes that are learned from at a time
@@ -141,11 +140,6 @@ class Writer:
             flush(self.folder / name)
         return {"tokens": n_tokens, "bytes": self.n_bytes[split], "documents": len(starts),
                 "sha256": {name: sha256_of(self.folder / name) for name in names}}
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFAULTS) -> dict[str, Any]:

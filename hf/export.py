@@ -114,8 +114,7 @@ def write_extended(folder: Path, out: Path, fields: Fields) -> None:
 
 
 def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str) -> str:
-    """README.md: what the model is, how to load it, and the config of its training."""
-    separator = separator_name(tokenizer)
+    """README.md: what the model is, and the config of its training."""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -125,15 +124,7 @@ pipeline_tag: text-generation
 {architecture}, {model.n_parameters():,} parameters, position encoding {config.position.encoding}, trained at
 {config.train.seq_len} tokens.
 
-Every training document opens with `{separator}` (id {tokenizer.eot}); begin a prompt with it.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-model = AutoModelForCausalLM.from_pretrained("FOLDER")
-prompt = tokenizer("{separator}Once", add_special_tokens=False, return_tensors="pt")
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
-```
+Every training document opens with `{separator_name(tokenizer)}` (id {tokenizer.eot}); begin a prompt with it.
 
 Trained by nanorope with this config:
 

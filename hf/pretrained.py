@@ -23,7 +23,7 @@ from hf.rope_parameters import Fields
 from hf.tokenizer import read_tokenizer
 from model import GPT
 from runtime.errors import UserError
-from runtime.files import read_json
+from runtime.files import read_json, sha256_of
 from runtime.schema import Layer
 
 WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
@@ -120,8 +120,7 @@ def files_sha256(folder: Path) -> str:
     """Checksum of config, weights and tokenizer: tells whether another model was put into the folder."""
     digest = hashlib.sha256()
     for path in (folder / "config.json", folder / "tokenizer.json", *weight_files(folder)):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(bytes.fromhex(sha256_of(path)))
     return digest.hexdigest()
 
 

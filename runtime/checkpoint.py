@@ -27,7 +27,7 @@ from model import GPT
 from runtime import parallel
 from runtime.device import pick_device
 from runtime.errors import UserError
-from runtime.files import flush, read_json
+from runtime.files import flush, read_json, sha256_of
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 DAMAGE = (OSError, ValueError, KeyError, SafetensorError)       # what reading a damaged checkpoint raises
@@ -58,7 +58,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
     try:
         for name, content in zip(FILES, files, strict=True):
             save_file(content, temporary / name)
-        state = {**state, "step": step, "sha256": {name: _sha256(temporary / name) for name in FILES}}
+        state = {**state, "step": step, "sha256": {name: sha256_of(temporary / name) for name in FILES}}
         (temporary / "state.json").write_text(
             json.dumps({**state, "check": _check(state)}, indent=1), encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
@@ -201,7 +201,7 @@ def _verified_state(folder: Path) -> dict[str, Any]:
     if check != _check(state):
         raise ValueError("state.json: checksum mismatch")
     for name in FILES:
-        if _sha256(folder / name) != state["sha256"][name]:
+        if sha256_of(folder / name) != state["sha256"][name]:
             raise ValueError(f"{name}: checksum mismatch")
     return {"n_bad": 0, "revisions": [], "dtype": None, "init_sha256": None, **state}    # old runs lack some
 
@@ -217,8 +217,3 @@ def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None
 
 def _check(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

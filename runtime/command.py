@@ -47,7 +47,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     try:
         sys.stdout.flush()
     except OSError:                 # its reader is gone: without this, Python's own end fails on it again
-        discard_stdout()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if torch.distributed.is_initialized():
         # Python's own end would abort this process now and then (code -6): it stops threads that ask for its
         # lock, and gloo's threads do, even after destroy_process_group (pytorch/pytorch pull request 179291)
@@ -55,11 +55,6 @@ def run_command(main: Callable[[], int | None]) -> None:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def discard_stdout() -> None:
-    """From now on write standard output into nothing, including what is still unwritten."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def argument_parser(description: str | None, epilog: str | None = None,

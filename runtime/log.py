@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from config import Config
-from runtime.command import discard_stdout
 from runtime.files import write_whole
 
 
@@ -25,9 +24,8 @@ class Log:
         self.path.touch()
         # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        steps = [re.match(r'\{"step": (\d+),.*\}\n', line) for line in lines]
-        write_whole(self.path, "".join(line for line, found in zip(lines, steps, strict=True)
-                                       if found and int(found[1]) <= state["step"]))
+        write_whole(self.path, "".join(line for line in lines if line.endswith("\n")
+                                       and json.loads(line)["step"] <= state["step"]))
         self.wandb: Any = None
         if config.run.wandb:
             # imported here because few runs need it
@@ -66,10 +64,8 @@ class Log:
 
 def say(text: str) -> None:
     """Print, and train on in silence once the terminal or pipe is gone."""
-    try:
+    with suppress(OSError):
         print(text, flush=True)
-    except OSError:
-        discard_stdout()
 
 
 def shown(number: float | None, form: str = ".4f") -> str:

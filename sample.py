@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Iterator
-from itertools import chain, takewhile
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import decode
 from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import eos_ids
 from model import GPT
@@ -20,48 +18,33 @@ from runtime.errors import UserError
 
 
 @torch.no_grad()
-def stream(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, top_k: int | None = None,
-           seed: int = 0) -> Iterator[Tensor]:
-    """Continue tokens (1, T) by n_tokens: yield each one, (1, 1), then decode it with a key-value cache.
+def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, top_k: int | None = None,
+             seed: int = 0, ends: Collection[int] = ()) -> Tensor:
+    """Tokens (1, T) and up to n_tokens more, (1, T + n), decoded with a key-value cache.
 
     Draws from softmax(logits / temperature) over the top_k most likely; temperature 0 takes the most likely.
-    Raises UserError if weights or logits are not finite.
+    Stops before an id of `ends`. Raises UserError if weights or logits are not finite.
     """
     # PyTorch's kernel gives 0 for queries of NaN, so finite logits do not show that the weights are
     if not all(weight.isfinite().all() for weight in model.parameters()):
         raise UserError("weights of the model are NaN or infinite; give a run that did not diverge")
     generator = torch.Generator(tokens.device).manual_seed(seed)
-    cache = model.new_cache()
+    cache, new = model.new_cache(), tokens
     for _ in range(n_tokens):
-        logits = model.logits(model.hidden(tokens, cache=cache, last=1)[:, -1]).float()     # (1, V)
+        logits = model.logits(model.hidden(new, cache=cache, last=1)[:, -1]).float()        # (1, V)
         if not logits.isfinite().all():
             raise UserError("the model's logits are NaN or infinite; give a run that did not diverge")
         if temperature == 0:
-            tokens = logits.argmax(dim=-1, keepdim=True)
+            new = logits.argmax(dim=-1, keepdim=True)                   # (1, 1)
         else:
             if top_k:
                 least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < least, -torch.inf)
-            tokens = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
-        yield tokens
-
-
-def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0, top_k: int | None = None,
-             seed: int = 0) -> Tensor:
-    """Tokens (1, T) and their continuation by `stream`. -> (1, T + n_tokens)."""
-    return torch.cat((tokens, *stream(model, tokens, n_tokens, temperature, top_k, seed)), dim=1)
-
-
-def text_of(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """The text of ids, in pieces of whole characters. Bytes that are not UTF-8 become U+FFFD.
-
-    Separators have no text, nor do ids beyond the tokenizer's vocabulary, if the model's is rounded up.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        if token < tokenizer.vocab_size:
-            yield decoder.decode(tokenizer.token_bytes(token))
-    yield decoder.decode(b"", final=True)
+            new = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+        if int(new) in ends:
+            break
+        tokens = torch.cat((tokens, new), dim=1)
+    return tokens
 
 
 def main() -> None:
@@ -89,11 +72,8 @@ def main() -> None:
         raise UserError(f"--tokens {args.tokens}: {config.position.encoding} ends at {limit} positions and "
                         f"the prompt takes {len(prompt)}; ask for at most {max(0, limit + 1 - len(prompt))}")
     start = torch.tensor([prompt], device=next(model.parameters()).device)
-    drawn = stream(model, start, args.tokens, args.temperature, args.top_k, args.seed)
-    written = takewhile(lambda token: token not in ends, map(int, drawn))
-    for text in text_of(tokenizer, chain(prompt, written)):
-        print(text, end="", flush=True)
-    print()
+    tokens = generate(model, start, args.tokens, args.temperature, args.top_k, args.seed, ends)
+    print(decode(tokenizer, tokens[0].tolist()))
 
 
 if __name__ == "__main__":

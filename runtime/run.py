@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import platform
-import resource
 import signal
 import subprocess
 from collections.abc import Callable
@@ -116,14 +115,12 @@ class Run:
         """Write summary.json, which marks the run as finished."""
         if not self.log:
             return
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024         # in KiB on Linux
         n_tokens, wall_s = self.config.train.steps * self.log.tokens_per_step, self.log.wall_s()
         revisions, run_dir = self.state["revisions"], Path(self.config.run.dir)
         summary = {
             "steps": self.config.train.steps, "tokens": n_tokens, "wall_s": round(wall_s, 3),
             **{key: self.state["metrics"].get(key) for key in ("loss", "val_loss", "val_bpb")},
             "tokens_per_s": round(n_tokens / wall_s),
-            "peak_memory": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss,
             "parameters": self.model.n_parameters(), "dtype": self.state["dtype"],
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             # of the last start, and of all: a run may be resumed by other code

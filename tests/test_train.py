@@ -74,7 +74,7 @@ def test_a_run_learns_and_leaves_what_is_documented(name: str, tiny, tmp_path: P
     assert [line["step"] for line in lines] == list(range(1, 61))
     assert lines[-1]["val_bpb"] == pytest.approx(lines[-1]["val_loss"] / math.log(2), rel=0.03)
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert {"steps", "tokens", "wall_s", "val_loss", "val_bpb", "tokens_per_s", "peak_memory", "parameters",
+    assert {"steps", "tokens", "wall_s", "val_loss", "val_bpb", "tokens_per_s", "parameters",
             "dtype", "versions", "git_revision"} <= set(summary)
     assert (summary["tokens"], summary["val_loss"]) == (60 * 4 * 32, lines[-1]["val_loss"])
     model, loaded, tokenizer = checkpoint.load_run(run_dir)

@@ -177,31 +177,25 @@ SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.mod
 
 def load_config(path: str | Path, overrides: Sequence[str] = (),
                 pretrained: Callable[[str], Tables] | None = None) -> Config:
-    """Read a TOML file, the files that it extends, and overrides. Raises one UserError with all problems.
+    """Read a TOML file, the files that it extends, and overrides. Raises UserError, all wrong keys at once.
 
     If train.init_from names a run or a Hugging Face folder, the tables that `pretrained` returns for it are
     defaults that the config's own keys override. The config.toml of a run is complete: it is read without
     that folder, which may have changed since.
     """
-    path, problems = Path(path), []     # type: ignore[var-annotated]
+    path = Path(path)
     default: Tables = {"run": {"dir": f"runs/{path.name.removesuffix('.toml')}"}}
-    layers = [Layer("(default)", default), *read_layers(path, problems), read_overrides(overrides, problems)]
+    layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides)]
     folder = merge(layers)[0].get("train", {}).get("init_from")
     is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
     if pretrained and folder and not is_of_run:
-        try:
-            layers.insert(0, Layer(f"in {folder}", pretrained(str(folder))))
-        except UserError as error:
-            problems += error.problems
-    return config_from(layers, f"in {path}", problems)
+        layers.insert(0, Layer(f"in {folder}", pretrained(str(folder))))
+    return config_from(layers, f"in {path}")
 
 
-def config_from(layers: Sequence[Layer], place: str, problems: Sequence[str] = ()) -> Config:
-    """Check tables against the schema. Raises one UserError with the earlier problems and its own.
-
-    `place` is where keys are missing.
-    """
-    (tables, origin), found = merge(layers), list(problems)
+def config_from(layers: Sequence[Layer], place: str) -> Config:
+    """Check tables against the schema; `place` is where keys are missing. Raises one UserError for all."""
+    (tables, origin), found = merge(layers), list[str]()
     name = tables.setdefault("position", {}).get("encoding")
     if isinstance(name, str) and name not in ENCODINGS:
         hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
@@ -214,7 +208,7 @@ def config_from(layers: Sequence[Layer], place: str, problems: Sequence[str] = (
         try:
             parts[section] = schema.model_validate(keys | tables.pop(section, {}))
         except ValidationError as error:
-            found += explain(error, section, schema, origin, "" if problems else place)
+            found += explain(error, section, schema, origin, place)
     found += [f"[{section}] {origin[section]}: unknown section{did_you_mean(section, SECTIONS)}"
               for section in tables]
     if not found:

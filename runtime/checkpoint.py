@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,6 @@ from runtime.errors import UserError
 from runtime.files import flush, read_json, sha256_of
 
 FILES = ("model.safetensors", "optimizer.safetensors")
-DAMAGE = (OSError, ValueError, KeyError, SafetensorError)       # what reading a damaged checkpoint raises
 # keys of [model] and [position] that may change when a run begins from another one's weights
 MAY_CHANGE = ("model.dropout", "model.flex", *(f"position.{key}" for key in (
     "scaling", "base", "layers", "skip_every", "temperature", "temperature_layers", "scale_invariant",
@@ -79,31 +79,43 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
             shutil.rmtree(path)
 
 
+def intact(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The checkpoints whose checksums are right, from new to old, with their states; warns of the others."""
+    for folder in reversed(checkpoints(run_dir)):
+        try:
+            state = read_json(folder / "state.json")
+            check = state.pop("check")
+            sums = {"state.json": _check(state), **{name: sha256_of(folder / name) for name in FILES}}
+            damaged = [name for name, sha256 in {"state.json": check, **state["sha256"]}.items()
+                       if sums[name] != sha256]
+            if damaged:
+                raise ValueError(f"{damaged[0]}: checksum mismatch")
+        except (OSError, ValueError, KeyError) as error:
+            print(f"warning: checkpoint {folder} is damaged ({error}); trying the one before", flush=True)
+            continue
+        # runs of older code lack some keys
+        yield folder, {"n_bad": 0, "revisions": [], "dtype": None, "init_sha256": None, **state}
+
+
 def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
     """Read the newest intact checkpoint into model and optimizer; return its state, or None without one.
 
-    A damaged one is named on the screen, and the one before is used. Raises UserError if all are damaged, or
-    if an intact one belongs to another model.
+    Raises UserError if all are damaged, or if an intact one belongs to another model.
     """
-    damaged = []
-    for folder in reversed(checkpoints(run_dir)):
-        try:
-            state = _verified_state(folder)
-            weights, moments = (load_file(folder / name) for name in FILES)
-        except DAMAGE as error:
-            damaged.append(folder.name)
-            print(f"warning: checkpoint {folder} is damaged ({error}); trying the one before", flush=True)
-            continue
-        _load_strictly(model, weights, folder)
-        if optimizer:
-            for name, p in model.named_parameters():
-                optimizer.state[p] = {key.rpartition("/")[2]: parallel.shard_like(value.to(p.device), p)
-                                      for key, value in moments.items() if key.rpartition("/")[0] == name}
-        return state
-    if damaged:
-        raise UserError(f"run {run_dir}: every checkpoint is damaged ({', '.join(damaged)}); nothing was "
-                        "deleted; restore one from a backup, or train again in another run.dir")
-    return None
+    found = next(intact(run_dir), None)
+    if found is None:
+        if checkpoints(run_dir):
+            raise UserError(f"run {run_dir}: every checkpoint is damaged; nothing was deleted; restore one "
+                            "from a backup, or train again in another run.dir")
+        return None
+    folder, state = found
+    weights, moments = (load_file(folder / name) for name in FILES)
+    _load_strictly(model, weights, folder)
+    if optimizer:
+        for name, p in model.named_parameters():
+            optimizer.state[p] = {key.rpartition("/")[2]: parallel.shard_like(value.to(p.device), p)
+                                  for key, value in moments.items() if key.rpartition("/")[0] == name}
+    return state
 
 
 class Opened(NamedTuple):
@@ -180,30 +192,14 @@ def weights_sha256(model: nn.Module) -> str:
 
 def is_newest(run_dir: Path, sha256: str) -> bool:
     """Whether the weights with this checksum are the newest intact ones; also if the run has none."""
-    for folder in reversed(checkpoints(run_dir)):
-        try:
-            return _verified_state(folder)["sha256"][FILES[0]] == sha256
-        except DAMAGE:
-            continue
-    return True
+    found = next(intact(run_dir), None)
+    return found is None or found[1]["sha256"][FILES[0]] == sha256
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, from old to new."""
     found = [path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.name.isdigit()]
     return sorted(found, key=lambda path: int(path.name))
-
-
-def _verified_state(folder: Path) -> dict[str, Any]:
-    """The content of state.json, after its checksum and those of the tensors. Raises what is in DAMAGE."""
-    state = read_json(folder / "state.json")
-    check = state.pop("check")
-    if check != _check(state):
-        raise ValueError("state.json: checksum mismatch")
-    for name in FILES:
-        if sha256_of(folder / name) != state["sha256"][name]:
-            raise ValueError(f"{name}: checksum mismatch")
-    return {"n_bad": 0, "revisions": [], "dtype": None, "init_sha256": None, **state}    # old runs lack some
 
 
 def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:

@@ -1,7 +1,4 @@
-"""Tables of TOML from files that extend one another, and pydantic schemas in words.
-
-A problem is a line added to `problems`, so that all are reported at once.
-"""
+"""Tables of TOML from files that extend one another, and pydantic schemas in words."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from runtime.errors import did_you_mean
+from runtime.errors import UserError, did_you_mean
 
 SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
@@ -37,8 +34,8 @@ class Layer(NamedTuple):
     tables: Tables
 
 
-def read_layers(path: Path, problems: list[str]) -> list[Layer]:
-    """A file and the files that it extends, the outermost parent first."""
+def read_layers(path: Path) -> list[Layer]:
+    """A file and the files that it extends, the outermost parent first. Raises UserError."""
     layers: list[Layer] = []
     parent: Any = path.name
     while parent is not None:
@@ -49,30 +46,28 @@ def read_layers(path: Path, problems: list[str]) -> list[Layer]:
             content = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             hint = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
-            problems.append(f"config {path}: {(error.strerror or str(error)).lower()}"
-                            f"{hint or '; give the path of a .toml file'}")
-            break
+            raise UserError(f"config {path}: {(error.strerror or str(error)).lower()}"
+                            f"{hint or '; give the path of a .toml file'}") from error
         except ValueError as error:
-            problems.append(f"config {path}: not valid TOML: {error}")
-            break
+            raise UserError(f"config {path}: not valid TOML: {error}") from error
         parent = content.pop("extends", None)
-        problems += [f"{name} in {path}: must be a table; write [SECTION], and each key below its section"
-                     for name, keys in content.items() if not isinstance(keys, dict)]
-        tables = {name: keys for name, keys in content.items() if isinstance(keys, dict)}
-        layers.insert(0, Layer(f"in {path}", tables))
+        for name, keys in content.items():
+            if not isinstance(keys, dict):
+                raise UserError(f"{name} in {path}: must be a table; write [SECTION], and each key below its "
+                                "section")
+        layers.insert(0, Layer(f"in {path}", content))
     return layers
 
 
-def read_overrides(overrides: Sequence[str], problems: list[str]) -> Layer:
+def read_overrides(overrides: Sequence[str]) -> Layer:
     """The tables of `section.key=value` arguments; a bare word is a string, without quotes."""
     tables: Tables = {}
     for text in overrides:
         name, equals, value = text.partition("=")
         section, _, key = name.strip().partition(".")
         if not (equals and key) or "." in key:
-            problems.append(f"override {text!r}: must read section.key=value, such as train.lr=1e-3 or "
+            raise UserError(f"override {text!r}: must read section.key=value, such as train.lr=1e-3 or "
                             'position.scaling={method="yarn",factor=4.0}')
-            continue
         keys = tables.setdefault(section, {})
         try:
             keys[key] = tomllib.loads(f"value = {value}")["value"]
@@ -85,7 +80,7 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, p
     """One line for each key that is wrong: its full name, where it was set, what is wrong, the fix.
 
     `name` is that of the table; `origin` says where its keys were set, and `place` where a missing key
-    belongs. Without a place missing keys are passed over: they may stand in a file that was not read.
+    belongs.
     """
     by_key: dict[tuple[str, ...], list[Any]] = {}
     for one in error.errors():
@@ -109,9 +104,8 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, p
             method = found[0]["ctx"]["tag"]
             hint = did_you_mean(method, known) or f"; choose from {', '.join(known)}"
             message = f"unknown method {method!r}{hint}"
-        if place or kind != "missing":
-            full_name = ".".join((*path[:2], *(path[3:] or path[2:])))     # without the method
-            yield f"{full_name} {where}: {message}"
+        full_name = ".".join((*path[:2], *(path[3:] or path[2:])))     # without the method
+        yield f"{full_name} {where}: {message}"
 
 
 def tables_of(field: Any) -> dict[str, Schema]:

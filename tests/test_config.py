@@ -77,15 +77,16 @@ def test_all_problems_come_at_once_each_with_its_fix(tmp_path: Path) -> None:
     path = write(tmp_path / "a.toml", '[data]\ndir = "x"\n[position]\nencoding = "rop"\n'
                                       '[train]\nlearning_rate = 1\nsteps = 2.5\nlr = -1.0\n'
                                       '[modle]\nn_layer = 2\n[model]\nn_head = "4"\n')
-    found = problems(path, ["train.lr.x=1", "train.bach_size=3", "nonsense",
-                            'position.scaling={method="yarm"}', "train.positions=rfs"])
+    found = problems(path, ["train.bach_size=3", 'position.scaling={method="yarm"}',
+                            "train.positions=rfs"])
     expected = [f"[modle] in {path}: unknown section; did you mean model?", "'rop'; did you mean rope?",
                 "train.learning_rate", "unknown key", "train.steps", "must be a valid integer (got 2.5)",
                 f"train.lr in {path}: must be greater than 0 (got -1.0)", "model.n_head in",
-                "'train.lr.x=1': must read section.key=value", "train.bach_size on the command line: ",
-                "'nonsense': must read section.key=value", "train.positions on the command line: must be "]
+                "train.bach_size on the command line: ", "train.positions on the command line: must be "]
     text = "\n".join(found)
-    assert [e for e in expected if e not in text] == [] and len(found) == 10
+    assert [e for e in expected if e not in text] == [] and len(found) == 8
+    for text in ("train.lr.x=1", "nonsense"):
+        assert f"{text!r}: must read section.key=value" in problems(path, [text])[0]
     wrong = ['position.scaling={method="yarm"}', "position.layers=[true]"]
     assert problems(write(path, MINIMAL), wrong) == (
         "position.layers on the command line: must be 'all' or 'first' or must be a valid integer "
@@ -93,9 +94,8 @@ def test_all_problems_come_at_once_each_with_its_fix(tmp_path: Path) -> None:
         "position.scaling on the command line: unknown method 'yarm'; did you mean yarn?")
 
 
-def test_what_is_missing_is_named_unless_a_part_could_not_be_read(tmp_path: Path) -> None:
-    found = problems(write(tmp_path / "a.toml", 'extends = "gone.toml"\n[train]\nsteps = 0\n'))
-    assert len(found) == 2 and "no such file" in found[0] and "train.steps" in found[1]
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    assert "no such file" in problems(write(tmp_path / "a.toml", 'extends = "gone.toml"'))[0]
     assert [line.split()[0] for line in problems(write(tmp_path / "b.toml", ""))] == [
         "data.dir", "position.encoding"]
     write(tmp_path / "c.toml", 'extends = "d.toml"')
@@ -141,9 +141,7 @@ def test_an_error_in_the_tables_of_a_hugging_face_folder_names_the_folder(tuned:
     def refuse(folder: str) -> None:
         raise UserError("the folder is damaged")
 
-    assert problems(tuned, ["train.steps=0"], refuse) == (
-        "the folder is damaged",
-        "train.steps on the command line: must be greater than or equal to 1 (got 0)")
+    assert problems(tuned, ["train.steps=0"], refuse) == ("the folder is damaged",)
 
 
 def test_out_of_memory_is_one_line(capsys) -> None:

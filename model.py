@@ -292,14 +292,3 @@ class GPT(nn.Module):
     def n_parameters(self) -> int:
         """Number of trained parameters; shared ones count once."""
         return sum(p.numel() for p in self.parameters())
-
-    def flops_per_token(self, T: int) -> int:
-        """Multiplications and additions of a training step per token at length T, forward and backward.
-
-        6 per weight in a matrix product, the output's V C included (2 forward, 4 backward; Kaplan et al.
-        2020, arXiv:2001.08361, section 2.1). Causal attention takes 6 H D (T + 1) a layer: q k^T and weights
-        v are 2 H D each for (T + 1) / 2 keys on average, times 3. What an encoding computes is not counted.
-        """
-        weights = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
-        HD = sum(m.o.in_features for m in self.modules() if isinstance(m, Attention))   # of all layers
-        return 6 * (weights + self.embedding.weight.numel()) + 6 * HD * (T + 1)

@@ -62,7 +62,8 @@ def should_compile(model: GPT, t: TrainConfig, device: torch.device) -> bool:
     """Whether to use torch.compile: depends on config and machine alone, so a resumed run does the same."""
     if t.compile != "auto" or device.type == "cuda":
         return t.compile != "off"
-    total_flops = model.flops_per_token(t.seq_len) * t.seq_len * t.batch_size * t.steps
+    # 6 per weight and token: 2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361, section 2.1
+    total_flops = 6 * model.n_parameters() * t.seq_len * t.batch_size * t.steps
     return total_flops > COMPILE_WORTH_FLOPS and shutil.which(os.environ.get("CXX", "g++")) is not None
 
 

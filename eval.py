@@ -179,7 +179,6 @@ def main() -> None:
     path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
     with results.claimed(path):
         found = results.read_mergeable(path, head, args.replace)
-        n_before = len(found.records)
         for _ in evaluation.measure(found):         # after each place: an interruption loses no more
             found = results.merge(found, Results(head, evaluation.records, evaluation.per_window))
             if found.records:
@@ -196,8 +195,6 @@ def main() -> None:
         print(f"{encoding} is not defined beyond position {limit - 1}: empty cells")
     title += f", evaluated on {text.name}"
     is_drawn = draw_evaluation(found.records, title, L, path.with_suffix(".png"))
-    if n_before:
-        print(f"{n_before} of the {len(found.records)} records were there; --replace measures them again")
     print(f"wrote {path}, .npz and .png" if is_drawn else f"wrote {path} and .npz")
 
 

@@ -18,7 +18,7 @@ from config import Config
 from evaluation.extension import Rescaled, parse
 from hf.export import export, rope_fields, write_extended
 from hf.pretrained import is_pretrained, pulled
-from hf.rope_parameters import Fields, rope_type
+from hf.rope_parameters import ROPE_TYPES, Fields
 from model import GPT
 from positions.scaling import SCALINGS
 from runtime.checkpoint import open_run
@@ -29,9 +29,9 @@ from runtime.errors import UserError
 def extension(spec: str, model: GPT, config: Config) -> Fields:
     """The fields of config.json for what --extend names. Raises UserError if there are none."""
     name, (method, *others) = spec.partition(":")[0], parse(spec).methods
-    if others or not isinstance(method, Rescaled) or rope_type(name) is None:
-        known = ", ".join(name for name in SCALINGS if rope_type(name))
-        raise UserError(f"--extend {spec}: config.json has no field for it; it has fields for {known}")
+    if others or not isinstance(method, Rescaled) or name not in ROPE_TYPES:
+        raise UserError(f"--extend {spec}: config.json has no field for it; it has fields for "
+                        f"{', '.join(ROPE_TYPES)}")
     field = SCALINGS[name].model_fields.get("factor")
     if field and field.is_required() and "factor" not in method.given:
         raise UserError(f"--extend {spec}: needs a factor; write --extend {name}:factor=4")

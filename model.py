@@ -63,10 +63,6 @@ class Cache:
         self.positions: Tensor | None = None                            # (1 or B, Tk), or (..., axes)
         self.layers: list[list[Any] | None] = [None] * n_layer
 
-    def next_position(self) -> int:
-        """The largest position so far plus 1; 0 for an empty cache."""
-        return 0 if self.positions is None else int(self.positions.max()) + 1
-
     def append_positions(self, positions: Tensor) -> Tensor:
         """Add the positions of new tokens. -> the positions of all keys."""
         known = [] if self.positions is None else [self.positions]
@@ -273,7 +269,7 @@ class GPT(nn.Module):
         """The given positions, or those that follow the cache's, (1 or B, T) or (1 or B, T, 2); checked."""
         limit, (B, T) = self.active().max_length, tokens.shape
         if positions is None:
-            first = cache.next_position() if cache is not None else 0
+            first = 0 if cache is None or cache.positions is None else int(cache.positions.max()) + 1
             positions = torch.arange(first, first + T, device=tokens.device)
             lowest, highest = first, first + T - 1
         elif limit:

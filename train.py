@@ -26,9 +26,8 @@ from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
 from config import Config, TrainConfig, load_config, to_toml
-from data.loader import Corpus, number_documents
+from data.loader import Corpus, training_positions
 from data.tokenizer import byte_lengths, tokenizer_of
-from data.training_positions import training_positions
 from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
@@ -93,7 +92,8 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
     n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
     if t.positions != "plain":
-        batch.append(process.shard(training_positions(t, step)))        # type: ignore[arg-type]
+        own = slice(process.rank, None, process.world_size)             # as corpus.batch shares them
+        batch.append(training_positions(t, step)[own])                  # type: ignore[index]
     if process.device.type == "cuda":
         batch = [x.pin_memory() for x in batch]         # from there a GPU copies while the CPU goes on
     inputs, targets, *positions = (x.to(process.device, non_blocking=True).chunk(t.accumulate)
@@ -106,7 +106,9 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
 
 def packed_documents(tokens: Tensor, config: Config, corpus: Corpus) -> Tensor | None:
     """The document number of each token (B, T) if attention must stay within documents, else None."""
-    return number_documents(tokens, corpus.meta["eot"]) if config.data.cross_documents == "mask" else None
+    if config.data.cross_documents != "mask":
+        return None
+    return (tokens == corpus.meta["eot"]).cumsum(dim=-1)        # the separator opens a document
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:

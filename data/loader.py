@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from config import TrainConfig
 from runtime.errors import UserError
 from runtime.files import read_json
 from runtime.loss import IGNORED
@@ -208,9 +209,25 @@ class Corpus:
         return np.random.default_rng([seed, mix, MIX + is_first]).permutation(order)
 
 
-def number_documents(tokens: Tensor, eot: int) -> Tensor:
-    """Number the documents of each window, (B, T), by counting the separators, which open documents."""
-    return (tokens == eot).cumsum(dim=-1)
+def training_positions(t: TrainConfig, step: int) -> Tensor | None:
+    """Positions (B, T) of the batch of a step, increasing in each row, or None: 0 ... T - 1.
+
+    See train.positions; T = train.seq_len, M = train.position_range.
+    pose: 0 ... u - 1, then from u + s on, with u in 1 ... (T + 1) / 2 and s in 0 ... M - T, uniform for each
+    row: short sequences see long distances. Zhu et al. 2023, arXiv:2309.10400, section 3.2, with two chunks.
+    random: T of the integers 0 ... M - 1, drawn without replacement, for each row; Ruoss et al. 2023,
+    arXiv:2305.16843, draw once for a whole batch.
+    """
+    if t.positions == "plain":
+        return None
+    rng, B, T, M = np.random.default_rng([t.seed, step]), t.batch_size, t.seq_len, t.position_range
+    if t.positions == "pose":
+        first = rng.integers(1, (T + 1) // 2 + 1, size=(B, 1))
+        skip = rng.integers(M - T + 1, size=(B, 1))
+        index = np.arange(T)
+        return torch.from_numpy(index + (index >= first) * skip)
+    rows = [rng.choice(M, T, replace=False, shuffle=False) for _ in range(B)]
+    return torch.from_numpy(np.sort(rows, axis=1))
 
 
 def read_meta(path: Path) -> dict[str, Any]:

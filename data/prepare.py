@@ -41,10 +41,9 @@ from tqdm import tqdm
 from data import sources
 from data import tokenizer as tokenizers
 from data.loader import SPLITS, read_meta
-from data.pieces import pieces
 from data.sources import Document, Options
 from data.tasks import TASKS, Made
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import TOKENIZER_FILE, Tokenizer, pieces
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 from runtime.command import argument_parser, run_command

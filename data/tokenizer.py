@@ -12,20 +12,20 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.pieces import pieces
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
     import tiktoken
     from tokenizers import Tokenizer as Library
 
+MAX_PIECE = 2**19       # bytes that are encoded at a time
 TOKENIZER_FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
 # GPT-2's pattern for splitting text into words, which merges never cross: Radford et al. 2019. `ByteLevel` of
@@ -38,6 +38,41 @@ CHARACTERS = [chr(byte if byte in PRINTABLE else 256 + sum(other not in PRINTABL
               for byte in range(256)]
 BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
 Part = dict[str, Any]           # a normalizer, pre-tokenizer, decoder or post-processor in tokenizer.json
+
+
+def pieces(text: bytes, size: int | None = None) -> Iterator[bytes]:
+    """Cut a document into non-empty pieces of at most `size` bytes (MAX_PIECE).
+
+    Their ids, joined, are those of the whole document.
+    """
+    size, start = size or MAX_PIECE, 0
+    while len(text) - start > size:
+        end = start + cut_before_space(text[start:start + size])
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def cut_before_space(window: bytes) -> int:
+    """The last place in a window, > 0, where a word starts in any surrounding text and for every tokenizer.
+
+    That is before a space that follows a character other than white space, else before such a line feed: in
+    no word of GPT-2's pattern does white space follow another character, and the only lookahead asks where
+    white space ends. A window without such a place is cut at its end, but not inside a UTF-8 character.
+    """
+    for space in (b" ", b"\n"):
+        place = len(window)
+        while (place := window.rfind(space, 1, place)) > 0:
+            before = window[max(0, place - 4):place].decode("utf-8", errors="replace")[-1]
+            if not before.isspace():
+                return place
+    for place in range(len(window) - 1, max(0, len(window) - 4), -1):
+        if window[place] >= 0xC0:                                       # the first byte of several
+            return place
+        if window[place] < 0x80:
+            break
+    return len(window)
 
 
 class Tokenizer:
@@ -159,6 +194,7 @@ class PretrainedTokenizer(Tokenizer):
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace("▁", " ").encode()
+
 
 def open_library(content: dict[str, Any]) -> Library:
     """The tokenizer of the tokenizers package for a tokenizer.json."""

@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
@@ -138,10 +136,8 @@ def draw_decay(folder: Path) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """1,000 pixels wide, in 256 colours: a third of the bytes and no visible difference."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    picture.quantize(256, Image.Quantize.MAXCOVERAGE).save(path)
+    figure.savefig(path)
+    Image.open(path).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(path)
 
 
 # -----------------------------------------------------------------------------------------------------------

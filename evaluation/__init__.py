@@ -2,7 +2,6 @@
 
 windows      the text to evaluate on, and the places that protocols share
 protocols    the protocols of eval.py, a class each: the targets, the forward passes, the records
-probes       repeat, copy, retrieval: does the model use distant context?
 extension    methods that extend the context of a trained model (--extend)
 results      the files that eval.py writes, and merging a second evaluation into them
 show         the tables that eval.py prints

@@ -23,15 +23,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from config import Config
+from config import Config, TrainConfig
 from data import tasks
 from data.tasks import ALGORITHMS, RETRIEVAL, Made
 from data.tokenizer import Tokenizer, byte_lengths
-from evaluation import probes
 from evaluation.extension import Extend, Rescaled, extended, parse
 from evaluation.measures import ANSWERS, BY_POSITION, PERPLEXITY, REPETITION, Form
 from evaluation.results import Record, Results, perplexity
-from evaluation.windows import Text, Window, ended_windows, fixed_ends, position_buckets
+from evaluation.windows import (
+    Text,
+    Window,
+    ended_windows,
+    fixed_ends,
+    position_buckets,
+    repeat_distance,
+    repeated,
+)
 from model import GPT
 from runtime.device import autocast
 from runtime.errors import UserError
@@ -41,6 +48,7 @@ DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
 PLAIN = Extend("plain", [])
 CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)            # share of the filler before the first fact that is asked for
 BLOCK = 256                                     # most targets of fixed in a row of the .npz
 
 
@@ -77,10 +85,6 @@ class Evaluation:
         self.records: list[Record] = []
         self.per_window: dict[str, np.ndarray] = {}     # as Results.windows
         self._ended: dict[tuple[str, int], tuple[list[np.ndarray], float]] = {}
-
-    def run(self) -> list[Record]:
-        """All records, in the order of extensions, protocols and lengths."""
-        return [r for found in self.measure() for r in found]
 
     def measure(self, known: Results | None = None) -> Iterator[list[Record]]:
         """The records of each place, that is of a method, protocol and length, as soon as it is measured.
@@ -156,7 +160,7 @@ class Evaluation:
         tokens, size = self.opened(tokens), max(1, TOKENS_PER_FORWARD // length)
         scored, seconds = self.forward(
             protocol, length, [tokens[i:i + size] for i in range(0, len(tokens), size)],
-            lambda batch: probes.losses_at(self.model, self.config.train, batch, at))
+            lambda batch: losses_at(self.model, self.config.train, batch, at))
         losses, is_top = (np.concatenate(parts) for parts in zip(*scored, strict=True))
         return (losses, is_top), seconds
 
@@ -352,10 +356,10 @@ class Repeat(Protocol):
 
     def records(self, e: Evaluation, length: int) -> list[Record]:
         """One record: two copies at the distance that this length has room for."""
-        distance = probes.distance(length, e.L)
+        distance = repeat_distance(length, e.L)
         if distance is None:
             return []
-        tokens, first, second = probes.repeated(self.stretches(e), length, e.L)
+        tokens, first, second = repeated(self.stretches(e), length, e.L)
         (losses, _), seconds = e.probe(self.name, length, tokens, np.concatenate((first, second)))
         nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
         documents = np.array([d for d, _ in e.ends])
@@ -379,7 +383,11 @@ class Copy(Repeat):
 
 
 class Answering(Protocol):
-    """Probes whose answers are right or wrong, over generated documents."""
+    """Probes whose answers are right or wrong, over generated documents.
+
+    An answer is correct if each of its tokens ranks first, given the right tokens before it. Greedy decoding
+    would write the same answer, and no other.
+    """
 
     form, deciding, needs_text = ANSWERS, ("windows",), False
 
@@ -424,7 +432,7 @@ class Retrieval(Answering):
         if length < max(tasks.shortest(self.name, e.tokenizer, rng) for rng in draws()):
             return []
         return [({"depth": depth}, [tasks.retrieval(self.name, e.tokenizer, length, depth, rng)
-                                    for rng in draws()]) for depth in probes.DEPTHS]
+                                    for rng in draws()]) for depth in DEPTHS]
 
 
 class Algorithm(Answering):
@@ -477,6 +485,19 @@ def token_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
     losses = [F.cross_entropy(model.logits(some).float(), wanted, reduction="none")
               for some, wanted in zip(x.split(CHUNK), targets.flatten().split(CHUNK), strict=True)]
     return torch.cat(losses).view(targets.shape)
+
+
+@torch.no_grad()
+def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
+              at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Loss in nats of the tokens (B, T) at indices `at` (n,), and whether each ranks first, (B, n)."""
+    device = next(model.parameters()).device
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    with autocast(train, device):
+        x = model.hidden(ids[:, :-1], last=ids.shape[1] - int(at.min()))        # what predicts at.min() on
+        logits = model.logits(x[:, at - at.min()]).float()                      # (B, n, V)
+    losses = F.cross_entropy(logits.transpose(1, 2), ids[:, at], reduction="none")
+    return losses.double().cpu().numpy(), (logits.argmax(dim=-1) == ids[:, at]).cpu().numpy()
 
 
 def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int],

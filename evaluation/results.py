@@ -24,7 +24,6 @@ from runtime.files import read_json, write_whole
 WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed")    # protocols whose windows are always in the .npz
 SAME = ("weights_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",
         "train_dtype", "commit")                            # keys of the JSON that must agree
-LARGEST = 709.0         # nats: the exponential of more does not fit into a float
 Record = dict[str, Any]
 
 
@@ -38,7 +37,7 @@ class Results(NamedTuple):
 
 def perplexity(loss: float) -> float:
     """exp(loss) for a loss in nats per token; infinity where a float cannot hold it, above 709 nats."""
-    return math.exp(loss) if loss < LARGEST else math.inf
+    return math.exp(loss) if loss < 709.0 else math.inf
 
 
 def read(path: Path) -> Results:

@@ -161,9 +161,8 @@ def finish(job: Job, problem: str, failed: dict[str, str]) -> None:
 
 def report(jobs: Sequence[Job], out: Path) -> int:
     """Run compare.py over these runs; return its exit code."""
-    newest = (max((job.run_dir / "eval").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-              for job in jobs)
-    names = {path.stem for path in newest}
+    names = {max((job.run_dir / "eval").glob("*.json"), key=lambda path: path.stat().st_mtime_ns).stem
+             for job in jobs}
     command = ["compare.py", *(str(job.run_dir) for job in jobs), "--out", str(out)]
     command += ["--data", *names] if len(names) == 1 else []
     return subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:]]).returncode

@@ -125,3 +125,23 @@ def position_buckets(longest: int) -> list[tuple[int, int]]:
     """[from, to) of positions, two to an octave from 4 on; position i has i + 1 tokens of context."""
     steps = (round(2 ** (i / 2)) for i in range(4, 2 * longest.bit_length()))
     return list(itertools.pairwise(sorted({0, longest, *(step for step in steps if step < longest)})))
+
+
+def repeat_distance(length: int, L: int) -> int | None:
+    """Tokens from a passage of L / 4 to its copy in a window of this length; None if two do not fit."""
+    quarter = L // 4
+    return length - 2 * quarter if quarter >= 2 and length >= 3 * quarter else None
+
+
+def repeated(stretches: Sequence[np.ndarray], length: int,
+             L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Windows (n, length) whose last L / 4 tokens repeat an earlier passage; the indices to score in both.
+
+    A window is L / 4 tokens of context, the passage, the tokens that follow it in the stretch (which has at
+    least `length`), and the passage again. Contexts and passages are the same at every length. The first half
+    of a passage is not scored: it shows the model what is being repeated.
+    """
+    p = L // 4
+    tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])
+    half = np.arange(p // 2, p)
+    return tokens, p + half, length - p + half

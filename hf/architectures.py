@@ -17,7 +17,7 @@ from torch import Tensor
 
 import rope
 from config import Config, ModelConfig
-from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters, rope_type
+from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters
 from model import hidden_width
 from positions import Options
 from positions.rotary import RoPEOptions, RotaryOptions
@@ -55,7 +55,7 @@ class Architecture:
     encodings: ClassVar[Mapping[str, set[str]]]         # name -> keys of [position] with any value
     fields: ClassVar[Mapping[str, str]] = SHAPE         # key of [model] -> field; any value
     block: ClassVar[Fields] = {}                        # keys of [model] with other values than our defaults
-    rope_types: ClassVar[set[str]] = {"default", *ROPE_TYPES.values()}      # of scalings
+    rope_types: ClassVar[set[str]] = {*ROPE_TYPES.values()}     # of scalings
     constants: ClassVar[Fields] = {}                    # fields for which only this value is supported
     copies: ClassVar[Mapping[str, str]] = {}            # field -> another one, whose value it must have
     defaults: ClassVar[Fields] = {}                     # fields that may be missing
@@ -76,7 +76,7 @@ class Architecture:
         if "head_dim" not in self.fields and model.head_width * model.n_head != model.n_embd:
             found["model.head_dim"] = model.head_width
         scaling = getattr(position, "scaling", None)
-        if scaling is not None and rope_type(scaling.method) not in self.rope_types:
+        if scaling is not None and ROPE_TYPES.get(scaling.method) not in self.rope_types:
             found["position.scaling"] = scaling.method
         return [f"{key} = {value!r}" for key, value in found.items()]
 

@@ -13,14 +13,10 @@ from runtime.errors import UserError
 
 Fields = dict[str, Any]         # of a config.json
 LENGTH = "original_max_position_embeddings"
-ROPE_TYPES = {"pi": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn", "llama3": "llama3",
-              "longrope": "longrope"}
+# what config.json calls a scaling; ntk and base only change the base
+ROPE_TYPES = {"ntk": "default", "base": "default", "pi": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn",
+              "llama3": "llama3", "longrope": "longrope"}
 STORE_L = ("yarn", "llama3", "longrope")        # types that store the length before the extension
-
-
-def rope_type(method: str) -> str | None:
-    """What config.json calls a scaling; None if it has no name for it."""
-    return ROPE_TYPES.get(method, "default" if method in ("ntk", "base") else None)
 
 
 def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, int]:
@@ -64,8 +60,8 @@ def read_rope_parameters(hf_config: Fields, max_length: int) -> tuple[Fields, in
     unknown = [key for key in given if key not in known]
     if not method or unknown:
         what = f"rope_type {kind!r}" if not method else f"{', '.join(unknown)} of {kind}"
-        raise UserError(f"rope_parameters: {what} is not supported; supported are default, "
-                        f"{', '.join(ROPE_TYPES.values())}")
+        raise UserError(f"rope_parameters: {what} is not supported; supported are "
+                        f"{', '.join(dict.fromkeys(ROPE_TYPES.values()))}")
     L = int(original or max_length)
     if kind in STORE_L:
         given.setdefault("factor", max_length / L)

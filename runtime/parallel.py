@@ -28,10 +28,6 @@ class Process(NamedTuple):
     rank: int = 0
     world_size: int = 1
 
-    def shard(self, batch: Tensor) -> Tensor:
-        """Rows rank, rank + world_size, ... of a global batch (B, ...). -> (B / world_size, ...)."""
-        return batch[self.rank::self.world_size]
-
 
 def start(t: TrainConfig) -> Process:
     """Join torchrun's other processes, each with a GPU of its own. Only rank 0 prints; all report errors.

@@ -166,3 +166,8 @@ def slow_except(cases: Sequence[Any], *fast: Any) -> list[Any]:
 
 # for laws that take a second an encoding
 every_encoding_slowly = pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope", "t5", "learned"))
+
+
+def measured(evaluation) -> list[dict]:
+    """All records of an Evaluation."""
+    return [record for found in evaluation.measure() for record in found]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, every_encoding_slowly, lively, slow_except
+from conftest import TINY, every_encoding_slowly, lively, measured, slow_except
 
 from config import load_config
 from data.tokenizer import ByteTokenizer
@@ -48,7 +48,7 @@ def evaluate(model: GPT, config, text: Text, chosen=TEXTUAL, lengths=LENGTHS,
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(tiny, corpus_dir: Path) -> None:
     model = lively(tiny())
     torch.nn.init.zeros_(model.head.weight)
-    records = evaluate(model, tiny(), text_of(corpus_dir)).run()
+    records = measured(evaluate(model, tiny(), text_of(corpus_dir)))
     assert {r["protocol"] for r in records} == set(TEXTUAL)
     for r in records:
         assert r["ppl"] == pytest.approx(257, rel=1e-5)
@@ -116,14 +116,14 @@ def test_lengths_below_L_are_also_compared_with_truncation_to_L(tiny) -> None:
     short, whole = (evaluate(lively(tiny()), tiny(), text, ["fixed"], lengths, targets=4)
                     for lengths in ([8, 16], [8, 16, 32]))
     assert [len(short.text.documents[d]) for d, _ in short.ends] == [300] * 6
-    *_, at_L = whole.run()
-    assert [r["truncated_nll_sum"] for r in short.run()] == pytest.approx([at_L["nll_sum"]] * 2)
+    *_, at_L = measured(whole)
+    assert [r["truncated_nll_sum"] for r in measured(short)] == pytest.approx([at_L["nll_sum"]] * 2)
 
 
 def test_sliding_by_one_is_the_last_token_of_each_window(tiny, corpus_dir: Path) -> None:
     model, text = lively(tiny()), text_of(corpus_dir)
     evaluation = evaluate(model, tiny(), text, ["sliding"], [16, 64], tokens=64, stride=1)
-    for r in evaluation.run():
+    for r in measured(evaluation):
         ends = evaluation.per_window[f"plain/sliding/{r['length']}/end"]
         documents = evaluation.per_window[f"plain/sliding/{r['length']}/document"]
         total = 0.0
@@ -140,7 +140,7 @@ def test_fixed_is_slice_and_forward(name: str, bos: bool, tiny, corpus_dir: Path
     config, text = tiny(name, f"data.bos={str(bos).lower()}"), text_of(corpus_dir)
     model = lively(config)
     evaluation = evaluate(model, config, text)
-    records = {(r["protocol"], r["length"]): r for r in evaluation.run() if "bucket" not in r}
+    records = {(r["protocol"], r["length"]): r for r in measured(evaluation) if "bucket" not in r}
     expected = {}
     for length in {*evaluation.possible, 32}:
         total = 0.0
@@ -163,7 +163,8 @@ def test_fixed_is_slice_and_forward(name: str, bos: bool, tiny, corpus_dir: Path
 def test_a_bounded_receptive_field_gains_exactly_nothing(tiny, corpus_dir: Path) -> None:
     """Window 8 in 2 layers sees 15 tokens: 8 targets at the end of 32 inputs see 22 of them, and no more."""
     model = lively(tiny("rope", "model.window=8"))
-    gains = {r["length"]: r["gain"] for r in evaluate(model, tiny(), text_of(corpus_dir), ["fixed"]).run()}
+    records = measured(evaluate(model, tiny(), text_of(corpus_dir), ["fixed"]))
+    gains = {r["length"]: r["gain"] for r in records}
     assert abs(gains.pop(16)) > 1e-3 and all(abs(gain) < 1e-6 for gain in gains.values())
 
 
@@ -177,7 +178,7 @@ def test_position_buckets_cover_each_position_once(tiny, corpus_dir: Path) -> No
     pieces = [torch.tensor(text.documents[d][end - 256:end + 1].astype(np.int64))[None]
               for d, end in evaluation.ends]
     losses = torch.cat([token_losses(model, piece[:, :-1], piece[:, 1:]) for piece in pieces])
-    records = [r for r in evaluation.run() if r["protocol"] == "position"]
+    records = [r for r in measured(evaluation) if r["protocol"] == "position"]
     for r in records:
         start, end = r["bucket"]
         assert r["nll_sum"] == pytest.approx(losses[:, start:end].sum().item(), rel=1e-4)
@@ -336,7 +337,7 @@ def test_many_targets_of_a_window_are_kept_in_blocks(tiny, corpus_dir: Path, mon
     for size in (999, 10):
         monkeypatch.setattr(protocols, "BLOCK", size)
         evaluation = evaluate(lively(tiny()), tiny(), text_of(corpus_dir), ["fixed"], [64], targets=24)
-        found.append((*evaluation.run(), evaluation.per_window))
+        found.append((*measured(evaluation), evaluation.per_window))
     (whole, in_wholes), (blocks, in_blocks) = found
     assert all(whole[key] == blocks[key] for key in ("length", "tokens", "bytes", "documents"))
     assert blocks["nll_sum"] == pytest.approx(whole["nll_sum"])
@@ -412,7 +413,7 @@ def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corp
     def targets(**change) -> tuple[list, dict]:
         found = Evaluation(model, config, ByteTokenizer(), text, Settings(**{**plain, **change}))
         counts = [[r.get(key) for key in ("length", "tokens", "bytes", "documents", "trials")]
-                  for r in found.run()]
+                  for r in measured(found)]
         return counts, {key: array.tolist() for key, array in found.per_window.items()
                         if not key.endswith("nll")}
 

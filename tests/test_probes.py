@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import lively, tokens
+from conftest import lively, measured, tokens
 
 from data.tokenizer import ByteTokenizer
-from evaluation import probes
+from evaluation import protocols, windows
 from evaluation.protocols import EVERY, Evaluation, Settings
 from evaluation.windows import open_text
 
@@ -23,28 +23,28 @@ def evaluation(model, config, corpus_dir: Path, protocols, lengths=(16, 32, 64, 
 @pytest.mark.parametrize("length", [32, 33, 64, 200])
 def test_the_second_passage_is_the_first_at_its_distance(length: int) -> None:
     stretches = [np.arange(i, i + 200) for i in (0, 1000)]
-    tokens, first, second = probes.repeated(stretches, length, 32)
+    tokens, first, second = windows.repeated(stretches, length, 32)
     assert tokens.shape == (2, length)
     assert np.array_equal(tokens[:, first], tokens[:, second])
-    assert set(second - first) == {probes.distance(length, 32)}
+    assert set(second - first) == {windows.repeat_distance(length, 32)}
     assert np.array_equal(tokens[:, :length - 8], np.stack([s[:length - 8] for s in stretches]))
     assert first.tolist() == [12, 13, 14, 15]                           # the second half of tokens 8 ... 15
     assert second[-1] == length - 1
 
 
 def test_windows_too_short_for_two_passages_are_left_out() -> None:
-    assert probes.distance(16, 32) is None and probes.distance(24, 32) == 8 and probes.distance(8, 4) is None
+    assert [windows.repeat_distance(*pair) for pair in ((16, 32), (24, 32), (8, 4))] == [None, 8, None]
 
 
 def test_losses_at_are_those_of_the_tokens_named(tiny) -> None:
     model, ids, at = lively(tiny()), tokens((3, 20)), np.array([1, 5, 6, 19])
-    losses, is_top = probes.losses_at(model, tiny().train, ids.numpy(), at)
+    losses, is_top = protocols.losses_at(model, tiny().train, ids.numpy(), at)
     logits = model(ids)[:, at - 1]
     expected = torch.nn.functional.cross_entropy(logits.mT, ids[:, at], reduction="none")
     assert losses == pytest.approx(expected.detach().numpy(), rel=1e-5)
     best = ids.clone()
     best[:, at] = logits.argmax(-1)
-    assert not is_top.all() and probes.losses_at(model, tiny().train, best.numpy(), at[:1])[1].all()
+    assert not is_top.all() and protocols.losses_at(model, tiny().train, best.numpy(), at[:1])[1].all()
 
 
 def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path) -> None:
@@ -62,7 +62,7 @@ def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> No
     config = tiny()
     model = lively(config)
     found = evaluation(model, config, corpus_dir, ["repeat"])
-    records = found.run()
+    records = measured(found)
     assert [r["length"] for r in records] == [32, 64, 128]
     for r in records:
         first = second = 0.0
@@ -87,9 +87,9 @@ def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
         is_top[0, -2] = False                                           # one digit of one key missed
         return np.ones(is_top.shape), is_top
 
-    monkeypatch.setattr(probes, "losses_at", losses_at)
-    records = found.run()
-    asked = [(length, depth) for length in (32, 64, 128) for depth in probes.DEPTHS]
+    monkeypatch.setattr(protocols, "losses_at", losses_at)
+    records = measured(found)
+    asked = [(length, depth) for length in (32, 64, 128) for depth in protocols.DEPTHS]
     assert [(r["length"], r["depth"]) for r in records] == asked
     assert all((r["correct"], r["trials"], r["tokens"], r["ppl"]) == (1, 2, 12, pytest.approx(np.e))
                for r in records)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import lively
+from conftest import lively, measured
 
 from data import tasks
 from data.loader import SPLITS, Corpus
@@ -243,7 +243,8 @@ def test_validation_is_the_mean_over_answers(masked) -> None:
 def test_answers_are_scored_as_by_an_explicit_forward(name: str, tiny) -> None:
     config = tiny()
     model = lively(config)
-    [r] = Evaluation(model, config, BYTES, Text("none", []), Settings([name], [32], 32, 8, windows=5)).run()
+    settings = Settings([name], [32], 32, 8, windows=5)
+    [r] = measured(Evaluation(model, config, BYTES, Text("none", []), settings))
     nll, correct = 0.0, 0
     for trial in range(5):
         made = tasks.algorithm(name, BYTES, 8, np.random.default_rng([0, trial, 8]))

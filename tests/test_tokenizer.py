@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.loader import read_meta
-from data.pieces import pieces
 from data.prepare import prepare
 from data.tokenizer import (
     SEPARATOR,
@@ -20,6 +19,7 @@ from data.tokenizer import (
     decode,
     learn,
     load_tokenizer,
+    pieces,
     tokenizer_of,
 )
 from evaluation.windows import open_text
@@ -91,7 +91,7 @@ def test_pieces_encode_as_the_whole(tokenizer: Tokenizer) -> None:
     check()
     with pytest.MonkeyPatch.context() as patch:
         whole = tokenizer.encode(PROSE).tolist()
-        patch.setattr("data.pieces.MAX_PIECE", 64)
+        patch.setattr("data.tokenizer.MAX_PIECE", 64)
         assert tokenizer.encode(PROSE).tolist() == whole
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from data.training_positions import training_positions
+from data.loader import training_positions
 from model import GPT
 from runtime.errors import UserError
 from train import train

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, words
+from conftest import ROOT, measured, words
 
 from evaluation.protocols import Evaluation, Settings
 from evaluation.windows import open_text
@@ -38,6 +38,7 @@ def test_bits_per_byte_are_the_same(length: int, overrides: list[str], tiny, tmp
         "hf", f"pretrained=out,dtype=float32,max_length={length}", ["my_text"], device="cpu", batch_size=16,
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), bootstrap_iters=0)
     ours = open_text("my-text.txt", "", tokenizer)
-    (record,) = Evaluation(model, config, tokenizer, ours, Settings(["rolling"], [length], length, 8)).run()
+    settings = Settings(["rolling"], [length], length, 8)
+    (record,) = measured(Evaluation(model, config, tokenizer, ours, settings))
     assert record["bytes"] == len(text)
     assert found["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(record["bpb"], abs=1e-5)

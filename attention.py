@@ -78,7 +78,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
             return flex.attend_flex(q, k, v, bias, mask.flex[limits])
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
     if bias is not None:
-        is_fused = bias.encoding.can_fold and mask.in_order and not is_short
+        can_fold = getattr(bias.encoding, "can_fold", False)            # of ALiBi and Forgetting alone
+        is_fused = can_fold and mask.in_order and not is_short
     else:   # except in short bfloat16 training on a CPU, where blocks are faster although they round logits
         is_fused = not (is_short and q.dtype == torch.bfloat16 and torch.is_grad_enabled())
     path = attend_fused if is_fused else attend_in_blocks
@@ -89,11 +90,12 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
                  dropout: float = 0.0) -> Tensor:
     """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""
     D, Tq, Tk = v.shape[-1], q.shape[2], k.shape[2]
+    encoding: Any = None if bias is None else bias.encoding             # with `fold` and `folds_sums`
     if v.shape[1] < q.shape[1]:
         k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
-    is_cut = bias is not None and bias.encoding.folds_sums and Tq > MIN_ROWS     # long sums lose digits
+    is_cut = bias is not None and encoding.folds_sums and Tq > MIN_ROWS     # long sums lose digits
     if bias is not None and not is_cut:
-        q, k = bias.encoding.fold(q, k, bias.at)
+        q, k = encoding.fold(q, k, bias.at)
     v, limit = as_wide_as(q, v), mask.limit(Tk)
     kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
     if limit is None and mask.documents is None and Tq in (1, Tk) and not is_cut:
@@ -103,7 +105,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
         q_rows, k_seen, v_seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
         if bias is not None and is_cut:
-            q_rows, k_seen = bias.encoding.fold(q_rows, k_seen, bias.at.block(rows, keys))
+            q_rows, k_seen = encoding.fold(q_rows, k_seen, bias.at.block(rows, keys))
             v_seen = as_wide_as(q_rows, v_seen)
         return kernel(q_rows, k_seen, v_seen, visible(rows, keys, Tk - Tq, mask, q.device))[..., :D]
 

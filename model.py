@@ -279,7 +279,7 @@ class GPT(nn.Module):
             raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, "
                              f"got {lowest if lowest < 0 else highest}")
         positions = positions[None] if positions.dim() == 1 else positions
-        n_axes = self.encoding.n_axes
+        n_axes = getattr(self.encoding, "n_axes", 1)
         is_axial = n_axes > 1 and positions.shape[2:] == (n_axes,)
         if positions.shape[:2] not in ((1, T), (B, T)) or not (positions.dim() == 2 or is_axial):
             raise ValueError(f"give a position for each of the tokens {(B, T)}, got {tuple(positions.shape)}")

@@ -10,7 +10,6 @@ limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward U
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import signal
@@ -92,8 +91,7 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
     n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
     if t.positions != "plain":
-        own = slice(process.rank, None, process.world_size)             # as corpus.batch shares them
-        batch.append(training_positions(t, step)[own])                  # type: ignore[index]
+        batch.append(training_positions(t, step)[process.rank::process.world_size])     # type: ignore[index]
     if process.device.type == "cuda":
         batch = [x.pin_memory() for x in batch]         # from there a GPU copies while the CPU goes on
     inputs, targets, *positions = (x.to(process.device, non_blocking=True).chunk(t.accumulate)
@@ -196,12 +194,9 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     if is_compiled:
         parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
 
-    @functools.cache                                    # computed at the first validation, not at each
-    def n_bytes_of() -> Tensor:
-        return torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
-
+    n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
     run = Run(config, corpus, model, parallel_model, optimizer, process,
-              lambda: validate(model, corpus, n_bytes_of(), config, process), state, stop,
+              lambda: validate(model, corpus, n_bytes_of, config, process), state, stop,
               Log(run_dir, config, state) if process.rank == 0 else None)
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing
     handlers = {number: signal.signal(number, lambda number, frame: stop.append(number))

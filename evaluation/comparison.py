@@ -180,8 +180,8 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
             rows.setdefault(label, {})[column] = Cell(e.value, None, e.low, e.high, beats)
     if not rows:
         return rows, ""
-    numbers_of_seeds = ", ".join(str(n) for n in sorted(n_seeds))
-    how = f"95 % intervals over {'; '.join(units)}; number of seeds: {numbers_of_seeds}."
+    counts = ", ".join(map(str, sorted(n_seeds)))
+    how = f"95 % intervals over {'; '.join(units)}; number of seeds: {counts}."
     if 1 in n_seeds:
         how += " With 1 seed, an interval covers the text alone, not how training varies."
     return rows, how

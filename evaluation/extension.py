@@ -153,7 +153,8 @@ class Regrouped(Wrapper):
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
             is_first = n < self.method.n_first()
             logits = logits.masked_fill(~is_first & (n < start), -torch.inf)
-            again = is_first if at.features is None and not self.inner.has_scores() else is_first | True
+            needs_all = self.inner.has_scores() or at.features is not None
+            again = torch.ones_like(is_first) if needs_all else is_first
         else:
             again = n >= start.amin(2, keepdim=True)
         first, second = (at, self.far(at)) if hides else (self.far(at), at)

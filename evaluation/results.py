@@ -67,7 +67,8 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
             raise UserError(f"{path}: holds an evaluation with another {key}; {remedy}")
     for protocol, settings in head["settings"].items():
         before = earlier.head.get("settings", {}).get(protocol, settings)
-        flags = [f"--{'lengths' if name == 'length' else name} {value}"         # position: the longest
+        flags = [f"the default --{name}" if value is None else
+                 f"--lengths up to {value}" if name == "length" else f"--{name} {value}"
                  for name, value in before.items() if settings.get(name, value) != value]
         if flags:
             raise UserError(f"{path}: holds {protocol} on other targets; give {' '.join(flags)} to measure "

@@ -137,12 +137,12 @@ def run_here(jobs: Sequence[Job], n_workers: int) -> dict[str, str]:
 
 def run_submitted(jobs: Sequence[Job], folder: Path, parameters: dict[str, Any]) -> dict[str, str]:
     """Submit every run as a job at once, and wait for all; name -> problem of each that failed."""
-    import submitit
-    executor = submitit.AutoExecutor(folder=folder)
     try:
+        import submitit
+        executor = submitit.AutoExecutor(folder=folder)
         executor.update_parameters(**parameters)
-    except (NameError, TypeError) as error:     # a parameter that is not known
-        raise UserError(f"--slurm: {str(error).splitlines()[0]}") from error
+    except (ImportError, NameError, TypeError) as error:    # not installed, or a parameter that is not known
+        raise UserError(f"--submitit, --slurm: {str(error).splitlines()[0]}") from error
     os.environ["PYTHONPATH"] = str(ROOT)        # where the jobs find this module
     failed, submitted = dict[str, str](), {executor.submit(work, job): job for job in jobs}
     for task, job in submitted.items():

@@ -17,10 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas
+import torch
 
 from config import differences, load_config
 from evaluation.sweeping import DIVERGED, Job, Point, Points
 from hf.pretrained import pretrained_tables
+from model import shape_of
+from positions import ENCODINGS
 from runtime.errors import UserError, did_you_mean
 from runtime.files import read_json, write_whole
 
@@ -71,7 +74,8 @@ def read_points(path: Path, configs: Sequence[str]) -> dict[str, list[Point]]:
 def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
     """The differences between the configs, apart from [position] and the keys of the trials.
 
-    Raises UserError unless every config has as many trials, and all losses of a config are comparable.
+    Raises UserError unless every config has as many trials, all losses of a config are comparable, and
+    position.lr_scale has an effect where it is tried.
     """
     counts = {Path(config).stem: len(own) for config, own in points.items()}
     if len(set(counts.values())) > 1 or min(counts.values()) < 2:
@@ -85,7 +89,14 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
             if key.startswith(EQUAL):
                 raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
                                 f"be comparable; give {key}=VALUE for all instead")
-        lines = differences(first, load_config(config, overrides, pretrained_tables), ["run", "position"])
+        resolved = load_config(config, overrides, pretrained_tables)
+        with torch.device("meta"):              # shapes without memory
+            encoding = ENCODINGS[resolved.position.encoding](shape_of(resolved), resolved.position)
+        is_trained = resolved.position.temperature == "ssmax" or [*encoding.parameters()]
+        if "position.lr_scale" in keys and not is_trained:
+            raise UserError(f"--choose: position.lr_scale has no effect on {config}, which has no parameters "
+                            "of position; give it as many trials over train.lr by --trials")
+        lines = differences(first, resolved, ["run", "position"])
         unequal += [f"{Path(config).stem}: {line}" for line in lines if line.partition(":")[0] not in keys]
     return unequal
 

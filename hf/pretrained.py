@@ -31,7 +31,7 @@ PULLED = ["*.json", "*.safetensors", "*.jinja"]         # no code, no pickles
 
 
 def pulled(run: str) -> str:
-    """The folder of a model: `run` itself, or models/ORG/NAME for hf:ORG/NAME, downloaded if missing.
+    """The folder of a model: `run` itself, or models/ORG/NAME for hf:ORG/NAME, brought up to date.
 
     hf:ORG/NAME@REVISION goes to models/ORG/NAME@REVISION. Raises UserError.
     """

@@ -14,8 +14,8 @@ from runtime.errors import UserError
 Fields = dict[str, Any]         # of a config.json
 LENGTH = "original_max_position_embeddings"
 # what config.json calls a scaling; ntk and base only change the base
-ROPE_TYPES = {"ntk": "default", "base": "default", "pi": "linear", "dynamic_ntk": "dynamic", "yarn": "yarn",
-              "llama3": "llama3", "longrope": "longrope"}
+ROPE_TYPES = {"pi": "linear", "ntk": "default", "dynamic_ntk": "dynamic", "yarn": "yarn", "llama3": "llama3",
+              "longrope": "longrope", "base": "default"}
 STORE_L = ("yarn", "llama3", "longrope")        # types that store the length before the extension
 
 

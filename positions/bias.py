@@ -68,6 +68,7 @@ class ALiBi(Encoding):
 
     Options = ALiBiOptions
     by_distance = True
+    folds_sums = False
     lr_scale = 10.0
 
     def __init__(self, shape: Shape, options: ALiBiOptions) -> None:

@@ -124,10 +124,6 @@ class Encoding(nn.Module):
     # `scores` adds f(head, layer, distance), then applies at.temperature if given: attention may compute it
     # once for each distance, and FlexAttention may serve it
     by_distance: ClassVar[bool] = False
-    n_axes: ClassVar[int] = 1  # positions that a token may have, then the last axis of q_pos and k_pos
-    applies_temperature: bool = False  # does it use at.temperature? otherwise queries are multiplied by it
-    can_fold: bool = False  # does `fold` replace `scores` in the fused kernel?
-    folds_sums: ClassVar[bool] = False  # does it sum over tokens? long sums lose digits: `fold` gets blocks
 
     def __init__(self, shape: Shape, options: Any) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position]."""
@@ -176,10 +172,6 @@ class Encoding(nn.Module):
         not the fused kernel.
         """
         return logits
-
-    def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """With `can_fold`: rotated q and k with further channels, whose product is what `scores` adds."""
-        raise NotImplementedError
 
     @classmethod
     def acts_in_layers(cls) -> bool:

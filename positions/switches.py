@@ -95,7 +95,7 @@ class Wrapper(Encoding):
     def __init__(self, inner: Encoding) -> None:
         nn.Module.__init__(self)
         self.inner, self.is_relative, self.max_length = inner, inner.is_relative, inner.max_length
-        self.applies_temperature = inner.applies_temperature
+        self.applies_temperature = getattr(inner, "applies_temperature", False)
         self.embed, self.features, self.mix = inner.embed, inner.features, inner.mix    # type: ignore
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> object:

@@ -86,10 +86,9 @@ def intact(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             state = read_json(folder / "state.json")
             check = state.pop("check")
             sums = {"state.json": _check(state), **{name: sha256_of(folder / name) for name in FILES}}
-            damaged = [name for name, sha256 in {"state.json": check, **state["sha256"]}.items()
-                       if sums[name] != sha256]
-            if damaged:
-                raise ValueError(f"{damaged[0]}: checksum mismatch")
+            for name, sha256 in {"state.json": check, **state["sha256"]}.items():
+                if sums[name] != sha256:
+                    raise ValueError(f"{name}: checksum mismatch")
         except (OSError, ValueError, KeyError) as error:
             print(f"warning: checkpoint {folder} is damaged ({error}); trying the one before", flush=True)
             continue

@@ -28,8 +28,7 @@ class Log:
                                        and json.loads(line)["step"] <= state["step"]))
         self.wandb: Any = None
         if config.run.wandb:
-            # imported here because few runs need it
-            import wandb
+            import wandb  # here: few runs need it
             has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
             mode: Any = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
             self.wandb = wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),

@@ -79,8 +79,7 @@ def read_overrides(overrides: Sequence[str]) -> Layer:
 def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, place: str) -> Iterator[str]:
     """One line for each key that is wrong: its full name, where it was set, what is wrong, the fix.
 
-    `name` is that of the table; `origin` says where its keys were set, and `place` where a missing key
-    belongs.
+    `origin` says where the keys of the table `name` were set; a missing key belongs to `place`.
     """
     by_key: dict[tuple[str, ...], list[Any]] = {}
     for one in error.errors():

@@ -54,7 +54,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("export", "nowhere {hf}-2", ["nowhere", "config.toml"]),
     ("export", "{run} {mine}", ["{mine}", "another folder"]),
     ("export", "{cope} {hf}-2", ["cope"]),
-    ("export", "{hf} {hf}-2 --extend self_extend", ["config.json has no field for it", "ntk, base, pi"]),
+    ("export", "{hf} {hf}-2 --extend self_extend", ["config.json has no field for it", "pi, ntk"]),
     ("export", "{run} {hf}-2 --extend yarn:factor=4+log_n", ["config.json has no field for it"]),
     ("export", "{run} {hf}-2 --extend yarn", ["--extend yarn:factor=4"]),
     ("export", "{run} {hf}-2 --extend yarn:factor=4,beta_fast=0.5", ["beta_fast must be above beta_slow"]),

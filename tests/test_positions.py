@@ -316,7 +316,7 @@ def test_positions_beyond_a_limit_are_refused() -> None:
         model = model_of(name, overrides)
         assert model.encoding.max_length == limit
         assert model(tokens((1, 2)), positions=torch.tensor([0, limit - 1])).isfinite().all()
-        for T, at, wrong in ((limit + 1, None, limit), (2, [0, limit], limit), (2, [-1, limit], -1)):
+        for T, at, wrong in ((limit + 1, None, limit), (2, [0, limit], limit), (2, [-1, 0], -1)):
             with pytest.raises(ValueError, match=rf"positions 0 \.\.\. {limit - 1} only, got {wrong}"):
                 model(tokens((1, T)), positions=at and torch.tensor(at))
     wide = model_of("binary", "model.n_embd=96").encoding

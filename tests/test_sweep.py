@@ -130,6 +130,7 @@ def test_jobs_are_configs_times_points_times_seeds_and_all_problems_come_at_once
     (["rope.toml", "--grid", "train.lr=1,1"], "rope.toml has the same name"),
     (["rope.toml", "--choose", "val_loss"], "at least two, got 1 for rope"),
     (["rope.toml", "--choose", "val_loss", "--grid", "train.steps=1,2"], "must not differ in train.steps"),
+    (["rope.toml", "--choose", "val_loss", "--grid", "position.lr_scale=1,2"], "has no effect on rope.toml"),
     (["rope.toml", "--trials", "wrong.toml"], "rop is none of the configs; did you mean rope?"),
     (["alibi.toml", "--trials", "short.toml"], "must read section.key=value"),
     (["rope.toml", "--trials", "empty.toml"], "no trials for rope; add them"),

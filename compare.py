@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from evaluation.comparison import frame_of, make_curves, make_tables, probe_map, remarks
+from evaluation.comparison import frame_of, gate_of, make_curves, make_tables, probe_map, remarks
 from evaluation.pictures import draw
 from evaluation.protocols import EVERY
 from evaluation.report import Map, Table, html
@@ -48,7 +48,7 @@ def main() -> None:
     curves.sort(key=lambda curve: (curve is not baseline, curve.extend is not None))    # a stable sort
     L = runs[0].head["seq_len"]
     frame = frame_of(curves)
-    notes = remarks(curves, baseline, frame, L)
+    notes = remarks(curves)
     shown: list[Table | Map] = [*make_tables(curves, baseline, frame, L)]
     shown += [found for name in EVERY if (found := probe_map(name, frame))]
 
@@ -58,6 +58,7 @@ def main() -> None:
     about = pd.DataFrame({curve.label: {
         "encoding": curve.runs[0].config.position.encoding, "extend": curve.extend or "",
         "seeds": ", ".join(run.seed for run in curve.runs),
+        "gate at L": str(gate_of(curve, L)),
         "runs": ", ".join(run.name for run in curve.runs)} for curve in curves}).T
     pictures = draw(shown, list(about.index), args.out)
     frame.to_csv(args.out / "report.csv", index=False)

@@ -1,7 +1,9 @@
-"""Prepare a corpus for train.py: `python data/prepare.py SOURCE [--tokenizer NAME] [--out DIR]`.
+"""Prepare a corpus for train.py: `python data/prepare.py SOURCE [SOURCE ...] [--tokenizer NAME] [--out DIR]`.
 
-SOURCE is one of
+Several SOURCEs become one corpus. Each is one of
   stdlib      the source text of this Python's standard library: always available, no download
+  packages    the Python source of the packages that constraints.txt pins, a document per package: code that
+              everybody can rebuild, split by package. It needs `make test` or pip install -e '.[test]'
   TASK        generated documents, described in data/tasks.py: repeats, passkey, needles, variables, copying,
               reversal, sorting, addition, parity or flip_flop
   FILE        .txt: one text, its last tenth is for validation. .jsonl, .jsonl.gz, .jsonl.zst: a document per
@@ -218,7 +220,7 @@ def default_out(source: str) -> Path:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="see above")
+    parser.add_argument("source", metavar="SOURCE", nargs="+", help="see above")
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help="byte, gpt2, bpe:N, or the folder of a corpus, run or Hugging Face model")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
@@ -233,8 +235,8 @@ def main() -> None:
                         help="tasks: train.seq_len (default 128, algorithms 64, a quarter of it in symbols)")
     args = parser.parse_args()
     options = Options(*(getattr(args, name) for name in Options._fields))
-    out = args.out or default_out(args.source)
-    meta = prepare(args.source, out, args.tokenizer, options)
+    out = args.out or default_out(args.source[0])
+    meta = prepare(" + ".join(args.source), out, args.tokenizer, options)
     for split, about in meta["splits"].items():
         print(f"{out}/{split}.bin: {about['documents']:,} documents, {about['bytes']:,} bytes, "
               f"{about['tokens']:,} tokens ({meta['tokenizer']['name']})")

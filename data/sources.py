@@ -7,6 +7,7 @@ without a split, a hash of each document's text chooses it.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import io
 import itertools
 import json
@@ -40,6 +41,11 @@ STDLIB_LEFT_OUT = (             # tests, other packages, generated files and tab
     "test/*", "tests/*", "idle_test/*", "lib2to3/*", "site-packages/*", "__pycache__/*", "_sysconfigdata*",
     "config-*/*", "pydoc_data/topics.py", "encodings/cp*.py", "encodings/iso8859*.py", "encodings/koi8*.py",
     "encodings/mac*.py", "html/entities.py")
+CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
+PACKAGES_LEFT_OUT = re.compile(         # tests, copies of other packages, and what differs between builds
+    r"(.*/)?(tests?|testing|_?vendor(ed)?|_distutils|third_party|extern(als?)?)/|.*(version|__config__)[^/]*\.py")
+PACKAGE_BYTES = range(60_000, 400_001)  # long enough for many windows; no package outweighs the others
+PACKAGES_VAL_SHARE = 0.3                # by package, which leaves 6 M tokens to train on
 
 
 class Options(NamedTuple):
@@ -93,9 +99,16 @@ def documents(parts: Iterable[Part], val_share: float | None) -> Iterator[Docume
 
 def open_source(source: str, out: Path, tokenizer: Tokenizer | None, options: Options) -> Source:
     """Open SOURCE; the tokenizer is for tasks. Raises UserError if it does not exist."""
-    share, column, length = options.val_share or FILE_VAL_SHARE, options.text_column, options.length
-    if not 0 < share < 1:
-        raise UserError(f"--val-share {share}: must be between 0 and 1, such as 0.1")
+    share = FILE_VAL_SHARE if options.val_share is None else options.val_share
+    column, length = options.text_column, options.length
+    if not 0 < share < 1 or options.limit_tokens is not None and options.limit_tokens < 1:
+        raise UserError(f"--val-share {share} --limit-tokens {options.limit_tokens}: must be a share between "
+                        "0 and 1, such as 0.1, and at least 1 token")
+    if " + " in source:
+        several = [open_source(one, out, tokenizer, options) for one in source.split(" + ")]
+        names, revisions, parts, sizes = zip(*several, strict=True)
+        return Source(" + ".join(names), ", ".join(filter(None, revisions)) or None, sum(parts, []),
+                      sum(size or 0 for size in sizes))
     if (options.revision and not source.startswith("hf:")) or (length and source not in TASKS):
         raise UserError(f"source {source}: --revision is for hf:NAME, --length for tasks; omit it")
     if source in TASKS:
@@ -112,11 +125,43 @@ def open_source(source: str, out: Path, tokenizer: Tokenizer | None, options: Op
                  if path.is_file() and not left_out.match(path.relative_to(root).as_posix())]
         return Source(source, f"Python {platform.python_version()}", split_by_hash(root, paths, share),
                       sum(path.stat().st_size for path in paths))
+    if source == "packages":
+        return open_packages(options.val_share or PACKAGES_VAL_SHARE)
     if source.startswith("hf:"):
         return open_dataset(source, column, options.revision)
     if source.startswith(("http://", "https://", "file://")):
         return open_url(source, out.parent / ".downloads", column, share)
     return open_local(source, column, share)
+
+
+def open_packages(val_share: float) -> Source:
+    """A document per package of constraints.txt: files in the order of a hash, up to 400 kB, 60 kB at least.
+
+    Packages whose names start with the same word are on the same side of the split. Raises UserError.
+    """
+    found: list[tuple[str, bytes]] = []
+    for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", CONSTRAINTS.read_text(), re.MULTILINE):
+        try:
+            package = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            package = None
+        if package is None or package.version.split("+")[0] != version:
+            raise UserError(f"source packages: {name} {version} of constraints.txt is not installed; run "
+                            ".venv/bin/python -m pip install -c constraints.txt -e '.[test]'")
+        files = sorted((str(file) for file in package.files or [] if file.suffix == ".py"
+                        and ".." not in file.parts and not PACKAGES_LEFT_OUT.match(str(file))),
+                       key=lambda file: rank(file.encode()))
+        text = b""
+        for file in files:
+            more = Path(str(package.locate_file(file))).read_bytes()
+            if len(text) + len(more) < PACKAGE_BYTES.stop:
+                text += more
+        if len(text) in PACKAGE_BYTES:
+            found.append((name, text))
+    parts = [Part(name, "val" if rank(re.split(r"[-_.\d]", name)[0].encode()) < val_share else "train",
+                  partial(list, [text])) for name, text in found]
+    sha256 = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()
+    return Source("packages", f"constraints.txt sha256 {sha256}", parts, sum(len(text) for _, text in found))
 
 
 def rank(text: bytes) -> float:

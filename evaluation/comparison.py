@@ -6,7 +6,8 @@ L = train.seq_len. Loss in nats per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,13 +18,14 @@ from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, 
 from evaluation.measures import FOUND, GAIN, Form
 from evaluation.protocols import EVERY
 from evaluation.report import Cell, Cells, Map, Table
+from evaluation.results import Record
 from evaluation.runs import Run, column_of, without_seed
 from runtime.errors import UserError
 
 # column of the .npz -> its sum in a record
 SUMS = {"nll": "nll_sum", "truncated_nll": "truncated_nll_sum", "first_nll": "first_nll_sum",
         "tokens": "tokens", "correct": "correct", "trials": "trials"}
-ENTRY = 0.3     # nats per token that a passage repeated inside L must gain in a study of far context
+LEAST_GAIN = 0.3    # nats per token on a passage repeated inside L; a model below it does not look back
 MAY_DIFFER = ("run.", "train.seed:", "train.init_from:", "train.device:", "train.compile:", "data.dir:")
 TRUNCATION = ("Loss with the context truncated to L minus loss with all of it, on the same targets: positive "
               "where longer context helps, 0 where it is ignored, negative where it breaks the model.")
@@ -96,7 +98,7 @@ def frame_of(curves: Sequence[Curve]) -> pd.DataFrame:
 
 def make_tables(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L: int) -> list[Table]:
     """A table of each protocol and one of its gains over the baseline, and of the gains over truncation."""
-    tables = []
+    tables, failed = [], [curve.label for curve in curves if gate_of(curve, L).is_failed]
     others = [curve for curve in curves if curve is not baseline]
     for key, title, note, form in [
             *((p.name, p.title, p.note, p.form) for p in EVERY.values()),
@@ -112,12 +114,13 @@ def make_tables(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L
                 interval = own.get(label, {}).get(column, cell)
                 better = over.get(label, {}).get(column, cell)
                 row[column] = cell._replace(low=interval.low, high=interval.high, beats=better.beats)
-        tables.append(Table(key, title, f"{note} {how}".strip(), form, L, x, cells))
+        tables.append(Table(key, title, f"{note} {how}".strip(), form, L, x, cells, failed))
         if form is not GAIN:
             note = f"On the same targets, positive where a curve is better than {baseline.label}. {over_how}"
             gain = form._replace(y_label=f"difference ({form.y_label})", form=f"+{form.form}") \
                 if form.shows_score else GAIN._replace(x_label=form.x_label)
-            tables.append(Table(f"{key}-gain", f"Gain over {baseline.label}, {key}", note, gain, L, x, over))
+            tables.append(Table(f"{key}-gain", f"Gain over {baseline.label}, {key}", note, gain, L, x, over,
+                                failed))
     return [table for table in tables if table.rows]
 
 
@@ -220,12 +223,36 @@ def paired(curve: Curve, baseline: Curve) -> list[tuple[Run, Run]]:
     return [*same, *zip(others, left.values(), strict=False)]
 
 
-def remarks(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L: int) -> list[str]:
-    """What the report says about all tables: what differs among runs, and whether the entry criterion is met.
+class Gate(NamedTuple):
+    """What a curve must pass, or nothing follows from it: means over seeds, without extension, in nats."""
 
-    The criterion: a model that does not predict a repeated passage better inside L cannot show how it uses
-    what is further away.
-    """
+    loss: float         # on the targets of fixed; NaN where it was not measured
+    trigram: float      # a Kneser-Ney trigram of the same training text, on the same targets
+    gain: float         # on a repeated passage
+
+    @property
+    def is_failed(self) -> bool:
+        return self.loss >= self.trigram or self.gain < LEAST_GAIN
+
+    def __str__(self) -> str:
+        if math.isnan(self.loss - self.trigram + self.gain):
+            return "failed" if self.is_failed else "needs eval.py --protocol fixed,trigram,repeat"
+        return (f"{'failed' if self.is_failed else 'passed'}: loss {self.loss:.3f}, trigram "
+                f"{self.trigram:.3f}, repeat {self.gain:+.3f}")
+
+
+def gate_of(curve: Curve, L: int) -> Gate:
+    def mean(protocol: str, number: Callable[[Record], float]) -> float:
+        found = [number(r) for run in curve.runs for r in run.records
+                 if (r["extend"], r["protocol"], r["length"]) == (None, protocol, L)]
+        return sum(found) / len(found) if found else math.nan
+
+    return Gate(*(mean(name, lambda r: r["nll_sum"] / r["tokens"]) for name in ("fixed", "trigram")),
+                mean("repeat", lambda r: (r["first_nll_sum"] - r["nll_sum"]) / r["tokens"]))
+
+
+def remarks(curves: Sequence[Curve]) -> list[str]:
+    """What differs among runs."""
     found, runs = [], {str(run.path): run for curve in curves for run in curve.runs}
     for key, what in (("commit", "evaluated by different code"), ("dtype", "evaluated in different dtypes"),
                       ("train_dtype", "trained in different dtypes")):
@@ -236,13 +263,4 @@ def remarks(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L: in
             listed = "; ".join(f"{value} ({', '.join(paths)})" for value, paths in values.items())
             found.append(f"Warning: {what}: {listed}")
     found += [f"Warning: run {run.name}." for run in runs.values() if run.name != str(run.path)]
-    repeat = frame[(frame.protocol == "repeat") & (frame.label == baseline.label)]
-    inside = repeat[repeat.length == L]
-    if len(repeat):
-        gain = float(numbers(inside, EVERY["repeat"].form).mean())
-        verdict = "met." if gain >= ENTRY else "not met: nothing about the use of far context follows."
-        outcome = f"{gain:.3f}, {verdict}" if len(inside) else \
-            f"not measured; run eval.py --protocol repeat --lengths {L}."
-        found.append(f"Entry criterion: gain of {baseline.label} on a passage repeated inside L = {L}, at "
-                     f"least {ENTRY} nats per token: {outcome}")
     return found

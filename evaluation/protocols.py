@@ -25,11 +25,13 @@ from tqdm import tqdm
 
 from config import Config, TrainConfig
 from data import tasks
+from data.loader import Corpus
 from data.tasks import ALGORITHMS, RETRIEVAL, Made
 from data.tokenizer import Tokenizer, byte_lengths
 from evaluation.extension import Extend, Rescaled, extended, parse
 from evaluation.measures import ANSWERS, BY_POSITION, PERPLEXITY, REPETITION, Form
 from evaluation.results import Record, Results, perplexity
+from evaluation.trigram import Trigram
 from evaluation.windows import (
     Text,
     Window,
@@ -324,6 +326,26 @@ class Fixed(Protocol):
         return windows, [x[-k:][start:stop] for x in losses for start, stop in bounds]
 
 
+class Floor(Fixed):
+    """A Kneser-Ney trigram of the run's training split, on the targets of fixed.
+
+    A model whose loss at L is not below this one's has not learned, and nothing follows from its curve.
+    """
+
+    title = "Perplexity of a trigram"
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        """One record, at L: it depends on no length."""
+        if length != e.L or e.extend is not PLAIN:
+            return []
+        began, corpus = time.perf_counter(), Corpus(e.config.data.dir, splits=("train",))
+        trigram = Trigram(corpus.read("train", 0), corpus.vocab_size)
+        first = -e.settings.targets - 2         # a loss needs two tokens before
+        losses = [trigram.losses(e.text.documents[d][:end + 1][first:]) for d, end in e.ends]
+        return [e.record_windows(self.name, length, *self.in_blocks(e, length, losses),
+                                 time.perf_counter() - began)]
+
+
 class Position(Protocol):
     """Loss by position in one forward pass over the longest windows: shows where the model breaks."""
 
@@ -451,8 +473,8 @@ class Algorithm(Answering):
 
 
 EVERY: dict[str, Protocol] = {name: kind(name) for name, kind in {
-    "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed, "position": Position,
-    "repeat": Repeat, "copy": Copy, **dict.fromkeys(RETRIEVAL, Retrieval),
+    "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed, "trigram": Floor,
+    "position": Position, "repeat": Repeat, "copy": Copy, **dict.fromkeys(RETRIEVAL, Retrieval),
     **dict.fromkeys(ALGORITHMS, Algorithm)}.items()}
 
 

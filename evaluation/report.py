@@ -16,6 +16,7 @@ body { font: 16px/1.45 system-ui, sans-serif; max-width: 72em; margin: 1.5em aut
 svg { max-width: 100%; height: auto; } div { overflow-x: auto; } table { border-collapse: collapse; }
 th, td { padding: .15em .7em; text-align: right; border: 0 solid #ddd; border-bottom-width: 1px; }
 td { white-space: nowrap; }
+tr:has(th i) { color: #999; }
 tbody th, .words td { text-align: left; font-weight: normal; }"""
 
 
@@ -49,6 +50,7 @@ class Table(NamedTuple):
     L: int                              # training length
     x: pd.Series                        # heading of a column -> its place on the x axis, from left to right
     rows: Cells
+    failed: Sequence[str] = ()          # labels that fail the gate
 
     def heading(self, name: str) -> str:
         """A column's heading, which marks the training length, or the bucket that ends there."""
@@ -70,8 +72,11 @@ class Table(NamedTuple):
 
     def frame(self) -> pd.DataFrame:
         """The cells as HTML, bold where they beat what they are compared with."""
-        cells = {escape(label): [f"<b>{self.text(cell)}</b>" if cell and cell.beats else self.text(cell)
-                                 for cell in map(row.get, self.x.index)] for label, row in self.rows.items()}
+        def text(cell: Cell | None) -> str:
+            return f"<b>{self.text(cell)}</b>" if cell and cell.beats else self.text(cell)
+
+        cells = {f"<i>{escape(label)}</i>" if label in self.failed else escape(label):
+                 [text(row.get(name)) for name in self.x.index] for label, row in self.rows.items()}
         return pd.DataFrame.from_dict(cells, "index", columns=[self.heading(name) for name in self.x.index])
 
 

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from runtime.errors import UserError
 from runtime.files import read_json, write_whole
 
-WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed")    # protocols whose windows are always in the .npz
+WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "trigram")  # their windows are always in the .npz
 SAME = ("weights_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",
         "train_dtype", "commit")                            # keys of the JSON that must agree
 Record = dict[str, Any]

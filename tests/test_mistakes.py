@@ -64,7 +64,8 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("data.prepare", "{rows} --out {out}", ["{rows}", "--text-column"]),
     ("data.prepare", "{torn} --out {out}", ["{torn}"]),
     ("data.prepare", "{partial} --out {out}", ["partial-train"]),
-    ("data.prepare", "{text} --val-share 2 --out {out}", ["--val-share 2"]),
+    ("data.prepare", "{text} --val-share 0 --out {out}", ["--val-share 0.0"]),
+    ("data.prepare", "{text} --limit-tokens 0 --out {out}", ["--limit-tokens 0"]),
     ("data.prepare", "stdlib --length 64 --out {out}", ["--length"]),
 ]
 

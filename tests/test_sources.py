@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import needs, words
+from conftest import call, needs, words
 
 from data import sources
 from data.loader import Corpus
@@ -179,6 +179,34 @@ def test_files_are_split_by_a_hash_of_their_path_or_by_folders(tmp_path: Path, m
         "train": {"train/a.txt", "train/deep/b.jsonl"}, "val": {"val/c.txt"}}
     paths = [p.name for p in open_source("stdlib", tmp_path, None, Options()).parts]
     assert len(paths) > 400 and not any("/test/" in p or "/site-packages/" in p for p in paths)
+
+
+def test_packages_are_split_by_the_first_word_of_their_names(tmp_path: Path, monkeypatch) -> None:
+    """Near copies, such as httpx and httpx2, are on the same side; tests and versions are left out."""
+    parts = open_source("packages", tmp_path, None, Options()).parts
+    side = {part.name: part.split for part in parts}
+    assert min([*side.values()].count(split) for split in ("train", "val")) > 20
+    assert len({side[name] for name in side if name.startswith("opentelemetry")}) == 1
+    assert side["httpx"] == side["httpx2"] and side["pydantic"] == side["pydantic-core"]
+    assert all(60_000 <= len(text) <= 400_000 for part in parts for text in part.read())
+    assert [*parts[0].read()] == [*open_source("packages", tmp_path, None, Options()).parts[0].read()]
+    monkeypatch.setattr(sources, "CONSTRAINTS", tmp_path / "constraints.txt")
+    sources.CONSTRAINTS.write_text("numpy==0.0.1\n")
+    with pytest.raises(UserError, match=r"numpy 0\.0\.1 of constraints.txt is not installed; run .*pip"):
+        open_source("packages", tmp_path, None, Options())
+
+
+def test_several_sources_become_one_corpus(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        for split in ("train", "val"):
+            (tmp_path / name / split).mkdir(parents=True)
+            (tmp_path / name / split / "text.txt").write_text(f"{name} {split}")
+    ended = call("data.prepare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")
+    assert ended.code == 0, ended.err
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta["source"] == "a + b" and meta["splits"]["train"]["documents"] == 2
+    found = [bytes(document[1:].tolist()) for document in Corpus(tmp_path / "out").documents("val")]
+    assert found == [b"a val", b"b val"]
 
 
 def test_a_single_text_is_cut_between_characters(tmp_path: Path) -> None:

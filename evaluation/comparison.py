@@ -247,8 +247,8 @@ def gate_of(curve: Curve, L: int) -> Gate:
                  if (r["extend"], r["protocol"], r["length"]) == (None, protocol, L)]
         return sum(found) / len(found) if found else math.nan
 
-    return Gate(*(mean(name, lambda r: r["nll_sum"] / r["tokens"]) for name in ("fixed", "trigram")),
-                mean("repeat", lambda r: (r["first_nll_sum"] - r["nll_sum"]) / r["tokens"]))
+    loss, trigram = (mean(name, lambda r: r["nll_sum"] / r["tokens"]) for name in ("fixed", "trigram"))
+    return Gate(loss, trigram, mean("repeat", lambda r: (r["first_nll_sum"] - r["nll_sum"]) / r["tokens"]))
 
 
 def remarks(curves: Sequence[Curve]) -> list[str]:

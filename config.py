@@ -32,6 +32,8 @@ class RunConfig(Section):
     """steps between checkpoints; the last step is saved too"""
     keep: int = Field(2, ge=1)
     """how many of the newest checkpoints are kept"""
+    keep_best: bool = False
+    """also keep the checkpoint with the lowest validation loss: --checkpoint best of eval.py and others"""
     wandb: bool = False
     """also log to Weights & Biases; offline without a key"""
     wandb_project: str = Field("nanorope", min_length=1)
@@ -119,6 +121,9 @@ class TrainConfig(Section):
     """micro-batches per step, to save memory; divides batch_size"""
     seq_len: int = Field(256, ge=2)
     """tokens per sequence: the training length L"""
+    lengths: dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[int, Field(ge=2)]] = {}
+    """training lengths from a step on, such as { 0 = 128, 2000 = 512 }, the last of them seq_len. A step
+    always has batch_size * seq_len tokens"""
     init_from: str = ""
     """a run or a Hugging Face folder whose weights initialise this run. It also provides [model], [position]
     and seq_len where the config does not set them; a longer seq_len fine-tunes the weights"""
@@ -150,16 +155,25 @@ class TrainConfig(Section):
     """largest gradient norm; 0: no limit"""
     max_bad_steps: int = Field(5, ge=1)
     """steps in a row with a NaN or infinite loss or gradient that end training"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA if there is a GPU"""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of matrix products (weights stay fp32). auto: bfloat16 where it is faster"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto: CUDA, else MPS (Apple), else the CPU"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """of matrix products (weights stay fp32). auto: bfloat16 where it is faster; on GPUs without it float16,
+    whose loss is scaled so that small gradients survive"""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile. auto: on CUDA, and on a CPU if the run is long enough"""
+    """torch.compile, where there is a compiler. auto: on CUDA, and on a CPU if the run is long enough"""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """of torchrun's processes each holds the whole model (ddp) or a shard of it (fsdp, FSDP2)"""
     val_windows: int = Field(64, ge=0)
     """validation windows of seq_len, evenly spaced; 0: all"""
+
+    def at(self, step: int) -> TrainConfig:
+        """With the length of this step, and as many sequences as make the same number of tokens."""
+        lengths = [length for first, length in self.lengths.items() if int(first) <= step]
+        if not lengths:
+            return self
+        return self.model_copy(update={"seq_len": lengths[-1],
+                                       "batch_size": self.batch_size * self.seq_len // lengths[-1]})
 
 
 class Config(Section):
@@ -239,6 +253,7 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     """Rules between keys that the config breaks: section.key, and the rule."""
     d, m, p, t = config.data, config.model, config.position, config.train
     least = 0 if t.positions == "plain" else t.seq_len
+    firsts, lengths = [*map(int, t.lengths)], [*t.lengths.values()]
     kind = ENCODINGS[p.encoding]
     rules = [
         ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
@@ -249,6 +264,12 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
         ("train", "accumulate", t.batch_size % t.accumulate, f"must divide batch_size = {t.batch_size}"),
+        ("train", "lengths", lengths and (firsts != sorted({0, *firsts}) or lengths[-1] != t.seq_len)
+         or any(t.batch_size * t.seq_len % (length * t.accumulate) for length in lengths),
+         f"must begin at step 0, rise by step, and end in seq_len = {t.seq_len}; each length must divide a "
+         f"step's {t.batch_size * t.seq_len} tokens into a multiple of train.accumulate"),
+        ("train", "dtype", t.dtype == "float16" and t.parallel == "fsdp",
+         "is not scaled under parallel = fsdp; use bfloat16 or ddp"),
         ("train", "position_range", t.position_range < least or t.position_range > least == 0,
          f"must be {f'at least {least}' if least else 'unset'} with train.positions = {t.positions}"),
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),

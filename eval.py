@@ -46,7 +46,7 @@ from evaluation.show import advice, table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
 from runtime.checkpoint import open_run, weights_sha256
-from runtime.command import argument_parser, run_command
+from runtime.command import run_command, run_parser
 from runtime.device import dtype_name, set_up_cpu
 from runtime.errors import UserError
 from runtime.run import git_revision
@@ -66,9 +66,7 @@ def positive(text: str) -> int:
 
 def parse_arguments() -> argparse.Namespace:
     known = ",".join((*EVERY, "needles"))
-    parser = argument_parser(__doc__ or "", f"{describe_protocols()}\n\n{describe_extensions()}")
-    parser.add_argument("run", metavar="RUN", help="a folder made by train.py, a Hugging Face folder, or "
-                        "hf:ORG/NAME of the hub")
+    parser = run_parser(__doc__, f"{describe_protocols()}\n\n{describe_extensions()}")
     parser.add_argument("--lengths", help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L)")
     parser.add_argument("--protocol", help=f"from {known} (default {','.join(DEFAULT_PROTOCOLS)}; for a run "
                         "trained on a task its protocols, with --extend all fixed,passkey)")
@@ -81,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
                         "none)")
     parser.add_argument("--train-length", type=positive, metavar="L",
                         help="take this as L, where config.json names more than the model was trained on")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"),
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"),
                         help="of matrix products (default: train.dtype; for a Hugging Face folder auto, "
                         "bfloat16 where it is faster)")
     parser.add_argument("--longest", type=positive, metavar="TOKENS",
@@ -146,7 +144,7 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
 def main() -> None:
     args = parse_arguments()
     args.run = pulled(args.run)
-    run = open_run(args.run)
+    run = open_run(args.run, args.checkpoint, args.device)
     model, tokenizer = run.model, run.tokenizer
     config = run.config.model_copy(update={"train": run.config.train.model_copy(update={
         key: value for key, value in (("seq_len", args.train_length), ("dtype", args.dtype)) if value})})

@@ -22,7 +22,7 @@ from hf.rope_parameters import ROPE_TYPES, Fields
 from model import GPT
 from positions.scaling import SCALINGS
 from runtime.checkpoint import open_run
-from runtime.command import argument_parser, run_command
+from runtime.command import run_command, run_parser
 from runtime.errors import UserError
 
 
@@ -47,16 +47,14 @@ def extension(spec: str, model: GPT, config: Config) -> Fields:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__ or "")
-    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, a Hugging Face folder, or "
-                        "hf:ORG/NAME of the hub")
+    parser = run_parser(__doc__)
     parser.add_argument("out", metavar="OUT_DIR", type=Path, help="the folder to write, new or empty")
     parser.add_argument("--extend", metavar="METHOD", help="a scaling of RoPE, such as yarn:factor=4")
     args = parser.parse_args()
     if args.out.exists() and any(args.out.iterdir()):
         raise UserError(f"OUT_DIR {args.out}: exists and is not empty; give another folder")
     folder = Path(pulled(args.run))
-    run = open_run(folder)
+    run = open_run(folder, args.checkpoint, args.device)
     fields = extension(args.extend, run.model, run.config) if args.extend else None
     if fields and is_pretrained(folder):
         write_extended(folder, args.out, fields)

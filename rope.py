@@ -53,6 +53,11 @@ def inv_freq_in_sight(dim: int, L: int, *, device: torch.device | str | None = N
     return torch.logspace(math.log2(2 * math.pi / 32), math.log2(4 * math.pi / L), dim // 2, 2, device=device)
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """fp64, for long sums and large angles; on Apple's GPUs, which have none, fp32, which loses digits."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Rotation
 

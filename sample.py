@@ -12,8 +12,8 @@ from data.tokenizer import decode
 from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import eos_ids
 from model import GPT
-from runtime.checkpoint import load_run
-from runtime.command import argument_parser, run_command
+from runtime.checkpoint import open_run
+from runtime.command import run_command, run_parser
 from runtime.errors import UserError
 
 
@@ -48,9 +48,7 @@ def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, a Hugging Face folder, or "
-                        "hf:ORG/NAME of the hub")
+    parser = run_parser(__doc__)
     parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
     parser.add_argument("--tokens", type=int, default=300, help="how many to add (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8,
@@ -64,7 +62,7 @@ def main() -> None:
     if args.temperature and not 1e-4 <= args.temperature <= 1e4:        # NaN fails too
         raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
     folder = Path(pulled(args.run))
-    model, config, tokenizer = load_run(folder)
+    model, config, tokenizer, *_ = open_run(folder, args.checkpoint, args.device)
     prompt = [tokenizer.eot, *tokenizer.encode(args.prompt.encode()).tolist()]
     ends = eos_ids(folder) if is_pretrained(folder) else set()
     limit = model.active().max_length

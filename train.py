@@ -31,7 +31,7 @@ from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast, dtype_name, pick_device, set_up_cpu, should_compile
+from runtime.device import autocast, dtype_name, missing_compiler, pick_device, set_up_cpu, should_compile
 from runtime.errors import UserError
 from runtime.files import finite
 from runtime.help import help_text
@@ -42,13 +42,15 @@ from runtime.parallel import Process
 from runtime.run import Ended, Run, describe, is_finished, make_run, open_corpus, read_summary, resume
 
 VAL_TOKENS = 16_384         # most tokens in a validation batch
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)       # they save, then end
+SIGNALS = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1")     # they save, then end
+           if hasattr(signal, f"SIG{name}")]                            # Windows has two of them
 
 
 def training_loop(run: Run) -> None:
     """Train from the step of the run to the end. Raises Ended after a signal or too many bad steps."""
     config, t, process = run.config, run.config.train, run.process
-    model, optimizer, in_dtype = run.parallel_model, run.optimizer, autocast(t, process.device)
+    model, optimizer, scaler = run.parallel_model, run.optimizer, run.scaler
+    in_dtype = autocast(t, process.device)
     model.train()
     for step in range(run.state["step"], t.steps):                      # step counts the updates made
         set_learning_rate(optimizer, learning_rate(step, t))
@@ -62,18 +64,20 @@ def training_loop(run: Run) -> None:
                 parallel.sync_gradients(model, is_on=part == t.accumulate)
             with in_dtype:                                              # matrix products, perhaps in bfloat16
                 loss = model(x, y, positions, documents=documents) / divisor
-            loss.backward()
+            scaler.scale(loss).backward()           # in float16, else it returns the loss itself
             losses.append(loss.detach())
+        scaler.unscale_(optimizer)
         # the norm of all gradients, under FSDP2 of all shards, as it was before clipping
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
         if process.world_size > 1:
             loss_and_norm = parallel.mean_and_largest(process, torch.stack(losses).sum(), grad_norm)
         else:
-            loss_and_norm = torch.stack((torch.stack(losses).sum(), grad_norm)).double()
+            loss_and_norm = torch.stack((torch.stack(losses).sum(), grad_norm))
         # a step that is not finite changes nothing: the optimizer reads this number on the device, as with
         # GradScaler, so a GPU is not waited for
         optimizer.found_inf = (~loss_and_norm.isfinite().all()).float()  # type: ignore[attr-defined]
         optimizer.step()
+        scaler.update()                                                 # lower after an overflow
         optimizer.zero_grad(set_to_none=True)                           # None frees the memory for validation
         run.after_step(loss_and_norm)                                   # log, validate, save, stop
 
@@ -86,13 +90,13 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     With several processes these are the sequences of this one. The mean losses of the parts, each divided by
     its divisor (train.accumulate, unless a mask leaves out targets), add up to the mean loss of the batch.
     """
-    t = config.train
+    t = config.train.at(step)
     batch = list(corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size))
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
     n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
     if t.positions != "plain":
         batch.append(training_positions(t, step)[process.rank::process.world_size])     # type: ignore[index]
-    if process.device.type == "cuda":
+    if process.device.type not in ("cpu", "mps"):
         batch = [x.pin_memory() for x in batch]         # from there a GPU copies while the CPU goes on
     inputs, targets, *positions = (x.to(process.device, non_blocking=True).chunk(t.accumulate)
                                    for x in batch)
@@ -133,7 +137,7 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
     # at most a training micro-batch, and small enough that its logits do not fill a GPU
     batch_size = min(t.batch_size // t.accumulate, max(1, VAL_TOKENS // t.seq_len))
     batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
-    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)     # nats, tokens, bytes
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64)            # nats, tokens, bytes
     for first in range(0, len(batches), process.world_size):
         number = first + process.rank
         # FSDP gathers weights in all processes: one without a batch left repeats the last, uncounted
@@ -142,7 +146,7 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
             loss = model(inputs, targets, documents=packed_documents(inputs, config, corpus))
         scored = targets[targets != IGNORED]
         if number < len(batches) and scored.numel():
-            sums[number, 0] = loss.double() * scored.numel()
+            sums[number, 0] = loss.item() * scored.numel()
             sums[number, 1], sums[number, 2] = scored.numel(), n_bytes_of[scored].sum()
     model.train()
     nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
@@ -152,13 +156,14 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
 def train(config: Config, stop: list[int]) -> int:
     """Train to the end, or until a signal number appears in `stop`; return the exit code."""
     t, is_several = config.train, "LOCAL_RANK" in os.environ                    # torchrun sets it
-    process = parallel.start(t) if is_several else Process(pick_device(t))
+    process = parallel.start(t) if is_several else Process(pick_device(t.device))
     config, corpus = open_corpus(config)
     run_dir = Path(config.run.dir)
     if is_finished(run_dir, config, corpus):
         print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
         return 0
-    corpus.require_windows(t.seq_len)
+    for length in {t.seq_len, *t.lengths.values()}:
+        corpus.require_windows(length)
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(run_dir / ".lock", timeout=0) if process.rank == 0 else nullcontext():
@@ -187,17 +192,23 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
             "dtype": dtype, "checkpoint": [state[key] for key in ("step", "sha256", "init_sha256")]})
     if process.rank == 0:
         make_run(run_dir, config, corpus)
-    is_compiled = should_compile(model, t, process.device)
+    is_compiled, missing = should_compile(model, t, process.device), missing_compiler(process.device)
+    if is_compiled and missing:
+        is_compiled = False
+        say(f"torch.compile needs {missing}, which is not here: training without it, more slowly")
     devices = f"{process.world_size} x {process.device.type} by {t.parallel}"
     say(describe(config, corpus, model, f"{devices if is_several else process.device}, {dtype}, compile "
                                         f"{'on' if is_compiled else 'off'}, seed {t.seed}"))
     if is_compiled:
         parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
 
+    scaler = torch.amp.GradScaler(process.device.type, enabled=dtype == "float16")
+    if state.get("scaler"):
+        scaler.load_state_dict(state["scaler"])
     n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
     run = Run(config, corpus, model, parallel_model, optimizer, process,
               lambda: validate(model, corpus, n_bytes_of, config, process), state, stop,
-              Log(run_dir, config, state) if process.rank == 0 else None)
+              Log(run_dir, config, state) if process.rank == 0 else None, scaler)
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing
     handlers = {number: signal.signal(number, lambda number, frame: stop.append(number))
                 for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}        # by nohup
@@ -224,7 +235,7 @@ def dry_run(config: Config) -> int:
     with torch.device("meta"):                          # shapes without memory
         model = GPT(config)
     is_finished(Path(config.run.dir), config, corpus)
-    print(textwrap.indent(describe(config, corpus, model, str(pick_device(config.train))), "# "))
+    print(textwrap.indent(describe(config, corpus, model, str(pick_device(config.train.device))), "# "))
     print(to_toml(config), end="")
     return 0
 

@@ -135,7 +135,7 @@ class Evaluation:
             tokens = torch.from_numpy(rows.astype(np.int64)).to(device)     # (B, length + 1)
             with autocast(train, device):
                 losses = token_losses(self.model, tokens[:, :-1], tokens[:, -batch[0].n_scored:])
-            return losses.double().cpu().numpy()
+            return losses.cpu().double().numpy()
 
         batches = []
         for (n, _), group in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
@@ -519,7 +519,7 @@ def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
         x = model.hidden(ids[:, :-1], last=ids.shape[1] - int(at.min()))        # what predicts at.min() on
         logits = model.logits(x[:, at - at.min()]).float()                      # (B, n, V)
     losses = F.cross_entropy(logits.transpose(1, 2), ids[:, at], reduction="none")
-    return losses.double().cpu().numpy(), (logits.argmax(dim=-1) == ids[:, at]).cpu().numpy()
+    return losses.cpu().double().numpy(), (logits.argmax(dim=-1) == ids[:, at]).cpu().numpy()
 
 
 def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int],

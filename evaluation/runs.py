@@ -15,7 +15,7 @@ from data.loader import read_meta
 from evaluation import results
 from evaluation.results import Record
 from hf.pretrained import files_sha256, is_pretrained, pretrained_config
-from runtime.checkpoint import is_newest
+from runtime.checkpoint import is_current
 from runtime.errors import UserError
 
 SAME = {"seq_len": "training length", "tokenizer": "tokenizer", "data": "evaluation data",
@@ -72,9 +72,8 @@ def read_run(folder: Path, data: str | None) -> Run:
     config = pretrained_config(folder) if is_pretrained(folder) else load_config(folder / "config.toml")
     run = Run(folder, config, *results.read(path))
     sha256 = run.head.get("checkpoint_sha256")      # older evaluations do not name it
-    is_current = sha256 is None or (
-        files_sha256(folder) == sha256 if is_pretrained(folder) else is_newest(folder, sha256))
-    if not is_current:
+    if sha256 is not None and not (
+            files_sha256(folder) == sha256 if is_pretrained(folder) else is_current(folder, sha256)):
         raise UserError(f"{path}: evaluated at step {run.head.get('step')}, but the run has another "
                         f"checkpoint now; run `python eval.py {folder} --replace` with the same flags")
     return run

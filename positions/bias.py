@@ -339,7 +339,7 @@ class Sandwich(Encoding):
         self.n_head, self.dim = shape.n_head, options.dim
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        f = rope.inv_freq(self.dim, 10_000.0, device=q.device).double()     # many terms cancel
+        f = rope.inv_freq(self.dim, device=q.device).to(rope.widest(q.device))  # many terms cancel
         angles = (rope.angles(positions, f) for positions in (at.q_pos, at.k_pos))
         # cos(a - b) = cos a cos b + sin a sin b: one matrix product for any distances
         q_wave, k_wave = (torch.cat((a.cos(), a.sin()), dim=-1) for a in angles)    # (1 or B, T, dim)

@@ -89,7 +89,7 @@ class Forgetting(Encoding):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         # In fp64 and relative to the block's first query, so that tokens before or after both query and key
         # add no rounding errors.
-        c = at.features[..., 0].cumsum(dim=-1, dtype=torch.float64)     # (B, H, Tk)
+        c = at.features[..., 0].cumsum(dim=-1, dtype=rope.widest(q.device))     # (B, H, Tk)
         c = (c - c[..., -q.shape[2], None]).to(logits.dtype)
         bias = c[..., -q.shape[2]:, None] - c[..., None, :]             # (B, H, Tq, Tk): queries come last
         return logits + bias.clamp(max=0)                               # for keys ahead: an empty sum
@@ -102,7 +102,7 @@ class Forgetting(Encoding):
         rounds off. The kernel sums in fp32: an error of 2^-24 times the sum of log f up to the middle query.
         """
         Tq, D = q.shape[2:]
-        c = at.features.cumsum(dim=2, dtype=torch.float64)              # (B, H, Tk, 1)
+        c = at.features.cumsum(dim=2, dtype=rope.widest(q.device))      # (B, H, Tk, 1)
         c = (c - c[:, :, -Tq + Tq // 2, None]) * D**0.5
 
         def channels(rest: Tensor) -> Tensor:
@@ -153,7 +153,8 @@ class GRAPEAP(Encoding):
         with torch.autocast(q.device.type, enabled=False):
             p = at.features.to(logits.dtype)
             # in fp64: the radians are whole positions, which may be large
-            angle = rope.angles(at.k_pos[:, None], -torch.ones(n // 2, dtype=torch.float64, device=q.device))
+            one_turn = torch.ones(n // 2, dtype=rope.widest(q.device), device=q.device)
+            angle = rope.angles(at.k_pos[:, None], -one_turn)
             turned = rope.rotate(F.rms_norm(p, (n,)), angle)            # (B, H, Tk, n)
             steps = at.tables * F.logsigmoid(p[:, :, -Tq:] @ turned.mT / n)         # (B, H, Tq, Tk)
         after = F.pad(steps.tril(Tk - Tq)[..., 1:], (0, 1))             # key j: the step of j + 1
@@ -380,9 +381,10 @@ class SelectiveRoPE(Turned):
 
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
         """-> the angles (B, H, Tk, D/2), in fp64: sums over long texts are large, their differences small."""
-        phi = short_convolution(features.double(), self.convolution[layer].double(), documents)
+        wide = rope.widest(features.device)
+        phi = short_convolution(features.to(wide), self.convolution[layer].to(wide), documents)
         D = 2 * phi.shape[-1]
-        return phi.cumsum(dim=2) * rope.inv_freq(D, self.base, dtype=torch.float64, device=phi.device)
+        return phi.cumsum(dim=2) * rope.inv_freq(D, self.base, dtype=phi.dtype, device=phi.device)
 
 
 class RePoOptions(Options):
@@ -414,8 +416,9 @@ class RePo(Turned):
         return F.linear(hidden, self.out[layer]).transpose(1, 2)[..., None]     # z, (B, H, T, 1)
 
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
-        f = rope.inv_freq(self.head_dim, self.base, dtype=torch.float64, device=features.device)
-        return features.double() * f                                    # (B, H, Tk, D/2)
+        device = features.device
+        f = rope.inv_freq(self.head_dim, self.base, dtype=rope.widest(device), device=device)
+        return features.to(f.dtype) * f                                 # (B, H, Tk, D/2)
 
 
 class Wall(Encoding):
@@ -444,7 +447,7 @@ class Wall(Encoding):
         return F.logsigmoid(gate).unflatten(-1, (self.b.shape[1], -1)).transpose(1, 2)      # (B, H, T, D)
 
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
-        return features.double().cumsum(dim=2)                          # P, (B, H, Tk, D)
+        return features.to(rope.widest(features.device)).cumsum(dim=2)      # P, (B, H, Tk, D)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]

@@ -72,7 +72,9 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
         shutil.rmtree(temporary, ignore_errors=True)
     if keep:
         # later ones must be damaged, else the run would have resumed from them: they do not count
+        best = state.get("best", (None,))[0]
         old = [path for path in checkpoints(run_dir) if int(path.name) <= step][:-keep]
+        old = [path for path in old if int(path.name) != best]
         for path in old:
             path.rename(path.with_name(f".tmp-{path.name}"))            # so a half-deleted one is never read
         for path in folder.glob(".tmp-*"):                              # also what a kill left
@@ -96,12 +98,21 @@ def intact(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield folder, {"n_bad": 0, "revisions": [], "dtype": None, "init_sha256": None, **state}
 
 
-def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None) -> dict[str, Any] | None:
+def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None,
+                which: str = "newest") -> dict[str, Any] | None:
     """Read the newest intact checkpoint into model and optimizer; return its state, or None without one.
 
-    Raises UserError if all are damaged, or if an intact one belongs to another model.
+    `which` may name another one: "best", or its step. Raises UserError if it is not there, if all are
+    damaged, or if an intact one belongs to another model.
     """
     found = next(intact(run_dir), None)
+    if found is not None and which != "newest":
+        step = str(found[1].get("best", [which])[0]) if which == "best" else which
+        found = next((one for one in intact(run_dir) if str(one[1]["step"]) == step), None)
+        if found is None:
+            steps = ", ".join(str(int(path.name)) for path in checkpoints(run_dir))
+            raise UserError(f"--checkpoint {which}: {run_dir} has newest, best if run.keep_best was set, and "
+                            f"those of steps {steps}")
     if found is None:
         if checkpoints(run_dir):
             raise UserError(f"run {run_dir}: every checkpoint is damaged; nothing was deleted; restore one "
@@ -139,23 +150,22 @@ def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
     return open_run(run_dir)[:3]
 
 
-def open_run(run_dir: str | Path) -> Opened:
-    """What `load_run` returns, and where it comes from. Raises UserError."""
-    run_dir = Path(run_dir)
+def open_run(run_dir: str | Path, which: str = "newest", device: str = "auto") -> Opened:
+    """What `load_run` returns, at any checkpoint, and where it comes from. Raises UserError."""
+    run_dir, place = Path(run_dir), pick_device(device)
     if is_pretrained(run_dir):
         model, config, tokenizer = load_pretrained(run_dir)
-        return Opened(model.to(pick_device(config.train)).eval(), config, tokenizer,
-                      files_sha256=files_sha256(run_dir))
+        return Opened(model.to(place).eval(), config, tokenizer, files_sha256=files_sha256(run_dir))
     if not (run_dir / "config.toml").is_file():
         raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
                         "such as runs/quick, a Hugging Face folder with a config.json, or hf:ORG/NAME")
     config, corpus = load_config(run_dir / "config.toml"), read_meta(run_dir / "corpus.json")
     model, tokenizer = GPT(config), tokenizer_of(corpus, run_dir)
-    state = load_newest(run_dir, model)
+    state = load_newest(run_dir, model, which=which)
     if state is None:
         raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")
     model.set_step(state["step"])
-    return Opened(model.to(pick_device(config.train)).eval(), config, tokenizer, state, corpus)
+    return Opened(model.to(place).eval(), config, tokenizer, state, corpus)
 
 
 def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer) -> str:
@@ -189,10 +199,11 @@ def weights_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def is_newest(run_dir: Path, sha256: str) -> bool:
-    """Whether the weights with this checksum are the newest intact ones; also if the run has none."""
-    found = next(intact(run_dir), None)
-    return found is None or found[1]["sha256"][FILES[0]] == sha256
+def is_current(run_dir: Path, sha256: str) -> bool:
+    """Whether weights with this checksum are the newest intact or the best ones; True if there are none."""
+    found = [state for _, state in intact(run_dir)]
+    steps = [state["step"] for state in found[:1]] + found[0].get("best", [])[:1] if found else []
+    return not found or sha256 in [state["sha256"][FILES[0]] for state in found if state["step"] in steps]
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

@@ -24,7 +24,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     def interrupt(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt(number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:      # Windows lacks one
         if signal.getsignal(number) is not signal.SIG_IGN:              # nohup ignores SIGHUP
             signal.signal(number, interrupt)
     code, lines = 2, []
@@ -55,6 +55,17 @@ def run_command(main: Callable[[], int | None]) -> None:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def run_parser(description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a command that opens RUN."""
+    parser = argument_parser(description, epilog)
+    parser.add_argument("run", metavar="RUN", help="a folder that train.py made, a Hugging Face folder, or "
+                        "hf:ORG/NAME of the hub")
+    parser.add_argument("--checkpoint", default="newest", metavar="WHICH",
+                        help="of a folder of train.py: newest (default), best (run.keep_best), or its step")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or mps")
+    return parser
 
 
 def argument_parser(description: str | None, epilog: str | None = None,

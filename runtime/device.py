@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -16,31 +17,35 @@ from runtime.errors import UserError
 
 # On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step: it pays after about 2 minutes.
 COMPILE_WORTH_FLOPS = 2e13
+DEVICES = ("cuda", "mps", "cpu")
 CPU_INFO = Path("/proc/cpuinfo")        # of Linux
 
 
-def pick_device(train: TrainConfig) -> torch.device:
-    """The configured device; "auto" is CUDA where there is one."""
-    if train.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device cuda: PyTorch finds no GPU here; use train.device=auto or cpu")
-    if train.device != "auto":
-        return torch.device(train.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def pick_device(name: str) -> torch.device:
+    """The device of train.device or --device; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    found = [gpu.type] if gpu is not None and gpu.type in DEVICES else []
+    if name not in ("auto", "cpu", *found):
+        raise UserError(f"train.device or --device {name}: PyTorch finds no such device here; give auto or "
+                        f"{' or '.join((*found, 'cpu'))}")
+    return torch.device(name if name != "auto" else (*found, "cpu")[0])
 
 
 @functools.cache
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of matrix products; "auto" is bfloat16 where they are faster than in float32.
 
-    That is on GPUs which have it, on CPUs with AMX, and on AMD's with the AVX-512 instruction for it. Intel
-    executes that instruction at no more than the rate of float32's: without AMX, or where a virtual machine
-    hides it, we measured half the speed. Without any support bfloat16 is 2 to 4 times slower.
+    That is on CPUs with AMX, and on AMD's with the AVX-512 instruction for it. Intel executes that
+    instruction at no more than the rate of float32's: without AMX, or where a virtual machine hides it, we
+    measured half the speed. Without any support bfloat16 is 2 to 4 times slower. GPUs take bfloat16, or
+    float16 where they would only emulate it (T4, V100); Apple's take float32.
     """
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
-        is_fast = torch.cuda.is_bf16_supported()
-    else:
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    is_fast = False
+    if device.type == "cpu":
         is_fast = torch.cpu._is_amx_tile_supported()
         if not is_fast and torch.cpu._is_avx512_bf16_supported() and CPU_INFO.exists():
             is_fast = "AuthenticAMD" in CPU_INFO.read_text(encoding="utf-8", errors="replace")
@@ -60,11 +65,20 @@ def autocast(train: TrainConfig, device: torch.device) -> torch.autocast:
 
 def should_compile(model: GPT, t: TrainConfig, device: torch.device) -> bool:
     """Whether to use torch.compile: depends on config and machine alone, so a resumed run does the same."""
-    if t.compile != "auto" or device.type == "cuda":
-        return t.compile != "off"
+    if t.compile != "auto" or device.type != "cpu":
+        return t.compile == "on" or (t.compile == "auto" and device.type != "mps")
     # 6 per weight and token: 2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361, section 2.1
     total_flops = 6 * model.n_parameters() * t.seq_len * t.batch_size * t.steps
-    return total_flops > COMPILE_WORTH_FLOPS and shutil.which(os.environ.get("CXX", "g++")) is not None
+    return total_flops > COMPILE_WORTH_FLOPS
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What torch.compile needs on this device and does not find; "" if nothing."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "Triton"
+    names = ("CC", "gcc", "clang", "cc") if device.type == "cuda" else ("CXX", "g++", "clang++", "cl")
+    found = [shutil.which(name) for name in (os.environ.get(names[0], names[1]), *names[1:])]
+    return "" if any(found) else "a C++ compiler, such as g++"
 
 
 def set_up_cpu() -> None:
@@ -77,7 +91,7 @@ def set_up_cpu() -> None:
     """
     torch.set_flush_denormal(True)
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3     # malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt:
         mallopt(M_MMAP_THRESHOLD, 2**30)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

@@ -41,7 +41,9 @@ def sha256_of(path: Path) -> str:
 
 def flush(path: Path) -> None:
     """Fsync a file or a folder: after a power cut it has all that was written, or renamed, before."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():       # Windows does not open folders
+        return
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

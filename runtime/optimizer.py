@@ -81,7 +81,9 @@ def orthogonal(matrices: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(pick_dtype("auto", x.device))
+    dtype = pick_dtype("auto", x.device)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    x = x.to(dtype if dtype == torch.bfloat16 else torch.float32)       # float16 would lose small values
     for _ in range(N_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

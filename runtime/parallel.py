@@ -34,18 +34,20 @@ def start(t: TrainConfig) -> Process:
 
     Raises UserError if the batch cannot be divided among them.
     """
-    device, world_size = pick_device(t), int(os.environ["WORLD_SIZE"])
+    device, world_size = pick_device(t.device), int(os.environ["WORLD_SIZE"])
     if t.batch_size % (world_size * t.accumulate):
         raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {world_size} processes "
                         f"times train.accumulate = {t.accumulate}; change one of the three")
     if world_size == 1:
         return Process(device)
     rank = int(os.environ["RANK"])
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    # with GPUs, gloo too: the CPUs exchange signals, so that none waits for its GPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = "gloo"
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device)
+        # gloo too: the CPUs exchange signals and sums, so that none waits for its GPU
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend)
     if rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return Process(device, rank, world_size)

@@ -28,7 +28,7 @@ from runtime.parallel import Process
 
 # what may change while a run is trained: its folder and intervals, the machine, the place of the corpus
 NO_PART_OF_A_RUN = ("run", "train.device", "train.compile", "data.dir")
-RUNS_AHEAD = ("cuda",)      # devices that are not waited for at each step
+RUNS_AHEAD = ("cuda", "mps")        # devices that are not waited for at each step
 
 
 class Ended(Exception):
@@ -49,6 +49,7 @@ class Run:
     state: dict[str, Any]       # step (updates made), metrics, n_bad (steps skipped in a row), revisions ...
     stop: list[int]             # numbers of the signals that arrived
     log: Log | None             # rank 0 writes
+    scaler: torch.amp.GradScaler        # of float16; else it does nothing
     unread: list[tuple[float, Tensor]] = field(default_factory=list)    # of the steps since: lr, (loss, norm)
 
     def after_step(self, loss_and_norm: Tensor) -> None:
@@ -70,6 +71,9 @@ class Run:
         self.read_metrics()
         if is_eval:
             self.state["metrics"] |= self.validate()
+            loss, best = self.state["metrics"]["val_loss"], self.state.get("best", (0, math.inf))
+            if r.keep_best and loss is not None and loss < best[1] and not self.state["n_bad"]:
+                self.state["best"], is_save = (step, loss), True
         if is_log or is_eval or self.state["n_bad"]:
             self.write_line()
         # while steps are bad the weights may be spoilt: no checkpoint from before is given up for them
@@ -84,7 +88,8 @@ class Run:
         unread, self.unread = self.unread, []
         for left, (lr, loss_and_norm) in zip(reversed(range(len(unread))), unread, strict=True):
             loss, grad_norm = (x if math.isfinite(x) else None for x in loss_and_norm.tolist())
-            is_bad = loss is None or grad_norm is None
+            # in float16 gradients may overflow: the scale of the loss is then halved, until it is 1
+            is_bad = loss is None or grad_norm is None and self.scaler.get_scale() <= 1
             self.state["step"] += 1
             self.state["n_bad"] = self.state["n_bad"] + 1 if is_bad else 0
             self.state["metrics"] = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
@@ -107,6 +112,7 @@ class Run:
         """Write a checkpoint; delete older ones, unless the last step was bad."""
         if self.log:
             self.state["wall_s"] = self.log.wall_s()
+            self.state["scaler"] = self.scaler.state_dict()
             flush(self.log.path)            # a resume does not write the lines before its checkpoint again
         checkpoint.save(Path(self.config.run.dir), self.model, self.optimizer, self.state["step"], self.state,
                         keep=None if self.state["n_bad"] else self.config.run.keep, is_writer=bool(self.log))

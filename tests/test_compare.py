@@ -382,7 +382,7 @@ def test_damaged_and_stale_files_are_named(tmp_path: Path, monkeypatch, capsys) 
         (run / name).unlink() if content is None else (run / name).write_bytes(content)
         assert expected in failure(monkeypatch, capsys, str(run)), name
     stale = fabricate(Path("stale"))
-    monkeypatch.setattr("evaluation.runs.is_newest", lambda *_: False)
+    monkeypatch.setattr("evaluation.runs.is_current", lambda *_: False)
     assert "the run has another checkpoint now; run `python eval.py stale --replace`" in failure(
         monkeypatch, capsys, str(stale))
 

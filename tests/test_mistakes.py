@@ -24,6 +24,8 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "{config} train.init_from=nowhere", ["nowhere", "config.toml"]),
     ("train", "{config} run.dir={mine}", ["{mine}", "run.dir"]),
     ("train", "{config} train.device=cuda", ["train.device", "cuda"]),
+    ("train", "{config} train.lengths={{0=7}}", ["train.lengths", "seq_len"]),
+    ("train", "{config} train.dtype=float16 train.parallel=fsdp", ["bfloat16 or ddp"]),
     ("train", "{config} --no-such-option", ["--no-such-option"]),
     ("train", "{config} data.dir={cut}", ["{cut}", "train.bin", "prepare"]),
     ("eval", "nowhere", ["nowhere", "config.toml"]),
@@ -38,6 +40,8 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("eval", "{run} --data {mine}", ["--data", "{mine}"]),
     ("eval", "{run} --json out.txt", ["--json out.txt"]),
     ("eval", "{run} --windows 0", ["--windows"]),
+    ("eval", "{run} --device cuda", ["--device cuda", "auto or cpu"]),
+    ("sample", "{run} --checkpoint best", ["--checkpoint best", "run.keep_best", "steps 1"]),
     ("eval", "{hf}", ["--data"]),
     ("compare", "nowhere", ["nowhere", "config.toml"]),
     ("compare", "{run}", ["eval.py {run}"]),
@@ -100,7 +104,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str
 def test_a_mistake_is_an_error_line_that_says_what_to_type(command: str, arguments: str, expected: list[str],
                                                            made: dict[str, Path], monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     error = one_error(call(command, *(word.format(**made) for word in arguments.split())))
     missing = [text for text in expected if text.format(**made) not in error]
     assert not missing, error

@@ -6,12 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal_runs, every_encoding_slowly, lively, metrics
+from conftest import ROOT, assert_equal_runs, call, every_encoding_slowly, lively, metrics
+from torch import Tensor
 
 import train as train_module
 from config import Config
@@ -20,7 +22,7 @@ from data.tokenizer import ByteTokenizer
 from model import GPT
 from runtime import checkpoint
 from runtime import run as run_module
-from runtime.device import should_compile
+from runtime.device import missing_compiler, should_compile
 from runtime.errors import UserError
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
@@ -36,7 +38,8 @@ def run_loop(config: Config) -> Run:
     n_bytes = torch.ones(config.model.vocab_size)
     run = Run(config, corpus, model, model, make_optimizer(model, config), CPU,
               lambda: validate(model, corpus, n_bytes, config, CPU),
-              {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0}, [], log=None)
+              {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0}, [], log=None,
+              scaler=torch.amp.GradScaler("cpu", enabled=False))
     training_loop(run)
     return run
 
@@ -220,8 +223,63 @@ def test_compile_pays_only_on_long_cpu_runs(tiny, monkeypatch) -> None:
     short, long = (tiny("rope", f"train.steps={n}", "train.compile=auto") for n in (10, 10**9))
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")
     assert [decision(short, "cpu"), decision(long, "cpu"), decision(short, "cuda")] == [False, True, True]
-    monkeypatch.setattr(shutil, "which", lambda name: None)             # no compiler on this machine
-    assert decision(long, "cpu") is False and decision(tiny("rope", "train.compile=on"), "cpu")
+    assert [missing_compiler(torch.device(name)) for name in ("cpu", "cuda")] == ["", "Triton"]
+
+
+def test_without_a_compiler_training_goes_on_uncompiled(tiny, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert train(tiny("rope", "train.compile=on", "train.steps=2"), []) == 0
+    assert "torch.compile needs a C++ compiler, such as g++, which is not here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_run_in_16_bits_ends_where_one_in_32_does(dtype: str, tiny, tmp_path: Path) -> None:
+    """In float16 the first scale, 2^16 times the loss, is too large for some gradients, and is halved."""
+    losses = []
+    for name in (dtype, "float32"):
+        config = tiny("rope", "train.steps=60", "train.lr=1e-2", f"train.dtype={name}",
+                      f"run.dir={tmp_path / name}", "run.log_every=60")
+        assert train(config, []) == 0
+        losses.append(json.loads((tmp_path / name / "summary.json").read_text())["val_loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+def test_an_overflow_halves_the_scale_and_is_not_a_bad_step(tiny, monkeypatch) -> None:
+    config = tiny("rope", "train.dtype=float16", "train.steps=9", "train.max_bad_steps=1")
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**40))
+    assert train(config, []) == 0
+    lines = metrics(Path(config.run.dir))
+    assert lines[0]["grad_norm"] is None and not any("n_bad" in line for line in lines)
+    state = json.loads((Path(config.run.dir) / "checkpoints" / "00000008" / "state.json").read_text())
+    assert state["scaler"]["scale"] <= 2.0**39
+
+
+def test_lengths_change_the_windows_not_the_tokens_of_a_step(tiny, monkeypatch) -> None:
+    shapes, forward = [], GPT.forward
+
+    def noted(self: GPT, x: Tensor, *arguments: object, **options: object) -> Tensor:
+        shapes.extend([tuple(x.shape)] * self.training)
+        return forward(self, x, *arguments, **options)
+
+    monkeypatch.setattr(GPT, "forward", noted)
+    assert train(tiny("rope", "train.lengths={0 = 8, 5 = 16, 9 = 32}"), []) == 0
+    assert shapes == [(16, 8)] * 5 + [(8, 16)] * 4 + [(4, 32)] * 3
+
+
+def test_the_best_checkpoint_is_kept_and_opened(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
+    losses = iter([3.0, 1.0, 2.0, 1.5])
+    monkeypatch.setattr("train.validate", lambda *_: {"val_loss": next(losses), "val_bpb": 1.0})
+    config = tiny("rope", "run.eval_every=3", "run.save_every=3", "run.keep=1", "run.keep_best=true")
+    assert train(config, []) == 0
+    folder = Path(config.run.dir)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00000006", "00000012"]
+    found = [checkpoint.open_run(folder, which).state["step"] for which in ("newest", "best", "6", "12")]
+    assert found == [12, 6, 6, 12]
+    with pytest.raises(UserError, match="--checkpoint 9: .* steps 6, 12"):
+        checkpoint.open_run(folder, "9")
+    for which in ("best", "newest"):
+        arguments = (folder, "--checkpoint", which, "--lengths", "32", "--replace", "--protocol", "fixed")
+        assert call("eval", *arguments).code == call("compare", folder, "--out", tmp_path / "out").code == 0
 
 
 @pytest.mark.slow

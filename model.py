@@ -195,13 +195,15 @@ class GPT(nn.Module):
         self.options = p
         self.encoding, self.no_encoding = ENCODINGS[p.encoding](shape, p), NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
+        self.encoding.clamp()
         # if it is dropped at all, then at least for the last step
         self.drop_step = min(round(p.drop_at * steps), steps - 1) if p.drop_at < 1 else math.inf
         self.is_dropped = self.drop_step <= 0
         self.choose_encodings()
 
     def set_step(self, step: int) -> None:
-        """Drop the encoding if position.drop_at says so after `step` steps. DroPE, arXiv:2512.12167."""
+        """After `step` steps: clamp the encoding's parameters, or drop it by position.drop_at (DroPE)."""
+        self.encoding.clamp()
         is_dropped = step >= self.drop_step
         if is_dropped != self.is_dropped:
             self.is_dropped = is_dropped

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -168,24 +168,20 @@ class T5(Encoding):
 class Kerple(Encoding):
     """The base of KERPLE's two kernels: numbers p, a > 0 for each head. Chi et al. 2022, arXiv:2205.09921.
 
-    As in the authors' code, all layers share them, p ~ U(0, 2) and a ~ U(0, 1) at the start, and each forward
-    clamps the parameters themselves to at least 0.01 (and p of the power kernel to at most 2). lr_scale lets
-    a short run move heads that start without a useful penalty.
+    As in the authors' code, all layers share them, p ~ U(0, 2) and a ~ U(0, 1) at the start, and the
+    parameters are clamped to at least 0.01 (and p of the power kernel to at most 2). lr_scale lets a short
+    run move heads that start without a useful penalty.
     """
 
     by_distance = True
     lr_scale = 10.0
-    max_p: float | None = None
+    bounds: ClassVar = {"p": (0.01, None), "a": (0.01, None)}
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
         self.p, self.a = (nn.Parameter(top * torch.rand(shape.n_head)) for top in (2, 1))       # (H,) each
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
-        # the parameter itself, so that it gets a gradient at the bound too. With no_grad instead of .data, a
-        # second forward would make backward of the first fail, although it changes no value
-        self.p.data.clamp_(min=0.01, max=self.max_p)
-        self.a.data.clamp_(min=0.01)
         return self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
 
 
@@ -206,7 +202,8 @@ class KerplePower(Kerple):
     ALiBi is p = 1 with fixed a, but the clamp excludes its slopes below 0.01.
     """
 
-    max_p = 2.0         # beyond 2 the kernel is not conditionally positive definite
+    # beyond 2 the kernel is not conditionally positive definite
+    bounds: ClassVar = {"p": (0.01, 2.0), "a": (0.01, None)}
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         p, a = at.tables

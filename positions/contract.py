@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
@@ -121,6 +122,8 @@ class Encoding(nn.Module):
     is_relative: bool = True  # do the logits depend on distances alone? (tested)
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
+    # of parameters: their least and largest value, None for no limit. `clamp` keeps them there
+    bounds: ClassVar[dict[str, tuple[float | None, float | None]]] = {}
     # `scores` adds f(head, layer, distance), then applies at.temperature if given: attention may compute it
     # once for each distance, and FlexAttention may serve it
     by_distance: ClassVar[bool] = False
@@ -172,6 +175,16 @@ class Encoding(nn.Module):
         not the fused kernel.
         """
         return logits
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        """Put the parameters back into their `bounds`: at the start, and after each step of the optimizer.
+
+        Not in a forward: FSDP2 gathers a copy of the parameters for it, whose changes are lost.
+        """
+        for module in self.modules():
+            for name, (low, high) in getattr(module, "bounds", {}).items():
+                getattr(module, name).clamp_(low, high)
 
     @classmethod
     def acts_in_layers(cls) -> bool:

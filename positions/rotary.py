@@ -221,21 +221,17 @@ class PoPE(RoPE):
     an angle from the position alone: f_c = base^(-c / D), and q and k are twice as wide in their product.
 
     delta (n_layer, H, D) is learned and starts at 0, as in the paper's experiments on longer contexts. In the
-    authors' code each head of keys has one, here each head of queries. It is kept in [-2 pi, 0]: each forward
-    clamps the parameter itself, so that it gets a gradient at the bound too. A temperature multiplies the
-    logits, since a factor on q would change the radius.
+    authors' code each head of keys has one, here each head of queries. It is clamped to [-2 pi, 0]. A
+    temperature multiplies the logits, since a factor on q would change the radius.
     """
 
     Options = PoPEOptions
     applies_temperature = True
+    bounds: ClassVar = {"delta": (-2 * math.pi, 0.0)}
 
     def __init__(self, shape: Shape, options: PoPEOptions) -> None:
         super().__init__(shape, options)
         self.delta = nn.Parameter(torch.zeros(shape.n_layer, shape.n_head, shape.head_dim))
-
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
-        self.delta.data.clamp_(-2 * math.pi, 0)     # by .data: see Kerple
-        return super().tables(q_pos, k_pos)                             # (1 or B, 1, T, D) each
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         q_cos, q_sin, k_cos, k_sin = at.tables

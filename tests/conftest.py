@@ -140,6 +140,7 @@ def lively(config: Config, seed: int = 0) -> GPT:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn_like(p) * (0.3 if p.dim() > 1 else 1.0))
+    model.encoding.clamp()
     return model
 
 

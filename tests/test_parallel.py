@@ -100,9 +100,11 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [("model.tied=true", "train.accumulate=2"), ("train.optimizer=muon",)])
+@pytest.mark.parametrize("overrides", [
+    ("model.tied=true", "train.accumulate=2"), ("train.optimizer=muon",),
+    ("position.encoding=pope", "position.lr_scale=30")])               # delta is clamped, on shards too
 def test_a_sharded_run_goes_on_in_one_process(overrides: tuple[str, ...], tiny, tmp_path: Path) -> None:
-    """FSDP2: stopped, and resumed alone, it is the run of one process; so is a tied matrix, and Muon."""
+    """FSDP2: stopped, and resumed alone, it is the run of one process: tied, by Muon, clamped."""
     def make(name: str) -> Config:
         return tiny("t5", f"train.steps={STEPS}", "train.parallel=fsdp", *overrides,
                     "model.n_hidden=37", f"run.dir={tmp_path / name}", "run.save_every=100")

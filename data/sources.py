@@ -276,13 +276,17 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
     all files belong to one commit. No code of a dataset is ever run. Raises UserError.
     """
     import datasets
-    from huggingface_hub import HfApi
+    import huggingface_hub
+    from huggingface_hub.constants import HF_HUB_OFFLINE
 
     name, config, split = [*source.removeprefix("hf:").split(":"), None, None][:3]
     name = str(name)
     try:
-        if not Path(name).is_dir():
-            revision = HfApi().dataset_info(name, revision=revision or "main").sha
+        if HF_HUB_OFFLINE and not Path(name).is_dir():          # what is in the cache, as a local folder
+            name = huggingface_hub.snapshot_download(name, repo_type="dataset", revision=revision)
+            revision = Path(name).name
+        elif not Path(name).is_dir():
+            revision = huggingface_hub.HfApi().dataset_info(name, revision=revision or "main").sha
         configs = datasets.get_dataset_config_names(name, revision=revision)
         if config not in (None, *configs) and split is None:
             config, split = None, config                                # hf:NAME:SPLIT

@@ -7,6 +7,8 @@ read and no code of the folder is run. hf/architectures.py lists what is support
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,9 +33,10 @@ PULLED = ["*.json", "*.safetensors", "*.jinja"]         # no code, no pickles
 
 
 def pulled(run: str) -> str:
-    """The folder of a model: `run` itself, or models/ORG/NAME for hf:ORG/NAME, brought up to date.
+    """The folder of a model: `run` itself, or models/ORG/NAME for hf:ORG/NAME, filled from the hub's cache.
 
-    hf:ORG/NAME@REVISION goes to models/ORG/NAME@REVISION. Raises UserError.
+    hf:ORG/NAME@REVISION goes to models/ORG/NAME@REVISION. Nothing else is written into the cache. While the
+    commit is the same, the folder stays as it is, with what was edited or evaluated there. Raises UserError.
     """
     if not run.startswith("hf:"):
         return run
@@ -41,11 +44,22 @@ def pulled(run: str) -> str:
 
     name, _, revision = run.removeprefix("hf:").partition("@")
     folder = Path("models", run.removeprefix("hf:"))
-    try:    # it goes on with an interrupted download, and offline it takes the folder that is there
-        snapshot_download(name, revision=revision or None, local_dir=folder, allow_patterns=PULLED)
+    try:    # it goes on with an interrupted download; with HF_HUB_OFFLINE=1 it takes what is in the cache
+        cached = Path(snapshot_download(name, revision=revision or None, allow_patterns=PULLED))
     except Exception as error:  # the client raises the exceptions of several HTTP libraries
         raise UserError(f"{run}: cannot be downloaded ({type(error).__name__}: {error}); check that it reads "
                         "hf:ORG/NAME, and the network, or log in with `hf auth login`") from error
+    commit = folder / ".commit"
+    if not commit.exists() or commit.read_text() != cached.name:
+        for file in (file for file in cached.rglob("*") if file.is_file()):
+            own = folder / file.relative_to(cached)
+            own.parent.mkdir(parents=True, exist_ok=True)
+            own.unlink(missing_ok=True)
+            if own.suffix == ".safetensors" and os.name == "posix":
+                own.symlink_to(file.resolve())      # large, and nobody edits it
+            else:
+                shutil.copyfile(file, own)
+        commit.write_text(cached.name)
     return str(folder)
 
 

@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 import torch
-from conftest import call, lively, tokens
+from conftest import call, lively, python, tokens
 
 from config import to_toml
 from model import GPT
@@ -44,3 +44,14 @@ def test_top_k_and_temperature(tiny) -> None:
     assert torch.equal(generate(model, x, 9, 1e-4, seed=3), generate(model, x, 9, 0))
     draws = {generate(model, x, 1, 5.0, top_k=3, seed=seed)[0, -1].item() for seed in range(40)}
     assert draws == set(model(x)[0, -1].topk(3).indices.tolist())
+
+
+def test_commands_import_what_windows_has() -> None:
+    """Without fcntl and resource, and with the signals of Windows alone."""
+    code = ("import signal, sys\nfor name in ('fcntl', 'resource', 'pwd', 'grp', 'termios'):\n"
+            "    sys.modules[name] = None\nfor name in ('HUP', 'USR1', 'USR2', 'QUIT', 'ALRM', 'KILL'):\n"
+            "    delattr(signal, 'SIG' + name)\n"
+            "import train, eval, compare, sample, export, sweep, data.prepare\n"
+            "from runtime.command import run_command\nrun_command(lambda: print(len(train.SIGNALS)))")
+    ended = python("-c", code)
+    assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr

@@ -159,17 +159,19 @@ def test_a_model_of_nans_gives_no_sample(name: str, T: int, tiny) -> None:
 
 
 def test_a_model_of_the_hub_is_downloaded_without_code(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    """A download that breaks is one line; the next one goes on from its files."""
+    """A download that breaks is one line; edited files stay until the model on the hub changes."""
     on_hub = ["config.json", "modeling.py", "pytorch_model.bin", WEIGHTS, "tokenizer.json", "chat.jinja"]
     asked = []
 
-    def snapshot_download(name: str, revision: str, local_dir: Path, allow_patterns: list[str]) -> None:
+    def snapshot_download(name: str, revision: str, allow_patterns: list[str]) -> str:
         asked.append((name, revision))
-        local_dir.mkdir(parents=True, exist_ok=True)
+        cached = tmp_path / "cache" / f"commit{len(asked) // 4}"
+        cached.mkdir(parents=True, exist_ok=True)
         for file in filter_repo_objects(on_hub, allow_patterns=allow_patterns):
-            (local_dir / file).write_text("")
+            (cached / file).write_text(cached.name)
         if len(asked) == 1:
             raise ConnectionError("lost")
+        return str(cached)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
@@ -177,5 +179,11 @@ def test_a_model_of_the_hub_is_downloaded_without_code(folder: Path, tmp_path: P
     with pytest.raises(UserError, match="hf:o/m@v1: cannot be downloaded .*lost.*hf:ORG/NAME"):
         pulled("hf:o/m@v1")
     assert pulled("hf:o/m@v1") == "models/o/m@v1" and asked == [("o/m", "v1")] * 2
-    assert {path.name for path in Path("models/o/m@v1").iterdir()} == {
-        "config.json", WEIGHTS, "tokenizer.json", "chat.jinja"}
+    own = Path("models/o/m@v1")
+    assert {path.name for path in own.iterdir()} == {
+        "config.json", WEIGHTS, "tokenizer.json", "chat.jinja", ".commit"}
+    (own / "config.json").write_text("edited")
+    assert pulled("hf:o/m@v1") and (own / "config.json").read_text() == "edited"
+    assert (tmp_path / "cache" / "commit0" / "config.json").read_text() == "commit0"
+    assert pulled("hf:o/m@v1")
+    assert {(own / name).read_text() for name in ("config.json", WEIGHTS)} == {"commit1"}

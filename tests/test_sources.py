@@ -126,6 +126,18 @@ def test_the_commit_of_a_dataset_is_resolved_first_and_recorded(tmp_path: Path, 
     assert asked == ["main", "v1.0"] and len(both(tmp_path / "out")[0]) == 100
 
 
+def test_offline_a_dataset_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch) -> None:
+    import huggingface_hub
+
+    cached = write_hub(tmp_path / "c0ffee")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, repo_type, revision: str(cached))
+    before = sorted(cached.rglob("*"))
+    meta = prepare("hf:some/books:raw", tmp_path / "out", "byte")
+    assert (meta["source"], meta["revision"]) == ("hf:some/books:raw", "c0ffee")
+    assert len(both(tmp_path / "out")[0]) == 100 and sorted(cached.rglob("*")) == before
+
+
 def test_headings_open_the_articles_of_wikitext(tmp_path: Path) -> None:
     lines = ["", " = One = \n", "", " Text . \n", "", " = = Part = = \n", " where x \n", " = 3 y = \n", "",
              " = Two = \n", "", " More . \n"]

@@ -223,7 +223,7 @@ def config_from(layers: Sequence[Layer], place: str) -> Config:
             parts[section] = schema.model_validate(keys | tables.pop(section, {}))
         except ValidationError as error:
             found += explain(error, section, schema, origin, place)
-    found += [f"[{section}] {origin[section]}: unknown section{did_you_mean(section, SECTIONS)}"
+    found += [f"[{section}] {origin[section]}: unknown section{did_you_mean(section, [*SECTIONS, 'extends'])}"
               for section in tables]
     if not found:
         config = Config(**parts)

@@ -14,7 +14,8 @@ METHOD+METHOD applies both. `--extend all` measures every method that fits, at L
 says otherwise, and ends in a table: loss against truncation, keys found, seconds, and what to write into
 config.json (`python export.py RUN OUT --extend METHOD` writes it). Every forward pass computes whole windows.
 
-Writes RUN/eval/DATA.json (records, and of which checkpoint), .npz (sums of each window) and .png (picture).
+Writes RUN/eval/DATA.json (records, and of which checkpoint; with --extend all DATA-extended.json), .npz (sums
+of each window) and .png (picture).
 The first two are written after each length, so the same command continues an interrupted evaluation. A second
 call adds to that file what it lacks; --replace measures everything again. Both calls must have the same
 targets, model and code: otherwise eval.py refuses before it computes anything. The longest length decides
@@ -41,7 +42,7 @@ from evaluation.protocols import (
     open_extensions,
     spec_of,
 )
-from evaluation.results import Results
+from evaluation.results import EXTENDED, Results
 from evaluation.show import advice, table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
@@ -67,8 +68,11 @@ def positive(text: str) -> int:
 def parse_arguments() -> argparse.Namespace:
     known = ",".join((*EVERY, "needles"))
     parser = run_parser(__doc__, f"{describe_protocols()}\n\n{describe_extensions()}")
-    parser.add_argument("--lengths", help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L)")
-    parser.add_argument("--protocol", help=f"from {known} (default {','.join(DEFAULT_PROTOCOLS)}; for a run "
+    parser.add_argument("--lengths", action="append",
+                        help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L, as far as "
+                        "there are 8 documents)")
+    parser.add_argument("--protocol", action="append",
+                        help=f"from {known} (default {','.join(DEFAULT_PROTOCOLS)}; for a run "
                         "trained on a task its protocols, with --extend all fixed,passkey)")
     parser.add_argument("--extend", action="append", default=[], metavar="METHOD",
                         help="also measure under a method that extends the context; may be repeated")
@@ -97,6 +101,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
     args = parser.parse_args()
+    for name in ("lengths", "protocol"):        # repeated ones combine
+        setattr(args, name, ",".join(getattr(args, name) or []) or None)
     args.is_all = "all" in args.extend
     if args.is_all:
         args.extend = [*(spec for spec in args.extend if spec != "all"), *ALL]
@@ -174,7 +180,7 @@ def main() -> None:
         n_documents = len(evaluation.text.documents)
         measured = f"{text.name}: {n_documents} documents of more than {settings.longest} tokens"
     print(f"{args.run}: {title}, on {measured}, in {head['dtype']}", flush=True)
-    path = args.json or Path(args.run) / "eval" / f"{text.name}.json"
+    path = args.json or Path(args.run) / "eval" / f"{text.name}{EXTENDED * args.is_all}.json"
     with results.claimed(path):
         found = results.read_mergeable(path, head, args.replace)
         for _ in evaluation.measure(found):         # after each place: an interruption loses no more

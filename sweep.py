@@ -46,7 +46,8 @@ def pair(text: str) -> tuple[str, int | str]:
 def parse_arguments() -> argparse.Namespace:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="config files; overrides apply to all")
-    parser.add_argument("--seeds", metavar="S,S", type=integers, default=[], help="train with each seed")
+    parser.add_argument("--seeds", metavar="S,S", type=integers, action="extend", default=[],
+                        help="train with each seed")
     grids = parser.add_mutually_exclusive_group()
     grids.add_argument("--grid", metavar="section.key=V,V", action="append", default=[],
                        help="train with each value: --grid train.lr=1e-3,2e-3; may be repeated")

@@ -143,13 +143,22 @@ class Writer:
                 "sha256": {name: sha256_of(self.folder / name) for name in names}}
 
 
-def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFAULTS) -> dict[str, Any]:
-    """Write a corpus to the folder `out`, complete or not at all, and return its meta.json."""
+def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFAULTS,
+            replace: bool = False) -> dict[str, Any]:
+    """Write a corpus to the folder `out`, complete or not at all, and return its meta.json.
+
+    It replaces a corpus of another tokenizer, on which runs may depend, only if `replace`. Raises UserError.
+    """
     out = out.resolve() if out.is_symlink() else out        # such as one to another disk: it stays a link
     names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name} if out.exists() else set()
     if names and (names - CORPUS_FILES or "meta.json" not in names):
         raise UserError(f"--out {out}: would be replaced, but {min(names - CORPUS_FILES or names)} is not "
                         "part of a prepared corpus; give another folder")
+    given = find_tokenizer(tokenizer_name)
+    before = read_meta(out / "meta.json")["tokenizer"]["name"] if names and not replace else tokenizer_name
+    if before not in (tokenizer_name, given and given.name):
+        raise UserError(f"--out {out}: holds a corpus by {before}, whose runs could not be resumed; give "
+                        "another folder, or --replace")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.partial")
     try:
@@ -157,7 +166,7 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
             shutil.rmtree(folder, ignore_errors=True)                   # of a process that was killed
             folder.mkdir()
             try:
-                meta = write_corpus(folder, source, out, tokenizer_name, options)
+                meta = write_corpus(folder, source, out, given, tokenizer_name, options)
                 shutil.rmtree(out, ignore_errors=True)
                 folder.rename(out)
                 return meta
@@ -169,10 +178,10 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
         raise UserError(f"{error.filename or folder}: {error.strerror or error}") from error
 
 
-def write_corpus(folder: Path, source: str, out: Path, tokenizer_name: str,
+def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, tokenizer_name: str,
                  options: Options) -> dict[str, Any]:
-    """Write a corpus to `folder`; meta.json comes last."""
-    given, task = find_tokenizer(tokenizer_name), TASKS.get(source)
+    """Write a corpus to `folder`; meta.json comes last. Without a given tokenizer, one is learned."""
+    task = TASKS.get(source)
     found = sources.open_source(source, out, given, options)
     file = given.file if given else ""
     if given is None:
@@ -224,6 +233,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="byte", metavar="NAME",
                         help="byte, gpt2, bpe:N, or the folder of a corpus, run or Hugging Face model")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
+    parser.add_argument("--replace", action="store_true",
+                        help="replace a corpus by another tokenizer in the folder")
     parser.add_argument("--revision", help="hf: a commit, branch or tag (default main)")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="of tables and .jsonl objects")
     parser.add_argument("--val-share", type=float, metavar="X",
@@ -236,10 +247,13 @@ def main() -> None:
     args = parser.parse_args()
     options = Options(*(getattr(args, name) for name in Options._fields))
     out = args.out or default_out(args.source[0])
-    meta = prepare(" + ".join(args.source), out, args.tokenizer, options)
+    meta = prepare(" + ".join(args.source), out, args.tokenizer, options, args.replace)
     for split, about in meta["splits"].items():
         print(f"{out}/{split}.bin: {about['documents']:,} documents, {about['bytes']:,} bytes, "
               f"{about['tokens']:,} tokens ({meta['tokenizer']['name']})")
+    if meta["splits"]["val"]["documents"] < 5 and "task" not in meta:
+        print("warning: intervals need at least 5 documents for validation; give a larger --val-share, or "
+              "put files into the folders train/ and val/ of SOURCE yourself", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 windows      the text to evaluate on, and the places that protocols share
 protocols    the protocols of eval.py, a class each: the targets, the forward passes, the records
+trigram      a Kneser-Ney trigram, which a model must beat
 extension    methods that extend the context of a trained model (--extend)
 results      the files that eval.py writes, and merging a second evaluation into them
 show         the tables that eval.py prints

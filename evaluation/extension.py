@@ -424,4 +424,4 @@ def describe_extensions() -> str:
     for name, extension in EXTENSIONS.items():
         schema: type[BaseModel] = SCALINGS.get(name, extension)
         lines += ["", *describe_choice(name, schema, schema, ["method"])]
-    return "\n".join(lines)
+    return "\n".join(lines).replace("; required", "; default T / L")

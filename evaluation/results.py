@@ -24,6 +24,7 @@ from runtime.files import read_json, write_whole
 WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "trigram")  # their windows are always in the .npz
 SAME = ("weights_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",
         "train_dtype", "commit")                            # keys of the JSON that must agree
+EXTENDED = "-extended"              # after the text's name in the file of eval.py --extend all
 Record = dict[str, Any]
 
 
@@ -65,14 +66,15 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
     for key in SAME:
         if earlier.head.get(key) != head[key]:
             raise UserError(f"{path}: holds an evaluation with another {key}; {remedy}")
+    flags: dict[str, None] = {}
     for protocol, settings in head["settings"].items():
         before = earlier.head.get("settings", {}).get(protocol, settings)
-        flags = [f"the default --{name}" if value is None else
-                 f"--lengths up to {value}" if name == "length" else f"--{name} {value}"
-                 for name, value in before.items() if settings.get(name, value) != value]
-        if flags:
-            raise UserError(f"{path}: holds {protocol} on other targets; give {' '.join(flags)} to measure "
-                            f"on the same ones, or {remedy.removeprefix('give ')}")
+        flags |= dict.fromkeys(f"the default --{name}" if value is None else
+                               f"--lengths up to {value}" if name == "length" else f"--{name} {value}"
+                               for name, value in before.items() if settings.get(name, value) != value)
+    if flags:
+        raise UserError(f"{path}: holds other targets; give all of {' '.join(flags)} to measure on the same "
+                        f"ones, or {remedy.removeprefix('give ')}")
     return earlier
 
 

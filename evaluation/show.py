@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from evaluation.extension import Rescaled
-from evaluation.intervals import Estimate, two_way, units_of
+from evaluation.intervals import LEVEL, Estimate, holm, two_way, units_of
 from evaluation.protocols import Evaluation, spec_of
 from evaluation.results import WINDOWED, Record, Results, perplexity
 from hf.export import rope_fields
@@ -67,14 +67,18 @@ def advice(found: Results, e: Evaluation) -> Iterator[str]:
             "length": length, "method": extend.spec, "loss - truncated": worse.value,
             "95 % interval": "" if worse.low is None else f"{worse.low:+.4f} ... {worse.high:+.4f}",
             "passkey": "/".join(str(sum(r[key] for r in asked)) for key in ("correct", "trials")),
-            "seconds": f"{fixed['seconds']:.1f}", "beats": worse.high is not None and worse.high < 0,
-            "in config.json": json.dumps(fields) if fields else "-"})
+            "seconds": f"{fixed['seconds']:.1f}", "p": 1.0 if worse.p is None else worse.p,
+            "config.json": json.dumps(fields)})
     if not rows:
         yield "--extend all: no length is beyond L; give a longer text, or --lengths beyond L"
         return
     frame = pd.DataFrame(rows).sort_values(["length", "loss - truncated"])
-    yield frame.drop(columns="beats").to_string(index=False, float_format="{:+.4f}".format)
+    frame["p"] = frame.groupby("length").p.transform(lambda p: holm(p.tolist()))
+    yield frame.drop(columns=["p", "config.json"]).to_string(index=False, float_format="{:+.4f}".format)
     for length, best in frame.groupby("length").first().iterrows():
+        beats = best["loss - truncated"] < 0 and best["p"] < LEVEL      # corrected for the number of methods
         yield (f"at {length} tokens {best['method']} has the lowest loss"
-               + (", and beats" if best["beats"] else "; it is not shown that it beats")
+               + (", and beats" if beats else "; it is not shown that it beats")
                + f" truncation to the last {e.L} tokens")
+        if beats and best["config.json"] != "null":
+            yield f"  in config.json: {best['config.json']}"

@@ -19,6 +19,7 @@ from data.tokenizer import Tokenizer
 from runtime.errors import UserError
 
 MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32, 64)      # of L, the training length: the default lengths
+FEW = 8         # documents that the longest default length must have, so that one does not decide
 NO_TEXT = (".jsonl", ".parquet", ".gz", ".zst", ".zip")     # suffixes of sources of data/prepare.py
 
 
@@ -79,15 +80,20 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer,
 
 def choose_lengths(wanted: str | None, L: int, text: Text, generated: int = 0,
                    needs_L: bool = True) -> list[int]:
-    """The lengths of --lengths, or L/2 ... 64 L as far as the documents go. Raises UserError.
+    """The lengths of --lengths, or L/2 ... 64 L as far as at least FEW documents go. Raises UserError.
 
     The documents must have L tokens too if `needs_L`, or if the lengths follow from it. If nothing but
     generated documents is measured, the default is up to `generated` times L.
     """
-    longest = 2**31 if generated else max(map(len, text.documents)) - 1
+    sizes = sorted(map(len, text.documents), reverse=True)
+    longest = 2**31 if generated else sizes[0] - 1
     if wanted is None:
-        lengths = [int(m * L) for m in MULTIPLES if m * L <= longest and m <= (generated or max(MULTIPLES))]
+        several = longest if generated else max(sizes[:FEW][-1] - 1, min(L, longest))
+        lengths = [int(m * L) for m in MULTIPLES if m * L <= several and m <= (generated or max(MULTIPLES))]
         if L in lengths:
+            if lengths[-1] * 2 <= min(longest, max(MULTIPLES) * L):
+                print(f"lengths up to {lengths[-1]}: fewer than {FEW} documents of {text.name} are twice as "
+                      "long; --lengths gives others")
             return lengths
         raise UserError(f"data {text.name}: its longest document has {longest} tokens, fewer than the "
                         f"training length {L}; give a longer text with --data, or --train-length")

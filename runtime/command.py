@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def argument_parser(description: str | None, epilog: str | None = None,
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
+            message = re.sub(r"(--lr|--learning.rate)\b.*", r"\1; write train.lr=VALUE", message)
             raise UserError(f"{message}; see {self.prog} --help")
 
     return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -31,8 +31,11 @@ class Log:
             import wandb  # here: few runs need it
             has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
             mode: Any = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
+            id_file = run_dir / "wandb_id"                  # a resumed run goes on as the same run of W&B
             self.wandb = wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),
-                                    config=config.model_dump(), mode=mode)
+                                    config=config.model_dump(), mode=mode, resume="allow",
+                                    id=id_file.read_text() if id_file.exists() else None)
+            id_file.write_text(str(self.wandb.id))
 
     def wall_s(self) -> float:
         """Seconds of training, including those before a resume."""
@@ -50,14 +53,15 @@ class Log:
             file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log(line, step=step)
-        eta = (self.steps - step) * self.tokens_per_step / mean_speed
+        seconds = round((self.steps - step) * self.tokens_per_step / mean_speed)
+        eta = f"  ETA {seconds // 60}m{seconds % 60:02}s" if step >= self.steps / 100 else ""
         text = (f"step {step}/{self.steps}  loss {shown(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
-                f"{shown(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s  ETA {eta // 60:.0f}m"
-                f"{eta % 60:02.0f}s")
+                f"{shown(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s{eta}")
         if "n_bad" in metrics:
             text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
         if "val_loss" in metrics:
-            text += f"  val {shown(metrics['val_loss'])} nats/token  {shown(metrics['val_bpb'])} bits/byte"
+            text += (f"\n  validation {shown(metrics['val_loss'])} nats/token, "
+                     f"{shown(metrics['val_bpb'])} bits/byte")
         say(text)
 
 

@@ -154,17 +154,19 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
 def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
     """Whether this run has been trained to its end. Raises UserError if the folder holds anything else."""
     if not (run_dir / "config.toml").exists():
-        # a kill may have left hidden files and these two in a folder that was being made
-        found = {path.name for path in run_dir.glob("[!.]*")} - {"corpus.json", TOKENIZER_FILE}
+        # a kill may have left hidden files and these in a folder that was being made
+        found = {path.name for path in run_dir.glob("[!.]*")} - {"corpus.json", TOKENIZER_FILE, "code.diff"}
         if found:
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         return False
     changes = differences(load_config(run_dir / "config.toml"), config, NO_PART_OF_A_RUN)
     if content_of(read_meta(run_dir / "corpus.json")) != content_of(corpus.meta):
         changes.append(f"another corpus than {config.data.dir} now holds")
+    longer = f"; to train it further, give another run.dir and train.init_from={run_dir}" if any(
+        change.startswith("train.steps") for change in changes) else ""
     if changes:
         raise UserError(*(f"run {run_dir}: was started with another config: {change}; give another run.dir "
-                          "or delete the folder" for change in changes))
+                          f"or delete the folder{longer}" for change in changes))
     return (run_dir / "summary.json").exists()
 
 
@@ -181,6 +183,8 @@ def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
         if (corpus.folder / TOKENIZER_FILE).exists():
             tokenizer = (corpus.folder / TOKENIZER_FILE).read_text(encoding="utf-8")
             write_whole(run_dir / TOKENIZER_FILE, tokenizer)
+        if changes := git("diff", "HEAD"):
+            write_whole(run_dir / "code.diff", changes.decode(errors="replace"))
         write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
 
 
@@ -226,17 +230,24 @@ def read_summary(run_dir: Path) -> str:
             f"{summary['tokens_per_s']:,}/s")
 
 
+def root() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+def git(*arguments: str) -> bytes:
+    """What a git command prints in this checkout; nothing without git or a checkout."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=root(), capture_output=True).stdout
+    except OSError:
+        return b""
+
+
 def git_revision() -> str | None:
     """The commit of this code, or with changes "COMMIT-dirty-HASH8". None without a checkout or git.
 
     The hash is of `git diff HEAD` and of the Python files that git does not track.
     """
-    root, found = Path(__file__).resolve().parent.parent, []
-    try:
-        for command in ("rev-parse HEAD", "diff HEAD", "ls-files -z --others --exclude-standard *.py"):
-            found.append(subprocess.run(["git", *command.split()], cwd=root, capture_output=True).stdout)
-    except OSError:
-        return None
-    commit, untracked = found[0].decode().strip(), found[2].decode().split("\0")[:-1]
-    changes = b"".join([found[1], *((root / name).read_bytes() for name in untracked)])
+    commit = git("rev-parse", "HEAD").decode().strip()
+    untracked = git("ls-files", "-z", "--others", "--exclude-standard", "*.py").decode().split("\0")[:-1]
+    changes = b"".join([git("diff", "HEAD"), *((root() / name).read_bytes() for name in untracked)])
     return (f"{commit}-dirty-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit) or None

@@ -39,6 +39,7 @@ def read_layers(path: Path) -> list[Layer]:
     layers: list[Layer] = []
     parent: Any = path.name
     while parent is not None:
+        asked = f", which {path} extends" if layers else ""
         path = path.parent / str(parent)
         try:
             if len(layers) > 99:
@@ -47,14 +48,15 @@ def read_layers(path: Path) -> list[Layer]:
         except OSError as error:
             hint = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
             raise UserError(f"config {path}: {(error.strerror or str(error)).lower()}"
-                            f"{hint or '; give the path of a .toml file'}") from error
+                            f"{asked}{hint or '; give the path of a .toml file'}") from error
         except ValueError as error:
             raise UserError(f"config {path}: not valid TOML: {error}") from error
         parent = content.pop("extends", None)
         for name, keys in content.items():
             if not isinstance(keys, dict):
+                hint = did_you_mean(name, ["extends"])
                 raise UserError(f"{name} in {path}: must be a table; write [SECTION], and each key below its "
-                                "section")
+                                f"section{hint}")
         layers.insert(0, Layer(f"in {path}", content))
     return layers
 

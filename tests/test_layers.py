@@ -2,11 +2,13 @@
 
 import ast
 import re
+import shutil
 import sys
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, python
 
 from positions import ENCODINGS
 
@@ -77,3 +79,19 @@ def test_each_room_is_a_package_that_lists_its_files(room: str) -> None:
 def test_no_file_hides_a_module_of_the_standard_library() -> None:
     """A script's folder is on the path of the Pythons that torch.compile starts to look at the chip."""
     assert not {module.rpartition(".")[2] for module in SOURCES} & sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("parts", [["rope.py"], ["rope.py", "positions"]])
+def test_rotations_and_encodings_work_in_another_project(parts: list[str], tmp_path: Path) -> None:
+    """Copied into an empty folder: rope.py needs torch alone, positions/ also pydantic."""
+    for part in parts:
+        (shutil.copytree if (ROOT / part).is_dir() else shutil.copyfile)(ROOT / part, tmp_path / part)
+    code = ["import sys, torch, rope", "x = torch.randn(1, 2, 5, 8)",
+            "assert rope.rotate(x, rope.angles(torch.arange(5), rope.inv_freq(8))).shape == x.shape"]
+    if len(parts) > 1:
+        code += ["from positions import ENCODINGS, At, Shape",
+                 "options = ENCODINGS['rope'].Options(encoding='rope')",
+                 "encoding, pos = ENCODINGS['rope'](Shape(1, 2, 16, 8, 5), options), torch.arange(5)[None]",
+                 "encoding.rotate(x, x, At(pos, pos, 0, encoding.tables(pos, pos)))"]
+    ended = python("-c", "\n".join(code), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr

@@ -27,6 +27,11 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "{config} train.lengths={{0=7}}", ["train.lengths", "seq_len"]),
     ("train", "{config} train.dtype=float16 train.parallel=fsdp", ["bfloat16 or ddp"]),
     ("train", "{config} --no-such-option", ["--no-such-option"]),
+    ("train", "{config} --lr 1e-3", ["train.lr="]),
+    ("train", "{config} train.learning_rate=1e-3 train.block_size=64", ["mean lr?", "mean seq_len?"]),
+    ("train", "{orphan}", ["nowhere.toml", "which {orphan} extends"]),
+    ("train", "{slip}", ["did you mean extends?"]),
+    ("train", "{config} run.dir={run} train.steps=2 train.warmup=0", ["train.init_from={run}"]),
     ("train", "{config} data.dir={cut}", ["{cut}", "train.bin", "prepare"]),
     ("eval", "nowhere", ["nowhere", "config.toml"]),
     ("eval", "{run} --lengths 64,x", ["--lengths", "64,x"]),
@@ -86,6 +91,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str
     config = to_toml(load_config(case.config, [*SMALL, f"run.dir={folder / 'new'}"]))
     for name, content in {
             "config": config, "mine/mine.md": "mine", "text.txt": "text " * 99, "empty.txt": "",
+            "orphan.toml": 'extends = "nowhere.toml"', "slip.toml": 'extend = "quick.toml"',
             "rows.jsonl": '{"body": "text"}\n' * 9, "torn.jsonl": '{"text": "text"}\n{"text": "te',
             }.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -95,7 +101,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str
     shutil.copytree(corpus_dir, folder / "cut")
     (folder / "cut" / "train.bin").write_bytes(b"cut short")
     return {name.partition(".")[0]: folder / name for name in
-            ("config", "run", "learned", "cope", "hf", "mine", "text.txt", "empty.txt", "rows.jsonl",
+            ("config", "orphan.toml", "slip.toml", "run", "learned", "cope", "hf", "mine", "text.txt", "empty.txt", "rows.jsonl",
              "torn.jsonl", "partial", "cut", "new", "out")}
 
 

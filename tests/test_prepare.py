@@ -82,7 +82,10 @@ def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:
 def test_text_that_is_odd_is_told_in_a_line(text: bytes, expected: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "a.txt").write_bytes(text)
     for tokenizer in ("byte", "bpe:257"):
-        prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
+        if tokenizer != "byte":
+            with pytest.raises(UserError, match="holds a corpus by byte.*--replace"):
+                prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
+        prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer, replace=True)
         told = capsys.readouterr().err
         assert told.count("\n") == bool(expected) and expected in told and ("a.txt" in told) == bool(expected)
         ids = Corpus(tmp_path / "out").documents("train")[0][1:]

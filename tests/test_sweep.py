@@ -205,3 +205,8 @@ def test_each_config_may_have_its_own_trials_and_differences_are_named() -> None
     Path("slow.toml").write_text('extends = "rope.toml"\ntrain = { lr = 1e-4, beta1 = 0.8 }\n')
     points = {"rope.toml": points["rope.toml"], "slow.toml": points["rope.toml"]}
     assert trials.check_fair(points, []) == ["slow: train.beta1: 0.9 -> 0.8"]
+
+
+def test_repeated_seeds_combine(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "a.toml", "--seeds", "0", "--seeds", "1,2"])
+    assert sweep.parse_arguments().seeds == [0, 1, 2]

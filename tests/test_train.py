@@ -214,6 +214,11 @@ def test_wandb_gets_every_line_and_the_summary(tiny, tmp_path: Path, monkeypatch
     run = wandb.init.return_value
     assert [call.kwargs["step"] for call in run.log.call_args_list] == [1, 2, 3, 4, 5]
     assert run.summary.update.call_args.args[0]["steps"] == 5 and run.finish.called
+    shutil.rmtree(tmp_path / "run" / "checkpoints")                     # a resume goes on as the same run
+    (tmp_path / "run" / "summary.json").unlink()
+    assert train(tiny("rope", "run.wandb=true", "train.steps=5"), []) == 0
+    asked = [(call.kwargs["id"], call.kwargs["resume"]) for call in wandb.init.call_args_list]
+    assert asked == [(None, "allow"), (str(run.id), "allow")]
 
 
 def test_compile_pays_only_on_long_cpu_runs(tiny, monkeypatch) -> None:

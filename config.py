@@ -75,9 +75,13 @@ class ModelConfig(Section):
     vocab_size: int | None = Field(None, ge=2)
     """default: that of the corpus"""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """normalisation before each sublayer"""
+    """normalisation of sublayers, and of the last output"""
+    pre_norm: bool = True
+    """a norm before each sublayer (OLMo 2: false)"""
     post_norm: bool = False
-    """a norm after each sublayer too, before its sum (Gemma 3)"""
+    """a norm after each sublayer, before its sum (Gemma 3, OLMo 2)"""
+    parallel: bool = False
+    """attention and MLP both read the input of the block (GPT-NeoX)"""
     norm_eps: float = Field(1e-5, gt=0, lt=1)
     """added to the variance under the root"""
     mlp: Literal["swiglu", "geglu", "gelu", "gelu_exact", "relu2"] = "swiglu"
@@ -99,8 +103,8 @@ class ModelConfig(Section):
     flex: bool = False
     """on CUDA, use FlexAttention for windows, packed documents, biases by distance and
     position.scale_invariant; not with dropout or where train.positions is not plain"""
-    qk_norm: bool = False
-    """RMSNorm of each head's q and k before their product"""
+    qk_norm: bool | Literal["whole"] = False
+    """RMSNorm of each head's q and k before their product; "whole": of all heads together (OLMo 2)"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """of embeddings, attention and sublayer outputs"""
 

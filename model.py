@@ -46,8 +46,10 @@ def hidden_width(config: ModelConfig) -> int:
     return config.n_hidden or (gated_width if config.mlp in GATED else 4 * config.n_embd)
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
-    """RMSNorm or LayerNorm over C."""
+def make_norm(config: ModelConfig, is_on: bool = True) -> nn.Module:
+    """RMSNorm or LayerNorm over C, or nothing."""
+    if not is_on:
+        return nn.Identity()
     if config.norm == "rmsnorm":
         return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
@@ -99,8 +101,10 @@ class Attention(nn.Module):
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.v = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.o = nn.Linear(H * D, C, bias=config.bias)
-        self.q_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.is_whole = config.qk_norm == "whole"
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(D * n**self.is_whole, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+            for n in (H, G))
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask,
                 cache: Cache | None = None) -> Tensor:
@@ -120,13 +124,19 @@ class Attention(nn.Module):
         """Queries of the last Tq tokens, keys and values of all x (B, T, C), by heads."""
         # x itself where all tokens are queries: a slice would add a copy in backward
         queried = x if x.shape[1] == Tq else x[:, -Tq:]
-        projected = self.q(queried), self.k(x), self.v(x)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in projected)
+        q, k, v = self.q(queried), self.k(x), self.v(x)
+        if self.is_whole:
+            q, k = self.normed(q, k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
+        return (q, k, v) if self.is_whole else (*self.normed(q, k), v)
+
+    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the norms of q and k, if there are any."""
         if isinstance(self.q_norm, nn.RMSNorm):
             # the norms run in their weights' dtype, as under autocast on CUDA; a CPU kernel takes one dtype
-            precise = self.q_norm.weight.dtype
-            q, k = self.q_norm(q.to(precise)).to(v.dtype), self.k_norm(k.to(precise)).to(v.dtype)
-        return q, k, v
+            precise, dtype = self.q_norm.weight.dtype, q.dtype
+            q, k = self.q_norm(q.to(precise)).to(dtype), self.k_norm(k.to(precise)).to(dtype)
+        return q, k
 
 
 class MLP(nn.Module):
@@ -147,21 +157,25 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with model.post_norm a norm of either's result too."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with model.parallel both of the same x.
+
+    model.pre_norm and post_norm choose whether a sublayer's input, its result or both are normalised.
+    """
 
     def __init__(self, config: ModelConfig, is_local: bool) -> None:
         super().__init__()
-        self.attention_norm, self.attention = make_norm(config), Attention(config, is_local)
-        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
-        self.attention_post_norm, self.mlp_post_norm = (
-            make_norm(config) if config.post_norm else nn.Identity() for _ in range(2))
+        self.is_parallel = config.parallel
+        self.attention_norm, self.attention = make_norm(config, config.pre_norm), Attention(config, is_local)
+        self.mlp_norm, self.mlp = make_norm(config, config.pre_norm), MLP(config)
+        self.attention_post_norm, self.mlp_post_norm = (make_norm(config, config.post_norm) for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, cache: Cache | None) -> Tensor:
         y = self.attention(self.attention_norm(x), encoding, at, mask, cache)
         x = x if x.shape == y.shape else x[:, -y.shape[1]:]            # (B, Tq, C)
-        x = x + self.dropout(self.attention_post_norm(y))
-        return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+        after = x + self.dropout(self.attention_post_norm(y))
+        read = x if self.is_parallel else after
+        return after + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(read))))
 
 
 class GPT(nn.Module):

@@ -61,6 +61,7 @@ class Architecture:
     defaults: ClassVar[Fields] = {}                     # fields that may be missing
     length: ClassVar[str] = "max_position_embeddings"
     prefix: ClassVar[str] = "model."                    # missing if the decoder was saved without its head
+    head: ClassVar[str] = "lm_head"
 
     # Writing
 
@@ -145,17 +146,21 @@ class Architecture:
         return {name: self._turned(name, torch.cat([weights[part] for part in parts])).contiguous()
                 for name, parts in names}
 
-    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
-                       ) -> dict[str, Tensor]:
+    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
+                       config: Config) -> dict[str, Tensor]:
         """The tensors under our names, fp32. Raises UserError for a missing, misshapen or unknown one."""
         weights: dict[str, Tensor] = {}
-        left = {name if name.startswith((self.prefix, "lm_head.")) else self.prefix + name: tensor
+        own = (self.prefix, f"{self.head}.")
+        left = {name if name.startswith(own) else self.prefix + name: tensor
                 for name, tensor in tensors.items()}
-        head = None if "head.weight" in shapes else left.pop("lm_head.weight", None)
+        head = None if "head.weight" in shapes else left.pop(f"{self.head}.weight", None)
         if head is not None and not torch.equal(head, left[f"{next(iter(self.modules))}.weight"]):
-            raise UserError("tensor lm_head.weight differs from the embedding: transformers does not tie "
-                            "them; in config.json, set tie_word_embeddings to false")
+            raise UserError(f"tensor {self.head}.weight differs from the embedding: transformers does not "
+                            "tie them; in config.json, set tie_word_embeddings to false")
+        has_mlp_bias = any(".mlp." in name and name.endswith(".bias") for name in left)
         for name, parts in self.names(shapes):
+            if ".mlp." in name and name.endswith(".bias") and not has_mlp_bias:
+                left[name] = torch.zeros(shapes[parts[0]])              # of attention_bias without mlp_bias
             if name not in left:
                 raise UserError(f"tensor {name} is missing; download the whole folder again")
             tensor = self._turned(name, left.pop(name))
@@ -167,7 +172,7 @@ class Architecture:
             weights.update(zip(parts, tensor.float().contiguous().split(sizes), strict=True))
         # older versions saved masks and tables, which our model does not have
         unknown = [name for name in left if not name.endswith(
-            ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))]
+            ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias"))]
         if unknown:
             raise UserError(f"tensor {unknown[0]} and {len(unknown) - 1} more do not fit {self.class_name}; "
                             "config.json and weights are from different models")
@@ -216,6 +221,11 @@ class Llama(Architecture):
             return {"rope_parameters": parameters, self.length: L}
         parameters, max_length = rope_parameters(position, position.rotary_dim(D), L)
         return {"rope_parameters": parameters, self.length: max_length}
+
+    def tables(self, hf_config: Fields) -> Tables:
+        if "mlp_bias" in self.copies and hf_config.get("attention_bias"):
+            hf_config = {**hf_config, "mlp_bias": True}                 # of zeros: see import_tensors
+        return super().tables(hf_config)
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
         if set(hf_config.get("layer_types") or ()) - {"full_attention"}:
@@ -286,6 +296,20 @@ class SmolLM3(Llama):
         return position | ({} if len(layers) == n_layer else {"layers": layers}), L
 
 
+class Olmo2(Llama):
+    """Llama with norms after each sublayer, not before, and of all heads' q and k together."""
+
+    model_type, class_name = "olmo2", "Olmo2ForCausalLM"
+    modules = {**{module: parts for module, parts in Qwen3.modules.items() if "layernorm" not in module},
+               "model.layers.N.post_attention_layernorm": ["blocks.N.attention_post_norm"],
+               "model.layers.N.post_feedforward_layernorm": ["blocks.N.mlp_post_norm"]}
+    fields = SHAPE
+    copies = {}
+    block = {"qk_norm": "whole", "pre_norm": False, "post_norm": True}
+    constants = {"hidden_act": "silu", "attention_bias": False}
+    defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
+
+
 class Gemma3(Llama):
     """The text model of Gemma 3: norms on both sides of a sublayer, GEGLU, another base in windows.
 
@@ -352,9 +376,9 @@ class Gemma3(Llama):
         tensors = super().export_tensors(weights, config)
         return {name: tensor - 1 if "norm" in name else tensor for name, tensor in tensors.items()}
 
-    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
-                       ) -> dict[str, Tensor]:
-        weights = super().import_tensors(tensors, shapes)
+    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
+                       config: Config) -> dict[str, Tensor]:
+        weights = super().import_tensors(tensors, shapes, config)
         return {name: weight + 1 if "norm" in name else weight for name, weight in weights.items()}
 
 
@@ -391,6 +415,49 @@ class Phi3(Llama):
         D = hf_config["hidden_size"] // hf_config["num_attention_heads"]
         R = int(D * position.pop("fraction", 1.0))
         return position | ({} if R == D else {"fraction": R / D}), L
+
+
+class GPTNeoX(Phi3):
+    """GPT-NeoX and Pythia: partial rotation, attention beside the MLP, q, k and v of a head side by side."""
+
+    model_type, class_name = "gpt_neox", "GPTNeoXForCausalLM"
+    modules = {
+        "gpt_neox.embed_in": ["embedding"],
+        "gpt_neox.layers.N.input_layernorm": ["blocks.N.attention_norm"],
+        "gpt_neox.layers.N.attention.query_key_value": [f"blocks.N.attention.{part}" for part in "qkv"],
+        "gpt_neox.layers.N.attention.dense": ["blocks.N.attention.o"],
+        "gpt_neox.layers.N.post_attention_layernorm": ["blocks.N.mlp_norm"],
+        "gpt_neox.layers.N.mlp.dense_h_to_4h": ["blocks.N.mlp.up"],
+        "gpt_neox.layers.N.mlp.dense_4h_to_h": ["blocks.N.mlp.down"],
+        "gpt_neox.final_layer_norm": ["norm"],
+        "embed_out": ["head"],
+    }
+    fields = {key: field for key, field in SHAPE.items() if key != "n_kv_head"} | {
+        "norm_eps": "layer_norm_eps", "parallel": "use_parallel_residual"}
+    block = {"norm": "layernorm", "mlp": "gelu_exact", "bias": True}
+    constants = {"hidden_act": "gelu", "attention_bias": True}
+    defaults = {"layer_norm_eps": 1e-5, "tie_word_embeddings": False, "use_parallel_residual": True,
+                "max_position_embeddings": 2048}
+    rope_types = Architecture.rope_types - {"longrope"}
+    prefix, head = "gpt_neox.", "embed_out"
+
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        older = {"rope_theta": hf_config.get("rotary_emb_base", 10_000.0),
+                 "partial_rotary_factor": hf_config.get("rotary_pct", 0.25)}
+        return super().position_table({**older, **hf_config})
+
+    def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+        shape = 3, config.model.n_head, -1
+        return self._reordered(super().export_tensors(weights, config), shape)
+
+    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
+                       config: Config) -> dict[str, Tensor]:
+        return super().import_tensors(self._reordered(tensors, (config.model.n_head, 3, -1)), shapes, config)
+
+    def _reordered(self, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> dict[str, Tensor]:
+        """With the rows of query_key_value, in this shape, transposed: by q, k, v or by heads first."""
+        return {name: tensor.unflatten(0, shape).transpose(0, 1).flatten(0, 2).contiguous()
+                if "query_key_value." in name else tensor for name, tensor in tensors.items()}
 
 
 class GPT2(Architecture):
@@ -460,7 +527,8 @@ class MPT(Architecture):
 
 # the first that fits is chosen, so the most widely supported come first
 ARCHITECTURES: dict[str, Architecture] = {
-    kind.model_type: kind() for kind in (Llama, Qwen2, Qwen3, Mistral, SmolLM3, Phi3, GPT2, MPT, Gemma3)}
+    kind.model_type: kind() for kind in (Llama, Qwen2, Qwen3, Mistral, SmolLM3, Phi3, Olmo2, GPTNeoX, GPT2,
+                                         MPT, Gemma3)}
 
 
 def choose(config: Config) -> Architecture:

@@ -106,7 +106,7 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
         tensors: dict[str, Tensor] = {}
         for path in weight_files(folder):
             tensors |= load_file(path)
-        model.load_state_dict(architecture.import_tensors(tensors, shapes), assign=True)
+        model.load_state_dict(architecture.import_tensors(tensors, shapes, config), assign=True)
         tokenizer = read_tokenizer(folder, hf_config)
         n_rows = len(model.embedding.weight)
         if tokenizer.vocab_size > n_rows:

@@ -5,6 +5,7 @@ Legend: R = rotated channels, L tokens of training before any extension.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from positions.rotary import RotaryOptions
@@ -48,6 +49,11 @@ def read_rope_parameters(hf_config: Fields, max_length: int) -> tuple[Fields, in
     fraction = given.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
     kind, older = given.pop("rope_type", "default"), given.pop("type", None)
     kind = {"su": "longrope"}.get(older, older) or kind
+    given.pop("finetuned", None)                                        # of YaRN's authors; changes nothing
+    scales = [given.pop(key, 0) for key in ("mscale", "mscale_all_dim")]        # DeepSeek's
+    if all(scales):
+        above, below = (0.1 * scale * math.log(max(1.0, given["factor"])) + 1 for scale in scales)
+        given.setdefault("attention_factor", above / below)
     original = given.pop(LENGTH, None)
     original = hf_config.get(LENGTH, original) if kind in STORE_L else None
     position: Fields = {"base": base}

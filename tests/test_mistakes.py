@@ -101,8 +101,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str
     shutil.copytree(corpus_dir, folder / "cut")
     (folder / "cut" / "train.bin").write_bytes(b"cut short")
     return {name.partition(".")[0]: folder / name for name in
-            ("config", "orphan.toml", "slip.toml", "run", "learned", "cope", "hf", "mine", "text.txt", "empty.txt", "rows.jsonl",
-             "torn.jsonl", "partial", "cut", "new", "out")}
+            ("config", "orphan.toml", "slip.toml", "run", "learned", "cope", "hf", "mine", "text.txt",
+             "empty.txt", "rows.jsonl", "torn.jsonl", "partial", "cut", "new", "out")}
 
 
 @pytest.mark.parametrize(("command", "arguments", "expected"), MISTAKES,

@@ -16,6 +16,7 @@ from evaluation.extension import extended, parse
 from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables
+from hf.tokenizer import tokenizer_json
 from runtime.checkpoint import load_run
 from sample import generate
 
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_gradients")]
 
 LONG = [1.0 + i / 4 for i in range(8)]
 GPT_BLOCK = ("model.norm=layernorm", "model.bias=true", "model.mlp=gelu")
+NEOX_BLOCK = ("model.norm=layernorm", "model.bias=true", "model.mlp=gelu_exact")
 MPT_BLOCK = ("model.norm=layernorm", "model.mlp=gelu_exact")
 GEMMA = ("model.qk_norm=true", "model.post_norm=true", "model.scaled_embedding=true", "model.mlp=geglu",
          "model.tied=true")
@@ -66,6 +68,12 @@ RUNS = {        # name -> architecture, encoding, what else
     "partial longrope": ("phi3", "rope", "position.fraction=0.25", "model.window=9", "model.n_head=1",
                          f'position.scaling={{method="longrope",factor=4.0,short_factor={[1.0] * 4},'
                          f"long_factor={LONG[:4]}}}"),
+    "olmo2": ("olmo2", "rope", *GQA, "model.qk_norm=whole", "model.pre_norm=false", "model.post_norm=true",
+              "position.layout=interleaved"),
+    "neox": ("gpt_neox", "rope", *NEOX_BLOCK, "model.parallel=true", "position.fraction=0.25",
+             'position.scaling={method="pi",factor=4.0}'),
+    "neox in turn": ("gpt_neox", "rope", *NEOX_BLOCK, "model.n_head=1", "position.layout=interleaved",
+                     "position.fraction=0.5", "model.tied=true", "model.n_hidden=48"),
     "learned": ("gpt2", "learned", *GPT_BLOCK, "model.tied=true", "train.seq_len=224"),
     "learned untied": ("gpt2", "learned", *GPT_BLOCK, "model.n_hidden=48"),
     "alibi": ("mpt", "alibi", *MPT_BLOCK, "model.n_head=4", "model.tied=true"),
@@ -155,6 +163,9 @@ def changed(folder: Path, to: Path, **fields) -> Path:
 
 @pytest.mark.parametrize(("case", "fields", "expected"), [
     ("yarn", {"rope_theta": 10_000, "rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 16}}, {}),
+    ("yarn", {"rope_theta": 10_000, "rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 16, "mscale": 0.7,
+                                                     "mscale_all_dim": 1.0, "finetuned": True}}, {}),
+    ("neox", {"rotary_pct": 0.5, "rotary_emb_base": 500.0}, {"base": 500.0, "fraction": 0.5}),
     ("yarn", {"rope_theta": 500_000.0}, {"base": 500_000.0}),
     ("gemma3", {"sliding_window_pattern": 3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
                 "rope_theta": 70_000, "rope_local_base_freq": 300}, {"base": 7e4, "local_base": 300.0}),
@@ -167,6 +178,17 @@ def test_rotary_parameters_as_before_5_0(case: str, fields: dict, expected: dict
     ours, config, _ = load_run(old)
     assert expected.items() <= config.position.model_dump().items()
     assert_equal_logits(ours, theirs_of(old), 100)
+
+
+def test_attention_may_have_biases_where_the_mlp_has_none(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(vocab_size=257, hidden_size=32, intermediate_size=64, attention_bias=True,
+                                      num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    for name, weight in theirs.named_parameters():
+        weight.copy_(torch.randn_like(weight) * (1.0 if name.endswith("bias") else 0.2))
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer())))
+    assert_equal_logits(load_run(tmp_path)[0], theirs, 40)
 
 
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -8,11 +8,12 @@ their numbers), with a 95 % interval that covers how seeds and text vary. Runs o
 With one seed the interval covers the text alone. Documents are the units of text if there are at least 5,
 because windows of one document are alike; otherwise windows are. docs/comparing.md explains the intervals.
 
-Writes DIR/report.html (one page, opens offline), report.csv (every record) and the pictures as PDF.
+Writes DIR/report.html (one page, opens offline), report.csv (every record) and the pictures as SVG and PDF.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -57,14 +58,21 @@ def main() -> None:
     title = f"{n_runs}, trained at L = {L}, evaluated on {runs[0].head['data']}"
     about = pd.DataFrame({curve.label: {
         "encoding": curve.runs[0].config.position.encoding, "extend": curve.extend or "",
-        "seeds": ", ".join(run.seed for run in curve.runs),
+        "seeds": f"{len(curve.runs)}: {', '.join(run.seed for run in curve.runs)}",
         "gate at L": str(gate_of(curve, L)),
         "runs": ", ".join(run.name for run in curve.runs)} for curve in curves}).T
     pictures = draw(shown, list(about.index), args.out)
     frame.to_csv(args.out / "report.csv", index=False)
     write_whole(args.out / "report.html", html(title, notes, about, shown, pictures))
     print(f"{title}: {len(curves)} curves, compared with {baseline.label}", *notes, sep="\n")
-    print(f"wrote {args.out}/report.html, report.csv and {len(pictures)} pictures (PDF)")
+    for table in shown:
+        if isinstance(table, Table) and table.key == "fixed":
+            here = frame[(frame.protocol == "fixed") & (frame.length == L)]
+            sums = here.groupby("label")[["nll", "bytes"]].sum()
+            at_L = (sums.nll / sums.bytes / math.log(2)).rename("bits/byte at L").map("{:.3f}".format)
+            means = table.frame(only_means=True).join(at_L)
+            print(f"\n{table.title}, means over seeds", means.to_string(), "", sep="\n")
+    print(f"wrote {args.out}/report.html, report.csv and {len(pictures)} pictures (SVG, PDF)")
 
 
 if __name__ == "__main__":

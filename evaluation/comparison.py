@@ -16,10 +16,11 @@ import pandas as pd
 from config import differences
 from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, units_of
 from evaluation.measures import FOUND, GAIN, Form
-from evaluation.protocols import EVERY
+from evaluation.protocols import EVERY, Floor
 from evaluation.report import Cell, Cells, Map, Table
-from evaluation.results import Record
+from evaluation.results import Record, perplexity
 from evaluation.runs import Run, column_of, without_seed
+from hf.pretrained import is_pretrained
 from runtime.errors import UserError
 
 # column of the .npz -> its sum in a record
@@ -101,20 +102,25 @@ def make_tables(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L
     tables, failed = [], [curve.label for curve in curves if gate_of(curve, L).is_failed]
     others = [curve for curve in curves if curve is not baseline]
     for key, title, note, form in [
-            *((p.name, p.title, p.note, p.form) for p in EVERY.values()),
+            *((p.name, p.title, p.note, p.form) for p in EVERY.values() if not isinstance(p, Floor)),
             ("gain", "Gain over truncation, fixed targets", TRUNCATION, GAIN)]:
         protocol = "fixed" if form is GAIN else key
         here = frame[frame.protocol == protocol]
         x = here.groupby("column").x.first().sort_values()
         cells = measured(here, form, [curve.label for curve in curves])
-        own, how = compared(protocol, form, curves) if form.shows_score else ({}, "")
+        own, how = compared(protocol, form, curves)
         over, over_how = (own, "") if form is GAIN else compared(protocol, form, others, baseline)
         for label, row in cells.items():
             for column, cell in row.items():
                 interval = own.get(label, {}).get(column, cell)
                 better = over.get(label, {}).get(column, cell)
-                row[column] = cell._replace(low=interval.low, high=interval.high, beats=better.beats)
+                ends = [end for end in (interval.low, interval.high) if end is not None]
+                ends = sorted(map(form.figure, ends)) if interval is not cell and ends else [None, None]
+                row[column] = cell._replace(low=ends[0], high=ends[1], beats=better.beats)
         tables.append(Table(key, title, f"{note} {how}".strip(), form, L, x, cells, failed))
+        if key == "fixed" and len(here):
+            total = here[here.label == baseline.label][["truncated_nll", "tokens"]].sum()
+            tables[-1] = tables[-1]._replace(truncated=perplexity(total.truncated_nll / total.tokens))
         if form is not GAIN:
             note = f"On the same targets, positive where a curve is better than {baseline.label}. {over_how}"
             gain = form._replace(y_label=f"difference ({form.y_label})", form=f"+{form.form}") \
@@ -164,22 +170,26 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     (`beats`) if that survives Holm's correction over the curves of its column.
     """
     rows: Cells = {}
+    pretrained = [curve.label for curve in curves if is_pretrained(curve.runs[0].path)]
     units: dict[str, None] = {}                     # what intervals are over, in order
     n_seeds: set[int] = set()
     places = {column_of(r): r["length"] for curve in curves for r in curve.runs[0].records
               if (r["extend"], r["protocol"]) == (curve.extend, protocol)}
     for (_, column), length in sorted(places.items()):
         found: dict[str, Estimate] = {}
+        seeds_of: dict[str, int] = {}
         for curve in curves:
             one = estimated(protocol, form, length, curve, baseline)
             if one:
                 found[curve.label], n, name = one
-                n_seeds.add(n)
+                seeds_of[curve.label] = n
                 units[name] = None
+        n_seeds |= {*seeds_of.values()}
         p = {label: e.p for label, e in found.items() if e.p is not None}
         corrected = dict(zip(p, holm(list(p.values())), strict=True))
         for label, e in found.items():
-            beats = e.value > 0 and corrected.get(label, 1.0) < LEVEL
+            beats = e.value > 0 and corrected.get(label, 1.0) < LEVEL and (
+                seeds_of[label] > 1 or label in pretrained)             # one seed tells nothing of another
             rows.setdefault(label, {})[column] = Cell(e.value, None, e.low, e.high, beats)
     if not rows:
         return rows, ""
@@ -262,5 +272,10 @@ def remarks(curves: Sequence[Curve]) -> list[str]:
         if len(values) > 1:
             listed = "; ".join(f"{value} ({', '.join(paths)})" for value, paths in values.items())
             found.append(f"Warning: {what}: {listed}")
+    for curve in curves:
+        beyond = [r for run in curve.runs for r in run.records if (r["extend"], r["protocol"]) == (
+            curve.extend, "fixed") and r["length"] > run.head["seq_len"]]
+        if beyond and not any(r["gain"] for r in beyond):
+            found.append(f"{curve.label} predicts the same with any context beyond L: it does not see it.")
     found += [f"Warning: run {run.name}." for run in runs.values() if run.name != str(run.path)]
     return found

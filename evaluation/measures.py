@@ -43,9 +43,9 @@ class Form(NamedTuple):
 CONTEXT = "context (tokens)"
 LOSS, FOUND = Score("", "nll", "tokens"), Score("correct", "", "trials")
 PERPLEXITY = Form(CONTEXT, "perplexity per token", "log", "#.4g", LOSS, lambda score: perplexity(-score))
-BY_POSITION = Form("position (tokens of context)", "loss (nats/token)", "linear", ".3f", LOSS,
+BY_POSITION = Form("position (tokens of context)", "loss (nats/token)", "linear", "z.3f", LOSS,
                    lambda score: -score)
-REPETITION = Form("distance (tokens)", "gain on the second copy (nats/token)", "linear", ".3f",
+REPETITION = Form("distance (tokens)", "gain on the second copy (nats/token)", "linear", "z.3f",
                   Score("first_nll", "nll", "tokens"))
 ANSWERS = Form(CONTEXT, "share correct", "linear", ".0%", FOUND)
-GAIN = Form(CONTEXT, "gain (nats/token)", "asinh", "+.4f", Score("truncated_nll", "nll", "tokens"))
+GAIN = Form(CONTEXT, "gain (nats/token)", "asinh", "+z.4f", Score("truncated_nll", "nll", "tokens"))

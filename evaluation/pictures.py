@@ -64,7 +64,7 @@ def draw_evaluation(records: Sequence[Record], title: str, L: int, path: Path) -
 
 
 def draw(shown: Sequence[Table | Map], labels: Sequence[str], out: Path) -> dict[str, str]:
-    """Key of a Table or Map -> its picture as SVG, which is also written as PDF."""
+    """Key of a Table or Map -> its picture as SVG, which is also written as a file, and as PDF."""
     pictures = {}
     for one in shown:
         figure = draw_table(one, labels) if isinstance(one, Table) else draw_map(one)
@@ -72,6 +72,7 @@ def draw(shown: Sequence[Table | Map], labels: Sequence[str], out: Path) -> dict
         figure.savefig(svg, format="svg", metadata={"Date": None})
         figure.savefig(out / f"{one.key}.pdf")
         plt.close(figure)
+        (out / f"{one.key}.svg").write_text(svg.getvalue(), encoding="utf-8")
         pictures[one.key] = svg.getvalue()[svg.getvalue().index("<svg"):]
     return pictures
 
@@ -86,7 +87,8 @@ def draw_table(table: Table, labels: Sequence[str]) -> Any:
                                 layout="constrained")
     for axis, part in zip(axes.flat, parts, strict=True):
         draw_curves(axis, table, [baseline, *part])
-        axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, handlelength=4)
+        axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, handlelength=4,
+                    title="bars: 95 % intervals", title_fontsize=8)
     return figure
 
 
@@ -115,7 +117,7 @@ def draw_map(shown: Map) -> Any:
 
 
 def draw_curves(axis: Any, table: Table, labels: Sequence[str]) -> None:
-    """Draw the curves of these labels. Bars are the interval, or else the standard deviation over seeds."""
+    """Draw the curves of these labels. Bars are 95 % intervals; curves that fail the gate stretch no axis."""
     for i, label in enumerate(labels):
         row = table.rows.get(label, {})
         points = [(x, row[heading]) for heading, x in table.x.items()
@@ -130,17 +132,26 @@ def draw_curves(axis: Any, table: Table, labels: Sequence[str]) -> None:
                       label=label, capsize=2, linewidth=1.4, color=colour, marker=marker,
                       linestyle=DASHES[(i + i // len(STYLES)) % len(DASHES)],
                       markersize=5 if len(points) <= 2 * MARKED else 2)
-    axis.set(xlabel=table.form.x_label, ylabel=table.form.y_label, title=table.title)
+    axis.set(xlabel=table.form.x_label, ylabel=table.form.y_label)
+    axis.set_title(table.title, pad=16)
     axis.set_xscale("log")
     axis.xaxis.set_major_formatter("{x:g}")
     axis.axvline(table.L, color="grey", linewidth=1)
-    axis.annotate(f" L = {table.L}", (table.L, 0), xycoords=("data", "axes fraction"), va="bottom",
-                  color="grey")
+    axis.annotate(f"L = {table.L}", (table.L, 1), xycoords=("data", "axes fraction"), va="bottom",
+                  ha="center", color="grey", fontsize=8)
+    if table.truncated:
+        axis.axhline(table.truncated, color="black", linestyle=":", linewidth=1, label="truncated to L")
     if len(table.x) <= MARKED:
         axis.set_xticks(table.x, table.x.index)
         axis.xaxis.set_minor_locator(NullLocator())
     if table.form.scale == "log":
         axis.set_yscale("log")
+    passing = [end for label in labels if label not in table.failed
+               for cell in table.rows.get(label, {}).values() for end in cell.ends() if math.isfinite(end)]
+    if table.failed and passing:
+        axis.dataLim.update_from_data_y(passing, ignore=True)
+        axis.autoscale_view()
+    if table.form.scale == "log":
         low, high = axis.get_ylim()
         evenly = MaxNLocator(7, steps=[1, 2, 2.5, 5, 10])       # several ticks, however narrow the range
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high / low > 10 else evenly)

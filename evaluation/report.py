@@ -30,11 +30,9 @@ class Cell(NamedTuple):
     beats: bool = False     # better than what it is compared with, by an interval that excludes 0
 
     def ends(self) -> tuple[float, float]:
-        """Lower and upper end of its bar: the interval, or else one standard deviation."""
-        if self.low is not None and self.high is not None:
-            return self.low, self.high
-        spread = self.spread or 0.0
-        return self.value - spread, self.value + spread
+        """Lower and upper end of its bar, the interval."""
+        low, high = (self.value if end is None else end for end in (self.low, self.high))
+        return low, high
 
 
 Cells = dict[str, dict[str, Cell]]      # label -> heading of the column -> cell
@@ -51,6 +49,7 @@ class Table(NamedTuple):
     x: pd.Series                        # heading of a column -> its place on the x axis, from left to right
     rows: Cells
     failed: Sequence[str] = ()          # labels that fail the gate
+    truncated: float | None = None      # of the baseline, with its context cut to L
 
     def heading(self, name: str) -> str:
         """A column's heading, which marks the training length, or the bucket that ends there."""
@@ -70,14 +69,21 @@ class Table(NamedTuple):
             text += f" [{format(cell.low, self.form.form)}, {format(cell.high, self.form.form)}]"
         return text
 
-    def frame(self) -> pd.DataFrame:
-        """The cells as HTML, bold where they beat what they are compared with."""
+    def frame(self, only_means: bool = False) -> pd.DataFrame:
+        """The cells as HTML, bold where they beat what they are compared with; or the means as plain text."""
         def text(cell: Cell | None) -> str:
+            if only_means:
+                return self.text(cell and Cell(cell.value))
             return f"<b>{self.text(cell)}</b>" if cell and cell.beats else self.text(cell)
 
-        cells = {f"<i>{escape(label)}</i>" if label in self.failed else escape(label):
-                 [text(row.get(name)) for name in self.x.index] for label, row in self.rows.items()}
-        return pd.DataFrame.from_dict(cells, "index", columns=[self.heading(name) for name in self.x.index])
+        def name(label: str) -> str:
+            if only_means:
+                return label
+            return f"<i>{escape(label)}</i>" if label in self.failed else escape(label)
+
+        cells = {name(label): [text(row.get(heading)) for heading in self.x.index]
+                 for label, row in self.rows.items()}
+        return pd.DataFrame.from_dict(cells, "index", columns=[*map(self.heading, self.x.index)])
 
 
 class Map(NamedTuple):
@@ -93,11 +99,13 @@ class Map(NamedTuple):
 def html(title: str, notes: Sequence[str], about: pd.DataFrame, shown: Sequence[Table | Map],
          pictures: dict[str, str]) -> str:
     """report.html: what the signs mean, the runs, and each picture (SVG) above its table."""
-    signs = ("± is the standard deviation over training seeds. [a, b] is a 95 % interval, over seeds and "
-             "text if there are several seeds, not corrected for the number of comparisons. A number is bold "
-             f"where it beats {about.index[0]} on the same targets, by a test at 5 % with Holm's correction "
-             "over the curves of its column; under 'Gain over truncation', where it beats its own truncated "
-             "context. '-': the encoding is not defined there, or it was not measured. The axis of gains is "
+    signs = ("± is the standard deviation over training seeds. [a, b] and the bars are a 95 % interval, over "
+             "seeds and text if there are several seeds, not corrected for the number of comparisons. A "
+             f"number is bold where it beats {about.index[0]} on the same targets, by a test at 5 % with "
+             "Holm's "
+             "correction over the curves of its column, never with one seed; under 'Gain over truncation', "
+             "where it beats its own truncated context. Grey rows fail the gate. '-': the encoding is not "
+             "defined there, or it was not measured. The axis of gains is "
              f"linear up to about {ASINH_WIDTH} on both sides of 0 and logarithmic beyond (asinh).")
     parts = ["<!doctype html>\n<html lang='en'>\n<meta charset='utf-8'>",
              f"<title>{escape(title)}</title>\n<style>{STYLE}\n</style>\n<h1>{escape(title)}</h1>",

@@ -30,7 +30,7 @@ def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator
                 row = {"ppl": f"{ppl:.4g}", "bits/byte": f"{r['bpb']:.4g}"}
                 if protocol == "fixed":
                     truncated = perplexity(r["truncated_nll_sum"] / r["tokens"])
-                    row |= {"truncated ppl": f"{truncated:.4g}", "gain (nats/token)": f"{r['gain']:+.4f}"}
+                    row |= {"truncated ppl": f"{truncated:.4g}", "gain (nats/token)": f"{r['gain']:+z.4f}"}
                 heading = f"{length} = L" if length == L else str(length)
                 for name, text in row.items():
                     cells.setdefault((protocol, name), {})[heading] = text
@@ -39,7 +39,7 @@ def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator
         for (protocol, length), r in found.items():
             if "distance" in r:
                 yield (f"{protocol:11} {r['distance']:6} tokens apart: gain on the second copy "
-                       f"{r['gain']:+.3f} nats/token")
+                       f"{r['gain']:+z.3f} nats/token")
             elif "symbols" in r:
                 yield f"{protocol:11} {r['symbols']:6} symbols: correct {r['correct']}/{r['trials']}"
             elif "depth" in r:

@@ -143,7 +143,8 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
     d = config.data
     corpus = Corpus(d.dir, d.cross_documents, d.mixture, bos=d.bos, mixture_only=d.mixture_only)
     needed = corpus.meta["vocab_size"]
-    size = config.model.vocab_size or needed
+    # a multiple of 64 makes a large vocabulary's products faster on GPUs: 50,304 for GPT-2's 50,257
+    size = config.model.vocab_size or (-needed % 64 + needed if needed > 2**12 else needed)
     if size < needed:
         raise UserError(f"model.vocab_size: the corpus {d.dir} has {needed} tokens (got {size}); "
                         "remove the key")

@@ -13,8 +13,8 @@ import pytest
 
 import compare as command
 from evaluation import comparison as compare
-from evaluation import report
-from evaluation.measures import PERPLEXITY
+from evaluation import pictures, report
+from evaluation.measures import GAIN, PERPLEXITY
 from evaluation.protocols import EVERY
 from evaluation.runs import check_comparable, read_run
 from runtime.command import run_command
@@ -121,10 +121,10 @@ def test_figures_come_from_sums_and_std_is_over_seeds(tmp_path: Path, monkeypatc
         sums = [[sum(r[key] for r in records if (r["protocol"], r["length"]) == (protocol, 256))
                  for key in keys] for records in per_run]
         values = [figure(above / below) for above, below in sums]
-        return f"{np.mean(values):{form}} ± {np.std(values, ddof=1):{form}}"
+        return f"{np.mean(values):{form}} ± {np.std(values, ddof=1):{form}} ["
 
     expected = cell("nonoverlap", "nll_sum", "tokens", form=".3f", figure=math.exp)
-    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["rope"]["256"] == expected
+    assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["rope"]["256"].startswith(expected)
     assert rows_of(tmp_path / "out", "Retrieval, passkey")["rope"]["256"].startswith(
         cell("passkey", "correct", "trials", form=".0%"))       # over both depths
     lines = pd.read_csv(tmp_path / "out" / "report.csv")
@@ -141,7 +141,7 @@ def test_a_standard_deviation_ends_at_the_last_digit_of_its_mean(mean: float, st
     assert report.Table("", "", "", PERPLEXITY, 128, pd.Series(), {}).text(report.Cell(mean, std)) == expected
 
 
-def test_paired_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeypatch) -> None:
+def test_paired_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeypatch, capsys) -> None:
     """Every window of alibi is 0.5 nats a token better than rope's; seed 1 of both is 0.1 worse."""
     runs, out = runs_of(tmp_path, 2, rope=0.0, alibi=0.5), tmp_path / "out"
     call(monkeypatch, *runs, "--out", out)
@@ -157,6 +157,10 @@ def test_paired_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, 
     assert "95 % intervals over 12 documents; number of seeds: 2." in (out / "report.html").read_text()
     call(monkeypatch, *runs, "--baseline", "alibi", "--out", out)
     assert {*rows_of(out, "Gain over alibi, fixed")["rope"].values()} == {"-0.5000 [-0.5000, -0.5000]"}
+    assert "Perplexity, fixed targets, means over seeds" in (shown := capsys.readouterr().out)
+    assert re.search(r"alibi +4\.\d+ +4\.\d+ +4\.\d+ +2\.\d\d\d\n", shown)    # 64, L, 256, bits per byte
+    call(monkeypatch, *runs[::2], "--out", out)                         # one seed
+    assert "**" not in "".join(rows_of(out, "Gain over rope, fixed")["alibi"].values())
     few = [fabricate(tmp_path / f"few-{name}", name, better=better, documents=3)
            for name, better in (("rope", 0.0), ("alibi", 0.5))]         # too few windows for an interval
     call(monkeypatch, *few, "--out", out)
@@ -299,12 +303,34 @@ def test_the_page_has_every_curve_in_pictures_and_its_labels_are_never_markup(tm
     assert not re.search("<(script|img)", page)
     pdfs = {path.name for path in (tmp_path / "out").glob("*.pdf")}
     assert pdfs == {"passkey.pdf", "passkey-gain.pdf", "passkey-map.pdf"}
+    assert len([*(tmp_path / "out").glob("*.svg")]) == 3 and "bars: 95 % intervals" in page
     sections = dict(re.findall(r"<h2 id='([^']+)'>(.*?)(?=<h2|</html>)", page, re.DOTALL))
     assert all(section.count("<svg") == 1 for section in sections.values()) and len(sections) == len(pdfs)
     panels = sections["passkey"].split("L = 128</text>")
     assert len(panels) == 3 and sections["passkey"].count("base</text>") == 2
     for i in range(7):
         assert f"curve {i}</text>" in sections["passkey"]
+
+
+def test_a_failing_curve_stretches_no_axis_and_truncation_is_a_line(tmp_path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    rows = {"good": {"128": report.Cell(4.0, None, 3.9, 4.1)}, "bad": {"128": report.Cell(4000.0)}}
+    table = report.Table("fixed", "", "", PERPLEXITY, 128, pd.Series({"128": 128}), rows, ["bad"], 4.05)
+    axis = plt.subplots()[1]
+    pictures.draw_curves(axis, table, ["good", "bad"])
+    assert 3 < axis.get_ylim()[0] < 3.9 and 4.1 < axis.get_ylim()[1] < 6
+    assert "truncated to L" in axis.get_legend_handles_labels()[1]
+    assert report.Table("", "", "", GAIN, 128, pd.Series(), {}).text(report.Cell(-1e-9)) == "+0.0000"
+    plt.close("all")
+
+
+def test_a_curve_that_sees_nothing_beyond_L_is_named(tmp_path: Path) -> None:
+    (curve,) = compare.make_curves([read_run(fabricate(tmp_path / "window"), None)])
+    assert not any("does not see it" in note for note in compare.remarks([curve]))
+    for record in curve.runs[0].records:
+        record["gain"] = 0.0
+    assert any(note.startswith("window predicts the same") for note in compare.remarks([curve]))
 
 
 # -----------------------------------------------------------------------------------------------------------

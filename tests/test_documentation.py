@@ -83,7 +83,7 @@ RULES = [                                       # pattern, replacement; all of t
 ]
 SKIPPED = "|".join((
     r"^make (test|lint|gallery|compare|bench|lock)|pytest tests/|documentation|-m bench",       # minutes
-    r"https?://|hf:|tinyshakespeare|^pip |^hf ",                                    # need the network
+    r"https?://|hf:|tinyshakespeare|^pip |^hf |-m (venv|pip)",                      # need the network
     r"gpt2-124m|-m gpu|--nnodes|--submitit|^for |^done|CUDA",                       # need GPUs or a cluster
     r"models?/|smol|\bMODEL\b|^lm_eval",                # need a pretrained model; tests of hf/ have one
     r"--grid|--trials|configs/none.toml --seeds|-m soak"))                          # other tests run these

@@ -181,8 +181,9 @@ def test_rotary_parameters_as_before_5_0(case: str, fields: dict, expected: dict
 
 
 def test_attention_may_have_biases_where_the_mlp_has_none(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(vocab_size=257, hidden_size=32, intermediate_size=64, attention_bias=True,
-                                      num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=32, attention_bias=True)
     theirs = transformers.LlamaForCausalLM(config).eval()
     for name, weight in theirs.named_parameters():
         weight.copy_(torch.randn_like(weight) * (1.0 if name.endswith("bias") else 0.2))

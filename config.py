@@ -171,14 +171,6 @@ class TrainConfig(Section):
     val_windows: int = Field(64, ge=0)
     """validation windows of seq_len, evenly spaced; 0: all"""
 
-    def at(self, step: int) -> TrainConfig:
-        """With the length of this step, and as many sequences as make the same number of tokens."""
-        lengths = [length for first, length in self.lengths.items() if int(first) <= step]
-        if not lengths:
-            return self
-        return self.model_copy(update={"seq_len": lengths[-1],
-                                       "batch_size": self.batch_size * self.seq_len // lengths[-1]})
-
 
 class Config(Section):
     """A complete and valid configuration."""

@@ -90,7 +90,10 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     With several processes these are the sequences of this one. The mean losses of the parts, each divided by
     its divisor (train.accumulate, unless a mask leaves out targets), add up to the mean loss of the batch.
     """
-    t = config.train.at(step)
+    t = config.train
+    if lengths := [length for first, length in t.lengths.items() if int(first) <= step]:
+        t = t.model_copy(update={"seq_len": lengths[-1],
+                                 "batch_size": t.batch_size * t.seq_len // lengths[-1]})
     batch = list(corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size))
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
     n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
@@ -192,8 +195,8 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
             "dtype": dtype, "checkpoint": [state[key] for key in ("step", "sha256", "init_sha256")]})
     if process.rank == 0:
         make_run(run_dir, config, corpus)
-    is_compiled, missing = should_compile(model, t, process.device), missing_compiler(process.device)
-    if is_compiled and missing:
+    is_compiled = should_compile(model, t, process.device)
+    if is_compiled and (missing := missing_compiler(process.device)):
         is_compiled = False
         say(f"torch.compile needs {missing}, which is not here: training without it, more slowly")
     devices = f"{process.world_size} x {process.device.type} by {t.parallel}"

@@ -114,9 +114,10 @@ def make_tables(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L
             for column, cell in row.items():
                 interval = own.get(label, {}).get(column, cell)
                 better = over.get(label, {}).get(column, cell)
-                ends = [end for end in (interval.low, interval.high) if end is not None]
-                ends = sorted(map(form.figure, ends)) if interval is not cell and ends else [None, None]
-                row[column] = cell._replace(low=ends[0], high=ends[1], beats=better.beats)
+                row[column] = cell._replace(beats=better.beats)
+                if interval.low is not None and interval.high is not None:
+                    low, high = sorted(map(form.figure, (interval.low, interval.high)))
+                    row[column] = row[column]._replace(low=low, high=high)
         tables.append(Table(key, title, f"{note} {how}".strip(), form, L, x, cells, failed))
         if key == "fixed" and len(here):
             total = here[here.label == baseline.label][["truncated_nll", "tokens"]].sum()

@@ -231,14 +231,11 @@ def read_summary(run_dir: Path) -> str:
             f"{summary['tokens_per_s']:,}/s")
 
 
-def root() -> Path:
-    return Path(__file__).resolve().parent.parent
-
-
 def git(*arguments: str) -> bytes:
     """What a git command prints in this checkout; nothing without git or a checkout."""
+    root = Path(__file__).resolve().parent.parent
     try:
-        return subprocess.run(["git", *arguments], cwd=root(), capture_output=True).stdout
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True).stdout
     except OSError:
         return b""
 
@@ -248,7 +245,7 @@ def git_revision() -> str | None:
 
     The hash is of `git diff HEAD` and of the Python files that git does not track.
     """
-    commit = git("rev-parse", "HEAD").decode().strip()
+    root, commit = Path(__file__).resolve().parent.parent, git("rev-parse", "HEAD").decode().strip()
     untracked = git("ls-files", "-z", "--others", "--exclude-standard", "*.py").decode().split("\0")[:-1]
-    changes = b"".join([git("diff", "HEAD"), *((root() / name).read_bytes() for name in untracked)])
+    changes = b"".join([git("diff", "HEAD"), *((root / name).read_bytes() for name in untracked)])
     return (f"{commit}-dirty-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit) or None

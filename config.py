@@ -105,6 +105,11 @@ class ModelConfig(Section):
     position.scale_invariant; not with dropout or where train.positions is not plain"""
     qk_norm: bool | Literal["whole"] = False
     """RMSNorm of each head's q and k before their product; "whole": of all heads together (OLMo 2)"""
+    sink: Literal["none", "head", "token"] = "none"
+    """one more logit in each softmax, for a key of zero value: learned by head (gpt-oss), or a projection of
+    the token (Inkling). It takes what would otherwise go to the first tokens"""
+    gate: bool = False
+    """attention's result times sigmoid(W x), by channel, before its output matrix (Qwen3-Next)"""
     dropout: float = Field(0.0, ge=0, lt=1)
     """of embeddings, attention and sublayer outputs"""
 
@@ -250,7 +255,7 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     d, m, p, t = config.data, config.model, config.position, config.train
     least = 0 if t.positions == "plain" else t.seq_len
     firsts, lengths = [*map(int, t.lengths)], [*t.lengths.values()]
-    kind = ENCODINGS[p.encoding]
+    kind, default_temperature = ENCODINGS[p.encoding], Options.model_fields["temperature"].default
     rules = [
         ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
          "must add up to less than 1 without data.dir, which provides the remaining share"),
@@ -271,9 +276,15 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
+        ("train", "positions", t.positions == "random" and p.temperature != default_temperature,
+         f"random positions are no numbers of keys, which position.temperature = {p.temperature} needs"),
+        ("position", "heads", p.heads is not None and not set(p.heads) <= set(range(m.n_head)),
+         f"heads are 0 ... {m.n_head - 1} (model.n_head = {m.n_head})"),
+        ("position", "bases", len(getattr(p, "bases", None) or range(m.n_layer)) != m.n_layer,
+         f"must have a base for each of {m.n_layer} layers"),
         *(("position", key, getattr(p, key) != default and not kind.acts_in_layers(),
            f"{p.encoding} does not act in layers; remove this key")
-          for key, default in (("layers", "all"), ("skip_every", 0)))]
+          for key, default in (("layers", "all"), ("skip_every", 0), ("heads", None)))]
     broken = [(f"{section}.{key}", f"{rule} (got {getattr(getattr(config, section), key)})")
               for section, key, is_broken, rule in rules if is_broken]
     return broken or [(f"position.{key}", rule) for key, rule in p.problems(m.n_embd, m.head_width).items()]

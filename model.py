@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attention import Bias, Mask, attend
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
-from positions.switches import TEMPERATURES, ScaleInvariant, Temperature, Tempered
+from positions.switches import TEMPERATURES, ByHead, ScaleInvariant, Temperature, Tempered
 from runtime import flex
 from runtime.loss import mean_loss
 
@@ -101,6 +101,9 @@ class Attention(nn.Module):
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.v = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.o = nn.Linear(H * D, C, bias=config.bias)
+        self.gate = nn.Linear(C, H * D, bias=False) if config.gate else nn.Identity()
+        self.sink = nn.Parameter(torch.zeros(H)) if config.sink == "head" else None
+        self.token_sink = nn.Linear(C, H, bias=False) if config.sink == "token" else nn.Identity()
         self.is_whole = config.qk_norm == "whole"
         self.q_norm, self.k_norm = (
             nn.RMSNorm(D * n**self.is_whole, eps=config.norm_eps) if config.qk_norm else nn.Identity()
@@ -114,11 +117,19 @@ class Attention(nn.Module):
             k, v, features = cache.append(at.layer, k, v, features)     # of all Tk tokens
         if features is not None:
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
+        mask = mask._replace(window=self.window, chunk=self.chunk)
+        at = at if mask.documents is None else at._replace(documents=mask.documents)
         bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
-        mask = mask._replace(window=self.window, chunk=self.chunk)
-        y = attend(q, k, v, mask, bias, self.dropout if self.training else 0.0)         # (B, H, Tq, D)
-        return self.o(y.transpose(1, 2).flatten(2))
+        v = encoding.turn_values(v, at) if encoding.rotates_values else v
+        sink = None if self.sink is None else self.sink[None, :, None, None]            # (1, H, 1, 1)
+        if isinstance(self.token_sink, nn.Linear):
+            sink = self.token_sink(x[:, -q.shape[2]:]).transpose(1, 2)[..., None]       # (B, H, Tq, 1)
+        y = attend(q, k, v, mask, bias, self.dropout if self.training else 0.0, sink)   # (B, H, Tq, D)
+        y = encoding.turn_back(y, at) if encoding.rotates_values else y
+        y = y.transpose(1, 2).flatten(2)                                # (B, Tq, H D)
+        is_gated = isinstance(self.gate, nn.Linear)
+        return self.o(y * torch.sigmoid(self.gate(x[:, -y.shape[1]:])) if is_gated else y)
 
     def project(self, x: Tensor, Tq: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the last Tq tokens, keys and values of all x (B, T, C), by heads."""
@@ -206,7 +217,7 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
         # made last: with equal seeds all other weights are equal under every encoding
         p, steps = config.position, config.train.steps
-        self.options = p
+        self.options, self.n_head = p, c.n_head
         self.encoding, self.no_encoding = ENCODINGS[p.encoding](shape, p), NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         self.encoding.clamp()
@@ -233,6 +244,8 @@ class GPT(nn.Module):
         To be called after a change of the temperature.
         """
         p, pair = self.options, [self.no_encoding, self.active()]
+        if p.heads is not None:
+            pair[1] = ByHead(pair[1], p.heads, self.n_head)
         if p.scale_invariant:
             pair = [ScaleInvariant(each, p.scale_invariant) for each in pair]
         if type(self.temperature) is not Temperature:

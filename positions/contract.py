@@ -35,6 +35,7 @@ class At(NamedTuple):
     tables: Any  # what `tables` returned for this forward
     features: Any = None  # what `mix` returned for all the keys, (B, H, Tk, F), or None
     temperature: Tensor | None = None  # factor of each query, (1 or B, 1 or H, Tq, 1): see switches.py
+    documents: Tensor | None = None  # the document of each packed token, (B, Tk)
     ahead: int | None = None  # if all positions are consecutive integers: query i - key j is ahead + i - j
 
     def distance(self) -> Tensor:
@@ -62,12 +63,19 @@ class Options(BaseModel):
     layers: Literal["all", "first"] | list[int] = Field(
         "all", description="the layers in which it acts: all, the first only, or a list of layer numbers "
                            "from 0. The other layers have no encoding")
+    heads: list[int] | None = Field(
+        None, description="heads of queries in which it acts, from 0; the others have no encoding (NAPE: "
+                          "ALiBi in half of the heads). Default: all")
     skip_every: int = Field(
         0, ge=0, description="k: every k-th layer has no encoding, from the k-th on (SmolLM3: 4); 0: none")
-    temperature: Literal["none", "log_n", "ssmax", "llama4", "ministral3"] = Field(
+    temperature: Literal["none", "log_n", "ssmax", "llama4", "ministral3", "affine", "power", "sqrt_log",
+                         "log_squared"] = Field(
         "none", description="factor on the query at position m. log_n: max(1, ln(m + 1) / ln L) (Su); ssmax: "
-                            "s ln(m + 1), with a learned s for each layer and head (Nakanishi 2025); llama4: "
-                            "1 + 0.1 ln(1 + floor((m + 1) / L)); ministral3: the same with m / L")
+                            "s ln n, with a learned s for each layer and head (Nakanishi 2025); llama4: "
+                            "1 + 0.1 ln(1 + floor((m + 1) / L)); ministral3: the same with m / L; affine: "
+                            "s ln n + b, learned for each layer and head, s = 0 and b = 1 at first (Mistral "
+                            "Large 4); power: (1 + (m + 1) / L)^0.1 (Beam); sqrt_log: sqrt(2 ln n); "
+                            "log_squared: (ln n)^2. n = m + 1")
     temperature_layers: Literal["all", "encoded", "unencoded"] = Field(
         "all", description="layers in which a temperature, also one of --extend, acts: all, those with the "
                            "encoding, or those without (Llama 4; SWAN-GPT, 2025: log_n there alone)")
@@ -127,6 +135,7 @@ class Encoding(nn.Module):
     # `scores` adds f(head, layer, distance), then applies at.temperature if given: attention may compute it
     # once for each distance, and FlexAttention may serve it
     by_distance: ClassVar[bool] = False
+    rotates_values: bool = False    # are values and results rotated too, by `turn_values` and `turn_back`?
 
     def __init__(self, shape: Shape, options: Any) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position]."""
@@ -165,6 +174,14 @@ class Encoding(nn.Module):
         some methods of --extend H: read k.shape[1], and apply what differs among heads to q.
         """
         return q, k
+
+    def turn_values(self, v: Tensor, at: At) -> Tensor:
+        """Values (B, G, Tk, D) before attention; called if `rotates_values`."""
+        return v
+
+    def turn_back(self, y: Tensor, at: At) -> Tensor:
+        """The results (B, H, Tq, D) after it; called if `rotates_values`."""
+        return y
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         """Change logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries and the keys they see.

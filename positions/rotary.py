@@ -5,6 +5,7 @@ Legend: B batch, T time (Tq queries, Tk keys), D channels of a head, R rotated c
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, ClassVar, Literal
 
@@ -58,8 +59,24 @@ class RoPEOptions(RotaryOptions):
     def rotary_dim(self, head_dim: int) -> int:
         return round(self.fraction * head_dim)
 
+    bases: list[float] | None = Field(
+        None, description="the base in each layer, in place of base; 0: no encoding there (Granite SWA)")
+    key_offset: bool = Field(
+        False, description="keys have, in their channels that do not rotate, those of the token before: with "
+                           "fraction below 1 or spectrum = hope one layer can look for what followed a token")
+    rotate_values: bool = Field(
+        False, description="values are rotated as keys, and results back as queries, R(i)^T sum a R(j) v_j, "
+                           "so that the value path knows the distance too (DeepSeek V4)")
+
+    def is_encoded(self, layer: int) -> bool:
+        return super().is_encoded(layer) and (not self.bases or self.bases[layer] > 0)
+
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         R = round(self.fraction * head_dim, 6)
+        if self.key_offset and self.fraction == 1 and self.spectrum != "hope":
+            return {"key_offset": "needs channels that do not rotate: fraction below 1, or p_rope"}
+        if self.bases and (self.scaling or self.local_base or self.spectrum != "geometric"):
+            return {"bases": "needs spectrum = geometric, without scaling and local_base; remove the others"}
         if R % 2 or not R:
             return {"fraction": f"must rotate an even number of the {head_dim} channels of a head, got {R:g}"}
         if self.spectrum == "rope_id" and self.scaling:
@@ -87,6 +104,9 @@ class RoPE(Encoding):
         self.scaling: Scaling | None = options.scaling       # may be set on a trained model
         self.local_base: float | None = getattr(options, "local_base", None)    # of `rope` alone
         self.local_layers = shape.local_layers if self.local_base else frozenset()
+        self.bases: list[float] = getattr(options, "bases", None) or []
+        self.key_offset: bool = getattr(options, "key_offset", False)
+        self.rotates_values = getattr(options, "rotate_values", False)
 
     def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
         """Radians per position of each pair, (R/2,), and a factor on cos and sin."""
@@ -101,11 +121,25 @@ class RoPE(Encoding):
         return f, factor
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
+        if self.bases:
+            made = [rope.inv_freq(self.rotary_dim, base, device=k_pos.device) for base in self.distinct()]
+            return tuple(itertools.chain(*(self.cos_and_sin(q_pos, k_pos, f, 1.0) for f in made)))
         tables = self.cos_and_sin(q_pos, k_pos, *self.frequencies(k_pos))
         if not self.local_base:
             return tables
         f = rope.inv_freq(self.rotary_dim, self.local_base, device=k_pos.device)
         return *tables, *self.cos_and_sin(q_pos, k_pos, f, 1.0)
+
+    def distinct(self) -> list[float]:
+        """The bases of all layers, each once."""
+        return sorted({*self.bases} - {0.0})
+
+    def of_layer(self, at: At) -> tuple[Tensor, ...]:
+        """The cosines and sines of queries, then of keys, in this layer."""
+        number = int(at.layer in self.local_layers)
+        if self.bases:
+            number = self.distinct().index(self.bases[at.layer])
+        return at.tables[4 * number:4 * number + 4]
 
     def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Tensor, ...]:
         """Of the angles of queries, then of keys, (1 or B, 1, T, R/2) each, times the factor."""
@@ -115,8 +149,31 @@ class RoPE(Encoding):
         return tuple((x * factor).as_strided(x.shape, x.stride()) for x in tables)
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        q_cos, q_sin, k_cos, k_sin = at.tables[4:] if at.layer in self.local_layers else at.tables[:4]
+        q_cos, q_sin, k_cos, k_sin = self.of_layer(at)
+        if self.key_offset:
+            k = self.offset(k, at)
         return rope.turn(q, q_cos, q_sin, self.layout), rope.turn(k, k_cos, k_sin, self.layout)
+
+    def offset(self, k: Tensor, at: At) -> Tensor:
+        """Give keys (B, G, Tk, D) the still channels of the token before, if it is in the same document."""
+        f, D = self.frequencies(at.k_pos)[0], k.shape[3]
+        pairs = torch.stack((f, f), dim=-1).flatten() if self.layout == "interleaved" else torch.cat((f, f))
+        is_still = F.pad(pairs, (0, D - len(pairs))) == 0               # (D,)
+        if at.documents is not None:
+            is_same = at.documents[:, 1:] == at.documents[:, :-1]
+            is_still = is_still & F.pad(is_same, (1, 0))[:, None, :, None]      # (B, 1, Tk, D)
+        return k.where(~is_still, torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2))
+
+    def turn_values(self, v: Tensor, at: At) -> Tensor:
+        """Rotate values (B, G, Tk, D) as keys."""
+        _, _, cos, sin = self.of_layer(at)
+        return rope.turn(v, cos, sin, self.layout)
+
+    def turn_back(self, y: Tensor, at: At) -> Tensor:
+        """Rotate the results (B, H, Tq, D) back from the positions of their queries."""
+        cos, sin, _, _ = self.of_layer(at)
+        square = cos**2 + sin**2                # a scaling's factor squared: values and results have one each
+        return rope.turn(y, cos / square, -sin / square, self.layout)
 
 
 class RoPE2DOptions(RotaryOptions):
@@ -151,6 +208,8 @@ class PRoPEOptions(RotaryOptions):
     p: float = Field(
         0.75, ge=0, le=1, description="share of the pairs that rotate, the fastest; the paper's best: 0.75, "
                                       "Gemma 4 has 0.25. 1: rope; 0: none")
+    key_offset: bool = Field(
+        False, description="keys have, in their channels that do not rotate, those of the token before")
 
 
 class PRoPE(RoPE):

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from positions.contract import At, Encoding, Shape
+from positions.contract import At, Encoding, Shape, for_each_head
 
 
 class Temperature(nn.Module):
@@ -66,6 +66,40 @@ class SSMax(Temperature):
         return self.s[layer][:, None, None] * log_n[:, None, :, None]
 
 
+class Affine(SSMax):
+    """q *= s ln n + b, both learned by head and layer, s = 0 and b = 1 at first. Mistral Large 4's code."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.s = nn.Parameter(torch.zeros_like(self.s))
+        self.b = nn.Parameter(torch.ones_like(self.s))
+
+    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
+        return super().forward(q_pos, layer) + self.b[layer][:, None, None]
+
+
+class SqrtLog(Temperature):
+    """q *= c (ln n)^e: sqrt(2 ln n) here, (ln n)^2 in LogSquared. arXiv:2605.12697."""
+
+    c, e = 2**0.5, 0.5
+
+    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
+        return (self.c * (q_pos + 1).clamp(min=1).log()**self.e)[:, None, :, None]
+
+
+class LogSquared(SqrtLog):
+    """q *= (ln n)^2."""
+
+    c, e = 1.0, 2.0
+
+
+class Power(Temperature):
+    """q *= (1 + (m + 1) / L)^0.1. Beam's code, 2026, where L is 2,048, in layers without an encoding."""
+
+    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
+        return ((1 + (q_pos + 1) / self.seq_len).clamp(min=1)**0.1)[:, None, :, None]
+
+
 class Llama4(Temperature):
     """q *= 1 + 0.1 ln(1 + floor((m + 1) / L)): steps at multiples of L. Llama 4's code, 2025.
 
@@ -86,7 +120,8 @@ class Ministral3(Llama4):
 
 
 TEMPERATURES: dict[str, type[Temperature]] = {
-    "none": Temperature, "log_n": LogN, "ssmax": SSMax, "llama4": Llama4, "ministral3": Ministral3}
+    "none": Temperature, "log_n": LogN, "ssmax": SSMax, "llama4": Llama4, "ministral3": Ministral3,
+    "affine": Affine, "power": Power, "sqrt_log": SqrtLog, "log_squared": LogSquared}
 
 
 class Wrapper(Encoding):
@@ -97,6 +132,9 @@ class Wrapper(Encoding):
         self.inner, self.is_relative, self.max_length = inner, inner.is_relative, inner.max_length
         self.applies_temperature = getattr(inner, "applies_temperature", False)
         self.embed, self.features, self.mix = inner.embed, inner.features, inner.mix    # type: ignore
+        self.rotates_values = inner.rotates_values
+        for name in ("turn_values", "turn_back") if inner.rotates_values else ():
+            setattr(self, name, getattr(inner, name))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> object:
         if q_pos.dim() > 2:
@@ -129,6 +167,30 @@ class Tempered(Wrapper):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         q, at = self.temper(q, at)
         return self.inner.scores(logits, q, k, at)
+
+
+class ByHead(Wrapper):
+    """An encoding in some heads alone; the other heads have none. NAPE: arXiv:2506.16640."""
+
+    def __init__(self, inner: Encoding, heads: list[int], n_head: int) -> None:
+        super().__init__(inner)
+        self.has_scores = inner.has_scores      # type: ignore
+        self.heads = [head in heads for head in range(n_head)]
+
+    def chosen(self, there: Tensor, here: Tensor) -> Tensor:
+        """Of two (B, H, T, ...), the first in the heads that have the encoding."""
+        is_on = torch.tensor(self.heads).to(there.device, non_blocking=True)[:, None, None]
+        return torch.where(is_on, there, here)
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        turned_q, turned_k = self.inner.rotate(q, k, at)
+        if turned_q is q and turned_k is k:
+            return q, k
+        k, turned_k = (for_each_head(x, q.shape[1]) for x in (k, turned_k))
+        return self.chosen(turned_q, q), self.chosen(turned_k, k)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        return self.chosen(self.inner.scores(logits, q, k, at), logits)
 
 
 class ScaleInvariant(Wrapper):

@@ -5,12 +5,14 @@ the model that it gets from `model_of`.
 """
 
 import math
+from copy import copy
 from functools import cache
 
 import torch
 from conftest import ROOT, TINY, lively
 from torch import Tensor
 
+import rope
 from config import Config, load_config
 from model import GPT
 from positions import ENCODINGS, At, Encoding
@@ -60,12 +62,17 @@ def logits_of(encoding: Encoding, q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Te
 
 def temperature_of(model: GPT, config: Config, layer: int, q_pos: Tensor) -> Tensor:
     """The factor of each query, (B, 1 or H, Tq, 1), from the formulas."""
-    n, L = q_pos[:, None, :, None].double() + 1, config.train.seq_len
+    m, L = q_pos[:, None, :, None].double(), config.train.seq_len
+    n, own = m + 1, dict(model.named_parameters())
     return {"none": lambda: torch.ones_like(n),
             "log_n": lambda: (n.log() / math.log(L)).clamp(min=1),
-            "ssmax": lambda: dict(model.named_parameters())["temperature.s"][layer, :, None, None] * n.log(),
-            "llama4": lambda: 1 + 0.1 * (1 + (n / L).floor()).log(),
-            "ministral3": lambda: 1 + 0.1 * (1 + ((n - 1) / L).floor()).log(),
+            "ssmax": lambda: own["temperature.s"][layer, :, None, None] * n.log(),
+            "affine": lambda: own["temperature.s"][layer, :, None, None] * n.log()
+            + own["temperature.b"][layer, :, None, None],
+            "power": lambda: (1 + (m + 1) / L) ** 0.1,
+            "sqrt_log": lambda: (2 * n.log()).sqrt(), "log_squared": lambda: n.log() ** 2,
+            "llama4": lambda: 1 + 0.1 * (1 + ((m + 1) / L).floor()).log(),
+            "ministral3": lambda: 1 + 0.1 * (1 + (m / L).floor()).log(),
             }[config.position.temperature]()
 
 
@@ -80,6 +87,7 @@ def layers_of(config: Config) -> tuple[set[int], set[int]]:
     p, every = config.position, set(range(config.model.n_layer))
     named = {"all": every, "first": {0}}[p.layers] if isinstance(p.layers, str) else set(p.layers)
     encoded = {n for n in named if not p.skip_every or (n + 1) % p.skip_every}
+    encoded -= {n for n, base in enumerate(getattr(p, "bases", None) or []) if not base}
     return encoded, {"all": every, "encoded": encoded, "unencoded": every - encoded}[p.temperature_layers]
 
 
@@ -108,15 +116,30 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
     All switches are applied here, by their formulas.
     """
     a, p, name = model.blocks[layer].attention, config.position, config.position.encoding
-    q, k, v = (y(x).unflatten(-1, (-1, config.model.head_width)).transpose(1, 2) for y in (a.q, a.k, a.v))
-    q, k, v = a.q_norm(q), a.k_norm(k), v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    q, k = (a.q_norm(a.q(x)), a.k_norm(a.k(x))) if config.model.qk_norm == "whole" else (a.q(x), a.k(x))
+    q, k, v = (y.unflatten(-1, (-1, config.model.head_width)).transpose(1, 2) for y in (q, k, a.v(x)))
+    q, k = (q, k) if config.model.qk_norm == "whole" else (a.q_norm(q), a.k_norm(k))
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     encoded, tempered = layers_of(config)
     is_encoded = layer in encoded and p.drop_at > 0
     encoding = model.encoding if is_encoded else ENCODINGS["none"](None, config_of("none").position)
+    seen = visible(config, layer, x.shape[1], None if documents is None else documents[0])
     factor = temperature_of(model, config, layer, pos) if layer in tempered else torch.ones(())
     q, after = (q, factor) if is_encoded and name in AFTER_THEIR_SCORES else (q * factor, 1)
-    seen = visible(config, layer, x.shape[1], None if documents is None else documents[0])
+    if getattr(p, "key_offset", False) and is_encoded:
+        f, before = frequencies(model), torch.cat((k[:, :, :1], k[:, :, :-1]), 2)
+        is_still = torch.cat((f, f, torch.zeros(config.model.head_width - 2 * len(f)))) == 0
+        follows = torch.ones(x.shape[:2], dtype=torch.bool)
+        if documents is not None:
+            follows[:, 1:] = documents[:, 1:] == documents[:, :-1]
+        k = torch.where(is_still & follows[:, None, :, None], before, k)
+        encoding = copy(encoding)
+        encoding.key_offset = False
     logits = logits_of(encoding, q, k, pos, pos, x, layer, documents, seen)
+    if p.heads is not None:
+        others = logits_of(ENCODINGS["none"](None, p), q, k, pos, pos, x, layer, documents, seen)
+        logits = torch.stack([(logits if head in p.heads else others)[:, head]
+                              for head in range(q.shape[1])], 1)
     distance = (pos[:, :, None] - pos[:, None]).clamp(min=0)[:, None]
     if farthest is not None:
         far = torch.full_like(pos, farthest), torch.zeros_like(pos)
@@ -125,8 +148,23 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
     logits = logits.masked_fill(~seen, 0) * after
     if p.scale_invariant:
         logits = scale_invariant(logits, distance, p.scale_invariant)
-    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-    return a.o((weights @ v).transpose(1, 2).flatten(2))
+    logits = logits.masked_fill(~seen, -torch.inf)
+    sink = logits.new_full((), -torch.inf) if a.sink is None else a.sink[:, None, None]
+    sink = sink if not hasattr(a.token_sink, "weight") else a.token_sink(x).transpose(1, 2)[..., None]
+    weights = torch.cat((logits, sink.expand(*logits.shape[:3], 1)), -1).softmax(-1)[..., :-1]
+    if getattr(p, "rotate_values", False):      # a value's rotation by the distance to each query
+        turns = [[rope.rotate(v[:, :, j], rope.angles((pos[:, j] - pos[:, i])[:, None], frequencies(model)))
+                  for j in range(x.shape[1])] for i in range(x.shape[1])]
+        y = torch.stack([sum(weights[:, :, i, j, None] * turns[i][j] for j in range(i + 1))
+                         for i in range(x.shape[1])], 2)
+    else:
+        y = weights @ v
+    y = y.transpose(1, 2).flatten(2)
+    return a.o(y * a.gate(x).sigmoid() if hasattr(a.gate, "weight") else y)
+
+
+def frequencies(model: GPT) -> Tensor:
+    return model.encoding.frequencies(torch.zeros(1, 1, dtype=torch.long))[0].double()
 
 
 def watched(model: GPT, *args: Tensor, **arguments: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -34,15 +34,23 @@ SWITCHES = {
     "one key head": "model.n_kv_head=1", "first": "position.layers=first", "list": "position.layers=[1]",
     "every": f"{BEYOND} {ONLY}=unencoded position.skip_every=2 position.temperature=llama4",
     "encoded": f"{BEYOND} {ONLY}=encoded position.layers=first position.temperature=ssmax",
-    "dropped": "position.drop_at=0"}
-IN_SOME_LAYERS = ("first", "list", "every", "encoded")
+    "dropped": "position.drop_at=0", "sink": "model.sink=head", "gate": "model.sink=token model.gate=true",
+    "heads": "position.heads=[1]",
+    "whole": "model.qk_norm=whole model.pre_norm=false model.post_norm=true model.parallel=true"}
+IN_SOME_LAYERS = ("first", "list", "every", "encoded", "heads")
+# of some rotary encodings alone
+OF_ROPE = {"offset": "position.fraction=0.5 position.key_offset=true",
+           "values": "position.rotate_values=true model.n_head=4 model.n_kv_head=2 model.head_dim=12",
+           "bases": "position.bases=[100.0,50.0]", "base of one": "position.bases=[0.0,50.0]"}
 # scalings whose frequencies do not depend on the length, under the encodings that rotate
 SCALED = {method: written(make(method)) for method in SCALINGS if method not in DYNAMIC}
 CASES = [(name, switch) for name, encoding in ENCODINGS.items() for switch in SWITCHES
          if encoding.acts_in_layers() or switch not in IN_SOME_LAYERS]
+CASES += [("rope", name) for name in OF_ROPE] + [("p_rope", "still")]
 CASES += [(name, method) for name in ("rope", "p_rope", "xpos") for method in SCALED]
-SWITCHES |= SCALED
-FAST = [*((name, "plain") for name in ENCODINGS), *(("rope", key) for key in SWITCHES if key not in SCALED),
+SWITCHES |= SCALED | OF_ROPE | {"still": "position.p=0.5 position.key_offset=true"}
+FAST = [*((name, "plain") for name in ENCODINGS),
+        *(("rope", key) for key in SWITCHES if key not in (*SCALED, "still")),
         ("rope", "yarn"), ("pope", "both"), ("bam", "ssmax"), ("tapa", "llama4"), ("alibi", "grouped"),
         ("t5", "scale_invariant"), ("forgetting", "window"), ("path", "chunk"), ("learned", "dropped")]
 laws = pytest.mark.parametrize(("name", "switch"), slow_except(CASES, *FAST))
@@ -312,7 +320,7 @@ def test_nothing_derived_enters_a_checkpoint_and_seeds_give_equal_weights(name: 
     trained, weights = {key for key, _ in model.named_parameters()}, model.state_dict()
     for key, weight in weights.items():
         assert key in trained or not torch.equal(weight, other.state_dict()[key]), key
-        assert key != "temperature.s" or "ssmax" in SWITCHES[switch]
+        assert key != "temperature.s" or any(name in SWITCHES[switch] for name in ("ssmax", "affine"))
     shape = " ".join(o for o in SWITCHES[switch].split() if o.startswith("model."))
     made = []
     for config in (config_of(name, SWITCHES[switch]), config_of("none", shape)):

@@ -159,4 +159,5 @@ def lively(name: str) -> GPT:
     model = GPT(quick(name, *SMALL)).eval().double().requires_grad_(False)
     for p in model.parameters():
         p.normal_(std=0.3 if p.dim() > 1 else 1.0)
+    model.encoding.clamp()
     return model

@@ -271,6 +271,10 @@ class PoPEOptions(RotaryOptions):
         """R = 2 D: each channel becomes a pair."""
         return 2 * head_dim
 
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        wider = {"heads": "must be unset: with pope q and k are wider than in heads without it"}
+        return super().problems(n_embd, head_dim) or (wider if self.heads is not None else {})
+
 
 class PoPE(RoPE):
     """Content as radius, position as angle: sum_c softplus(q_c) softplus(k_c) cos((j - i) f_c + delta_c).

@@ -116,6 +116,7 @@ def test_the_commit_of_a_dataset_is_resolved_first_and_recorded(tmp_path: Path, 
             return function(hub, *arguments, **options)
         return call
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)     # other tests set the variable
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name, revision: (
         asked.append(revision), SimpleNamespace(sha=commit))[1])
     for name in ("load_dataset_builder", "get_dataset_config_names"):

@@ -118,7 +118,6 @@ class Attention(nn.Module):
         if features is not None:
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
         mask = mask._replace(window=self.window, chunk=self.chunk)
-        at = at if mask.documents is None else at._replace(documents=mask.documents)
         bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         v = encoding.turn_values(v, at) if encoding.rotates_values else v
@@ -287,7 +286,8 @@ class GPT(nn.Module):
             if last and last < tokens.shape[1] and layer == len(self.blocks) - 1:
                 q_pos, mask = q_pos[:, -last:], mask._replace(flex={})
                 tables = {encoding: encoding.tables(q_pos, k_pos)}
-            x = block(x, encoding, At(q_pos, k_pos, layer, tables[encoding]), mask, cache)
+            at = At(q_pos, k_pos, layer, tables[encoding], documents=documents)
+            x = block(x, encoding, at, mask, cache)
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:

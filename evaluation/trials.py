@@ -18,12 +18,14 @@ from pathlib import Path
 
 import pandas
 import torch
+from torch import nn
 
 from config import differences, load_config
 from evaluation.sweeping import DIVERGED, Job, Point, Points
 from hf.pretrained import pretrained_tables
 from model import shape_of
 from positions import ENCODINGS
+from positions.switches import TEMPERATURES
 from runtime.errors import UserError, did_you_mean
 from runtime.files import read_json, write_whole
 
@@ -90,9 +92,10 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
                 raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
                                 f"be comparable; give {key}=VALUE for all instead")
         resolved = load_config(config, overrides, pretrained_tables)
+        shape, p = shape_of(resolved), resolved.position
         with torch.device("meta"):              # shapes without memory
-            encoding = ENCODINGS[resolved.position.encoding](shape_of(resolved), resolved.position)
-        is_trained = resolved.position.temperature == "ssmax" or [*encoding.parameters()]
+            modules: list[nn.Module] = [ENCODINGS[p.encoding](shape, p), TEMPERATURES[p.temperature](shape)]
+        is_trained = any([*part.parameters()] for part in modules)
         if "position.lr_scale" in keys and not is_trained:
             raise UserError(f"--choose: position.lr_scale has no effect on {config}, which has no parameters "
                             "of position; give it as many trials over train.lr by --trials")

@@ -133,8 +133,7 @@ class Wrapper(Encoding):
         self.applies_temperature = getattr(inner, "applies_temperature", False)
         self.embed, self.features, self.mix = inner.embed, inner.features, inner.mix    # type: ignore
         self.rotates_values = inner.rotates_values
-        for name in ("turn_values", "turn_back") if inner.rotates_values else ():
-            setattr(self, name, getattr(inner, name))
+        self.turn_values, self.turn_back = inner.turn_values, inner.turn_back           # type: ignore
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> object:
         if q_pos.dim() > 2:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from config import differences
-from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, units_of
+from evaluation.intervals import LEVEL, Estimate, Prior, holm, prior_of, two_way, two_way_share, units_of
 from evaluation.measures import FOUND, GAIN, Form
 from evaluation.protocols import EVERY, Floor
 from evaluation.report import Cell, Cells, Map, Table
@@ -174,17 +174,23 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     pretrained = [curve.label for curve in curves if is_pretrained(curve.runs[0].path)]
     units: dict[str, None] = {}                     # what intervals are over, in order
     n_seeds: set[int] = set()
+    is_moderated = False
     places = {column_of(r): r["length"] for curve in curves for r in curve.runs[0].records
               if (r["extend"], r["protocol"]) == (curve.extend, protocol)}
     for (_, column), length in sorted(places.items()):
         found: dict[str, Estimate] = {}
         seeds_of: dict[str, int] = {}
-        for curve in curves:
-            one = estimated(protocol, form, length, curve, baseline)
-            if one:
-                found[curve.label], n, name = one
-                seeds_of[curve.label] = n
-                units[name] = None
+        scored = {curve.label: one for curve in curves
+                  if (one := windows_of(protocol, form, length, curve, baseline))}
+        ratios = [d.sum(axis=1) / columns[form.score.per].sum() for d, columns in scored.values()
+                  if len(d) > 1]
+        prior = None if form.score is FOUND else prior_of([float(x.var(ddof=1)) for x in ratios],
+                                                          [len(x) - 1 for x in ratios])
+        is_moderated |= prior is not None
+        for label, (d, columns) in scored.items():
+            found[label], name = estimated(form, d, columns, baseline is not None, prior)
+            seeds_of[label] = len(d)
+            units[name] = None
         n_seeds |= {*seeds_of.values()}
         p = {label: e.p for label, e in found.items() if e.p is not None}
         corrected = dict(zip(p, holm(list(p.values())), strict=True))
@@ -198,12 +204,14 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     how = f"95 % intervals over {'; '.join(units)}; number of seeds: {counts}."
     if 1 in n_seeds:
         how += " With 1 seed, an interval covers the text alone, not how training varies."
+    if is_moderated:
+        how += " The variance between seeds is moderated by that of all curves."
     return rows, how
 
 
-def estimated(protocol: str, form: Form, length: int, curve: Curve,
-              baseline: Curve | None) -> tuple[Estimate, int, str] | None:
-    """The estimate, its number of seeds, and what its interval is over; None without sums of each window."""
+def windows_of(protocol: str, form: Form, length: int, curve: Curve,
+               baseline: Curve | None) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+    """The score of each window, less the baseline's, (seeds, windows), and the columns of the windows."""
     columns: dict[str, np.ndarray] = {}
     d = []
     for run, other in paired(curve, baseline or curve):
@@ -214,16 +222,21 @@ def estimated(protocol: str, form: Form, length: int, curve: Curve,
         columns = found
         with np.errstate(invalid="ignore"):                             # both diverged
             d.append(form.score.total(columns) - (form.score.total(subtracted) if baseline else 0))
-    sums, per, units = np.stack(d), columns[form.score.per], units_of(columns["document"])
+    return np.stack(d), columns
+
+
+def estimated(form: Form, d: np.ndarray, columns: dict[str, np.ndarray], is_difference: bool,
+              prior: Prior | None) -> tuple[Estimate, str]:
+    """The estimate from the scores of windows (seeds, windows), and what its interval is over."""
+    per, units = columns[form.score.per], units_of(columns["document"])
     if units is None:
-        value = float(sums.sum() / len(sums) / per.sum())
         what = "trials" if form.score is FOUND else "windows"
-        return Estimate(value), len(d), f"none, there are only {len(per)} {what}"
-    sums, per = units.sums(sums), units.sums(per)
+        return (Estimate(float(d.sum() / len(d) / per.sum())), f"none, there are only {len(per)} {what}")
+    sums, per = units.sums(d), units.sums(per)
     few = ", since documents are too few: other documents are not covered" if units.name == "windows" else ""
     if form.score is FOUND:
-        return two_way_share(sums, per, baseline is not None), len(d), f"{units.n} trials{few}"
-    return two_way(sums, per), len(d), f"{units.n} {units.name}{few}"
+        return two_way_share(sums, per, is_difference), f"{units.n} trials{few}"
+    return two_way(sums, per, prior), f"{units.n} {units.name}{few}"
 
 
 def paired(curve: Curve, baseline: Curve) -> list[tuple[Run, Run]]:

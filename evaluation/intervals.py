@@ -15,11 +15,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 LEVEL = 0.05                # intervals are of 1 - LEVEL
 DRAWS = 10_000              # of the error's distribution
 ENOUGH_DOCUMENTS = 5        # to be the units of text; with fewer, windows are
 ENOUGH_WINDOWS = 8          # for any interval: fewer cannot show how much they vary
+ENOUGH_CURVES = 6           # for a prior of their variances
+DEGREES = np.geomspace(0.5, 200, 600)   # among which the prior's degrees of freedom are looked up
 
 
 class Estimate(NamedTuple):
@@ -29,6 +32,13 @@ class Estimate(NamedTuple):
     low: float | None = None
     high: float | None = None
     p: float | None = None
+
+
+class Prior(NamedTuple):
+    """What many curves tell of how the seeds of one of them vary: as much as df + 1 more seeds would."""
+
+    variance: float
+    df: float
 
 
 class Units(NamedTuple):
@@ -53,11 +63,32 @@ def units_of(document: np.ndarray) -> Units | None:
     return None
 
 
-def two_way(d: np.ndarray, weight: np.ndarray) -> Estimate:
+def prior_of(variances: Sequence[float], df: Sequence[int]) -> Prior | None:
+    """The empirical-Bayes prior of several curves' variances s^2, each with df degrees of freedom.
+
+    s^2 is distributed as prior.variance F(df, prior.df). So log s^2 has the mean log prior.variance + a(df) -
+    a(prior.df), where a(x) = psi(x / 2) - log(x / 2), and the variance psi'(df / 2) + psi'(prior.df / 2).
+    Both are solved for the prior. None if there are fewer than ENOUGH_CURVES.
+
+    Smyth 2004, Statistical Applications in Genetics and Molecular Biology 3, article 3 (limma).
+    """
+    pairs = [(s2, n) for s2, n in zip(variances, df, strict=True) if 0 < s2 < np.inf]   # none diverged
+    if len(pairs) < ENOUGH_CURVES:
+        return None
+    s2, n, prior = (torch.tensor(x, dtype=torch.float64) / 2 for x in (*zip(*pairs, strict=True), DEGREES))
+    log = (2 * s2).log() - (n.digamma() - n.log())
+    excess = float(log.var() - torch.polygamma(1, n).mean())    # how much the true variances differ
+    half = np.interp(-excess, -torch.polygamma(1, prior).numpy(), prior.numpy())
+    return Prior(float(np.exp(log.mean().item() + torch.digamma(torch.tensor(half)).item() - np.log(half))),
+                 2 * float(half))
+
+
+def two_way(d: np.ndarray, weight: np.ndarray, prior: Prior | None = None) -> Estimate:
     """Estimate of sum(d) / sum(weight) from sums d (S, U) and weights (U,), such as nats and tokens.
 
     The error is drawn as se_text t(n - 1) + se_seed t(S - 1), two independent Student's t:
       se_seed^2  variance of the seeds' ratios / S. It holds the rest too, which is also independent by seed.
+                 With a prior, the mean of both variances by degrees of freedom, and S - 1 + prior.df of them.
       se_text^2  delete-one jackknife over units of the seeds' mean, less the rest.
       n          (sum weight)^2 / sum weight^2: units of unequal weight count as fewer.
     A sum of two such t (Behrens and Fisher) covers at least at its rate even with 2 seeds, where the usual
@@ -75,14 +106,15 @@ def two_way(d: np.ndarray, weight: np.ndarray) -> Estimate:
     residual = (d - ratios[:, None] * weight) / total                   # (S, U), each row sums to 0
     common = residual.mean(axis=0)                                      # (U,)
     seeds = rest = 0.0
+    df = S - 1 + (prior.df if prior else 0.0)
     if S > 1:
-        seeds = float(ratios.var(ddof=1)) / S
+        seeds = float(((S - 1) * ratios.var(ddof=1) + (prior.df * prior.variance if prior else 0)) / df / S)
         rest = float(((residual - common)**2).sum()) * U / (U - 1) / (S * (S - 1))
     text = max(0.0, float(((common / (1 - share))**2).sum()) * (U - 1) / U - rest)
     n = 1 / float((share**2).sum())
     error = text**0.5 * student_draws(max(n - 1, 1.0), 0)
     if S > 1:
-        error = error + seeds**0.5 * student_draws(S - 1.0, 1)
+        error = error + seeds**0.5 * student_draws(df, 1)
     error = np.abs(error)
     half = float(np.quantile(error, 1 - LEVEL))
     p = (1 + int((error >= abs(value)).sum())) / (1 + DRAWS)

@@ -193,18 +193,18 @@ def test_intervals_widen_with_the_variance_of_the_seeds(tmp_path: Path, monkeypa
 
 
 def test_bold_survives_holms_correction_over_the_curves_of_a_column(tmp_path: Path, monkeypatch) -> None:
-    """The same curve beats the baseline alone, but not as one of eleven. Its interval stays."""
+    """The same curve beats the baseline alone, but not as one of five. Its interval stays."""
     def folder(name: str, seed: int, better: float) -> Path:
         vary = 0.07 * seed if name != "rope" else 0.0
         return fabricate(tmp_path / f"{name}-seed{seed}", name, seed, better=better + vary,
                          protocols=("fixed",))
 
-    runs = [folder(name, seed, better) for name, better in (("rope", 0.0), ("alibi", 0.4))
+    runs = [folder(name, seed, better) for name, better in (("rope", 0.0), ("alibi", 0.25))
             for seed in range(3)]
     call(monkeypatch, *runs, "--out", tmp_path / "out")
     alone = rows_of(tmp_path / "out", "Gain over rope, fixed")["alibi"]
-    assert all(cell.startswith("**+0.47") for cell in alone.values())
-    names = ("t5", "fire", "none", "cope", "xpos", "binary", "p_rope", "integer", "sandwich", "sinusoidal")
+    assert all(cell.startswith("**+0.32") for cell in alone.values())
+    names = ("t5", "fire", "none", "cope")          # with one more, variances would be moderated
     others = [folder(name, seed, 0.0) for name in names for seed in range(3)]
     call(monkeypatch, *runs, *others, "--out", tmp_path / "out")
     rows = rows_of(tmp_path / "out", "Gain over rope, fixed")
@@ -256,7 +256,9 @@ def test_a_report_says_where_the_trials_share_few_documents(tmp_path: Path) -> N
         columns = {"correct": np.arange(5 * n) % 2, "trials": np.ones(5 * n),
                    "document": np.arange(5 * n) % n}
         curve.runs[0].windows.update({f"plain/passkey/256/{name}": x for name, x in columns.items()})
-        assert compare.estimated("passkey", EVERY["passkey"].form, 256, curve, None)[2] == expected
+        form = EVERY["passkey"].form
+        scored = compare.windows_of("passkey", form, 256, curve, None)
+        assert compare.estimated(form, *scored, False, None)[1] == expected
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ RECIPES = {     # config -> overrides; of each layer: base (None: no encoding), 
     "gemma3": (("model.window=11",), [(1e4, "window", 0)] * 3 + [(1e6, "", 0)]),
     "swan-gpt": (("model.window=11",), [(1e4, "window", 0)] * 3 + [(None, "", 1)]),
     "rope-interleaved": ((), [(1e4, "", 0)] * 3 + [(None, "", 0)]),
+    "granite-swa": (("model.window=11",), [(1e4, "window", 0)] * 3 + [(None, "", 0)]),
 }
 
 
@@ -41,8 +42,9 @@ def temperature(name: str, m: int) -> float:
     return 1 + 0.1 * math.log(1 + (m + 1 if name == "llama4" else m) // L)
 
 
-def mixed(name: str, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Attention (T, H D) of one layer by its formula: q (T, H, D), k and v (T, G, D)."""
+def mixed(name: str, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor,
+          sink: Tensor | None) -> Tensor:
+    """Attention (T, H D) of one layer by its formula: q (T, H, D), k and v (T, G, D), sink (H,)."""
     base, kind, is_tempered = RECIPES[name][1][layer]
     found = torch.zeros_like(q)
     for h in range(4):
@@ -54,7 +56,8 @@ def mixed(name: str, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Ten
                     positions[i] - positions[keys], rope.inv_freq(12, base, dtype=torch.float64)))
             logits = (turned * k[keys, h // 2]).sum(-1) / math.sqrt(12)
             logits = logits * (temperature(name, int(positions[i])) if is_tempered else 1.0)
-            found[i, h] = logits.softmax(0) @ v[keys, h // 2]
+            weights = logits.softmax(0) if sink is None else torch.cat((logits, sink[h:h + 1])).softmax(0)
+            found[i, h] = weights[:len(keys)] @ v[keys, h // 2]
     return found.flatten(1)
 
 
@@ -74,7 +77,8 @@ def test_a_recipe_is_its_formula_at_positions_that_skip_and_in_packed_documents(
         a = norm(y, f"{at}attention_norm.weight")
         q, k, v = ((a @ w[f"{at}attention.{part}.weight"].T).unflatten(-1, (-1, 12)) for part in "qkv")
         q, k = norm(q, f"{at}attention.q_norm.weight"), norm(k, f"{at}attention.k_norm.weight")
-        a = mixed(name, layer, q, k, v, positions) @ w[f"{at}attention.o.weight"].T
+        sink = w.get(f"{at}attention.sink")
+        a = mixed(name, layer, q, k, v, positions, sink) @ w[f"{at}attention.o.weight"].T
         y = y + norm(a, f"{at}attention_post_norm.weight")
         a = norm(y, f"{at}mlp_norm.weight")
         gate, up = (a @ w[f"{at}mlp.{part}.weight"].T for part in ("gate", "up"))
@@ -88,8 +92,9 @@ def test_a_recipe_is_its_formula_at_positions_that_skip_and_in_packed_documents(
 NAMES = {"embedding.": "model.embed_tokens.", "blocks.": "model.layers.", "head.": "lm_head.",
          "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
          "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj",
-         "attention.v": "self_attn.v_proj", "attention.o": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj",
-         "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
+         "attention.v": "self_attn.v_proj", "attention.o": "self_attn.o_proj",
+         "attention.sink": "self_attn.sinks", "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj",
+         "mlp.down": "mlp.down_proj"}
 
 
 def their_name(name: str, kind: str) -> str:
@@ -100,7 +105,7 @@ def their_name(name: str, kind: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama4", "ministral3"])
+@pytest.mark.parametrize("name", ["llama4", "ministral3", "granite-swa"])
 def test_a_recipe_is_transformers_own_model(name: str) -> None:
     """Logits to 12 L, whose models transformers alone can load."""
     transformers = pytest.importorskip("transformers")
@@ -120,7 +125,10 @@ def test_a_recipe_is_transformers_own_model(name: str) -> None:
                    "no_rope_layers": [1, 1, 1, 0],
                    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
                    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    kind = {"llama4": "llama4_text"}.get(name, name)
+    if name == "granite-swa":
+        fields |= {"sliding_window": 11, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+                   "layer_rope_theta": config.position.bases, "attention_multiplier": 12**-0.5}
+    kind = {"llama4": "llama4_text", "granite-swa": "granite_swa"}.get(name, name)
     theirs = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(kind, **fields)).eval()
     theirs.load_state_dict({their_name(key, name): x for key, x in model.state_dict().items()})

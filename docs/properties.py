@@ -33,10 +33,10 @@ def quick(name: str, *overrides: str) -> Config:
 SHAPE = shape_of(quick("none"))
 
 
-def make(name: str) -> Encoding:
+def make(name: str, *overrides: str) -> Encoding:
     """An encoding of the quick config before training; parameters that start at 0 are drawn at random."""
     torch.manual_seed(0)
-    encoding = ENCODINGS[name](SHAPE, quick(name).position).double().requires_grad_(False)
+    encoding = ENCODINGS[name](SHAPE, quick(name, *overrides).position).double().requires_grad_(False)
     for p in encoding.parameters():
         if not p.any():
             nn.init.normal_(p, std=0.1)

@@ -1,7 +1,7 @@
 """Position encodings: one class each, and the registry of their names.
 
 contract.py     what an encoding is: its hooks, its options, and the Shape from which it is made
-absolute.py     added to the embeddings: learned, integer, binary, sinusoidal
+absolute.py     added to the embeddings: learned, integer, binary, sinusoidal; to q and k: sinusoidal_qk
 rotary.py       queries and keys rotated: rope, rope_2d, p_rope, xpos, pope, fope
 scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, yarn, llama3, longrope, mrrope,
                 base
@@ -15,7 +15,7 @@ To add one: a class in a file here, a line in ENCODINGS, a config (see the READM
 --help and the tests, reads this registry, in its order.
 """
 
-from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal
+from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal, SinusoidalQK
 from positions.bias import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
 from positions.contract import At, Encoding, NoPE, Options, Shape
 from positions.gates import (
@@ -42,6 +42,7 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "integer_normalised": IntegerNormalised,
     "binary": Binary,
     "sinusoidal": Sinusoidal,
+    "sinusoidal_qk": SinusoidalQK,
     "rope": RoPE,
     "rope_2d": RoPE2D,
     "p_rope": PRoPE,

@@ -1,10 +1,10 @@
-"""Absolute encodings: a vector added to the token embedding at each position.
+"""Absolute encodings: a vector added to the token embedding, or to queries and keys, at each position.
 
 Integer, IntegerNormalised and Binary are first attempts that lead to the sinusoids: see C. Fleetwood 2024
 (huggingface.co/blog/designing-positional-encoding) and A. Kazemnejad 2019
 (kazemnejad.com/blog/transformer_architecture_positional_encoding).
 
-Legend: B batch, T time, C = n_embd.
+Legend: B batch, T time, C = n_embd, H = n_head, G = n_kv_head, D channels of a head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.contract import Encoding, Options, Shape
+from positions.contract import At, Encoding, Options, Shape
 
 
 class Learned(Encoding):
@@ -45,11 +45,33 @@ class EvenWidthOptions(Options):
         return {}
 
 
-class SinusoidalOptions(EvenWidthOptions):
+class WaveOptions(Options):
+    head_multiple = 2
+
     base: float = Field(10_000.0, gt=1, description="wavelengths run from 2 pi to 2 pi * base positions")
     layout: Literal["interleaved", "half"] = Field(
         "interleaved", description="interleaved: sin, cos, sin, cos ... as in the paper; half: all sines, "
                                    "then all cosines, as in fairseq")
+    sine_alone: bool = Field(
+        False, description="sin(t base^(-i / C)) in channel i of C: no matrix takes the code of t to that of "
+                           "t + k, as with pairs of sine and cosine")
+
+
+class SinusoidalOptions(WaveOptions, EvenWidthOptions):
+    head_multiple = 1
+
+    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+        return EvenWidthOptions.problems(self, n_embd, head_dim)
+
+
+def wave(positions: Tensor, width: int, options: WaveOptions) -> Tensor:
+    """[sin(t f_i), cos(t f_i)], f_i = base^(-2i / width): positions (1 or B, T) -> (1 or B, T, width)."""
+    if options.sine_alone:
+        return rope.angles(positions, rope.inv_freq(2 * width, options.base, device=positions.device)).sin()
+    angle = rope.angles(positions, rope.inv_freq(width, options.base, device=positions.device))
+    if options.layout == "half":
+        return torch.cat((angle.sin(), angle.cos()), dim=-1)
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
 
 
 class Sinusoidal(Encoding):
@@ -64,16 +86,36 @@ class Sinusoidal(Encoding):
 
     def __init__(self, shape: Shape, options: SinusoidalOptions) -> None:
         super().__init__(shape, options)
-        self.base, self.layout = options.base, options.layout
+        self.options = options
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         C = x.shape[-1]
-        angle = rope.angles(positions, rope.inv_freq(C, self.base, device=x.device))     # (1 or B, T, C/2)
-        if self.layout == "half":
-            wave = torch.cat((angle.sin(), angle.cos()), dim=-1)
-        else:
-            wave = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)
-        return x * C**0.5 + wave.to(x.dtype)                            # (B, T, C)
+        return x * C**0.5 + wave(positions, C, self.options).to(x.dtype)        # (B, T, C)
+
+
+class SinusoidalQK(Encoding):
+    """softmax((Q + P) (K + P)^T / sqrt(D)) V: sinusoids P of D channels on queries and keys, not on values.
+
+    No parameters, defined at every position. The residual stream carries no position, so each layer gets it
+    anew, and `layers` chooses which. Shortformer adds C channels to the inputs of W_q and W_k instead: Press
+    et al. 2021, arXiv:2012.15832, section 4.
+    """
+
+    Options = WaveOptions
+    is_relative = False
+
+    def __init__(self, shape: Shape, options: WaveOptions) -> None:
+        super().__init__(shape, options)
+        self.options, self.head_dim = options, shape.head_dim
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """P at the positions of queries and keys, (1 or B, 1, T, D)."""
+        q, k = (wave(positions, self.head_dim, self.options)[:, None] for positions in (q_pos, k_pos))
+        return q, k
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        of_q, of_k = at.tables
+        return q + of_q.to(q.dtype), k + of_k.to(k.dtype)
 
 
 class Integer(Encoding):

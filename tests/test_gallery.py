@@ -28,10 +28,15 @@ def test_properties_that_classes_declare_are_found(name: str) -> None:
 
 @pytest.mark.slow
 def test_sinusoids_and_rotations_are_linear_and_other_vectors_are_not() -> None:
-    """An offset is no matrix product, bits carry, learned rows are independent; a bias has no vector."""
+    """An offset is no matrix product, bits carry, learned rows are independent; a bias has no vector.
+
+    Without its cosine a sine is not linear either.
+    """
     assert all(found(name).residual < 1e-4 for name in ("sinusoidal", "rope", "p_rope", "xpos"))
     assert all(found(name).residual > 0.05 for name in ("learned", "integer", "integer_normalised", "binary"))
     assert all(found(name).residual is None for name in ("none", "alibi", "cope"))
+    sines = measured.added(measured.make("sinusoidal", "position.sine_alone=true"), 4 * L + 1)
+    assert measured.linear_residual(sines) > 0.3
 
 
 def test_the_residual_is_that_of_the_best_multiple_of_a_line() -> None:

@@ -75,6 +75,12 @@ def geometric(base: float, dim: int) -> Tensor:
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
+def sinusoidal_qk(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
+    q, k = (x[b, h, t] + torch.tensor([sinusoidal(c.encoding, int(c.pos[b, t]), n, c.D) for n in range(c.D)])
+            for x, t in ((c.q, i), (c.k, j)))
+    return q @ k / math.sqrt(c.D)
+
+
 # --- Rotary: a complex factor z for each pair of channels
 
 
@@ -297,8 +303,8 @@ def wall(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
 TERMS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("none", "learned", "integer", "integer_normalised", "binary", "sinusoidal"), dot),
     **{f.__name__: f for f in (
-        rope, rope_2d, p_rope, xpos, pope, fope, selective_rope, repo, relative_key, transformer_xl, cope,
-        forgetting, grape_ap, dape, tapa, path, wall)},
+        sinusoidal_qk, rope, rope_2d, p_rope, xpos, pope, fope, selective_rope, repo, relative_key,
+        transformer_xl, cope, forgetting, grape_ap, dape, tapa, path, wall)},
     **dict.fromkeys(BIASES, biased), "relative_key_query": relative_key, "path_fox": path}
 VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options in (
     "position.layout=interleaved position.base=500", "position.fraction=0.5",
@@ -306,6 +312,7 @@ VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options
     "position.spectrum=rope_id position.fraction=0.5", "model.window=5 position.local_base=50",
     "model.window=5 position.local_base=50 model.full_every=2")),
     ("rope_2d", "position.layout=interleaved position.base=500"),
+    ("sinusoidal_qk", "position.layout=half"), ("sinusoidal_qk", "position.sine_alone=true"),
     *(("p_rope", f"position.p={p} position.base=500") for p in (0.0, 0.2, 0.3, 1.0)),
     ("p_rope", "position.p=0.5 position.layout=interleaved"), ("xpos", "position.scale_base=20"),
     ("xpos", "position.layout=interleaved"), ("pope", "position.base=500"), ("fope", "train.seq_len=4096"),
@@ -315,7 +322,8 @@ VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options
     ("relative_key_query", "position.max_distance=5"), ("cope", "position.max_pos=3"),
     ("grape_ap", "position.p_dim=2"), ("dape", "position.bias=kerple_log"), ("tapa", "position.alpha=0.5"),
     ("selective_rope", "position.n_taps=1")]
-FP32_ANGLES = ("rope", "rope_2d", "p_rope", "xpos", "pope", "fope", "transformer_xl", "sandwich")
+FP32_ANGLES = ("sinusoidal_qk", "rope", "rope_2d", "p_rope", "xpos", "pope", "fope", "transformer_xl",
+               "sandwich")
 # BAM's logarithm of the distance is fp32 too; PaTH has 1e-6 under the root of a length
 TOLERANCE = {**dict.fromkeys(FP32_ANGLES, 3e-4), "bam": 1e-5, "path": 1e-5, "path_fox": 1e-5}
 
@@ -344,9 +352,11 @@ def binary(e: Encoding, t: int, n: int) -> float:
     return float(text[-1 - n]) if n < len(text) else 0.0
 
 
-def sinusoidal(e: Encoding, t: int, n: int) -> float:
-    pair, is_cos = (n % 16, n >= 16) if e.layout == "half" else (n // 2, n % 2)
-    return (math.cos if is_cos else math.sin)(t / 10_000 ** (2 * pair / 32))
+def sinusoidal(e: Any, t: int, n: int, width: int = 32) -> float:
+    if e.options.sine_alone:
+        return math.sin(t / 10_000 ** (n / width))
+    pair, is_cos = (n % (width // 2), 2 * n >= width) if e.options.layout == "half" else (n // 2, n % 2)
+    return (math.cos if is_cos else math.sin)(t / 10_000 ** (2 * pair / width))
 
 
 EMBEDDED: dict[str, Callable[[Any, int, int], float]] = {
@@ -355,7 +365,8 @@ EMBEDDED: dict[str, Callable[[Any, int, int], float]] = {
 
 
 @pytest.mark.parametrize(("name", "overrides"), [*((name, "") for name in EMBEDDED),
-                                                 ("sinusoidal", "position.layout=half")])
+                                                 ("sinusoidal", "position.layout=half"),
+                                                 ("sinusoidal", "position.sine_alone=true")])
 def test_what_is_added_to_the_embeddings_is_the_formula(name: str, overrides: str) -> None:
     encoding, factor = model_of(name, overrides).encoding, 32**0.5 if name == "sinusoidal" else 1.0
     pos = torch.tensor([[0, 1, 2, 5, 31], [7, 8, 100, 1000, 20_003]])[:1 if name == "learned" else 2]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -114,23 +115,32 @@ def draw(name: str, folder: Path) -> None:
 
 
 def draw_decay(folder: Path) -> None:
-    """The classic picture of RoPE's long-term decay, for several bases and dimensions."""
-    figure = Figure(figsize=(10, 4.4))
+    """The classic pictures of RoPE's long-term decay: a logit, and the factor mean |S_j| of RoFormer's bound.
+
+    S_j is the sum of exp(i distance f_n) over the fastest j pairs: RoFormer, section 3.4.3, equation 37.
+    """
+    figure = Figure(figsize=(10, 8))
     distance = torch.arange(10_001)
     edges = torch.logspace(0, 4, 61).round().long().unique()
-    axes = figure.subplots(1, 3, sharey=True, gridspec_kw=MARGINS | {"wspace": 0.05})
-    for axis, dim in zip(axes, (32, 64, 128), strict=True):
+    axes = figure.subplots(2, 3, sharex=True, sharey="row",
+                           gridspec_kw=MARGINS | {"bottom": 0.08, "top": 0.9, "wspace": 0.05})
+    for (is_bound, i), axis in np.ndenumerate(axes):
+        dim = (32, 64, 128)[i]
         for base, style in zip((100, 10_000, 500_000), LINES, strict=False):
-            curve = rope.angles(distance, rope.inv_freq(dim, base)).cos().mean(dim=-1)
+            angle = rope.angles(distance, rope.inv_freq(dim, base))
+            sums = torch.polar(torch.ones_like(angle), angle).cumsum(dim=-1).abs().mean(dim=-1)
+            curve = sums / sums[0] if is_bound else angle.cos().mean(dim=-1)
             mean = [curve[a:b].mean() for a, b in zip(edges, edges[1:], strict=False)]
             axis.plot(distance[1:], curve[1:], color=style["color"], alpha=0.25, linewidth=0.5)
             axis.plot((edges[:-1] * edges[1:]).sqrt(), mean, **style,
                       label=f"base {base:,}".replace(",", " "))
-        axis.set(xscale="log", xlabel="distance (tokens)", title=f"{dim} rotated channels")
+        axis.set(xscale="log", title="" if is_bound else f"{dim} rotated channels")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("logit / logit at distance 0")
-    axis.legend()
-    figure.suptitle("rope: long-term decay of the logit of q = k = 1")
+    axes[0, 0].set_ylabel("logit of q = k = 1 / logit at distance 0")
+    axes[1, 0].set_ylabel("mean |S_j| / mean |S_j| at distance 0")
+    axes[1, 1].set_xlabel("distance (tokens)")
+    axes[0, 2].legend()
+    figure.suptitle("rope: long-term decay of a logit, and of RoFormer's bound on the change of logits")
     save(figure, folder / "rope-long-term-decay.png")
 
 
@@ -168,9 +178,10 @@ def property_table() -> str:
         linear, change = ("-" if x is None else "yes" if x < ROUNDING else f"no, {x:.1g}"
                           for x in (p.residual, p.change))
         unique = f"yes, {p.gap:.1g}" if p.gap else "no"
-        rows.append([f"[`{name}`](#{name})", unique, linear, yes[p.is_defined], yes[p.is_fixed], change,
-                     f"{p.n_parameters:,}"])
-    head = ["encoding", "unique", "linear", "defined at 8 L", "fixed", "distance alone", "parameters"]
+        rows.append([f"[`{name}`](#{name})", unique, f"{p.step:.1g}", linear, yes[p.is_defined],
+                     yes[p.is_fixed], change, f"{p.n_parameters:,}"])
+    head = ["encoding", "unique", "largest step", "linear", "defined at 8 L", "fixed", "distance alone",
+            "parameters"]
     return table(head, rows)
 
 

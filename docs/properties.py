@@ -98,6 +98,7 @@ class Properties(NamedTuple):
     """The measured properties of an encoding."""
 
     gap: float  # smallest difference of two positions' codes, relative to the largest; 0: two are equal
+    step: float  # largest distance of neighbours' codes, relative to the largest of all
     residual: float | None  # of PE(p + k) = W_k PE(p), relative; None: the encoding gives positions no vector
     is_defined: bool  # finite at 8 L
     is_fixed: bool  # nothing is learned or drawn: every seed gives the same codes
@@ -118,6 +119,7 @@ def properties(name: str) -> Properties:
     position, few = torch.arange(20), tokens[:, :20]
     here, there = model(few, positions=position), model(few, positions=position + 11)
     return Properties(gap=max((smallest_gap(points) for points in code.values()), default=0.0),
+                      step=max((largest_step(points) for points in code.values()), default=0.0),
                       residual=max((linear_residual(points) for points in vectors), default=None),
                       is_defined=is_defined, is_fixed=not encoding.state_dict(),
                       change=((there - here).abs().max() / here.std()).item(),
@@ -139,6 +141,11 @@ def smallest_gap(points: Tensor) -> float:
     """Smallest distance between two rows (n, numbers) over the largest; 0 if all rows are equal."""
     gaps = torch.pdist(points)
     return (gaps.min() / gaps.max().clamp(min=1e-30)).item()
+
+
+def largest_step(points: Tensor) -> float:
+    """Largest distance between neighbouring rows (n, numbers), over that of any two; 0 if all are equal."""
+    return (points.diff(dim=0).norm(dim=1).max() / torch.pdist(points).max().clamp(min=1e-30)).item()
 
 
 def linear_residual(points: Tensor) -> float:

@@ -10,6 +10,8 @@
 # make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/; in four parts
 #                of at most ten minutes each: make gpu-parity, gpu-speed (NANOGPT=FOLDER adds a checkout of
 #                nanoGPT), gpu-encodings, gpu-flex
+# make row CONFIG=configs/study/mine.toml
+#                a row of the study for an encoding of yours, in two hours: docs/benchmark.md
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 # make lock      pin what pip finds now for the ranges of pyproject.toml -> constraints.txt; needs the network
 SHELL := bash
@@ -19,7 +21,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock
+.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -65,6 +67,31 @@ gpu-encodings: $(READY)
 
 gpu-flex: $(READY)
 	timeout 580 $(STEPS) rope+compile $(foreach case,rope+model.window=256 alibi t5 t5+model.window=256 kerple_log sandwich,$(case)+compile $(case)+model.flex=true+compile) model.vocab_size=512 $(WIDE) 4x768 --out results/gpu/flex.md
+
+ROW := $(basename $(notdir $(CONFIG)))
+ROW_TRIALS ?= --grid train.lr=3e-3,5e-3,6.5e-3,8e-3,1e-2,1.3e-2,1.6e-2,2e-2
+FIXED := --longest 8192 --protocol fixed,trigram --lengths 64,128,256,512,1024,2048 --windows 240
+REPEAT := --longest 8192 --protocol repeat --lengths 128,256,512,1024,2048 --windows 48
+FAR := --longest 8192 --protocol fixed --lengths 128,2048,4096,8192 --windows 48
+row: .venv/.installed
+	$(PY) sweep.py $(CONFIG) train.steps=300 run.eval_every=300 run.save_every=300 $(ROW_TRIALS) \
+	    --choose val_loss --seeds 100 --workers 2 --runs runs/trials/$(ROW)
+	$(PY) sweep.py $(CONFIG) --trials runs/trials/$(ROW)/report/chosen.toml --seeds 0,1,2 --workers 2 \
+	    --runs runs/study/$(ROW) --eval="--data data/books $(FIXED)"
+	mkdir -p results/rows/$(ROW)
+	cp runs/trials/$(ROW)/report/{trials.csv,chosen.toml} results/rows/$(ROW)
+	set -e; for run in runs/study/$(ROW)/*-seed?; do \
+	    for text in books packages; do \
+	        $(PY) eval.py $$run --data data/$$text $(FIXED); \
+	        $(PY) eval.py $$run --data data/$$text $(REPEAT); \
+	        $(PY) eval.py $$run --data data/$$text $(FAR) --json $$run/eval/$$text-far.json; \
+	    done; \
+	    mkdir -p results/rows/$(ROW)/$$(basename $$run)/eval; \
+	    cp $$run/{config.toml,corpus.json,metrics.jsonl,summary.json} results/rows/$(ROW)/$$(basename $$run); \
+	    cp $$run/eval/*.{json,npz} results/rows/$(ROW)/$$(basename $$run)/eval; \
+	done
+	for text in books packages; do $(PY) compare.py results/extrapolation/runs/* results/rows/$(ROW)/*-seed? \
+	    --baseline rope-lr-1.3e-2 --data $$text --out runs/row/$$text; done
 
 gallery: .venv/.installed
 	$(PY) -m docs.gallery

@@ -177,7 +177,8 @@ class Regrouped(Wrapper):
 class ReRoPE(Regrouping):
     """All distances from `window` on become `window`. Su 2023, github.com/bojone/rerope.
 
-    As in the author's code, this applies at every length above the window, even at the training length.
+    As in the author's code, this applies at every length above the window, even at the training length. That
+    code always multiplies by the factor of log_n too: rerope+log_n.
     """
 
     needs_rotary = needs_relative = True

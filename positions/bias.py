@@ -221,8 +221,9 @@ class BAM(Encoding):
     the key. Each layer and head has its own s and beta. It starts as ALiBi: beta = 1, and exp(s) is ALiBi's
     slope. Unlike kerple_power, beta is free: with beta < 0 a head does not see the near tokens and leaves the
     far ones alone. The authors combine it with SSMax, which multiplies the sum of logit and bias by s ln n;
-    so any temperature does here. As in their code, the location of the prior is fixed at distance 0. The bias
-    is limited to -exp(80) so that it and its gradient are finite in fp32.
+    so any temperature does here. Their script also trains the location of the prior, which is fixed at
+    distance 0 here, and has one prior for all layers. The bias is limited to -exp(80) so that it and its
+    gradient are finite in fp32.
     """
 
     by_distance = True

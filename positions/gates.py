@@ -356,9 +356,11 @@ class SelectiveRoPE(Turned):
     Movahedi et al. 2025. phi = convolution of W x / |x| over 4 tokens, per head and pair, W of rank R, x the
     part of the layer's normalised input that belongs to a head (C / H channels); f_i = base^(-2i / D) is
     fixed. The logit then depends on the tokens after the key up to the query; phi = 1 everywhere is RoPE.
-    Positions are not used. The authors normalise q and k afterwards: model.qk_norm, here before, is the same,
-    since a rotation keeps lengths. Their optional gate and bias are left out. With n_taps = 1 these are the
-    accumulated rotations of arXiv:2606.24975, with angles from the layer's input instead of a table by token.
+    Positions are not used. The authors normalise q and k afterwards, with weights per channel, which do not
+    commute with a rotation: model.qk_norm, here before it, is the same only while these weights are equal.
+    They start the matrices from N(0, 0.02), so that at first tokens turn about 70 times less than here. Their
+    optional gate and bias are left out. With n_taps = 1 these are the accumulated rotations of
+    arXiv:2606.24975, with angles from the layer's input instead of a table by token.
     """
 
     Options = SelectiveRoPEOptions
@@ -398,7 +400,8 @@ class RePo(Turned):
 
     "Context repositioning", 2025. One real number per head and token, in any order; x is the layer's
     normalised input, G and V are (C / 8, C). Only the causal mask tells the true order. Angles are z f_i,
-    f_i = base^(-2i / D). The authors add it to a pretrained model.
+    f_i = base^(-2i / D). The authors add it to a pretrained model at base 500,000, whose layers 0 to 4 of 16
+    keep RoPE. They start from N(0, 0.02), truncated, and x is the residual stream before its norm.
     """
 
     Options = RePoOptions

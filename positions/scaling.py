@@ -136,7 +136,8 @@ class YaRN(Scaling):
     NTK-by-parts: f' = (1 - g) f + g f / s, g = clamp((i - low) / (high - low), 0, 1). low and high are the
     indices of the pairs that turn beta_fast and beta_slow times within L. `truncate` rounds them outwards,
     and they are clamped to 0 ... R - 1 as in the authors' code. The default betas were tuned at L = 2048 ...
-    4096. At L of some hundreds few pairs turn 32 times.
+    4096. At L of some hundreds few pairs turn 32 times. Where no pair turns beta_slow times, all but pair 0
+    are interpolated, and none in transformers.
     """
 
     method: Literal["yarn"] = "yarn"

@@ -18,7 +18,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 PY := .venv/bin/python
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row

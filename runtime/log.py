@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,11 @@ class Log:
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         write_whole(self.path, "".join(line for line in lines if line.endswith("\n")
                                        and json.loads(line)["step"] <= state["step"]))
+        self.bar: Any = None                # on a terminal, instead of lines
+        if sys.stderr.isatty():
+            with suppress(ImportError):     # training needs no tqdm
+                from tqdm import tqdm
+                self.bar = tqdm(total=self.steps, initial=state["step"], unit="step", dynamic_ncols=True)
         self.wandb: Any = None
         if config.run.wandb:
             import wandb  # here: few runs need it
@@ -46,7 +52,7 @@ class Log:
         now = time.perf_counter()
         speed, mean_speed = (self.tokens_per_step * (step - n) / (now - since)
                              for n, since in (self.last, self.start))
-        self.last = step, now
+        n_steps, self.last = step - self.last[0], (step, now)
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics,
                 "tokens_per_s": round(speed), "wall_s": round(self.wall_s(), 3)}
         with self.path.open("a", encoding="utf-8") as file:
@@ -55,14 +61,21 @@ class Log:
             self.wandb.log(line, step=step)
         seconds = round((self.steps - step) * self.tokens_per_step / mean_speed)
         eta = f"  ETA {seconds // 60}m{seconds % 60:02}s" if step >= self.steps / 100 else ""
-        text = (f"step {step}/{self.steps}  loss {shown(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
-                f"{shown(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s{eta}")
+        text = (f"loss {shown(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
+                f"{shown(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s")
         if "n_bad" in metrics:
             text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(n_steps)
+        else:
+            say(f"step {step}/{self.steps}  {text}{eta}")
         if "val_loss" in metrics:
-            text += (f"\n  validation {shown(metrics['val_loss'])} nats/token, "
-                     f"{shown(metrics['val_bpb'])} bits/byte")
-        say(text)
+            text = (f"  validation {shown(metrics['val_loss'])} nats/token, {shown(metrics['val_bpb'])} "
+                    "bits/byte")
+            say(text) if self.bar is None else self.bar.write(f"step {step}{text}")
+        if self.bar is not None and step >= self.steps:
+            self.bar.close()
 
 
 def say(text: str) -> None:

@@ -92,6 +92,21 @@ def test_a_finished_run_says_so_and_writes_nothing(tiny, tmp_path: Path, capsys)
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
 
 
+def test_a_terminal_shows_a_bar_and_a_pipe_lines(tiny, monkeypatch, capsys) -> None:
+    """The bar has the loss, and validation stays readable above it; metrics.jsonl is the same."""
+    config = tiny("rope")
+    train(config, [])
+    out = capsys.readouterr().out
+    assert "step 12/12  loss " in out and "  validation " in out
+    lines = metrics(Path(config.run.dir))
+    shutil.rmtree(config.run.dir)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    train(config, [])
+    out, err = capsys.readouterr()
+    assert "12/12 [" in err and "loss " in err and "step 12/12" not in out and "step 12  validation " in out
+    assert metrics(Path(config.run.dir)) == lines
+
+
 def test_a_run_of_older_code_resumes_where_a_line_was_cut(tiny, tmp_path: Path) -> None:
     """Its state.json has no more than this."""
     config, run_dir = tiny("rope", "run.keep=3"), tmp_path / "run"

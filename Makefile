@@ -10,6 +10,8 @@
 # make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/; in four parts
 #                of at most ten minutes each: make gpu-parity, gpu-speed (NANOGPT=FOLDER adds a checkout of
 #                nanoGPT), gpu-encodings, gpu-flex
+# make enwik8, wikitext103, pg19
+#                prepare the public corpus, train its config on a GPU and evaluate it: hours, and network
 # make row CONFIG=configs/study/mine.toml
 #                a row of the study for an encoding of yours, in two hours: docs/benchmark.md
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
@@ -21,7 +23,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row
+.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row enwik8 wikitext103 pg19
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -67,6 +69,14 @@ gpu-encodings: $(READY)
 
 gpu-flex: $(READY)
 	timeout 580 $(STEPS) rope+compile $(foreach case,rope+model.window=256 alibi t5 t5+model.window=256 kerple_log sandwich,$(case)+compile $(case)+model.flex=true+compile) model.vocab_size=512 $(WIDE) 4x768 --out results/gpu/flex.md
+
+enwik8: SOURCE := https://mattmahoney.net/dc/enwik8.zip
+wikitext103: SOURCE := hf:Salesforce/wikitext:wikitext-103-raw-v1 --tokenizer gpt2
+pg19: SOURCE := hf:emozilla/pg19 --tokenizer gpt2 --limit-tokens 500000000
+enwik8 wikitext103 pg19: .venv/.installed
+	test -f data/$@/meta.json || $(PY) data/prepare.py $(SOURCE) --out data/$@
+	$(PY) train.py configs/$@.toml
+	$(PY) eval.py runs/$@
 
 ROW := $(basename $(notdir $(CONFIG)))
 ROW_TRIALS ?= --grid train.lr=3e-3,5e-3,6.5e-3,8e-3,1e-2,1.3e-2,1.6e-2,2e-2

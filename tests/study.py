@@ -1,0 +1,149 @@
+"""The tables of the study, computed from results/extrapolation/runs: `python -m tests.study` writes them.
+
+A run is a folder as train.py and eval.py make it, without its checkpoints: compare.py reads the same ones.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from docs.gallery import ROOT, table, update
+from evaluation.comparison import Curve, frame_of, gate_of, make_curves, make_tables
+from evaluation.report import Cell, Table
+from evaluation.runs import check_comparable, read_run
+from runtime.command import argument_parser, run_command
+
+PAGE = ROOT / "results" / "extrapolation" / "README.md"
+README = ROOT / "README.md"
+RUNS = PAGE.parent / "runs"
+L = 128
+TEXTS = {"books": "prose", "packages": "code"}
+FAR, FAR_REPEAT = str(16 * L), str(16 * L - L // 2)     # a length, and the distance of the copies in it
+
+
+def curves_of(data: str, runs: Path = RUNS) -> list[Curve]:
+    """The curves of all runs that have eval/DATA.json, named after their config, rope first."""
+    folders = sorted(path.parent.parent for path in runs.glob(f"*/eval/{data}.json"))
+    read = [read_run(folder, data) for folder in folders]
+    if read:
+        check_comparable(read)
+    names = [re.sub(r"-lr-.*", "", folder.name) for folder in folders]
+    return sorted(make_curves(read, names), key=lambda curve: curve.label != "rope")
+
+
+def tables_of(curves: Sequence[Curve]) -> dict[str, Table]:
+    """Key -> table of compare.py: fixed, gain (over truncation), repeat and others."""
+    return {one.key: one for one in make_tables(curves, curves[0], frame_of(curves), L)}
+
+
+def interval(cell: Cell | None) -> str:
+    """A number with its interval."""
+    if cell is None:
+        return "-"
+    ends = f" [{cell.low:+.2f}, {cell.high:+.2f}]" if cell.low is not None and cell.high is not None else ""
+    return f"{cell.value:+.2f}{ends}"
+
+
+def spread(cell: Cell | None) -> str:
+    """A mean with its standard deviation over seeds."""
+    return "-" if cell is None else f"{cell.value:.1f}" + (f" ± {cell.spread:.1f}" if cell.spread else "")
+
+
+def name_of(curve: Curve, L: int) -> str:
+    """A label; in italics if the curve fails its gate."""
+    return f"*{curve.label}*" if gate_of(curve, L).is_failed else curve.label
+
+
+def bits(curve: Curve) -> float:
+    """Bits per byte on the targets of fixed at L, over all seeds."""
+    records = [r for run in curve.runs for r in run.records
+               if (r["extend"], r["protocol"], r["length"]) == (None, "fixed", L)]
+    return sum(r["nll_sum"] for r in records) / math.log(2) / sum(r["bytes"] for r in records)
+
+
+def overview() -> str:
+    """One row for each encoding, best on prose first: both texts at L and at 16 L."""
+    curves = {data: curves_of(data) for data in TEXTS}
+    tables = {data: tables_of(each) for data, each in curves.items()}
+    rows = []
+    for curve in sorted(curves["books"], key=bits):
+        row = [curve.label]
+        for data, found in tables.items():
+            one = next(each for each in curves[data] if each.label == curve.label)
+            gain, repeat = (found[key].rows[curve.label].get(column) for key, column in (
+                ("gain", FAR), ("repeat", FAR_REPEAT)))
+            numbers = [f"{bits(one):.3f}", *("-" if x is None else f"{x.value:+.2f}" for x in (gain, repeat))]
+            row += [f"*{x}*" for x in numbers] if gate_of(one, L).is_failed else numbers
+        rows.append(row)
+    return table(["encoding", *(f"{name}{what}" for name in TEXTS.values() for what in (
+        ": bits/byte at L", ", gain of 16 L", ", repeat at 16 L"))], rows)
+
+
+def summary(data: str) -> str:
+    """One row for each encoding: how it was trained, and what becomes of it beyond L."""
+    curves, distant = curves_of(data), curves_of(f"{data}-far")
+    near, far = tables_of(curves), tables_of(distant)["gain"].rows if distant else {}
+    rows = []
+    for curve in sorted(curves, key=bits):
+        gain, repeat = (near[key].rows[curve.label] for key in ("gain", "repeat"))
+        gate = gate_of(curve, L)
+        options, train = curve.runs[0].config.position, curve.runs[0].config.train
+        rate = f"{train.lr:g}" + (f" x {options.lr_scale:g}" if options.lr_scale != 1 else "")
+        rows.append([name_of(curve, L), rate, str(len(curve.runs)), f"{gate.loss:.3f}",
+                     interval(gain.get(str(2 * L))), interval(gain.get(FAR)),
+                     interval(far.get(curve.label, {}).get(str(64 * L))),
+                     interval(repeat.get(str(L // 2))), interval(repeat.get(FAR_REPEAT))])
+    head = f"encoding (a trigram has {gate.trigram:.3f})"
+    return table([head, "rate", "seeds", "loss at L", "gain of 2 L", "gain of 16 L", "gain of 64 L",
+                  "repeat at L", "repeat at 16 L"], rows)
+
+
+def methods(data: str) -> str:
+    """One row for each method of --extend on the runs of rope, and its time on windows of 16 L."""
+    curves = curves_of(f"{data}-methods")
+    if not curves:
+        return "Not measured yet."
+    found, seconds = tables_of(curves), {curve.label: sum(
+        r["seconds"] for run in curve.runs for r in run.records
+        if (r["extend"], r["protocol"], r["length"]) == (curve.extend, "fixed", 16 * L)) for curve in curves}
+    rows = [[f"`{curve.extend}`" if curve.extend else "no method",
+             *(interval(found["gain"].rows[curve.label].get(str(n * L))) for n in (1, 2, 4, 16)),
+             *(interval(found["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16)),
+             f"{seconds[curve.label] / seconds['rope']:.1f}"] for curve in curves]
+    return table([f"rope with, {len(curves[0].runs)} seeds", "gain of L", "2 L", "4 L", "16 L",
+                  "repeat at 2 L", "4 L", "16 L", "time"], rows)
+
+
+def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
+    """A table of compare.py in Markdown."""
+    curves = curves_of(data)
+    shown = tables_of(curves)[key]
+    rows = [[name_of(curve, L), *(text(shown.rows[curve.label].get(column)) for column in shown.x.index)]
+            for curve in curves if curve.label in shown.rows]
+    return table(["context" if key == "fixed" else "distance", *map(shown.heading, shown.x.index)], rows)
+
+
+def blocks() -> Iterator[tuple[str, str]]:
+    """Name -> each generated part of the page."""
+    yield "overview", overview()
+    for data in TEXTS:
+        yield f"summary {data}", summary(data)
+        yield f"perplexity {data}", by_length(data, "fixed", spread)
+        yield f"repeat {data}", by_length(data, "repeat", interval)
+        yield f"methods {data}", methods(data)
+
+
+def main() -> None:
+    argument_parser(__doc__ or "").parse_args()
+    parts = dict(blocks())
+    for page, names in ((PAGE, [*parts]), (README, ["overview"])):
+        text = update(page.read_text(encoding="utf-8"), {name: parts[name] for name in names})
+        page.write_text(text, encoding="utf-8")
+    print("wrote the tables of README.md and results/extrapolation/README.md")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -98,6 +98,7 @@ def parse_arguments() -> argparse.Namespace:
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=positive, help="sliding: S (default a quarter of each length)")
     parser.add_argument("--seed", type=int, default=0, help="chooses windows, the same for every model")
+    parser.add_argument("--judge", metavar="RUN", help="distant: the run that chooses the tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
     args = parser.parse_args()
@@ -144,7 +145,8 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
         raise UserError(f"--targets {targets} --seed {args.seed}: --targets must be at most the shortest "
                         f"length, {min(lengths)}, and the seed at least 0")
     windows = args.windows or (8 if args.is_all else 32)
-    return Settings(protocols, lengths, longest, targets, windows, args.tokens, args.stride, args.seed)
+    return Settings(protocols, lengths, longest, targets, windows, args.tokens, args.stride, args.seed,
+                    args.judge)
 
 
 def main() -> None:

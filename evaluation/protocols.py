@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,6 +43,7 @@ from evaluation.windows import (
     repeated,
 )
 from model import GPT
+from runtime.checkpoint import load_run
 from runtime.device import autocast
 from runtime.errors import UserError
 from runtime.files import finite
@@ -51,6 +53,7 @@ PLAIN = Extend("plain", [])
 CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)            # share of the filler before the first fact that is asked for
+LONG_GAIN, LONG_LOSS = 2.0, 2.0                 # distant: what the judge gains at least, its loss at most
 BLOCK = 256                                     # most targets of fixed in a row of the .npz
 
 
@@ -67,6 +70,7 @@ class Settings:
     tokens: int = 2**16                         # nonoverlap, sliding: tokens scored
     stride: int | None = None                   # sliding: S; None is a quarter of each length
     seed: int = 0                               # chooses windows
+    judge: str | None = None                    # distant: the run that chooses tokens
 
 
 class Evaluation:
@@ -110,8 +114,8 @@ class Evaluation:
         """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
         deciding = {name: {key: getattr(self.settings, key) for key in EVERY[name].deciding}
                     for name in self.settings.protocols}
-        if "position" in deciding:                      # measured at one length, and buckets depend on it
-            deciding["position"]["length"] = max(self.possible, default=None)
+        for name in {"position", "distant"} & {*deciding}:      # it decides their buckets or tokens
+            deciding[name]["length"] = max(self.possible, default=None)
         return deciding
 
     def forward(self, protocol: str, length: int, batches: Sequence[Any],
@@ -155,6 +159,18 @@ class Evaluation:
             windows = ended_windows(self.ends, length, length if is_shared else self.settings.targets)
             self._ended[self.extend.spec, length] = self.score("fixed", length, windows)
         return self._ended[self.extend.spec, length]
+
+    @cached_property
+    def distant(self) -> np.ndarray:
+        """Which targets of fixed need distant context, by the judge, (windows, targets). Raises UserError."""
+        if self.settings.judge is None:
+            raise UserError("--protocol distant requires --judge RUN, which chooses the tokens")
+        judge, config, tokenizer = load_run(self.settings.judge)
+        if tokenizer.sha256 != self.tokenizer.sha256:
+            raise UserError(f"--judge {self.settings.judge}: has another tokenizer than the run")
+        other, k = Evaluation(judge, config, tokenizer, self.text, self.settings), self.settings.targets
+        near, far = (np.stack(other.score_ended(length)[0])[:, -k:] for length in (self.L, max(self.lengths)))
+        return (near - far > LONG_GAIN) & (far < LONG_LOSS)
 
     def probe(self, protocol: str, length: int, tokens: np.ndarray,
               at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], float]:
@@ -300,7 +316,8 @@ class Fixed(Protocol):
     2023, arXiv:2305.19466, appendix F.
     """
 
-    title, deciding = "Perplexity, fixed targets", ("longest", "targets", "windows")
+    title = "Perplexity, fixed targets"
+    deciding: ClassVar[tuple[str, ...]] = ("longest", "targets", "windows")
 
     def records(self, e: Evaluation, length: int) -> list[Record]:
         """One record, with the truncated control, the plain model at L, and the gain over it."""
@@ -344,6 +361,29 @@ class Floor(Fixed):
         losses = [trigram.losses(e.text.documents[d][:end + 1][first:]) for d, end in e.ends]
         return [e.record_windows(self.name, length, *self.in_blocks(e, length, losses),
                                  time.perf_counter() - began)]
+
+
+class Distant(Fixed):
+    """Only those targets of fixed that need distant context: LongPPL, Fang et al. 2024, arXiv:2410.23771.
+
+    --judge RUN chooses them: with the longest context it predicts them at least e^2 times better than with L
+    tokens, and with a probability of at least e^-2.
+    """
+
+    title = "Perplexity of tokens that need distant context"
+    deciding = (*Fixed.deciding, "judge")
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        """One record, if there are such tokens."""
+        losses, seconds = e.score_ended(length)
+        rows = [(row[-e.settings.targets:][chosen], end) for row, chosen, end in zip(
+            losses, e.distant, e.ends, strict=True) if chosen.any()]
+        if not rows:
+            return []
+        nll, tokens = np.array([row.sum() for row, _ in rows]), [len(row) for row, _ in rows]
+        documents, ends = zip(*(end for _, end in rows), strict=True)
+        e.keep(self.name, length, {"nll": nll, "tokens": tokens, "document": documents, "end": ends})
+        return [e.record(self.name, length, nll, sum(tokens), None, len({*documents}), seconds)]
 
 
 class Position(Protocol):
@@ -474,8 +514,8 @@ class Algorithm(Answering):
 
 EVERY: dict[str, Protocol] = {name: kind(name) for name, kind in {
     "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed, "trigram": Floor,
-    "position": Position, "repeat": Repeat, "copy": Copy, **dict.fromkeys(RETRIEVAL, Retrieval),
-    **dict.fromkeys(ALGORITHMS, Algorithm)}.items()}
+    "distant": Distant, "position": Position, "repeat": Repeat, "copy": Copy,
+    **dict.fromkeys(RETRIEVAL, Retrieval), **dict.fromkeys(ALGORITHMS, Algorithm)}.items()}
 
 
 def describe_protocols() -> str:

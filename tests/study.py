@@ -90,8 +90,7 @@ def summary(data: str) -> str:
     for curve in sorted(curves, key=bits):
         gain, repeat = (near[key].rows[curve.label] for key in ("gain", "repeat"))
         gate = gate_of(curve, L)
-        options, train = curve.runs[0].config.position, curve.runs[0].config.train
-        rate = f"{train.lr:g}" + (f" x {options.lr_scale:g}" if options.lr_scale != 1 else "")
+        rate = re.sub(r".*?-lr-(.*)-seed.*", r"\1", curve.runs[0].path.name).replace("-lr_scale-", " x ")
         rows.append([name_of(curve, L), rate, str(len(curve.runs)), f"{gate.loss:.3f}",
                      interval(gain.get(str(2 * L))), interval(gain.get(FAR)),
                      interval(far.get(curve.label, {}).get(str(64 * L))),

@@ -18,6 +18,7 @@ from runtime.command import argument_parser, run_command
 
 PAGE = ROOT / "results" / "extrapolation" / "README.md"
 README = ROOT / "README.md"
+PAGES = [README, PAGE, PAGE.with_name("tables.md")]
 RUNS = PAGE.parent / "runs"
 L = 128
 TEXTS = {"books": "prose", "packages": "code"}
@@ -78,8 +79,8 @@ def overview() -> str:
             numbers = [f"{bits(one):.3f}", *("-" if x is None else f"{x.value:+.2f}" for x in (gain, repeat))]
             row += [f"*{x}*" for x in numbers] if gate_of(one, L).is_failed else numbers
         rows.append(row)
-    return table(["encoding", *(f"{name}{what}" for name in TEXTS.values() for what in (
-        ": bits/byte at L", ", gain of 16 L", ", repeat at 16 L"))], rows)
+    return table(["encoding", *(text for name in TEXTS.values() for text in (
+        f"{name} at L", "gain of 16 L", "repeat at 16 L"))], rows)
 
 
 def summary(data: str) -> str:
@@ -91,13 +92,14 @@ def summary(data: str) -> str:
         gain, repeat = (near[key].rows[curve.label] for key in ("gain", "repeat"))
         gate = gate_of(curve, L)
         rate = re.sub(r".*?-lr-(.*)-seed.*", r"\1", curve.runs[0].path.name).replace("-lr_scale-", " x ")
-        rows.append([name_of(curve, L), rate, str(len(curve.runs)), f"{gate.loss:.3f}",
+        over = near["fixed-gain"].rows.get(curve.label, {}).get(str(L))
+        rows.append([name_of(curve, L), rate, str(len(curve.runs)), f"{gate.loss:.3f}", interval(over),
                      interval(gain.get(str(2 * L))), interval(gain.get(FAR)),
                      interval(far.get(curve.label, {}).get(str(64 * L))),
                      interval(repeat.get(str(L // 2))), interval(repeat.get(FAR_REPEAT))])
     head = f"encoding (a trigram has {gate.trigram:.3f})"
-    return table([head, "rate", "seeds", "loss at L", "gain of 2 L", "gain of 16 L", "gain of 64 L",
-                  "repeat at L", "repeat at 16 L"], rows)
+    return table([head, "rate", "seeds", "loss at L", "over rope at L", "gain of 2 L", "gain of 16 L",
+                  "gain of 64 L", "repeat at L", "repeat at 16 L"], rows)
 
 
 def methods(data: str) -> str:
@@ -138,10 +140,11 @@ def blocks() -> Iterator[tuple[str, str]]:
 def main() -> None:
     argument_parser(__doc__ or "").parse_args()
     parts = dict(blocks())
-    for page, names in ((PAGE, [*parts]), (README, ["overview"])):
-        text = update(page.read_text(encoding="utf-8"), {name: parts[name] for name in names})
-        page.write_text(text, encoding="utf-8")
-    print("wrote the tables of README.md and results/extrapolation/README.md")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        names = re.findall("<!-- begin (.*) -->", text)
+        page.write_text(update(text, {name: parts[name] for name in names}), encoding="utf-8")
+    print("wrote the tables of", *(str(page.relative_to(ROOT)) for page in PAGES))
 
 
 if __name__ == "__main__":

@@ -24,19 +24,20 @@ def blocks() -> dict[str, str]:
     return dict(study.blocks())
 
 
-@pytest.mark.parametrize("page", [study.PAGE, study.README])
+@pytest.mark.parametrize("page", study.PAGES)
 def test_the_tables_of_the_study_are_computed_from_its_runs(page: Path) -> None:
     text = page.read_text()
     names = re.findall("<!-- begin (.*) -->", text)
-    assert names == ([*blocks()] if page == study.PAGE else ["overview"])
+    assert names
     assert update(text, {name: blocks()[name] for name in names}) == text, "run `python -m tests.study`"
 
 
 def test_each_figure_in_the_text_of_the_study_is_in_its_tables() -> None:
     """A number with a decimal point, outside of tables and code, is one of a cell, rounded to its digits."""
     cells = [abs(float(x)) for block in blocks().values() for x in re.findall(r"\d+\.\d+", block)]
-    readme = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", study.README.read_text(), re.MULTILINE))
-    for text in (study.PAGE.read_text(), readme["Results"], readme["Longer contexts for a trained model"]):
+    sections = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", study.README.read_text(), re.MULTILINE))
+    readme = [sections[name] for name in ("Results", "Longer contexts for a trained model")]
+    for text in (*(page.read_text() for page in study.PAGES[1:]), *readme):
         prose = re.sub(r"^```.*?^```|^\|.*?$|`[^`]*`|\]\(.*?\)", "", text, flags=re.MULTILINE | re.DOTALL)
         for number in re.findall(r"(?<![\w.])\d+\.\d+\b", prose):
             digits = len(number.partition(".")[2])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from docs.gallery import ROOT, table, update
 from evaluation.comparison import Curve, frame_of, gate_of, make_curves, make_tables
+from evaluation.pictures import draw_table
 from evaluation.report import Cell, Table
 from evaluation.runs import check_comparable, read_run
 from runtime.command import argument_parser, run_command
@@ -144,7 +145,11 @@ def main() -> None:
         text = page.read_text(encoding="utf-8")
         names = re.findall("<!-- begin (.*) -->", text)
         page.write_text(update(text, {name: parts[name] for name in names}), encoding="utf-8")
-    print("wrote the tables of", *(str(page.relative_to(ROOT)) for page in PAGES))
+    for data, name in TEXTS.items():
+        curves = curves_of(data)
+        figure = draw_table(tables_of(curves)["fixed"], [curve.label for curve in curves])
+        figure.savefig(PAGE.with_name(f"{name}.png"), dpi=90)
+    print("wrote the pictures and the tables of", *(str(page.relative_to(ROOT)) for page in PAGES))
 
 
 if __name__ == "__main__":

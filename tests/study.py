@@ -5,6 +5,7 @@ A run is a folder as train.py and eval.py make it, without its checkpoints: comp
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -93,14 +94,19 @@ def summary(data: str) -> str:
         gain, repeat = (near[key].rows[curve.label] for key in ("gain", "repeat"))
         gate = gate_of(curve, L)
         rate = re.sub(r".*?-lr-(.*)-seed.*", r"\1", curve.runs[0].path.name).replace("-lr_scale-", " x ")
+        trained = json.loads((curve.runs[0].path / "summary.json").read_text())
         over = near["fixed-gain"].rows.get(curve.label, {}).get(str(L))
-        rows.append([name_of(curve, L), rate, str(len(curve.runs)), f"{gate.loss:.3f}", interval(over),
+        rows.append([name_of(curve, L), rate, f"{trained['parameters']:,}", str(len(curve.runs)),
+                     f"{gate.loss:.3f}", interval(over),
                      interval(gain.get(str(2 * L))), interval(gain.get(FAR)),
                      interval(far.get(curve.label, {}).get(str(64 * L))),
                      interval(repeat.get(str(L // 2))), interval(repeat.get(FAR_REPEAT))])
+    scored = next(r for r in curves[0].runs[0].records if r["protocol"] == "fixed")
     head = f"encoding (a trigram has {gate.trigram:.3f})"
-    return table([head, "rate", "seeds", "loss at L", "over rope at L", "gain of 2 L", "gain of 16 L",
-                  "gain of 64 L", "repeat at L", "repeat at 16 L"], rows)
+    made = (f"\n\n{scored['tokens']:,} tokens, {scored['bytes']:,} bytes, {scored['documents']} documents; "
+            f"trained in {trained['dtype']} at commit {trained['git_revision'][:7]}.")
+    return table([head, "rate", "parameters", "seeds", "loss at L", "over rope at L", "gain of 2 L",
+                  "gain of 16 L", "gain of 64 L", "repeat at L", "repeat at 16 L"], rows) + made
 
 
 def methods(data: str) -> str:

@@ -99,30 +99,29 @@ def summary(data: str) -> str:
         rows.append([name_of(curve, L), rate, f"{trained['parameters']:,}", str(len(curve.runs)),
                      f"{gate.loss:.3f}", interval(over),
                      interval(gain.get(str(2 * L))), interval(gain.get(FAR)),
-                     interval(far.get(curve.label, {}).get(str(64 * L))),
+                     *([interval(far.get(curve.label, {}).get(str(64 * L)))] if far else []),
                      interval(repeat.get(str(L // 2))), interval(repeat.get(FAR_REPEAT))])
     scored = next(r for r in curves[0].runs[0].records if r["protocol"] == "fixed")
     head = f"encoding (a trigram has {gate.trigram:.3f})"
     made = (f"\n\n{scored['tokens']:,} tokens, {scored['bytes']:,} bytes, {scored['documents']} documents; "
             f"trained in {trained['dtype']} at commit {trained['git_revision'][:7]}.")
-    return table([head, "rate", "parameters", "seeds", "loss at L", "over rope at L", "gain of 2 L",
-                  "gain of 16 L", "gain of 64 L", "repeat at L", "repeat at 16 L"], rows) + made
+    columns = ["rate", "parameters", "seeds", "loss at L", "over rope at L", "gain of 2 L", "gain of 16 L",
+               *["gain of 64 L"] * bool(far), "repeat at L", "repeat at 16 L"]
+    return table([head, *columns], rows) + made
 
 
 def methods(data: str) -> str:
-    """One row for each method of --extend on the runs of rope, and its time on windows of 16 L."""
+    """One row for each method of --extend on the runs of rope."""
     curves = curves_of(f"{data}-methods")
     if not curves:
         return "Not measured yet."
-    found, seconds = tables_of(curves), {curve.label: sum(
-        r["seconds"] for run in curve.runs for r in run.records
-        if (r["extend"], r["protocol"], r["length"]) == (curve.extend, "fixed", 16 * L)) for curve in curves}
+    found = tables_of(curves)
     rows = [[f"`{curve.extend}`" if curve.extend else "no method",
-             *(interval(found["gain"].rows[curve.label].get(str(n * L))) for n in (1, 2, 4, 16)),
-             *(interval(found["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16)),
-             f"{seconds[curve.label] / seconds['rope']:.1f}"] for curve in curves]
-    return table([f"rope with, {len(curves[0].runs)} seeds", "gain of L", "2 L", "4 L", "16 L",
-                  "repeat at 2 L", "4 L", "16 L", "time"], rows)
+             *(interval(found["gain"].rows[curve.label].get(str(n * L))) for n in (2, 4, 16)),
+             *(interval(found["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16))]
+            for curve in curves]
+    return table([f"rope with (seeds: {len(curves[0].runs)})", "gain of 2 L", "4 L", "16 L", "repeat at 2 L",
+                  "4 L", "16 L"], rows)
 
 
 def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:

@@ -114,7 +114,7 @@ class Evaluation:
         """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
         deciding = {name: {key: getattr(self.settings, key) for key in EVERY[name].deciding}
                     for name in self.settings.protocols}
-        for name in {"position", "distant"} & {*deciding}:      # it decides their buckets or tokens
+        for name in {"position", "distant"} & {*deciding}:      # buckets and tokens depend on the longest
             deciding[name]["length"] = max(self.possible, default=None)
         return deciding
 

@@ -57,11 +57,8 @@ class WaveOptions(Options):
                            "t + k, as with pairs of sine and cosine")
 
 
-class SinusoidalOptions(WaveOptions, EvenWidthOptions):
-    head_multiple = 1
-
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        return EvenWidthOptions.problems(self, n_embd, head_dim)
+class SinusoidalOptions(EvenWidthOptions, WaveOptions):
+    """The width of the model counts, not that of a head: `problems` is that of EvenWidthOptions."""
 
 
 def wave(positions: Tensor, width: int, options: WaveOptions) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import cache
 
 from docs.gallery import ROOT, table, update
 from evaluation.comparison import Curve, frame_of, gate_of, make_curves, make_tables
@@ -27,9 +27,10 @@ TEXTS = {"books": "prose", "packages": "code"}
 FAR, FAR_REPEAT = str(16 * L), str(16 * L - L // 2)     # a length, and the distance of the copies in it
 
 
-def curves_of(data: str, runs: Path = RUNS) -> list[Curve]:
+@cache
+def curves_of(data: str) -> list[Curve]:
     """The curves of all runs that have eval/DATA.json, named after their config, rope first."""
-    folders = sorted(path.parent.parent for path in runs.glob(f"*/eval/{data}.json"))
+    folders = sorted(path.parent.parent for path in RUNS.glob(f"*/eval/{data}.json"))
     read = [read_run(folder, data) for folder in folders]
     if read:
         check_comparable(read)
@@ -37,8 +38,12 @@ def curves_of(data: str, runs: Path = RUNS) -> list[Curve]:
     return sorted(make_curves(read, names), key=lambda curve: curve.label != "rope")
 
 
-def tables_of(curves: Sequence[Curve]) -> dict[str, Table]:
-    """Key -> table of compare.py: fixed, gain (over truncation), repeat and others."""
+@cache
+def tables_of(data: str) -> dict[str, Table]:
+    """Key -> table of compare.py: fixed, gain (over truncation), repeat and others; {} without runs."""
+    curves = curves_of(data)
+    if not curves:
+        return {}
     return {one.key: one for one in make_tables(curves, curves[0], frame_of(curves), L)}
 
 
@@ -55,7 +60,7 @@ def spread(cell: Cell | None) -> str:
     return "-" if cell is None else f"{cell.value:.1f}" + (f" ± {cell.spread:.1f}" if cell.spread else "")
 
 
-def name_of(curve: Curve, L: int) -> str:
+def name_of(curve: Curve) -> str:
     """A label; in italics if the curve fails its gate."""
     return f"*{curve.label}*" if gate_of(curve, L).is_failed else curve.label
 
@@ -70,11 +75,11 @@ def bits(curve: Curve) -> float:
 def overview() -> str:
     """One row for each encoding, best on prose first: both texts at L and at 16 L."""
     curves = {data: curves_of(data) for data in TEXTS}
-    tables = {data: tables_of(each) for data, each in curves.items()}
     rows = []
     for curve in sorted(curves["books"], key=bits):
         row = [curve.label]
-        for data, found in tables.items():
+        for data in TEXTS:
+            found = tables_of(data)
             one = next(each for each in curves[data] if each.label == curve.label)
             gain, repeat = (found[key].rows[curve.label].get(column) for key, column in (
                 ("gain", FAR), ("repeat", FAR_REPEAT)))
@@ -87,8 +92,8 @@ def overview() -> str:
 
 def summary(data: str) -> str:
     """One row for each encoding: how it was trained, and what becomes of it beyond L."""
-    curves, distant = curves_of(data), curves_of(f"{data}-far")
-    near, far = tables_of(curves), tables_of(distant)["gain"].rows if distant else {}
+    curves, near, distant = curves_of(data), tables_of(data), tables_of(f"{data}-far")
+    far = distant["gain"].rows if distant else {}
     rows = []
     for curve in sorted(curves, key=bits):
         gain, repeat = (near[key].rows[curve.label] for key in ("gain", "repeat"))
@@ -96,7 +101,7 @@ def summary(data: str) -> str:
         rate = re.sub(r".*?-lr-(.*)-seed.*", r"\1", curve.runs[0].path.name).replace("-lr_scale-", " x ")
         trained = json.loads((curve.runs[0].path / "summary.json").read_text())
         over = near["fixed-gain"].rows.get(curve.label, {}).get(str(L))
-        rows.append([name_of(curve, L), rate, f"{trained['parameters']:,}", str(len(curve.runs)),
+        rows.append([name_of(curve), rate, f"{trained['parameters']:,}", str(len(curve.runs)),
                      f"{gate.loss:.3f}", interval(over),
                      interval(gain.get(str(2 * L))), interval(gain.get(FAR)),
                      *([interval(far.get(curve.label, {}).get(str(64 * L)))] if far else []),
@@ -115,7 +120,7 @@ def methods(data: str) -> str:
     curves = curves_of(f"{data}-methods")
     if not curves:
         return "Not measured yet."
-    found = tables_of(curves)
+    found = tables_of(f"{data}-methods")
     rows = [[f"`{curve.extend}`" if curve.extend else "no method",
              *(interval(found["gain"].rows[curve.label].get(str(n * L))) for n in (2, 4, 16)),
              *(interval(found["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16))]
@@ -126,9 +131,8 @@ def methods(data: str) -> str:
 
 def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
     """A table of compare.py in Markdown."""
-    curves = curves_of(data)
-    shown = tables_of(curves)[key]
-    rows = [[name_of(curve, L), *(text(shown.rows[curve.label].get(column)) for column in shown.x.index)]
+    curves, shown = curves_of(data), tables_of(data)[key]
+    rows = [[name_of(curve), *(text(shown.rows[curve.label].get(column)) for column in shown.x.index)]
             for curve in curves if curve.label in shown.rows]
     return table(["context" if key == "fixed" else "distance", *map(shown.heading, shown.x.index)], rows)
 
@@ -151,8 +155,7 @@ def main() -> None:
         names = re.findall("<!-- begin (.*) -->", text)
         page.write_text(update(text, {name: parts[name] for name in names}), encoding="utf-8")
     for data, name in TEXTS.items():
-        curves = curves_of(data)
-        figure = draw_table(tables_of(curves)["fixed"], [curve.label for curve in curves])
+        figure = draw_table(tables_of(data)["fixed"], [curve.label for curve in curves_of(data)])
         figure.savefig(PAGE.with_name(f"{name}.png"), dpi=90)
     print("wrote the pictures and the tables of", *(str(page.relative_to(ROOT)) for page in PAGES))
 

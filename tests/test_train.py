@@ -94,7 +94,7 @@ def test_a_finished_run_says_so_and_writes_nothing(tiny, tmp_path: Path, capsys)
 
 def test_a_terminal_shows_a_bar_and_a_pipe_lines(tiny, monkeypatch, capsys) -> None:
     """The bar has the loss, and validation stays readable above it; metrics.jsonl is the same."""
-    config = tiny("rope")
+    config = tiny("rope", "run.log_every=4")
     train(config, [])
     out = capsys.readouterr().out
     assert "step 12/12  loss " in out and "  validation " in out

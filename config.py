@@ -255,7 +255,7 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     d, m, p, t = config.data, config.model, config.position, config.train
     least = 0 if t.positions == "plain" else t.seq_len
     firsts, lengths = [*map(int, t.lengths)], [*t.lengths.values()]
-    kind, default_temperature = ENCODINGS[p.encoding], Options.model_fields["temperature"].default
+    kind = ENCODINGS[p.encoding]
     rules = [
         ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
          "must add up to less than 1 without data.dir, which provides the remaining share"),
@@ -276,8 +276,8 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
-        ("train", "positions", t.positions == "random" and p.temperature != default_temperature,
-         f"random positions are no numbers of keys, which position.temperature = {p.temperature} needs"),
+        ("train", "positions", t.positions == "random" and p.temperature in ("llama4", "ministral3", "power"),
+         f"random positions are far beyond L, where position.temperature = {p.temperature} grows"),
         ("position", "heads", p.heads is not None and not set(p.heads) <= set(range(m.n_head)),
          f"heads are 0 ... {m.n_head - 1} (model.n_head = {m.n_head})"),
         ("position", "bases", len(getattr(p, "bases", None) or range(m.n_layer)) != m.n_layer,

@@ -37,7 +37,8 @@ def shape_of(config: Config) -> Shape:
     c = config.model
     layers = range(c.n_layer) if c.window or c.chunk else ()
     local = frozenset(n for n in layers if not c.full_every or (n + 1) % c.full_every)
-    return Shape(c.n_layer, c.n_head, c.n_embd, c.head_width, config.train.seq_len, local)
+    return Shape(c.n_layer, c.n_head, c.n_embd, c.head_width, config.train.seq_len, local, c.window or 0,
+                 c.chunk or 0)
 
 
 def hidden_width(config: ModelConfig) -> int:

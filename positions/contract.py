@@ -23,7 +23,9 @@ class Shape:
     n_embd: int
     head_dim: int
     seq_len: int  # the training length in tokens, L
-    local_layers: frozenset[int] = frozenset()  # those with a window or chunks, from 0
+    local_layers: frozenset[int] = frozenset()  # those with a window or chunks of so many tokens, from 0
+    window: int = 0
+    chunk: int = 0
 
 
 class At(NamedTuple):
@@ -70,12 +72,12 @@ class Options(BaseModel):
         0, ge=0, description="k: every k-th layer has no encoding, from the k-th on (SmolLM3: 4); 0: none")
     temperature: Literal["none", "log_n", "ssmax", "llama4", "ministral3", "affine", "power", "sqrt_log",
                          "log_squared"] = Field(
-        "none", description="factor on the query at position m. log_n: max(1, ln(m + 1) / ln L) (Su); ssmax: "
-                            "s ln n, with a learned s for each layer and head (Nakanishi 2025); llama4: "
-                            "1 + 0.1 ln(1 + floor((m + 1) / L)); ministral3: the same with m / L; affine: "
-                            "s ln n + b, learned for each layer and head, s = 0 and b = 1 at first (Mistral "
-                            "Large 4); power: (1 + (m + 1) / L)^0.1 (Beam); sqrt_log: sqrt(2 ln n); "
-                            "log_squared: (ln n)^2. n = m + 1")
+        "none", description="factor on the query at position m, which sees n keys. log_n: max(1, ln n / ln L) "
+                            "(Su); ssmax: s ln n, with a learned s for each layer and head (Nakanishi 2025); "
+                            "llama4: 1 + 0.1 ln(1 + floor((m + 1) / L)); ministral3: the same with m / L; "
+                            "affine: s ln n + b, learned for each layer and head, s = 0 and b = 1 at first "
+                            "(Mistral Large 4); power: (1 + (m + 1) / L)^0.1 (Beam); sqrt_log: sqrt(2 ln n); "
+                            "log_squared: (ln n)^2")
     temperature_layers: Literal["all", "encoded", "unencoded"] = Field(
         "all", description="layers in which a temperature, also one of --extend, acts: all, those with the "
                            "encoding, or those without (Llama 4; SWAN-GPT, 2025: log_n there alone)")
@@ -113,6 +115,12 @@ def for_each_head(x: Tensor, n_head: int) -> Tensor:
     This copies: kernels that do not take fewer heads of keys fall back to holding T x T logits.
     """
     return x if x.shape[1] == n_head else x.repeat_interleave(n_head // x.shape[1], dim=1)
+
+
+def starts_of(documents: Tensor) -> Tensor:
+    """For each token of packed documents (B, T), the index of its document's first token, (B, T)."""
+    is_first = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    return (torch.arange(documents.shape[1], device=documents.device) * is_first).cummax(dim=1).values
 
 
 class Encoding(nn.Module):

@@ -1,7 +1,8 @@
 """What acts under any encoding: query temperatures and scale-invariant attention.
 
-Softmax over more keys is flatter. A temperature, a factor on the query at position m, multiplies all its
-logits before any bias. It depends on m alone, so logits change if all positions shift.
+Softmax over more keys is flatter. A temperature, a factor on a query, multiplies all its logits before any
+bias. It depends on n, the number of keys that the query sees, or on its position m, and then logits change if
+all positions shift.
 
 Legend: B batch, T time (Tq queries, Tk keys), H = n_head, L = train.seq_len.
 """
@@ -13,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from positions.contract import At, Encoding, Shape, for_each_head
+from positions.contract import At, Encoding, Shape, for_each_head, starts_of
 
 
 class Temperature(nn.Module):
@@ -21,22 +22,31 @@ class Temperature(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.seq_len = shape.seq_len
+        self.seq_len, self.shape = shape.seq_len, shape
 
-    def forward(self, q_pos: Tensor, layer: int) -> Tensor | None:
-        """Positions (1 or B, T) -> the factor on q in a layer, (1 or B, 1 or H, T, 1), or None."""
+    def n_keys(self, at: At) -> Tensor:
+        """n, the keys that each query sees, (1 or B, T): of its document, its window or chunk, up to it."""
+        T, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
+        n = torch.arange(Tk - T, Tk, device=at.q_pos.device)[None]
+        n = n if at.documents is None else n - starts_of(at.documents)
+        if at.layer in self.shape.local_layers:
+            n = (n % (self.shape.chunk or Tk)).clamp(max=(self.shape.window or Tk) - 1)
+        return n + 1
+
+    def forward(self, at: At) -> Tensor | None:
+        """The factor on q, (1 or B, 1 or H, T, 1), or None."""
         return None
 
 
 class LogN(Temperature):
-    """q *= max(1, ln(m + 1) / ln L): keeps attention sharp beyond L. J. Su, github.com/bojone/rerope.
+    """q *= max(1, ln n / ln L): keeps attention sharp beyond L. J. Su, github.com/bojone/rerope.
 
-    No parameters, and exactly 1 at m < L, so it can also be applied after training.
+    No parameters, and exactly 1 with n <= L keys, so it can also be applied after training.
     """
 
-    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
+    def forward(self, at: At) -> Tensor:
         # ln n / ln L = 1 + ln(n / L) / ln L; the second form rounds to exactly 1 at n = L
-        n_over_L = ((q_pos + 1) / self.seq_len).clamp(min=1)
+        n_over_L = (self.n_keys(at) / self.seq_len).clamp(min=1)
         return (1 + n_over_L.log() / math.log(self.seq_len))[:, None, :, None]
 
 
@@ -47,12 +57,12 @@ class Constant(Temperature):
         super().__init__(shape)
         self.factor = factor
 
-    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
-        return torch.full(q_pos.shape, self.factor, device=q_pos.device)[:, None, :, None]
+    def forward(self, at: At) -> Tensor:
+        return torch.full(at.q_pos.shape, self.factor, device=at.q_pos.device)[:, None, :, None]
 
 
 class SSMax(Temperature):
-    """softmax(s ln(n) z), n = m + 1 keys, s learned by head and layer. Nakanishi 2025, arXiv:2501.19399.
+    """softmax(s ln(n) z) over n keys, s learned by head and layer. Nakanishi 2025, arXiv:2501.19399.
 
     s starts at 0.43, the value of the paper's figure 1. The bias that the paper rejects is omitted.
     """
@@ -61,9 +71,9 @@ class SSMax(Temperature):
         super().__init__(shape)
         self.s = nn.Parameter(torch.full((shape.n_layer, shape.n_head), 0.43))
 
-    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
-        log_n = (q_pos + 1).clamp(min=1).log()                          # (1 or B, T)
-        return self.s[layer][:, None, None] * log_n[:, None, :, None]
+    def forward(self, at: At) -> Tensor:
+        log_n = self.n_keys(at).log()                                   # (1 or B, T)
+        return self.s[at.layer][:, None, None] * log_n[:, None, :, None]
 
 
 class Affine(SSMax):
@@ -74,8 +84,8 @@ class Affine(SSMax):
         self.s = nn.Parameter(torch.zeros_like(self.s))
         self.b = nn.Parameter(torch.ones_like(self.s))
 
-    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
-        return super().forward(q_pos, layer) + self.b[layer][:, None, None]
+    def forward(self, at: At) -> Tensor:
+        return super().forward(at) + self.b[at.layer][:, None, None]
 
 
 class SqrtLog(Temperature):
@@ -83,8 +93,8 @@ class SqrtLog(Temperature):
 
     c, e = 2**0.5, 0.5
 
-    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
-        return (self.c * (q_pos + 1).clamp(min=1).log()**self.e)[:, None, :, None]
+    def forward(self, at: At) -> Tensor:
+        return (self.c * self.n_keys(at).log()**self.e)[:, None, :, None]
 
 
 class LogSquared(SqrtLog):
@@ -96,8 +106,8 @@ class LogSquared(SqrtLog):
 class Power(Temperature):
     """q *= (1 + (m + 1) / L)^0.1. Beam's code, 2026, where L is 2,048, in layers without an encoding."""
 
-    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
-        return ((1 + (q_pos + 1) / self.seq_len).clamp(min=1)**0.1)[:, None, :, None]
+    def forward(self, at: At) -> Tensor:
+        return ((1 + (at.q_pos + 1) / self.seq_len).clamp(min=1)**0.1)[:, None, :, None]
 
 
 class Llama4(Temperature):
@@ -108,8 +118,8 @@ class Llama4(Temperature):
 
     first = 1
 
-    def forward(self, q_pos: Tensor, layer: int) -> Tensor:
-        steps = ((q_pos + self.first) / self.seq_len).floor().clamp(min=0)
+    def forward(self, at: At) -> Tensor:
+        steps = ((at.q_pos + self.first) / self.seq_len).floor().clamp(min=0)
         return (1 + 0.1 * steps.log1p())[:, None, :, None]
 
 
@@ -154,7 +164,7 @@ class Tempered(Wrapper):
 
     def temper(self, q: Tensor, at: At) -> tuple[Tensor, At]:
         """Queries (B, H, Tq, D) -> those of `inner`, and its `at`."""
-        factor = self.temperature(at.q_pos, at.layer)
+        factor = self.temperature(at)
         if self.applies_temperature:    # PoPE, TAPA, BAM: by themselves
             return q, at._replace(temperature=factor)
         return (q * factor).to(q.dtype), at

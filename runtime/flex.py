@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention
 
 from positions import Encoding
 from positions.bias import bias_at
+from positions.contract import starts_of
 from positions.switches import ScaleInvariant, factor_and_bias
 
 DEVICES = {"cuda"}      # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
@@ -55,9 +56,7 @@ def seen(window: int | None, chunk: int | None, documents: Tensor | None) -> Cal
 def split_into_chunks(documents: Tensor, chunk: int) -> Tensor:
     """The chunk of each token (B, T), of packed documents (B, T): each document's chunks begin with it."""
     index = torch.arange(documents.shape[1], device=documents.device)
-    is_first = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
-    start = (index * is_first).cummax(dim=1).values                     # of each token's document
-    return ((index - start) % chunk == 0).cumsum(dim=1)
+    return ((index - starts_of(documents)) % chunk == 0).cumsum(dim=1)
 
 
 def serves(v: Tensor, encoding: Encoding | None, is_masked: bool) -> bool:
@@ -80,12 +79,12 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, bias: Any, block_mask: Any) -> 
         if encoding.has_scores():
             table = bias_at(encoding, torch.arange(T, device=q.device), bias.q, at)     # (H, T)
             if at.temperature is not None:
-                temperature = at.temperature[0, :, :, 0].expand(q.shape[1], -1)         # (H, T)
+                temperature = at.temperature[..., 0].expand(*q.shape[:2], -1)           # (B, H, T)
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             d = (i - j).abs()                                           # keys ahead are masked
             score = score if table is None else score + table[h, d]
-            score = score if temperature is None else score * temperature[h, i]
+            score = score if temperature is None else score * temperature[b, h, i]
             return score if a is None or m is None else score * a[d] + m[d]
 
     return fused("flex_attention", q.device)(

@@ -60,10 +60,10 @@ def logits_of(encoding: Encoding, q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Te
     return after
 
 
-def temperature_of(model: GPT, config: Config, layer: int, q_pos: Tensor) -> Tensor:
-    """The factor of each query, (B, 1 or H, Tq, 1), from the formulas."""
+def temperature_of(model: GPT, config: Config, layer: int, q_pos: Tensor, seen: Tensor) -> Tensor:
+    """The factor of each query, (B, 1 or H, Tq, 1), from the formulas; a query sees some keys (Tq, Tk)."""
     m, L = q_pos[:, None, :, None].double(), config.train.seq_len
-    n, own = m + 1, dict(model.named_parameters())
+    n, own = seen.sum(-1)[:, None].double(), dict(model.named_parameters())
     return {"none": lambda: torch.ones_like(n),
             "log_n": lambda: (n.log() / math.log(L)).clamp(min=1),
             "ssmax": lambda: own["temperature.s"][layer, :, None, None] * n.log(),
@@ -124,7 +124,7 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
     is_encoded = layer in encoded and p.drop_at > 0
     encoding = model.encoding if is_encoded else ENCODINGS["none"](None, config_of("none").position)
     seen = visible(config, layer, x.shape[1], None if documents is None else documents[0])
-    factor = temperature_of(model, config, layer, pos) if layer in tempered else torch.ones(())
+    factor = temperature_of(model, config, layer, pos, seen) if layer in tempered else torch.ones(())
     q, after = (q, factor) if is_encoded and name in AFTER_THEIR_SCORES else (q * factor, 1)
     if getattr(p, "key_offset", False) and is_encoded:
         f, before = frequencies(model), torch.cat((k[:, :, :1], k[:, :, :-1]), 2)

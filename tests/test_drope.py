@@ -12,7 +12,7 @@ from config import load_config
 from evaluation.extension import extended, parse
 from hf.pretrained import pretrained_tables
 from model import GPT
-from positions import NoPE
+from positions import At, NoPE
 from runtime.checkpoint import load_run
 from runtime.errors import UserError
 from train import train
@@ -70,7 +70,8 @@ def test_its_temperature_is_one_factor_for_the_whole_text(tiny) -> None:
     config = tiny("rope", "position.drop_at=0")
     model, x, c = lively(config), tokens((1, 100)), 0.3
     with extended(model, config, parse(f"drope:c={c}").methods, 100):
-        factor = model.temperature(torch.arange(100)[None], 1)
+        m = torch.arange(100)[None]
+        factor = model.temperature(At(m, m, 1, None))
         assert factor.shape == (1, 1, 100, 1) and (factor == factor[0, 0, 0]).all()
         assert factor[0, 0, 0].item() == pytest.approx(1 + c * math.log(100 / 32))
         changed = model(x)

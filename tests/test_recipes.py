@@ -36,9 +36,9 @@ def seen(kind: str, i: int, j: int) -> bool:
     return {"": True, "window": i - j < 11, "chunk": i % 17 // 11 == j % 17 // 11}[kind]
 
 
-def temperature(name: str, m: int) -> float:
+def temperature(name: str, m: int, n: int) -> float:
     if name == "swan-gpt":
-        return max(1.0, math.log(m + 1) / math.log(L))
+        return max(1.0, math.log(n) / math.log(L))
     return 1 + 0.1 * math.log(1 + (m + 1 if name == "llama4" else m) // L)
 
 
@@ -55,7 +55,7 @@ def mixed(name: str, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Ten
                 turned = rope.rotate(turned, rope.angles(
                     positions[i] - positions[keys], rope.inv_freq(12, base, dtype=torch.float64)))
             logits = (turned * k[keys, h // 2]).sum(-1) / math.sqrt(12)
-            logits = logits * (temperature(name, int(positions[i])) if is_tempered else 1.0)
+            logits = logits * (temperature(name, int(positions[i]), len(keys)) if is_tempered else 1.0)
             weights = logits.softmax(0) if sink is None else torch.cat((logits, sink[h:h + 1])).softmax(0)
             found[i, h] = weights[:len(keys)] @ v[keys, h // 2]
     return found.flatten(1)

@@ -72,7 +72,7 @@ class Options(BaseModel):
         0, ge=0, description="k: every k-th layer has no encoding, from the k-th on (SmolLM3: 4); 0: none")
     temperature: Literal["none", "log_n", "ssmax", "llama4", "ministral3", "affine", "power", "sqrt_log",
                          "log_squared"] = Field(
-        "none", description="factor on the query at position m, which sees n keys. log_n: max(1, ln n / ln L) "
+        "none", description="factor on the query at position m that sees n keys. log_n: max(1, ln n / ln L) "
                             "(Su); ssmax: s ln n, with a learned s for each layer and head (Nakanishi 2025); "
                             "llama4: 1 + 0.1 ln(1 + floor((m + 1) / L)); ministral3: the same with m / L; "
                             "affine: s ln n + b, learned for each layer and head, s = 0 and b = 1 at first "

@@ -178,6 +178,9 @@ class RoPE(Encoding):
 
 class RoPE2DOptions(RotaryOptions):
     head_multiple = 4
+    prompt: int = Field(
+        0, ge=0, description="n: the first n tokens are a prompt, at (0 ... n - 1, 0), and what follows is "
+                             "its answer, at (n - 1, 1 ...), as in ChatGLM-6B. 0: the two are equal")
 
     def rotary_dim(self, head_dim: int) -> int:
         """R, the number of channels of each head that each of the axes rotates: half."""
@@ -189,19 +192,24 @@ class RoPE2D(RoPE):
 
     Heo et al. 2024 ("axial") use an image's rows and columns; ChatGLM-6B uses the position in the text and
     the position in the answer. Logits depend on the difference along each axis alone. Pass `positions=` of
-    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes. ChatGLM-6B
-    pairs (i, i + D/4) inside each half of a head; layout "half" here pairs (i, i + D/2): a permutation of it.
+    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes, or cut at
+    `prompt`. ChatGLM-6B pairs (i, i + D/4) inside each half of a head; layout "half" here pairs (i, i + D/2):
+    a permutation of it.
     """
 
     Options = RoPE2DOptions
     n_axes = 2
 
-    @staticmethod
-    def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
+    def __init__(self, shape: Shape, options: RoPE2DOptions) -> None:
+        super().__init__(shape, options)
+        self.prompt, self.is_relative = options.prompt, not options.prompt
+
+    def angles(self, positions: Tensor, inv_freq: Tensor) -> Tensor:    # type: ignore[override]
         """Positions (1 or B, T) or (1 or B, T, 2) -> radians (1 or B, T, R)."""
-        if positions.dim() == 2:
-            positions = positions[..., None].expand(-1, -1, 2)
-        return torch.cat([rope.angles(axis, inv_freq) for axis in positions.unbind(-1)], dim=-1)
+        m, last = positions, self.prompt - 1
+        axes = (m.unbind(-1) if m.dim() > 2 else (m, m) if not self.prompt
+                else (m.clamp(max=last), (m - last).clamp(min=0)))
+        return torch.cat([rope.angles(axis, inv_freq) for axis in axes], dim=-1)
 
 
 class PRoPEOptions(RotaryOptions):

@@ -173,6 +173,8 @@ def test_chatglms_answer_keeps_one_axis_and_advances_the_other() -> None:
         torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
         alone = model(x[1:], positions=pos[-1:])
         torch.testing.assert_close(alone, whole[1:], atol=1e-4, rtol=1e-4)
+    trained = model_of("rope_2d", "position.prompt=10")
+    assert torch.equal(trained(x), model(x, positions=at[:1])) and not trained.encoding.is_relative
 
 
 def test_positions_of_other_shapes_are_refused() -> None:

@@ -163,9 +163,7 @@ class Evaluation:
     @cached_property
     def distant(self) -> np.ndarray:
         """Which targets of fixed need distant context, by the judge, (windows, targets). Raises UserError."""
-        if self.settings.judge is None:
-            raise UserError("--protocol distant requires --judge RUN, which chooses the tokens")
-        judge, config, tokenizer = load_run(self.settings.judge)
+        judge, config, tokenizer = load_run(str(self.settings.judge))
         if tokenizer.sha256 != self.tokenizer.sha256:
             raise UserError(f"--judge {self.settings.judge}: has another tokenizer than the run")
         other, k = Evaluation(judge, config, tokenizer, self.text, self.settings), self.settings.targets

@@ -48,16 +48,17 @@ def records_of(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["records"]
 
 
-def test_each_figure_of_every_encoding_is_that_of_its_record() -> None:
+@pytest.mark.parametrize(("folder", "least"), [("every-encoding", 30), ("switches", 14)])
+def test_each_figure_of_every_encoding_is_that_of_its_record(folder: str, least: int) -> None:
     """Perplexity on fixed targets by length. Where a cell differs, the message has the record's row."""
-    page = (RESULTS / "every-encoding" / "README.md").read_text()
+    page = (RESULTS / folder / "README.md").read_text()
     (table,) = [one for one in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE) if "128 = L" in one]
     head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     lengths = {i: int(length[1]) for i, cell in enumerate(head)
                if (length := re.fullmatch(r"\**(\d+)( = L)?\**", cell))}
-    assert len(lengths) > 2 and len(rows) > 30
+    assert len(lengths) > 2 and len(rows) > least
     for row in rows:
-        ppl = {r["length"]: r["ppl"] for r in records_of(RESULTS / "every-encoding" / f"{row[0]}.json")
+        ppl = {r["length"]: r["ppl"] for r in records_of(RESULTS / folder / f"{row[0]}.json")
                if (r["extend"], r["protocol"]) == (None, "fixed")}
         expected = [(format(ppl[lengths[i]], ".4g") if lengths[i] in ppl else "-") if i in lengths else text
                     for i, text in enumerate(row)]

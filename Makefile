@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 train: .venv/.installed data/stdlib/meta.json
 	$(PY) train.py configs/quick.toml
-	$(PY) eval.py runs/quick --windows 16 --tokens 32768
+	$(PY) eval.py runs/quick --windows 12 --tokens 32768
 
 test: .venv/.installed-test
 	$(PYTEST) -m "not slow and not gpu and not soak" --ignore tests/peers

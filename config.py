@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny, ValidationError
 
 from positions import ENCODINGS, Encoding, Options
+from positions.switches import TEMPERATURES
 from runtime.errors import UserError, did_you_mean
 from runtime.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 
@@ -276,7 +277,7 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
-        ("train", "positions", t.positions == "random" and p.temperature in ("llama4", "ministral3", "power"),
+        ("train", "positions", t.positions == "random" and TEMPERATURES[p.temperature].by_position,
          f"random positions are far beyond L, where position.temperature = {p.temperature} grows"),
         ("position", "heads", p.heads is not None and not set(p.heads) <= set(range(m.n_head)),
          f"heads are 0 ... {m.n_head - 1} (model.n_head = {m.n_head})"),

@@ -113,8 +113,6 @@ def parse_arguments() -> argparse.Namespace:
     for protocol in args.protocol.split(",") if args.protocol is not None else ():
         if protocol not in (*EVERY, *TESTED_BY):
             raise UserError(f"--protocol {protocol}: unknown; choose from {known}")
-        if protocol == "distant" and not args.judge:
-            raise UserError("--protocol distant requires --judge RUN, which chooses the tokens")
     if args.json and args.json.suffix != ".json":       # .npz and .png are written beside it
         raise UserError(f"--json {args.json}: must end in .json, such as {args.json}.json")
     return args

@@ -37,8 +37,7 @@ def shape_of(config: Config) -> Shape:
     c = config.model
     layers = range(c.n_layer) if c.window or c.chunk else ()
     local = frozenset(n for n in layers if not c.full_every or (n + 1) % c.full_every)
-    return Shape(c.n_layer, c.n_head, c.n_embd, c.head_width, config.train.seq_len, local, c.window or 0,
-                 c.chunk or 0)
+    return Shape(c.n_layer, c.n_head, c.n_embd, c.head_width, config.train.seq_len, local, c.window, c.chunk)
 
 
 def hidden_width(config: ModelConfig) -> int:

@@ -309,7 +309,7 @@ class LMInfinite(Regrouping):
 
 
 class LogNTemperature(Extension):
-    """Queries beyond L are multiplied by ln(m + 1) / ln L. Su, github.com/bojone/rerope."""
+    """Queries that see n > L keys are multiplied by ln n / ln L. Su, github.com/bojone/rerope."""
 
     changes = "temperature"
 

@@ -72,6 +72,11 @@ class Settings:
     seed: int = 0                               # chooses windows
     judge: str | None = None                    # distant: the run that chooses tokens
 
+    def __post_init__(self) -> None:
+        """Raises UserError."""
+        if "distant" in self.protocols and self.judge is None:
+            raise UserError("--protocol distant requires --judge RUN, which chooses the tokens")
+
 
 class Evaluation:
     """Measures one model on one text, without and with each extension."""
@@ -163,7 +168,8 @@ class Evaluation:
     @cached_property
     def distant(self) -> np.ndarray:
         """Which targets of fixed need distant context, by the judge, (windows, targets). Raises UserError."""
-        judge, config, tokenizer = load_run(str(self.settings.judge))
+        assert self.settings.judge is not None
+        judge, config, tokenizer = load_run(self.settings.judge)
         if tokenizer.sha256 != self.tokenizer.sha256:
             raise UserError(f"--judge {self.settings.judge}: has another tokenizer than the run")
         other, k = Evaluation(judge, config, tokenizer, self.text, self.settings), self.settings.targets

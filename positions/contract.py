@@ -23,9 +23,9 @@ class Shape:
     n_embd: int
     head_dim: int
     seq_len: int  # the training length in tokens, L
-    local_layers: frozenset[int] = frozenset()  # those with a window or chunks of so many tokens, from 0
-    window: int = 0
-    chunk: int = 0
+    local_layers: frozenset[int] = frozenset()  # those with a window or chunks, from 0
+    window: int | None = None  # keys that a query sees in them; None: no limit
+    chunk: int | None = None  # size of their chunks
 
 
 class At(NamedTuple):

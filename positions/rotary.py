@@ -206,10 +206,12 @@ class RoPE2D(RoPE):
 
     def angles(self, positions: Tensor, inv_freq: Tensor) -> Tensor:    # type: ignore[override]
         """Positions (1 or B, T) or (1 or B, T, 2) -> radians (1 or B, T, R)."""
-        m, last = positions, self.prompt - 1
-        axes = (m.unbind(-1) if m.dim() > 2 else (m, m) if not self.prompt
-                else (m.clamp(max=last), (m - last).clamp(min=0)))
-        return torch.cat([rope.angles(axis, inv_freq) for axis in axes], dim=-1)
+        first = second = positions
+        if positions.dim() > 2:
+            first, second = positions.unbind(-1)
+        elif self.prompt:
+            first, second = positions.clamp(max=self.prompt - 1), (positions - self.prompt + 1).clamp(min=0)
+        return torch.cat([rope.angles(axis, inv_freq) for axis in (first, second)], dim=-1)
 
 
 class PRoPEOptions(RotaryOptions):

@@ -10,6 +10,7 @@ Legend: B batch, T time (Tq queries, Tk keys), H = n_head, L = train.seq_len.
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +21,21 @@ from positions.contract import At, Encoding, Shape, for_each_head, starts_of
 class Temperature(nn.Module):
     """No factor. Override `forward` to return one."""
 
+    by_position: ClassVar[bool] = False     # does it depend on the position, not on the number of keys?
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.seq_len, self.shape = shape.seq_len, shape
+        self.shape = shape
 
     def n_keys(self, at: At) -> Tensor:
         """n, the keys that each query sees, (1 or B, T): of its document, its window or chunk, up to it."""
         T, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
-        n = torch.arange(Tk - T, Tk, device=at.q_pos.device)[None]
-        n = n if at.documents is None else n - starts_of(at.documents)
+        before = torch.arange(Tk - T, Tk, device=at.q_pos.device)[None]
+        if at.documents is not None:
+            before = before - starts_of(at.documents)
         if at.layer in self.shape.local_layers:
-            n = (n % (self.shape.chunk or Tk)).clamp(max=(self.shape.window or Tk) - 1)
-        return n + 1
+            before = (before % (self.shape.chunk or Tk)).clamp(max=(self.shape.window or Tk) - 1)
+        return before + 1
 
     def forward(self, at: At) -> Tensor | None:
         """The factor on q, (1 or B, 1 or H, T, 1), or None."""
@@ -46,8 +50,8 @@ class LogN(Temperature):
 
     def forward(self, at: At) -> Tensor:
         # ln n / ln L = 1 + ln(n / L) / ln L; the second form rounds to exactly 1 at n = L
-        n_over_L = (self.n_keys(at) / self.seq_len).clamp(min=1)
-        return (1 + n_over_L.log() / math.log(self.seq_len))[:, None, :, None]
+        n_over_L = (self.n_keys(at) / self.shape.seq_len).clamp(min=1)
+        return (1 + n_over_L.log() / math.log(self.shape.seq_len))[:, None, :, None]
 
 
 class Constant(Temperature):
@@ -106,8 +110,10 @@ class LogSquared(SqrtLog):
 class Power(Temperature):
     """q *= (1 + (m + 1) / L)^0.1. Beam's code, 2026, where L is 2,048, in layers without an encoding."""
 
+    by_position = True
+
     def forward(self, at: At) -> Tensor:
-        return ((1 + (at.q_pos + 1) / self.seq_len).clamp(min=1)**0.1)[:, None, :, None]
+        return ((1 + (at.q_pos + 1) / self.shape.seq_len).clamp(min=1)**0.1)[:, None, :, None]
 
 
 class Llama4(Temperature):
@@ -116,10 +122,11 @@ class Llama4(Temperature):
     There L is 8192, and it acts in the layers without an encoding alone. Below L it is 1.
     """
 
+    by_position = True
     first = 1
 
     def forward(self, at: At) -> Tensor:
-        steps = ((at.q_pos + self.first) / self.seq_len).floor().clamp(min=0)
+        steps = ((at.q_pos + self.first) / self.shape.seq_len).floor().clamp(min=0)
         return (1 + 0.1 * steps.log1p())[:, None, :, None]
 
 

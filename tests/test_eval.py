@@ -86,6 +86,8 @@ def test_distant_tokens_are_those_that_the_judge_predicts_with_the_longest_conte
         assert record["tokens"] == n and record["nll_sum"] == pytest.approx(expected, rel=1e-4)
     assert e.deciding()["distant"] == {"longest": 128, "targets": 8, "windows": 20, "judge": "runs/judge",
                                        "length": 128}
+    with pytest.raises(UserError, match="distant requires --judge RUN"):
+        evaluate(model, config, text, ["distant"])
 
 
 def scored(windows) -> list[tuple[int, int]]:

@@ -10,11 +10,13 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 from docs.gallery import ROOT, table, update
 from evaluation.comparison import Curve, frame_of, gate_of, make_curves, make_tables
 from evaluation.pictures import draw_table
 from evaluation.report import Cell, Table
+from evaluation.results import Record, read
 from evaluation.runs import check_comparable, read_run
 from runtime.command import argument_parser, run_command
 
@@ -22,6 +24,7 @@ PAGE = ROOT / "results" / "extrapolation" / "README.md"
 README = ROOT / "README.md"
 PAGES = [README, PAGE, PAGE.with_name("tables.md")]
 RUNS = PAGE.parent / "runs"
+NEEDLES = PAGE.parent / "needles"       # runs tuned on needles: NAME.json, or NAME-frozen.json
 L = 128
 TEXTS = {"books": "prose", "packages": "code"}
 FAR, FAR_REPEAT = str(16 * L), str(16 * L - L // 2)     # a length, and the distance of the copies in it
@@ -72,22 +75,46 @@ def bits(curve: Curve) -> float:
     return sum(r["nll_sum"] for r in records) / math.log(2) / sum(r["bytes"] for r in records)
 
 
+def found(path: Path, kind: str, length: int, extend: str | None = None) -> list[Record]:
+    """The records of a retrieval at a length, one for each depth."""
+    return [r for r in read(path).records if (r["protocol"], r["length"], r["extend"]) == (kind, length, extend)]
+
+
+def share(records: list[Record]) -> str:
+    """Correct answers in percent, over all depths."""
+    return f"{100 * sum(r['correct'] for r in records) / sum(r['trials'] for r in records):.0f}" if records else "-"
+
+
+def needles() -> str:
+    """One row for each tuned run: the share of needles found by length, and by depth at 16 L."""
+    paths = sorted(NEEDLES.glob("*-seed?*.json"), key=lambda path: (
+        -sum(r["correct"] for n in (4, 16) for r in found(path, "multi_key", n * L)), path.name))
+    rows = [[re.sub("-lr-.*seed.", "", path.stem).replace("-frozen", ", frozen"),
+             *(text for kind in ("needle", "multi_key") for text in (
+                 *(share(found(path, kind, n * L)) for n in (1, 4, 16)),
+                 " ".join(str(r["correct"]) for r in found(path, kind, 16 * L))))] for path in paths]
+    return table(["% found", *(f"{name} {at}" for name in ("one fact", "of four") for at in (
+        "at L", "at 4 L", "at 16 L", "at 16 L by depth"))], rows)
+
+
 def overview() -> str:
-    """One row for each encoding, best on prose first: both texts at L and at 16 L."""
+    """One row for each encoding, best on prose first: both texts at L and at 16 L, and needles."""
     curves = {data: curves_of(data) for data in TEXTS}
+    tuned = {re.sub("-lr-.*", "", path.name): path for path in NEEDLES.glob("*-seed?.json")}
     rows = []
     for curve in sorted(curves["books"], key=bits):
         row = [curve.label]
         for data in TEXTS:
-            found = tables_of(data)
+            shown = tables_of(data)
             one = next(each for each in curves[data] if each.label == curve.label)
-            gain, repeat = (found[key].rows[curve.label].get(column) for key, column in (
+            gain, repeat = (shown[key].rows[curve.label].get(column) for key, column in (
                 ("gain", FAR), ("repeat", FAR_REPEAT)))
             numbers = [f"{bits(one):.3f}", *("-" if x is None else f"{x.value:+.2f}" for x in (gain, repeat))]
             row += [f"*{x}*" for x in numbers] if gate_of(one, L).is_failed else numbers
-        rows.append(row)
+        path = tuned.get(curve.label)
+        rows.append([*row, share(found(path, "multi_key", 16 * L)) if path else "-"])
     return table(["encoding", *(text for name in TEXTS.values() for text in (
-        f"{name} at L", "gain of 16 L", "repeat at 16 L"))], rows)
+        f"{name} at L", "gain of 16 L", "repeat at 16 L")), "needles at 16 L, %"], rows)
 
 
 def summary(data: str) -> str:
@@ -115,6 +142,18 @@ def summary(data: str) -> str:
     return table([head, *columns], rows) + made
 
 
+def distant(data: str) -> str:
+    """One row for each run: its loss on the targets that need distant context, at L and with 16 L."""
+    rows = []
+    for path in sorted(RUNS.glob(f"*/eval/{data}-distant.json")):
+        near, far = (next(r for r in read(path).records if r["length"] == n * L) for n in (1, 16))
+        losses = [r["nll_sum"] / r["tokens"] for r in (near, far)]
+        rows.append([re.sub("-lr-.*", "", path.parent.parent.name), *(f"{x:.2f}" for x in losses),
+                     f"{losses[0] - losses[1]:+.2f}"])
+        about = f"{near['tokens']} targets of {near['documents']} documents"
+    return table([about, "loss at L", "at 16 L", "gain"], rows) if rows else "Not measured yet."
+
+
 def methods(data: str) -> str:
     """One row for each method of --extend on the runs of rope."""
     curves = curves_of(f"{data}-methods")
@@ -140,11 +179,13 @@ def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
 def blocks() -> Iterator[tuple[str, str]]:
     """Name -> each generated part of the page."""
     yield "overview", overview()
+    yield "needles", needles()
     for data in TEXTS:
         yield f"summary {data}", summary(data)
         yield f"perplexity {data}", by_length(data, "fixed", spread)
         yield f"repeat {data}", by_length(data, "repeat", interval)
         yield f"methods {data}", methods(data)
+        yield f"distant {data}", distant(data)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from docs.gallery import ROOT, table, update
 from evaluation.comparison import Curve, frame_of, gate_of, make_curves, make_tables
 from evaluation.pictures import draw_table
 from evaluation.report import Cell, Table
-from evaluation.results import Record, read
+from evaluation.results import read
 from evaluation.runs import check_comparable, read_run
 from runtime.command import argument_parser, run_command
 
@@ -75,26 +75,36 @@ def bits(curve: Curve) -> float:
     return sum(r["nll_sum"] for r in records) / math.log(2) / sum(r["bytes"] for r in records)
 
 
-def found(path: Path, kind: str, length: int, extend: str | None = None) -> list[Record]:
-    """The records of a retrieval at a length, one for each depth."""
-    return [r for r in read(path).records if (r["protocol"], r["length"], r["extend"]) == (kind, length, extend)]
+def found(path: Path, kind: str, length: int, extend: str | None = None) -> list[int]:
+    """Correct answers of a retrieval at a length, of 100 facts at each depth."""
+    return [r["correct"] for r in read(path).records
+            if (r["protocol"], r["length"], r["extend"]) == (kind, length, extend)]
 
 
-def share(records: list[Record]) -> str:
+def share(correct: list[int]) -> str:
     """Correct answers in percent, over all depths."""
-    return f"{100 * sum(r['correct'] for r in records) / sum(r['trials'] for r in records):.0f}" if records else "-"
+    return f"{sum(correct) / len(correct):.0f}" if correct else "-"
 
 
 def needles() -> str:
     """One row for each tuned run: the share of needles found by length, and by depth at 16 L."""
     paths = sorted(NEEDLES.glob("*-seed?*.json"), key=lambda path: (
-        -sum(r["correct"] for n in (4, 16) for r in found(path, "multi_key", n * L)), path.name))
+        -sum(sum(found(path, "multi_key", n * L)) for n in (4, 16)), path.name))
     rows = [[re.sub("-lr-.*seed.", "", path.stem).replace("-frozen", ", frozen"),
              *(text for kind in ("needle", "multi_key") for text in (
                  *(share(found(path, kind, n * L)) for n in (1, 4, 16)),
-                 " ".join(str(r["correct"]) for r in found(path, kind, 16 * L))))] for path in paths]
+                 " ".join(map(str, found(path, kind, 16 * L)))))] for path in paths]
     return table(["% found", *(f"{name} {at}" for name in ("one fact", "of four") for at in (
         "at L", "at 4 L", "at 16 L", "at 16 L by depth"))], rows)
+
+
+def methods_on_needles() -> str:
+    """One row for each method of --extend on the tuned run of rope: the share of needles found at 4 L."""
+    rows = [[f"`{extend}`" if extend else "no method", share(correct), " ".join(map(str, correct))]
+            for path in NEEDLES.glob("rope-lr*-methods.json")
+            for extend in dict.fromkeys(r["extend"] for r in read(path).records)
+            for correct in [found(path, "needle", 4 * L, extend)]]
+    return table(["rope with", "% found at 4 L", "by depth"], sorted(rows, key=lambda row: -int(row[1])))
 
 
 def overview() -> str:
@@ -180,6 +190,7 @@ def blocks() -> Iterator[tuple[str, str]]:
     """Name -> each generated part of the page."""
     yield "overview", overview()
     yield "needles", needles()
+    yield "needles methods", methods_on_needles()
     for data in TEXTS:
         yield f"summary {data}", summary(data)
         yield f"perplexity {data}", by_length(data, "fixed", spread)

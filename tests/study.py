@@ -88,7 +88,7 @@ def share(correct: list[int]) -> str:
 
 def needles() -> str:
     """One row for each tuned run: the share of needles found by length, and by depth at 16 L."""
-    paths = sorted(NEEDLES.glob("*-seed?*.json"), key=lambda path: (
+    paths = sorted({*NEEDLES.glob("*-seed?.json"), *NEEDLES.glob("*-frozen.json")}, key=lambda path: (
         -sum(sum(found(path, "multi_key", n * L)) for n in (4, 16)), path.name))
     rows = [[re.sub("-lr-.*seed.", "", path.stem).replace("-frozen", ", frozen"),
              *(text for kind in ("needle", "multi_key") for text in (
@@ -99,12 +99,14 @@ def needles() -> str:
 
 
 def methods_on_needles() -> str:
-    """One row for each method of --extend on the tuned run of rope: the share of needles found at 4 L."""
-    rows = [[f"`{extend}`" if extend else "no method", share(correct), " ".join(map(str, correct))]
+    """One row for each method of --extend on the tuned run of rope: the share of needles found."""
+    rows = [[f"`{extend}`" if extend else "no method",
+             *(share(found(path, "needle", n * L, extend)) for n in (4, 16)),
+             " ".join(map(str, found(path, "needle", 4 * L, extend)))]
             for path in NEEDLES.glob("rope-lr*-methods.json")
-            for extend in dict.fromkeys(r["extend"] for r in read(path).records)
-            for correct in [found(path, "needle", 4 * L, extend)]]
-    return table(["rope with", "% found at 4 L", "by depth"], sorted(rows, key=lambda row: -int(row[1])))
+            for extend in dict.fromkeys(r["extend"] for r in read(path).records)]
+    return table(["rope with", "% found at 4 L", "at 16 L", "at 4 L by depth"],
+                 sorted(rows, key=lambda row: -int(row[1])))
 
 
 def overview() -> str:

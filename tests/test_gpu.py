@@ -1,7 +1,7 @@
 """Parity: a device computes the formula, which is an explicit softmax in fp64 on the CPU.
 
 Each case is an encoding, a switch of the model or an extension. `pytest -m gpu` checks all of them on CUDA:
-in fp32 and in bf16, eager, in blocks of query rows and compiled, loss and gradients of every parameter.
+in fp32, bf16 and fp16, eager, in blocks of query rows and compiled, loss and gradients of every parameter.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ def training(case: Case, device: str, dtype: torch.dtype, is_compiled: bool = Fa
              "positions": index + 70 * (index >= 80) if case.skips else None}
     backend = "inductor" if device == "cuda" else "eager"               # minutes of C++ on a CPU
     call = torch.compile(model, dynamic=False, backend=backend) if is_compiled else model
-    with torch.autocast(device, dtype, enabled=dtype == torch.bfloat16):
+    with torch.autocast(device, dtype, enabled=dtype in LOW):
         if dtype == torch.float64:                                      # the formula has no chunks either
             loss = F.cross_entropy(model(x, **given).flatten(0, 1), y.flatten())
         else:
@@ -143,7 +143,7 @@ def extension(spec: str, device: str, dtype: torch.dtype, is_compiled: bool = Fa
         model = model.double()
     ids = tokens((BATCH_SIZE, T + 1), 2, VOCAB_SIZE)[:, :-1].to(device)
     with torch.no_grad(), extended(model, config, parse(spec).methods, T), torch.autocast(
-            device, dtype, enabled=dtype == torch.bfloat16):
+            device, dtype, enabled=dtype in LOW):
         return Computed({"logits": model(ids).double().cpu()})
 
 
@@ -154,15 +154,16 @@ def explicit(compute: Callable[..., Computed], case: Case | str, dtype: torch.dt
         return compute(case, "cpu", dtype)
 
 
-WAYS = ("eager fp32", "eager bf16", "blocks fp32", "blocks bf16", "compiled bf16")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WAYS = ("eager fp32", "eager bf16", "blocks fp32", "blocks bf16", "compiled bf16", "eager fp16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOW = (torch.bfloat16, torch.float16)
 
 
 def check(compute: Callable[..., Computed], case: Case | str, device: str, way: str) -> None:
     """Compare what the device computes with the formula.
 
     In fp32 a CPU is wrong by 2e-7 (loss) and 7e-6 (gradients), and TF32, which must not pass, by 3e-4. In
-    bf16 errors may be twice as large as those of the formula itself in bf16.
+    bf16 and fp16 errors may be twice as large as those of the formula itself in that dtype.
     """
     kind, dtype = way.split()
     if kind == "compiled":
@@ -173,8 +174,8 @@ def check(compute: Callable[..., Computed], case: Case | str, device: str, way: 
         found = compute(case, device, DTYPES[dtype], kind == "compiled")
     errors = found.errors(exact)
     allowed = {"loss": 1e-5, "other": 2e-4}
-    if dtype == "bf16":
-        own = explicit(compute, case, torch.bfloat16).errors(exact)
+    if DTYPES[dtype] in LOW:
+        own = explicit(compute, case, DTYPES[dtype]).errors(exact)
         largest = max(error for name, error in own.items() if name != "loss")
         allowed = {"loss": 2 * own.get("loss", 0) + 1e-3, "other": 2 * largest}
     wrong = {name: error for name, error in errors.items()

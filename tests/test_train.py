@@ -1,5 +1,6 @@
 """Training: it learns, resumes bit for bit, skips bad steps, and says what is wrong."""
 
+import importlib.util
 import json
 import math
 import shutil
@@ -242,6 +243,7 @@ def test_compile_pays_only_on_long_cpu_runs(tiny, monkeypatch) -> None:
 
     short, long = (tiny("rope", f"train.steps={n}", "train.compile=auto") for n in (10, 10**9))
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert [decision(short, "cpu"), decision(long, "cpu"), decision(short, "cuda")] == [False, True, True]
     assert [missing_compiler(torch.device(name)) for name in ("cpu", "cuda")] == ["", "Triton"]
 

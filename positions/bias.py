@@ -56,6 +56,16 @@ def falling(at: At) -> Tensor:
     return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, in fp32 or fp64, rounded to what `dtype`, of 16 bits, holds; without a gradient.
+
+    By its bits: torch.compile leaves out a cast there and back, and the rounding with it.
+    """
+    bits = x.detach().contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int64)
+    n = round(torch.finfo(dtype).eps / torch.finfo(x.dtype).eps)
+    return ((bits + n // 2) & -n).view(x.dtype)
+
+
 class ALiBiOptions(Options):
     learned: bool = Field(
         False, description="train the slopes, one per head, shared by all layers, starting at the fixed ones")
@@ -108,7 +118,7 @@ class ALiBi(Encoding):
         are two pieces, with a relative error of 2^-16. The kernel sums in fp32: an error of 2^-24 slope j.
         """
         slope = at.tables.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1]**0.5    # (H, 1, 1)
-        high = slope.bfloat16().to(slope.dtype)
+        high = rounded(slope, torch.bfloat16)
         pieces = torch.cat([piece * 256**n for piece in (high, slope - high) for n in range(3)], dim=-1)
         j = (at.k_pos - at.k_pos.min())[:, None, :, None]     # (1 or B, 1, Tk, 1)
         digits = torch.cat([j // 256**n % 256 for _ in range(2) for n in range(3)], dim=-1)

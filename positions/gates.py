@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rope
-from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP
+from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP, rounded
 from positions.contract import At, Encoding, Options, Shape, for_each_head
 
 CHUNK = 64      # keys whose reflections are applied at once
@@ -108,8 +108,9 @@ class Forgetting(Encoding):
         def channels(rest: Tensor) -> Tensor:
             pieces = []
             for _ in range(3 if q.dtype.itemsize == 2 else 1):
-                pieces.append(rest.to(q.dtype))
-                rest = rest - pieces[-1]
+                high = rounded(rest, q.dtype) if q.dtype.itemsize == 2 else rest
+                pieces.append((rest + (high - rest).detach()).to(q.dtype))      # the gradient is that of rest
+                rest = rest.detach() - high
             return torch.cat(pieces, dim=-1)                            # (B, H, T, 1 or 3)
 
         # each with casts of its own: one gradient in 16 bits would round their difference once more

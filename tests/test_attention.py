@@ -67,12 +67,14 @@ def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int |
     torch.testing.assert_close(found, explicit(q, k, v, pos, window), atol=1e-9, rtol=1e-9)
 
 
-def test_folded_channels_survive_bf16(tiny) -> None:
+@pytest.mark.parametrize("made", [lambda f: f, pytest.param(torch.compile, marks=pytest.mark.slow)],
+                         ids=["eager", "compiled"])
+def test_folded_channels_survive_bf16(made, tiny) -> None:
     """Products of the rounded channels are slope times position, up to 2^24 tokens from the first."""
     encoding = make_alibi(tiny)
     pos = torch.tensor([[7, 8, 262, 263, 264, 65_542, 65_543, 2**24 + 6]])
     nothing = torch.zeros(1, H, 8, D, dtype=torch.bfloat16)
-    q, k = encoding.fold(nothing, nothing, at_of(encoding, pos, 8))
+    q, k = made(encoding.fold)(nothing, nothing, at_of(encoding, pos, 8))
     assert q.dtype == k.dtype == torch.bfloat16
     slopes = torch.tensor(ALiBi.slopes(H)).double()[:, None, None]
     torch.testing.assert_close(q.double() @ k.double().mT / math.sqrt(D),

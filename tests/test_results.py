@@ -65,6 +65,23 @@ def test_each_figure_of_every_encoding_is_that_of_its_record(folder: str, least:
         assert row == expected, f"the records give the row\n| {' | '.join(expected)} |"
 
 
+def test_each_figure_of_the_study_on_a_gpu_is_that_of_its_record() -> None:
+    folder, page = RESULTS / "gpu" / "study", (RESULTS / "gpu" / "README.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]]
+            for line in re.findall(r"^\|.*\| (?:prose|code) \|.*$", page, re.MULTILINE)]
+    assert len(rows) > 9
+    for name, text, *cells in rows:
+        data = {"prose": "books", "code": "packages"}[text]
+        records = records_of(folder / f"{name.strip('*')}-seed0" / "eval" / f"gpu-{data}.json")
+        loss = {r["length"]: f"{r['nll_sum'] / r['tokens']:.3f}" for r in records if r["protocol"] == "fixed"}
+        gain = {r["length"]: f"{r['gain']:+.2f}" for r in records if r["protocol"] == "repeat"}
+        expected = [*(loss.get(512 * 2**n, "-") for n in range(6)), *(gain.get(n, "-") for n in (512, 8192))]
+        assert cells == expected
+    for data in ("books", "packages"):
+        (one,) = records_of(folder / "trigram" / f"gpu-{data}.json")
+        assert f"{one['nll_sum'] / one['tokens']:.3f} on" in page
+
+
 def test_evaluations_made_before_still_load() -> None:
     older = [path.with_suffix(".json") for path in RESULTS.rglob("*.npz")]
     assert older and all(read(path).records and read(path).windows for path in older)

@@ -90,16 +90,12 @@ row: .venv/.installed
 	    --runs runs/study/$(ROW) --eval="--data data/books $(FIXED)"
 	mkdir -p results/rows/$(ROW)
 	cp runs/trials/$(ROW)/report/{trials.csv,chosen.toml} results/rows/$(ROW)
-	set -e; for run in runs/study/$(ROW)/*-seed?; do \
-	    for text in books packages; do \
-	        $(PY) eval.py $$run --data data/$$text $(FIXED); \
-	        $(PY) eval.py $$run --data data/$$text $(REPEAT); \
-	        $(PY) eval.py $$run --data data/$$text $(FAR) --json $$run/eval/$$text-far.json; \
-	    done; \
-	    mkdir -p results/rows/$(ROW)/$$(basename $$run)/eval; \
-	    cp $$run/{config.toml,corpus.json,metrics.jsonl,summary.json} results/rows/$(ROW)/$$(basename $$run); \
-	    cp $$run/eval/*.{json,npz} results/rows/$(ROW)/$$(basename $$run)/eval; \
-	done
+	printf '%s\n' runs/study/$(ROW)/*-seed? | OMP_NUM_THREADS=1 xargs -P 2 -I RUN bash -ec 'for text in books packages; do \
+	        $(PY) eval.py RUN --data data/$$text $(FIXED); \
+	        $(PY) eval.py RUN --data data/$$text $(REPEAT); \
+	        $(PY) eval.py RUN --data data/$$text $(FAR) --json RUN/eval/$$text-far.json; \
+	    done; to=results/rows/$(ROW)/$$(basename RUN); mkdir -p $$to/eval; \
+	    cp RUN/{config.toml,corpus.json,metrics.jsonl,summary.json} $$to; cp RUN/eval/*.{json,npz} $$to/eval'
 	for text in books packages; do $(PY) compare.py results/extrapolation/runs/* results/rows/$(ROW)/*-seed? \
 	    --baseline rope-lr-1.3e-2 --data $$text --out runs/row/$$text; done
 

@@ -110,7 +110,7 @@ def methods_on_needles() -> str:
 
 
 def overview() -> str:
-    """One row for each encoding, best on prose first: both texts at L and at 16 L, and needles."""
+    """One row for each encoding, best on prose first: both texts at L, at 16 L and 64 L, and needles."""
     curves = {data: curves_of(data) for data in TEXTS}
     tuned = {re.sub("-lr-.*", "", path.name): path for path in NEEDLES.glob("*-seed?.json")}
     rows = []
@@ -121,12 +121,15 @@ def overview() -> str:
             one = next(each for each in curves[data] if each.label == curve.label)
             gain, repeat = (shown[key].rows[curve.label].get(column) for key, column in (
                 ("gain", FAR), ("repeat", FAR_REPEAT)))
-            numbers = [f"{bits(one):.3f}", *("-" if x is None else f"{x.value:+.2f}" for x in (gain, repeat))]
-            row += [f"*{x}*" for x in numbers] if gate_of(one, L).is_failed else numbers
+            distant = tables_of(f"{data}-far")["gain"].rows.get(curve.label, {}).get(str(64 * L))
+            numbers = [f"{bits(one):.3f}", *("-" if x is None else f"{x.value:+.2f}"
+                                             for x in (gain, distant, repeat))]
+            is_failed = gate_of(one, L).is_failed
+            row += [f"*{x}*" if is_failed and x != "-" else x for x in numbers]
         path = tuned.get(curve.label)
         rows.append([*row, share(found(path, "multi_key", 16 * L)) if path else "-"])
     return table(["encoding", *(text for name in TEXTS.values() for text in (
-        f"{name} at L", "gain of 16 L", "repeat at 16 L")), "needles at 16 L, %"], rows)
+        f"{name} at L", "gain of 16 L", "of 64 L", "repeat at 16 L")), "needles at 16 L, %"], rows)
 
 
 def summary(data: str) -> str:

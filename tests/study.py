@@ -159,14 +159,16 @@ def summary(data: str) -> str:
 
 def distant(data: str) -> str:
     """One row for each run: its loss on the targets that need distant context, at L and with 16 L."""
-    rows = []
-    for path in sorted(RUNS.glob(f"*/eval/{data}-distant.json")):
-        near, far = (next(r for r in read(path).records if r["length"] == n * L) for n in (1, 16))
-        losses = [r["nll_sum"] / r["tokens"] for r in (near, far)]
-        rows.append([re.sub("-lr-.*", "", path.parent.parent.name), *(f"{x:.2f}" for x in losses),
-                     f"{losses[0] - losses[1]:+.2f}"])
-        about = f"{near['tokens']} targets of {near['documents']} documents"
-    return table([about, "loss at L", "at 16 L", "gain"], rows) if rows else "Not measured yet."
+    scored = read(next(iter(RUNS.glob(f"*/eval/{data}-distant.json")))).records[0]
+    cells = []
+    for label, row in sorted(tables_of(f"{data}-distant")["distant"].rows.items()):
+        near, far = (row[str(n * L)] for n in (1, 16))
+        assert near and far
+        nats = [[math.log(y or 1) for y in (x.value, x.low, x.high)] for x in (near, far)]
+        cells.append([label, *("{:.2f} [{:.2f}, {:.2f}]".format(*x) for x in nats),
+                      f"{nats[0][0] - nats[1][0]:+.2f}"])
+    about = f"{scored['tokens']} targets of {scored['documents']} documents"
+    return table([about, "loss at L", "at 16 L", "gain"], cells)
 
 
 def methods(data: str) -> str:

@@ -91,9 +91,9 @@ row: .venv/.installed
 	mkdir -p results/rows/$(ROW)
 	cp runs/trials/$(ROW)/report/{trials.csv,chosen.toml} results/rows/$(ROW)
 	printf '%s\n' runs/study/$(ROW)/*-seed? | OMP_NUM_THREADS=1 xargs -P 2 -I RUN bash -ec 'for text in books packages; do \
-	        $(PY) eval.py RUN --data data/$$text $(FIXED); \
+	        $(PY) eval.py RUN --data data/$$text $(FIXED) --replace; \
 	        $(PY) eval.py RUN --data data/$$text $(REPEAT); \
-	        $(PY) eval.py RUN --data data/$$text $(FAR) --json RUN/eval/$$text-far.json; \
+	        $(PY) eval.py RUN --data data/$$text $(FAR) --json RUN/eval/$$text-far.json --replace; \
 	    done; to=results/rows/$(ROW)/$$(basename RUN); mkdir -p $$to/eval; \
 	    cp RUN/{config.toml,corpus.json,metrics.jsonl,summary.json} $$to; cp RUN/eval/*.{json,npz} $$to/eval'
 	for text in books packages; do $(PY) compare.py results/extrapolation/runs/* results/rows/$(ROW)/*-seed? \

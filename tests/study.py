@@ -24,6 +24,7 @@ PAGE = ROOT / "results" / "extrapolation" / "README.md"
 README = ROOT / "README.md"
 PAGES = [README, PAGE, PAGE.with_name("tables.md")]
 RUNS = PAGE.parent / "runs"
+ROWS = ROOT / "results" / "rows"        # those of `make row`: NAME/RUN
 NEEDLES = PAGE.parent / "needles"       # runs tuned on needles: NAME.json, or NAME-frozen.json
 L = 128
 TEXTS = {"books": "prose", "packages": "code"}
@@ -33,7 +34,8 @@ FAR, FAR_REPEAT = str(16 * L), str(16 * L - L // 2)     # a length, and the dist
 @cache
 def curves_of(data: str) -> list[Curve]:
     """The curves of all runs that have eval/DATA.json, named after their config, rope first."""
-    folders = sorted(path.parent.parent for path in RUNS.glob(f"*/eval/{data}.json"))
+    found = (*RUNS.glob(f"*/eval/{data}.json"), *ROWS.glob(f"*/*/eval/{data}.json"))
+    folders = sorted(path.parent.parent for path in found)
     read = [read_run(folder, data) for folder in folders]
     if read:
         check_comparable(read)

@@ -12,7 +12,7 @@
 #                nanoGPT), gpu-encodings, gpu-flex
 # make enwik8, wikitext103, pg19
 #                prepare the public corpus, train its config on a GPU and evaluate it: hours, and network
-# make row CONFIG=configs/study/mine.toml
+# make row CONFIG=configs/rows/mine.toml
 #                a row of the study for an encoding of yours, in two hours: docs/benchmark.md
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 # make lock      pin what pip finds now for the ranges of pyproject.toml -> constraints.txt; needs the network

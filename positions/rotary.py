@@ -102,9 +102,12 @@ class RoPE(Encoding):
         self.seq_len = shape.seq_len
         self.spectrum = getattr(options, "spectrum", "geometric")       # of `rope` alone
         self.scaling: Scaling | None = options.scaling       # may be set on a trained model
-        self.local_base: float | None = getattr(options, "local_base", None)    # of `rope` alone
-        self.local_layers = shape.local_layers if self.local_base else frozenset()
-        self.bases: list[float] = getattr(options, "bases", None) or []
+        local, bases = (getattr(options, key, None) for key in ("local_base", "bases"))     # of `rope` alone
+        # the base of each layer, and whether `frequencies` may change it; then the different ones
+        self.kinds = [(base, False) for base in bases or []] or [
+            (local, False) if local and layer in shape.local_layers else (options.base, True)
+            for layer in range(shape.n_layer)]
+        self.distinct = sorted({kind for kind in self.kinds if kind[0]})
         self.key_offset: bool = getattr(options, "key_offset", False)
         self.rotates_values = getattr(options, "rotate_values", False)
 
@@ -121,24 +124,15 @@ class RoPE(Encoding):
         return f, factor
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
-        if self.bases:
-            made = [rope.inv_freq(self.rotary_dim, base, device=k_pos.device) for base in self.distinct()]
-            return tuple(itertools.chain(*(self.cos_and_sin(q_pos, k_pos, f, 1.0) for f in made)))
-        tables = self.cos_and_sin(q_pos, k_pos, *self.frequencies(k_pos))
-        if not self.local_base:
-            return tables
-        f = rope.inv_freq(self.rotary_dim, self.local_base, device=k_pos.device)
-        return *tables, *self.cos_and_sin(q_pos, k_pos, f, 1.0)
-
-    def distinct(self) -> list[float]:
-        """The bases of all layers, each once."""
-        return sorted({*self.bases} - {0.0})
+        """Four for each kind of layer: see `of_layer`."""
+        R, device = self.rotary_dim, k_pos.device
+        made = (self.frequencies(k_pos) if may_change else (rope.inv_freq(R, base, device=device), 1.0)
+                for base, may_change in self.distinct)
+        return tuple(itertools.chain(*(self.cos_and_sin(q_pos, k_pos, *pair) for pair in made)))
 
     def of_layer(self, at: At) -> tuple[Tensor, ...]:
         """The cosines and sines of queries, then of keys, in this layer."""
-        number = int(at.layer in self.local_layers)
-        if self.bases:
-            number = self.distinct().index(self.bases[at.layer])
+        number = self.distinct.index(self.kinds[at.layer])
         return at.tables[4 * number:4 * number + 4]
 
     def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +26,8 @@ PAGES = [README, PAGE, PAGE.with_name("tables.md")]
 RUNS = PAGE.parent / "runs"
 ROWS = ROOT / "results" / "rows"        # those of `make row`: NAME/RUN
 NEEDLES = PAGE.parent / "needles"       # runs tuned on needles: NAME.json, or NAME-frozen.json
+ALGORITHMS = PAGE.parent / "algorithms"     # NAME-TASK-seedN.json
+COSTS = PAGE.parent / "costs"           # the same evaluation of all methods, several times: N.json
 L = 128
 TEXTS = {"books": "prose", "packages": "code"}
 FAR, FAR_REPEAT = str(16 * L), str(16 * L - L // 2)     # a length, and the distance of the copies in it
@@ -83,7 +85,7 @@ def found(path: Path, kind: str, length: int, extend: str | None = None) -> list
             if (r["protocol"], r["length"], r["extend"]) == (kind, length, extend)]
 
 
-def share(correct: list[int]) -> str:
+def share(correct: Sequence[float]) -> str:
     """Correct answers in percent, over all depths."""
     return f"{sum(correct) / len(correct):.0f}" if correct else "-"
 
@@ -109,6 +111,15 @@ def methods_on_needles() -> str:
             for extend in dict.fromkeys(r["extend"] for r in read(path).records)]
     return table(["rope with", "% found at 4 L", "at 16 L", "at 4 L by depth"],
                  sorted(rows, key=lambda row: -int(row[1])))
+
+
+def algorithms() -> str:
+    """One row for each encoding: right answers in percent by the number of symbols, one number a seed."""
+    columns = [(task, n) for task in ("flip_flop", "copying") for n in (16, 32, 64, 128)]
+    rows = [[name, *(" ".join(share([x / 2 for x in found(path, task, 4 * n)]) for path in sorted(
+                ALGORITHMS.glob(f"{name}-{task}-seed?.json"))) for task, n in columns)]
+            for name in {path.name.rsplit("-", 2)[0] for path in ALGORITHMS.glob("*.json")}]
+    return table(["% right", *(f"{task.replace('_', '-')}, {n}" for task, n in columns)], sorted(rows))
 
 
 def overview() -> str:
@@ -173,18 +184,27 @@ def distant(data: str) -> str:
     return table([about, "loss at L", "at 16 L", "gain"], cells)
 
 
+@cache
+def costs() -> dict[tuple[str | None, int], float]:
+    """(method, length) -> seconds for the same windows, the fastest of several evaluations."""
+    records = [r for path in COSTS.glob("*.json") for r in read(path).records]
+    return {key: min(r["seconds"] for r in records if (r["extend"], r["length"]) == key)
+            for key in {(r["extend"], r["length"]) for r in records}}
+
+
 def methods(data: str) -> str:
     """One row for each method of --extend on the runs of rope."""
     curves = curves_of(f"{data}-methods")
     if not curves:
         return "Not measured yet."
-    found = tables_of(f"{data}-methods")
+    found, seconds = tables_of(f"{data}-methods"), costs()
     rows = [[f"`{curve.extend}`" if curve.extend else "no method",
              *(interval(found["gain"].rows[curve.label].get(str(n * L))) for n in (2, 4, 16)),
-             *(interval(found["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16))]
+             *(interval(found["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16)),
+             *(f"{seconds[curve.extend, n * L] / seconds[None, n * L]:.1f}" for n in (16, 64))]
             for curve in curves]
     return table([f"rope with (seeds: {len(curves[0].runs)})", "gain of 2 L", "4 L", "16 L", "repeat at 2 L",
-                  "4 L", "16 L"], rows)
+                  "4 L", "16 L", "time at 16 L", "64 L"], rows)
 
 
 def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
@@ -200,6 +220,7 @@ def blocks() -> Iterator[tuple[str, str]]:
     yield "overview", overview()
     yield "needles", needles()
     yield "needles methods", methods_on_needles()
+    yield "algorithms", algorithms()
     for data in TEXTS:
         yield f"summary {data}", summary(data)
         yield f"perplexity {data}", by_length(data, "fixed", spread)

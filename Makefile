@@ -87,7 +87,7 @@ row: .venv/.installed
 	$(PY) sweep.py $(CONFIG) train.steps=300 run.eval_every=300 run.save_every=300 $(ROW_TRIALS) \
 	    --choose val_loss --seeds 100 --workers 2 --runs runs/trials/$(ROW)
 	$(PY) sweep.py $(CONFIG) --trials runs/trials/$(ROW)/report/chosen.toml --seeds 0,1,2 --workers 2 \
-	    --runs runs/study/$(ROW) --eval="--data data/books $(FIXED)"
+	    --runs runs/study/$(ROW) --eval="--data data/both --lengths 128 --windows 8"
 	mkdir -p results/rows/$(ROW)
 	cp runs/trials/$(ROW)/report/{trials.csv,chosen.toml} results/rows/$(ROW)
 	printf '%s\n' runs/study/$(ROW)/*-seed? | OMP_NUM_THREADS=1 xargs -P 2 -I RUN bash -ec 'for text in books packages; do \
@@ -95,7 +95,7 @@ row: .venv/.installed
 	        $(PY) eval.py RUN --data data/$$text $(REPEAT); \
 	        $(PY) eval.py RUN --data data/$$text $(FAR) --json RUN/eval/$$text-far.json --replace; \
 	    done; to=results/rows/$(ROW)/$$(basename RUN); mkdir -p $$to/eval; \
-	    cp RUN/{config.toml,corpus.json,metrics.jsonl,summary.json} $$to; cp RUN/eval/*.{json,npz} $$to/eval'
+	    cp RUN/{config.toml,corpus.json,metrics.jsonl,summary.json} $$to; cp RUN/eval/{books,packages}*.{json,npz} $$to/eval'
 	for text in books packages; do $(PY) compare.py results/extrapolation/runs/* results/rows/$(ROW)/*-seed? \
 	    --baseline rope-lr-1.3e-2 --data $$text --out runs/row/$$text; done
 

@@ -193,17 +193,18 @@ def costs() -> dict[tuple[str | None, int], float]:
 
 
 def methods(data: str) -> str:
-    """One row for each method of --extend on the runs of rope."""
+    """One row for each method of --extend on the runs of rope; then those without an encoding."""
     curves = curves_of(f"{data}-methods")
     if not curves:
         return "Not measured yet."
     found, seconds = tables_of(f"{data}-methods"), costs()
-    rows = [[f"`{curve.extend}`" if curve.extend else "no method",
+    rows = [[curve.label,
              *(interval(found["gain"].rows[curve.label].get(str(n * L))) for n in (2, 4, 16)),
              *(interval(found["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16)),
-             *(f"{seconds[curve.extend, n * L] / seconds[None, n * L]:.1f}" for n in (16, 64))]
+             *(f"{seconds[curve.extend, n * L] / seconds[None, n * L]:.1f}"
+               if (curve.extend, n * L) in seconds else "-" for n in (16, 64))]
             for curve in curves]
-    return table([f"rope with (seeds: {len(curves[0].runs)})", "gain of 2 L", "4 L", "16 L", "repeat at 2 L",
+    return table([f"seeds of rope: {len(curves[0].runs)}", "gain of 2 L", "4 L", "16 L", "repeat at 2 L",
                   "4 L", "16 L", "time at 16 L", "64 L"], rows)
 
 

@@ -100,7 +100,7 @@ def waves(t: float | Tensor, f: Tensor) -> Tensor:
 def rope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     o, R = c.options, round(c.options.fraction * c.D)
     is_full = c.config.model.full_every and (LAYER + 1) % c.config.model.full_every == 0
-    f = geometric(o.local_base if o.local_base and not is_full else o.base, R)
+    f = geometric(o.bases[LAYER] if o.bases else o.local_base if o.local_base and not is_full else o.base, R)
     if o.spectrum == "hope":                                            # less than one turn in L
         f = f * (L * f >= 2 * math.pi)
     if o.spectrum == "rope_id":                                         # from 2 pi / 32 to 4 pi / L
@@ -310,7 +310,7 @@ VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options
     "position.layout=interleaved position.base=500", "position.fraction=0.5",
     "position.fraction=0.25 position.layout=interleaved", "position.spectrum=hope",
     "position.spectrum=rope_id position.fraction=0.5", "model.window=5 position.local_base=50",
-    "model.window=5 position.local_base=50 model.full_every=2")),
+    "model.window=5 position.local_base=50 model.full_every=2", "position.bases=[50.0,500.0]")),
     ("rope_2d", "position.layout=interleaved position.base=500"),
     ("sinusoidal_qk", "position.layout=half"), ("sinusoidal_qk", "position.sine_alone=true"),
     *(("p_rope", f"position.p={p} position.base=500") for p in (0.0, 0.2, 0.3, 1.0)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +27,7 @@ RUNS = PAGE.parent / "runs"
 ROWS = ROOT / "results" / "rows"        # those of `make row`: NAME/RUN
 NEEDLES = PAGE.parent / "needles"       # runs tuned on needles: NAME.json, or NAME-frozen.json
 ALGORITHMS = PAGE.parent / "algorithms"     # NAME-TASK-seedN.json
-COSTS = PAGE.parent / "costs"           # the same evaluation of all methods, several times: N.json
+COSTS = PAGE.parent / "costs"           # one evaluation of all methods, three times: N.json
 L = 128
 TEXTS = {"books": "prose", "packages": "code"}
 FAR, FAR_REPEAT = str(16 * L), str(16 * L - L // 2)     # a length, and the distance of the copies in it
@@ -80,13 +80,13 @@ def bits(curve: Curve) -> float:
 
 
 def found(path: Path, kind: str, length: int, extend: str | None = None) -> list[int]:
-    """Correct answers of a retrieval at a length, of 100 facts at each depth."""
-    return [r["correct"] for r in read(path).records
+    """Correct answers of a probe at a length, in percent: one number, or one for each depth."""
+    return [round(100 * r["correct"] / r["trials"]) for r in read(path).records
             if (r["protocol"], r["length"], r["extend"]) == (kind, length, extend)]
 
 
-def share(correct: Sequence[float]) -> str:
-    """Correct answers in percent, over all depths."""
+def share(correct: list[int]) -> str:
+    """The mean over all depths."""
     return f"{sum(correct) / len(correct):.0f}" if correct else "-"
 
 
@@ -116,7 +116,7 @@ def methods_on_needles() -> str:
 def algorithms() -> str:
     """One row for each encoding: right answers in percent by the number of symbols, one number a seed."""
     columns = [(task, n) for task in ("flip_flop", "copying") for n in (16, 32, 64, 128)]
-    rows = [[name, *(" ".join(share([x / 2 for x in found(path, task, 4 * n)]) for path in sorted(
+    rows = [[name, *(" ".join(share(found(path, task, 4 * n)) for path in sorted(
                 ALGORITHMS.glob(f"{name}-{task}-seed?.json"))) for task, n in columns)]
             for name in {path.name.rsplit("-", 2)[0] for path in ALGORITHMS.glob("*.json")}]
     return table(["% right", *(f"{task.replace('_', '-')}, {n}" for task, n in columns)], sorted(rows))
@@ -185,15 +185,14 @@ def distant(data: str) -> str:
 
 
 @cache
-def costs() -> dict[tuple[str | None, int], float]:
-    """(method, length) -> seconds for the same windows, the fastest of several evaluations."""
-    records = [r for path in COSTS.glob("*.json") for r in read(path).records]
-    return {key: min(r["seconds"] for r in records if (r["extend"], r["length"]) == key)
-            for key in {(r["extend"], r["length"]) for r in records}}
+def costs() -> dict[str | None, float]:
+    """Method -> seconds for the same windows of 64 L, the fastest of all evaluations."""
+    records = [r for path in COSTS.glob("*.json") for r in read(path).records if r["length"] == 64 * L]
+    return {r["extend"]: r["seconds"] for r in sorted(records, key=lambda r: -r["seconds"])}
 
 
 def methods(data: str) -> str:
-    """One row for each method of --extend on the runs of rope; then those without an encoding."""
+    """One row for each method of --extend on the runs of rope, and of DroPE."""
     curves = curves_of(f"{data}-methods")
     if not curves:
         return "Not measured yet."
@@ -201,11 +200,10 @@ def methods(data: str) -> str:
     rows = [[curve.label,
              *(interval(found["gain"].rows[curve.label].get(str(n * L))) for n in (2, 4, 16)),
              *(interval(found["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16)),
-             *(f"{seconds[curve.extend, n * L] / seconds[None, n * L]:.1f}"
-               if (curve.extend, n * L) in seconds else "-" for n in (16, 64))]
+             f"{seconds[curve.extend] / seconds[None]:.1f}" if curve.extend in seconds else "-"]
             for curve in curves]
     return table([f"seeds of rope: {len(curves[0].runs)}", "gain of 2 L", "4 L", "16 L", "repeat at 2 L",
-                  "4 L", "16 L", "time at 16 L", "64 L"], rows)
+                  "4 L", "16 L", "time at 64 L"], rows)
 
 
 def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:

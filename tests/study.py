@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -85,21 +85,32 @@ def found(path: Path, kind: str, length: int, extend: str | None = None) -> list
             if (r["protocol"], r["length"], r["extend"]) == (kind, length, extend)]
 
 
-def share(correct: list[int]) -> str:
-    """The mean over all depths."""
+def share(correct: Sequence[int]) -> str:
+    """The mean over all depths, or runs."""
     return f"{sum(correct) / len(correct):.0f}" if correct else "-"
 
 
+def tuned() -> dict[str, list[Path]]:
+    """Encoding, perhaps with ", frozen" -> records of its runs that were tuned on needles."""
+    runs: dict[str, list[Path]] = {}
+    for path in sorted({*NEEDLES.glob("*-seed?.json"), *NEEDLES.glob("*-frozen.json")}):
+        runs.setdefault(re.sub("-lr-.*seed.", "", path.stem).replace("-frozen", ", frozen"), []).append(path)
+    return runs
+
+
 def needles() -> str:
-    """One row for each tuned run: the share of needles found by length, and by depth at 16 L."""
-    paths = sorted({*NEEDLES.glob("*-seed?.json"), *NEEDLES.glob("*-frozen.json")}, key=lambda path: (
-        -sum(sum(found(path, "multi_key", n * L)) for n in (4, 16)), path.name))
-    rows = [[re.sub("-lr-.*seed.", "", path.stem).replace("-frozen", ", frozen"),
-             *(text for kind in ("needle", "multi_key") for text in (
-                 *(share(found(path, kind, n * L)) for n in (1, 4, 16)),
-                 " ".join(map(str, found(path, kind, 16 * L)))))] for path in paths]
-    return table(["% found", *(f"{name} {at}" for name in ("one fact", "of four") for at in (
-        "at L", "at 4 L", "at 16 L", "at 16 L by depth"))], rows)
+    """One row for each encoding: needles found, a number for each run, and by depth the mean of the runs."""
+    rows, order = {}, {}
+    for name, paths in tuned().items():
+        rows[name] = [name]
+        for kind in ("needle", "multi_key"):
+            by_length = {n: [found(path, kind, n * L) for path in paths] for n in (1, 4, 16)}
+            rows[name] += [" ".join(map(share, runs)) for runs in by_length.values()]
+            rows[name].append(" ".join(map(share, zip(*by_length[16], strict=True))))
+        order[name] = -sum(map(sum, by_length[4] + by_length[16])) / len(paths)         # of four facts
+    columns = [f"{name} {at}" for name in ("one fact", "of four")
+               for at in ("at L", "at 4 L", "at 16 L", "at 16 L by depth")]
+    return table(["% found", *columns], [rows[name] for name in sorted(rows, key=lambda name: order[name])])
 
 
 def methods_on_needles() -> str:
@@ -125,7 +136,6 @@ def algorithms() -> str:
 def overview() -> str:
     """One row for each encoding, best on prose first: both texts at L, at 16 L and 64 L, and needles."""
     curves = {data: curves_of(data) for data in TEXTS}
-    tuned = {re.sub("-lr-.*", "", path.name): path for path in NEEDLES.glob("*-seed?.json")}
     rows = []
     for curve in sorted(curves["books"], key=bits):
         row = [curve.label]
@@ -139,8 +149,8 @@ def overview() -> str:
                                              for x in (gain, distant, repeat))]
             is_failed = gate_of(one, L).is_failed
             row += [f"*{x}*" if is_failed and x != "-" else x for x in numbers]
-        path = tuned.get(curve.label)
-        rows.append([*row, share(found(path, "multi_key", 16 * L)) if path else "-"])
+        rows.append([*row, share([percent for path in tuned().get(curve.label, [])
+                                  for percent in found(path, "multi_key", 16 * L)])])
     return table(["encoding", *(text for name in TEXTS.values() for text in (
         f"{name} at L", "gain of 16 L", "of 64 L", "repeat at 16 L")), "needles at 16 L, %"], rows)
 

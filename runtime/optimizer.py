@@ -67,21 +67,20 @@ class Muon(Optimizer):
             updates.append(parallel.unshard(update) if is_sharded else update)
         decay = torch.where(is_skipped, 1.0, 1 - lr * group["weight_decay"])
         rate = torch.where(is_skipped, 0.0, -lr * 0.2 * math.sqrt(max(matrices[0].shape)))
-        for p, update in zip(matrices, orthogonal(torch.stack(updates)), strict=True):
+        for p, update in zip(matrices, orthogonal(torch.stack(updates), group["dtype"]), strict=True):
             update = update.to(p.dtype)
             p.mul_(decay).add_((parallel.shard_like(update, p) if is_sharded else update) * rate)
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
+def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Approximate U V^T of each matrix U S V^T (N, rows, columns): S becomes 0.7 ... 1.2.
 
-    In bfloat16, or in fp32 where that is faster. Singular values that are smaller than the others by a factor
-    of 1000 or more remain small.
+    In bfloat16 if that is the dtype, else in fp32. Singular values that are smaller than the others by a
+    factor of 1000 or more remain small.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    dtype = pick_dtype("auto", x.device)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     x = x.to(dtype if dtype == torch.bfloat16 else torch.float32)       # float16 would lose small values
     for _ in range(N_ITERATIONS):
@@ -127,7 +126,8 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     adamw = AdamW(groups[1:], lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
     if not hidden:
         return adamw
-    return CombinedOptimizer(Muon(groups[:1], {"lr": t.lr, "momentum": t.beta1}), adamw)
+    dtype = pick_dtype(t.dtype, next(iter(hidden)).device)
+    return CombinedOptimizer(Muon(groups[:1], {"lr": t.lr, "momentum": t.beta1, "dtype": dtype}), adamw)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

@@ -48,13 +48,29 @@ def test_lr_scale_is_the_rate_of_the_encoding_alone(name: str, tiny) -> None:
         torch.testing.assert_close(moved, torch.full_like(moved, rate), atol=1e-5, rtol=1e-3, msg=path)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_muon_computes_in_the_dtype_of_training(dtype: str, tiny) -> None:
+    """Also in float32 on a machine where "auto" would be bfloat16, so that a recipe means the same there."""
+    config = tiny("none", "train.optimizer=muon", f"train.dtype={dtype}", "train.weight_decay=0.0")
+    model = GPT(config)
+    p, optimizer = model.blocks[0].attention.q.weight, make_optimizer(model, config)
+    torch.nn.init.zeros_(p)
+    p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+    set_learning_rate(optimizer, 1.0)
+    optimizer.step()
+    step = -p.detach() / (0.2 * math.sqrt(max(p.shape)))
+    for each in (torch.float32, torch.bfloat16):
+        error = (step - orthogonal(p.grad[None], each)[0]).abs().max()
+        assert (error < 1e-4) == (f"torch.{dtype}" == str(each)), (each, error)
+
+
 def test_muon_is_that_of_torch() -> None:
     """To bfloat16's rounding, whatever shapes are stacked; a matrix without gradient stays."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 8), (16, 16), (8, 24), (16, 16), (5, 1), (16, 16)]
     ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    optimizers = (Muon(ours, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}),
+    optimizers = (Muon(ours, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "dtype": torch.bfloat16}),
                   torch.optim.Muon(theirs, 0.02, 0.1, adjust_lr_fn="match_rms_adamw"))
     for _ in range(5):
         for p, q in list(zip(ours, theirs, strict=True))[:-1]:
@@ -67,15 +83,16 @@ def test_muon_is_that_of_torch() -> None:
     assert torch.equal(ours[-1], theirs[-1]) and ours[-1] not in optimizers[0].state
 
 
-def test_orthogonal_takes_each_matrix_for_itself() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_orthogonal_takes_each_matrix_for_itself(dtype: torch.dtype) -> None:
     """Of U S V^T it makes U R V^T, with R near 1."""
     stack = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(0))
     stack[1] = 0
-    together = orthogonal(stack)
+    together = orthogonal(stack, dtype)
     assert torch.equal(together[1], torch.zeros_like(together[1]))
     U, _, Vh = torch.linalg.svd(stack[0], full_matrices=False)
     R = U.mT @ together[0].float() @ Vh.mT
     assert R.diagonal().min() > 0.6 and R.diagonal().max() < 1.3 and (R - R.diagonal().diag()).norm() < 0.1
     for one, alone in zip(together, stack, strict=True):
-        torch.testing.assert_close(one, orthogonal(1e3 * alone[None])[0], atol=0.02, rtol=0)
-        torch.testing.assert_close(one.mT, orthogonal(alone.mT[None])[0], atol=0.02, rtol=0)
+        torch.testing.assert_close(one, orthogonal(1e3 * alone[None], dtype)[0], atol=0.02, rtol=0)
+        torch.testing.assert_close(one.mT, orthogonal(alone.mT[None], dtype)[0], atol=0.02, rtol=0)

@@ -10,9 +10,10 @@ context must beat. gain = loss(truncated) - loss, in nats per token: positive wh
 where it is ignored, negative where it breaks the model.
 
 Each --extend METHOD[:key=value,...] adds a curve of the same model under a method that extends its context;
-METHOD+METHOD applies both. `--extend all` measures every method that fits, at L, 2 L and 4 L unless --lengths
-says otherwise, and ends in a table: loss against truncation, keys found, seconds, and what to write into
-config.json (`python export.py RUN OUT --extend METHOD` writes it). Every forward pass computes whole windows.
+METHOD+METHOD applies both. `--extend all` measures every method that fits and needs no options, at L, 2 L and
+4 L unless --lengths says otherwise, and ends in a table: loss against truncation, keys found, seconds. If the
+best method beats truncation, it prints what to write into config.json (`python export.py RUN OUT --extend
+METHOD` writes it). Every forward pass computes whole windows.
 
 Writes RUN/eval/DATA.json (records, and of which checkpoint; with --extend all DATA-extended.json), .npz (sums
 of each window) and .png (picture).
@@ -131,7 +132,7 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
     generated = 0                               # if no protocol needs the text: the largest multiple of L
     if not any(EVERY[protocol].needs_text for protocol in protocols):
         generated = MOST_SYMBOLS if set(protocols) & set(ALGORITHMS) else MULTIPLES[-1]
-    needs_L = "fixed" in protocols              # for its control, truncated
+    needs_L = bool({"fixed", "distant"} & set(protocols))   # for truncated, and to choose the tokens
     lengths = choose_lengths(args.lengths, L, text, generated, needs_L)
     if args.is_all and args.lengths is None:
         lengths = [length for length in lengths if L <= length <= 4 * L]
@@ -193,8 +194,8 @@ def main() -> None:
     records = [r for r in found.records if r["extend"] in wanted and r["length"] in evaluation.lengths
                and r["protocol"] in protocols]
     if not records:
-        raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: too short for "
-                        f"{', '.join(protocols)}; nothing was measured, give longer ones")
+        raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: no window of "
+                        f"{', '.join(protocols)} fits; give longer lengths or longer documents")
     print(*(advice(found, evaluation) if args.is_all else table(records, evaluation.lengths, L)), sep="\n")
     limit = model.active().max_length
     if limit and limit < max(evaluation.lengths):

@@ -17,7 +17,6 @@ GPU; that of a compiled model includes its compiling. Where a process ended, the
 from __future__ import annotations
 
 import itertools
-import math
 import multiprocessing
 import re
 import shlex
@@ -37,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import Config, load_config
-from model import GPT
+from model import GPT, hidden_width
 from positions import ENCODINGS
 from runtime.command import argument_parser, run_command
 from runtime.device import autocast, dtype_name, set_up_cpu
@@ -86,7 +85,7 @@ def llama(config: Config) -> nn.Module:
     m = config.model
     assert m.vocab_size
     return WithLoss(LlamaForCausalLM(LlamaConfig(
-        vocab_size=m.vocab_size, hidden_size=m.n_embd, intermediate_size=64 * math.ceil(m.n_embd / 24),
+        vocab_size=m.vocab_size, hidden_size=m.n_embd, intermediate_size=hidden_width(m),
         num_hidden_layers=m.n_layer, num_attention_heads=m.n_head, tie_word_embeddings=m.tied,
         max_position_embeddings=config.train.seq_len, use_cache=False)))
 

@@ -69,10 +69,12 @@ class Rescaled(Extension):
         rotary(model).scaling = self.scaling(model, config, T)
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        if getattr(model.encoding, "spectrum", "") == "rope_id":
-            return "changes a base, which position.spectrum = rope_id does not have"
-        return super().problem(model, config, T) or self.scaling(model, config, T).problem(
-            rotary(model).rotary_dim)
+        if problem := super().problem(model, config, T):
+            return problem
+        encoding = rotary(model)
+        if encoding.spectrum == "rope_id" or not any(may_change for _, may_change in encoding.kinds):
+            return "changes position.base, which no layer of this run uses"
+        return self.scaling(model, config, T).problem(encoding.rotary_dim)
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
         """One line about options that are allowed but probably a mistake, if any."""
@@ -105,6 +107,8 @@ class Regrouping(Extension):
         scaling = getattr(model.active(), "scaling", None)
         if scaling is not None and scaling.is_dynamic:
             return f"cannot be combined with {scaling.method}, whose frequencies depend on the length"
+        if not self.hides and (model.active().rotates_values or getattr(model.active(), "key_offset", False)):
+            return "cannot be combined with position.rotate_values or position.key_offset"
         if self.hides and any(a.window or a.chunk for a in attentions(model)):
             return "needs model.window and model.chunk unset: no token before a window is seen"
         return super().problem(model, config, T)
@@ -309,12 +313,16 @@ class LMInfinite(Regrouping):
 
 
 class LogNTemperature(Extension):
-    """Queries that see n > L keys are multiplied by ln n / ln L. Su, github.com/bojone/rerope."""
+    """Queries that see n > L keys are multiplied by ln n / ln L. Su, github.com/bojone/rerope.
+
+    Keys that another method hides count too.
+    """
 
     changes = "temperature"
+    replaces: ClassVar[tuple[type[Temperature], ...]] = (Temperature, LogN)
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        is_free = type(model.temperature) in (Temperature, LogN)
+        is_free = type(model.temperature) in self.replaces
         return None if is_free else "would replace the temperature of this run"
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
@@ -328,6 +336,7 @@ class DropeTemperature(LogNTemperature):
     The paper tunes c: 0.412 for a model from scratch (position.drop_at), 0.103 for SmolLM.
     """
 
+    replaces = (Temperature,)
     c: float = Field(0.412, gt=0, description="how fast the factor grows with the length")
 
     def apply(self, model: GPT, config: Config, T: int) -> None:

@@ -308,10 +308,6 @@ class Sliding(Protocol):
                  for d, end in ends for start in range(end - piece, end, step)]
         return [Window(d, stop - length, stop, stop - start) for d, start, stop in stops]
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        return [{**record, "stride": max(w.n_scored for w in self.windows(e.text, e.settings, length))}
-                for record in super().records(e, length)]
-
 
 class Fixed(Protocol):
     """The same targets at every length, with more context to their left.
@@ -361,8 +357,9 @@ class Floor(Fixed):
             return []
         began, corpus = time.perf_counter(), Corpus(e.config.data.dir, splits=("train",))
         trigram = Trigram(corpus.read("train", 0), corpus.vocab_size)
-        first = -e.settings.targets - 2         # a loss needs two tokens before
-        losses = [trigram.losses(e.text.documents[d][:end + 1][first:]) for d, end in e.ends]
+        first = -e.settings.targets - 2         # a loss needs two tokens before: a second separator at first
+        losses = [trigram.losses(np.append(e.tokenizer.eot, e.text.documents[d][:end + 1])[first:])
+                  for d, end in e.ends]
         return [e.record_windows(self.name, length, *self.in_blocks(e, length, losses),
                                  time.perf_counter() - began)]
 

@@ -60,7 +60,7 @@ def find_eval(folder: Path, data: str | None) -> Path:
     if not found:
         raise UserError(f"run {folder}: no eval/*.json; run `python eval.py {folder}` first")
     if data is None and len(found) > 1:
-        found = {name: path for name, path in found.items() if not name.endswith(results.EXTENDED)}
+        found = {name: path for name, path in found.items() if not name.endswith(results.EXTENDED)} or found
     if data is None and len(found) > 1:
         raise UserError(f"run {folder}: evaluated on {', '.join(found)}; choose one with --data")
     if data not in (None, *found):

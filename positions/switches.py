@@ -163,7 +163,10 @@ class Wrapper(Encoding):
 
 
 class Tempered(Wrapper):
-    """An encoding whose queries are multiplied by a temperature, or whose logits: `applies_temperature`."""
+    """An encoding whose queries are multiplied by a temperature, or whose logits: `applies_temperature`.
+
+    It is outermost, and `attend` takes it off before it calls `scores`.
+    """
 
     def __init__(self, inner: Encoding, temperature: Temperature) -> None:
         super().__init__(inner)
@@ -179,10 +182,6 @@ class Tempered(Wrapper):
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         q, at = self.temper(q, at)
         return self.inner.rotate(q, k, at)
-
-    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        q, at = self.temper(q, at)
-        return self.inner.scores(logits, q, k, at)
 
 
 class ByHead(Wrapper):
@@ -206,7 +205,11 @@ class ByHead(Wrapper):
         return self.chosen(turned_q, q), self.chosen(turned_k, k)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        return self.chosen(self.inner.scores(logits, q, k, at), logits)
+        scored = self.inner.scores(logits, q, k, at)
+        if at.temperature is not None:      # which the inner encoding applies to its heads alone
+            hidden = logits.isneginf()
+            logits = (logits.masked_fill(hidden, 0) * at.temperature).masked_fill(hidden, -torch.inf)
+        return self.chosen(scored, logits)
 
 
 class ScaleInvariant(Wrapper):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -369,6 +370,18 @@ def failure(monkeypatch, capsys, *arguments: str) -> str:
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
     return error
+
+
+def test_a_text_is_named_where_a_run_has_extended_evaluations_of_two(tmp_path: Path, monkeypatch,
+                                                                     capsys) -> None:
+    """eval.py --extend all writes them."""
+    monkeypatch.chdir(tmp_path)
+    for path in (fabricate(Path("rope")) / "eval").glob("words.*"):
+        for name in ("a-extended", "b-extended"):
+            shutil.copy(path, path.with_stem(name))
+        path.unlink()
+    error = failure(monkeypatch, capsys, "rope")
+    assert "evaluated on a-extended, b-extended; choose one with --data" in error
 
 
 def test_other_targets_are_refused_by_their_settings(tmp_path: Path) -> None:

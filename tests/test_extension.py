@@ -235,10 +235,15 @@ REFUSED = [
     ("rope position.temperature=ssmax", "log_n"), ("rope model.window=16", "sinks"),
     ('rope position.scaling={method="dynamic_ntk"}', "rerope"),
     ("rope", "self_extend:window=31"), ("rope", "dual_chunk:chunk=32"), ("rope", "dual_chunk:window=9"),
+    ("rope position.temperature=log_n", "drope"), ("rope position.bases=[100.0,50.0]", "pi"),
+    ("rope model.window=16 position.local_base=50.0", "yarn"), ("rope position.rotate_values=true", "rerope"),
+    ("rope position.fraction=0.5 position.key_offset=true", "dual_chunk"),
     ("rope", "yarn:beta_fast=0.5"), ("alibi", "yarn"), ("alibi", "rerope"), ("sinusoidal", "lm_infinite"),
     *(("fope", spec) for spec in ("rerope", "self_extend", "dual_chunk", "lm_infinite"))]
 FITTING = [("p_rope", "dual_chunk:chunk=20,window=12"), ("alibi", "sinks"), ("alibi", "lm_infinite"),
-           ("sinusoidal", "sinks"), ("learned", "log_n"), ("xpos", "pi"), ("fope", "yarn:beta_fast=2")]
+           ("sinusoidal", "sinks"), ("learned", "log_n"), ("xpos", "pi"), ("fope", "yarn:beta_fast=2"),
+           ("rope position.temperature=log_n", "log_n"), ("rope position.rotate_values=true", "sinks"),
+           ("rope model.window=16 model.full_every=2 position.local_base=50.0", "yarn")]
 
 
 @pytest.mark.parametrize(("given", "spec"), REFUSED + FITTING)

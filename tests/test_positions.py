@@ -50,12 +50,15 @@ CASES = [(name, switch) for name, encoding in ENCODINGS.items() for switch in SW
 # pope's q and k are wider than those of heads without it; log_squared multiplies the rounding of xpos' fp32
 CASES = [case for case in CASES if case not in (("pope", "heads"), ("xpos", "log_squared"))]
 CASES += [("rope", name) for name in OF_ROPE] + [("p_rope", "still")]
+CASES += [("bam", "tempered heads"), ("tapa", "tempered heads")]        # which apply a temperature themselves
 CASES += [(name, method) for name in ("rope", "p_rope", "xpos") for method in SCALED]
-SWITCHES |= SCALED | OF_ROPE | {"still": "position.p=0.5 position.key_offset=true"}
+SWITCHES |= SCALED | OF_ROPE | {"still": "position.p=0.5 position.key_offset=true",
+                                "tempered heads": f"position.heads=[1] position.temperature=ssmax {BEYOND}"}
 FAST = [*((name, "plain") for name in ENCODINGS),
-        *(("rope", key) for key in SWITCHES if key not in (*SCALED, "still")),
-        ("rope", "yarn"), ("pope", "both"), ("bam", "ssmax"), ("tapa", "llama4"), ("alibi", "grouped"),
-        ("t5", "scale_invariant"), ("forgetting", "window"), ("path", "chunk"), ("learned", "dropped")]
+        *(("rope", key) for key in SWITCHES if key not in (*SCALED, "still", "tempered heads")),
+        ("rope", "yarn"), ("pope", "both"), ("bam", "ssmax"), ("tapa", "llama4"), ("bam", "tempered heads"),
+        ("alibi", "grouped"), ("t5", "scale_invariant"), ("forgetting", "window"),
+        ("path", "chunk"), ("learned", "dropped")]
 laws = pytest.mark.parametrize(("name", "switch"), slow_except(CASES, *FAST))
 every_encoding_slowly = pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope", "t5", "pope"))
 

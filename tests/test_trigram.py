@@ -1,12 +1,14 @@
 """The trigram: its probabilities sum to 1, follow the formula, and eval.py scores the targets of fixed."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import lively
 from test_probes import evaluation
 
+from data.loader import Corpus
 from evaluation.trigram import Trigram
 
 V = 7
@@ -49,3 +51,15 @@ def test_it_is_measured_on_the_targets_of_fixed(tiny, corpus_dir) -> None:
     trigram, = (r for r in records if r["protocol"] == "trigram")
     assert trigram["length"] == 32 and trigram["nll_sum"] < fixed["nll_sum"]        # the model is random
     assert all(trigram[key] == fixed[key] for key in ("tokens", "bytes", "documents"))
+
+
+def test_the_first_targets_of_a_document_are_scored_too(tiny, corpus_dir, monkeypatch) -> None:
+    """Where all tokens of a window are targets and a document begins with it: its separator counts twice."""
+    config = tiny()
+    e = evaluation(lively(config), config, corpus_dir, ["trigram"])
+    e.settings, e.ends = replace(e.settings, targets=32), [(0, 32), (1, 40)]
+    record, = (r for records in e.measure() for r in records)
+    trigram = Trigram(Corpus(corpus_dir, splits=("train",)).read("train", 0), 257)
+    first, second = (e.text.documents[d].astype(int) for d in (0, 1))
+    expected = [trigram.losses(ids).sum() for ids in (np.append(first[0], first[:33]), second[7:41])]
+    assert record["tokens"] == 64 and record["nll_sum"] == pytest.approx(sum(expected))

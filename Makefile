@@ -13,7 +13,7 @@
 # make enwik8, wikitext103, pg19
 #                prepare the public corpus, train its config on a GPU and evaluate it: hours, and network
 # make row CONFIG=configs/rows/mine.toml
-#                a row of the study for an encoding of yours, in two hours: docs/benchmark.md
+#                a row of the study for an encoding of yours, in an hour and a half: docs/benchmark.md
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 # make lock      pin what pip finds now for the ranges of pyproject.toml -> constraints.txt; needs the network
 SHELL := bash
@@ -28,7 +28,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 train: .venv/.installed data/stdlib/meta.json
 	$(PY) train.py configs/quick.toml
-	$(PY) eval.py runs/quick --windows 12 --tokens 32768
+	$(PY) eval.py runs/quick
 
 test: .venv/.installed-test
 	$(PYTEST) -m "not slow and not gpu and not soak" --ignore tests/peers

@@ -164,7 +164,7 @@ def contents() -> str:
     """The list of sections, with what each encoding acts on and the first sentence of its docstring."""
     rows = []
     for name, encoding in ENCODINGS.items():
-        sentence = re.split(r"(?<=\S)\.\s", (encoding.__doc__ or "").strip() + " ")[0]
+        sentence = re.split(r"(?<=[^\s.])\.\s", (encoding.__doc__ or "").strip() + " ")[0]
         acts_on = " and ".join(HOOKS[hook] for hook in overridden(encoding)) or "nothing"
         rows.append([f"[`{name}`](#{name})", acts_on, sentence.replace("|", "\\|").replace("*", "\\*")])
     return table(["encoding", "acts on", "what it does"], rows, "---")

@@ -114,14 +114,15 @@ def needles() -> str:
 
 
 def methods_on_needles() -> str:
-    """One row for each method of --extend on the tuned run of rope: the share of needles found."""
-    rows = [[f"`{extend}`" if extend else "no method",
-             *(share(found(path, "needle", n * L, extend)) for n in (4, 16)),
-             " ".join(map(str, found(path, "needle", 4 * L, extend)))]
-            for path in NEEDLES.glob("rope-lr*-methods.json")
-            for extend in dict.fromkeys(r["extend"] for r in read(path).records)]
+    """One row for each method of --extend on the tuned runs of rope: the share of needles found by each."""
+    paths, rows = sorted(NEEDLES.glob("rope-lr*-methods.json")), {}
+    for extend in dict.fromkeys(r["extend"] for path in paths for r in read(path).records):
+        near, far = ([found(path, "needle", n * L, extend) for path in paths] for n in (4, 16))
+        rows[-sum(map(sum, near)), extend] = [f"`{extend}`" if extend else "no method", *(
+            " ".join(map(share, runs)) if any(runs) else "-" for runs in (near, far)),
+            " ".join(map(share, zip(*near, strict=True)))]
     return table(["rope with", "% found at 4 L", "at 16 L", "at 4 L by depth"],
-                 sorted(rows, key=lambda row: -int(row[1])))
+                 [rows[key] for key in sorted(rows, key=lambda key: key[0])])
 
 
 def algorithms() -> str:

@@ -136,7 +136,7 @@ def test_a_spectrum_keeps_its_pairs_under_a_scaling_or_refuses_it() -> None:
         config_of("rope", 'position.spectrum=rope_id position.scaling={method="pi",factor=4.0}')
     config = config_of("rope", "position.spectrum=rope_id")
     (method,) = parse("yarn").methods
-    assert "changes a base" in method.problem(lively(config), config, 64)
+    assert "changes position.base" in method.problem(lively(config), config, 64)
 
 
 # --- Positions with two axes

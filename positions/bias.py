@@ -248,11 +248,7 @@ class BAM(Encoding):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         s, beta = (x[at.layer][:, None, None] for x in (self.s, self.beta))     # (H, 1, 1)
         log_distance = (at.distance() + 1e-5).log()                     # (1 or B, 1, Tq, Tk)
-        logits = logits - (s + beta * log_distance).clamp(max=80).exp()
-        if at.temperature is None:
-            return logits
-        hidden = logits.isneginf()      # times a factor of 0 or less they would not stay hidden
-        return (logits.masked_fill(hidden, 0) * at.temperature).masked_fill(hidden, -torch.inf)
+        return at.tempered(logits - (s + beta * log_distance).clamp(max=80).exp())
 
 
 class PairMLP(nn.Sequential):

@@ -47,6 +47,13 @@ class At(NamedTuple):
         """
         return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)[:, None]
 
+    def tempered(self, logits: Tensor) -> Tensor:
+        """Logits times the temperature, if it is given; masked ones stay -inf."""
+        if self.temperature is None:
+            return logits
+        hidden = logits.isneginf()      # times a factor of 0 or less they would not stay hidden
+        return (logits.masked_fill(hidden, 0) * self.temperature).masked_fill(hidden, -torch.inf)
+
     def block(self, rows: slice, keys: slice, is_consecutive: bool = False) -> At:
         """The same for a block of queries and the keys that they may see, with the tables as they are."""
         ahead = rows.start - keys.start if is_consecutive else None

@@ -205,11 +205,8 @@ class ByHead(Wrapper):
         return self.chosen(turned_q, q), self.chosen(turned_k, k)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        scored = self.inner.scores(logits, q, k, at)
-        if at.temperature is not None:      # which the inner encoding applies to its heads alone
-            hidden = logits.isneginf()
-            logits = (logits.masked_fill(hidden, 0) * at.temperature).masked_fill(hidden, -torch.inf)
-        return self.chosen(scored, logits)
+        # a temperature in `at` is one that the inner encoding applies, to its own heads alone
+        return self.chosen(self.inner.scores(logits, q, k, at), at.tempered(logits))
 
 
 class ScaleInvariant(Wrapper):

@@ -53,7 +53,7 @@ def test_it_is_measured_on_the_targets_of_fixed(tiny, corpus_dir) -> None:
     assert all(trigram[key] == fixed[key] for key in ("tokens", "bytes", "documents"))
 
 
-def test_the_first_targets_of_a_document_are_scored_too(tiny, corpus_dir, monkeypatch) -> None:
+def test_the_first_targets_of_a_document_are_scored_too(tiny, corpus_dir) -> None:
     """Where all tokens of a window are targets and a document begins with it: its separator counts twice."""
     config = tiny()
     e = evaluation(lively(config), config, corpus_dir, ["trigram"])

@@ -173,6 +173,9 @@ class Evaluation:
         if tokenizer.sha256 != self.tokenizer.sha256:
             raise UserError(f"--judge {self.settings.judge}: has another tokenizer than the run")
         other, k = Evaluation(judge, config, tokenizer, self.text, self.settings), self.settings.targets
+        if other.possible != other.lengths:
+            raise UserError(f"--judge {self.settings.judge}: {config.position.encoding} ends at "
+                            f"{judge.active().max_length} positions; choose a judge without a table")
         near, far = (np.stack(other.score_ended(length)[0])[:, -k:] for length in (self.L, max(self.lengths)))
         return (near - far > LONG_GAIN) & (far < LONG_LOSS)
 

@@ -88,6 +88,10 @@ def test_distant_tokens_are_those_that_the_judge_predicts_with_the_longest_conte
                                        "length": 128}
     with pytest.raises(UserError, match="distant requires --judge RUN"):
         evaluate(model, config, text, ["distant"])
+    short = tiny("learned")                     # its table ends at 32 positions
+    monkeypatch.setattr(protocols, "load_run", lambda run: (lively(short), short, ByteTokenizer()))
+    with pytest.raises(UserError, match="--judge runs/judge: learned ends at 32 positions; choose a judge"):
+        list(Evaluation(model, config, ByteTokenizer(), text, settings).measure())
 
 
 def scored(windows) -> list[tuple[int, int]]:

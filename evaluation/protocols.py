@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from tqdm import tqdm
 
 from config import Config, TrainConfig
@@ -137,14 +136,10 @@ class Evaluation:
 
         Windows of one shape share a forward pass.
         """
-        device, train = next(self.model.parameters()).device, self.config.train
-
         def losses_of(batch: Sequence[Window]) -> np.ndarray:           # (B, n_scored)
             rows = self.opened(np.stack([self.text.documents[w.document][w.start:w.end + 1] for w in batch]))
-            tokens = torch.from_numpy(rows.astype(np.int64)).to(device)     # (B, length + 1)
-            with autocast(train, device):
-                losses = token_losses(self.model, tokens[:, :-1], tokens[:, -batch[0].n_scored:])
-            return losses.cpu().double().numpy()
+            scored = np.arange(rows.shape[1] - batch[0].n_scored, rows.shape[1])
+            return losses_at(self.model, self.config.train, rows, scored)[0]
 
         batches = []
         for (n, _), group in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
@@ -542,28 +537,24 @@ def spec_of(extend: Extend) -> str | None:
 
 
 @torch.no_grad()
-def token_losses(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Loss of the last targets (B, n) given inputs (B, T), n <= T, in nats, fp32, (B, n).
+def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
+              at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Loss in nats, fp64, of the tokens (B, T) at indices `at` (n,), and whether each ranks first, (B, n).
 
     Logits are computed for CHUNK targets at a time: all (T, V) of them would take gigabytes.
     """
-    x = model.hidden(inputs, last=targets.shape[1]).flatten(0, 1)       # (B n, C)
-    losses = [F.cross_entropy(model.logits(some).float(), wanted, reduction="none")
-              for some, wanted in zip(x.split(CHUNK), targets.flatten().split(CHUNK), strict=True)]
-    return torch.cat(losses).view(targets.shape)
-
-
-@torch.no_grad()
-def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
-              at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Loss in nats of the tokens (B, T) at indices `at` (n,), and whether each ranks first, (B, n)."""
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    found = []
     with autocast(train, device):
         x = model.hidden(ids[:, :-1], last=ids.shape[1] - int(at.min()))        # what predicts at.min() on
-        logits = model.logits(x[:, at - at.min()]).float()                      # (B, n, V)
-    losses = F.cross_entropy(logits.transpose(1, 2), ids[:, at], reduction="none")
-    return losses.cpu().double().numpy(), (logits.argmax(dim=-1) == ids[:, at]).cpu().numpy()
+        x = x[:, at - at.min()].flatten(0, 1)                                   # (B n, C)
+        for some, wanted in zip(x.split(CHUNK), ids[:, at].flatten().split(CHUNK), strict=True):
+            logits = model.logits(some).float()                                 # (CHUNK, V)
+            losses = F.cross_entropy(logits, wanted, reduction="none")
+            found.append(torch.stack((losses, logits.argmax(dim=-1) == wanted)))
+    losses, is_top = torch.cat(found, dim=1).view(2, len(tokens), len(at)).cpu().double().numpy()
+    return losses, is_top.astype(bool)
 
 
 def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int],

@@ -19,7 +19,7 @@ from data.tokenizer import ByteTokenizer
 from eval import ALL, main
 from evaluation import protocols, results, windows
 from evaluation.extension import EXTENSIONS, Extend
-from evaluation.protocols import EVERY, Evaluation, Settings, token_losses
+from evaluation.protocols import EVERY, Evaluation, Settings, losses_at
 from evaluation.show import advice
 from evaluation.windows import (
     Text,
@@ -213,9 +213,8 @@ def test_position_buckets_cover_each_position_once(tiny, corpus_dir: Path) -> No
         assert all(left[1] == right[0] for left, right in zip(buckets, buckets[1:], strict=False))
     model, text = lively(tiny("rope")), text_of(corpus_dir)
     evaluation = evaluate(model, tiny(), text, ["fixed", "position"])
-    pieces = [torch.tensor(text.documents[d][end - 256:end + 1].astype(np.int64))[None]
-              for d, end in evaluation.ends]
-    losses = torch.cat([token_losses(model, piece[:, :-1], piece[:, 1:]) for piece in pieces])
+    pieces = [text.documents[d][None, end - 256:end + 1] for d, end in evaluation.ends]
+    losses = np.concatenate([losses_at(model, tiny().train, x, np.arange(1, 257))[0] for x in pieces])
     records = [r for r in measured(evaluation) if r["protocol"] == "position"]
     for r in records:
         start, end = r["bucket"]
@@ -232,8 +231,8 @@ def test_chunked_losses_equal_full_logits_and_hold_few_of_them(tiny, monkeypatch
     logits = model.logits
     monkeypatch.setattr(model, "logits", lambda x: sizes.append(x.shape[0]) or logits(x))
     for n in (140, 5):
-        losses = token_losses(model, x[:, :-1], x[:, -n:])
-        torch.testing.assert_close(losses, expected[:, -n:], atol=1e-4, rtol=1e-4)
+        losses, _ = losses_at(model, tiny().train, x.numpy(), np.arange(141 - n, 141))
+        torch.testing.assert_close(torch.from_numpy(losses).float(), expected[:, -n:], atol=1e-4, rtol=1e-4)
     assert max(sizes) == 7
 
 

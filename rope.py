@@ -68,7 +68,7 @@ def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
 
     Computed in inv_freq's dtype (fp32, or fp64 for exact results), never in the model's: bf16 holds integers
     exactly only up to 256. Positions may have offsets, gaps and repeats. In fp32 the angle of fast
-    pairs at position 1e6 is off by up to 0.05 radians, and from 2^24 on positions merge.
+    pairs at position 1e6 is off by up to 0.08 radians, and from 2^24 on positions merge.
     """
     return positions.to(inv_freq.dtype)[..., None] * inv_freq
 

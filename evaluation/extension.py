@@ -62,8 +62,8 @@ class Rescaled(Extension):
 
     def scaling(self, model: GPT, config: Config, T: int) -> Scaling:
         """The method for T tokens, from the frequencies before any scaling that the run was trained with."""
-        L = getattr(rotary(model).scaling, "original_length", None) or config.train.seq_len
-        return self.method.for_context(L, T, self.given)
+        L = self.given.get("original_length") or getattr(rotary(model).scaling, "original_length", None)
+        return self.method.for_context(L or config.train.seq_len, T, self.given)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         rotary(model).scaling = self.scaling(model, config, T)
@@ -87,10 +87,6 @@ class Regrouping(Extension):
 
     hides: ClassVar[str] = ""   # if it masks keys: its option, how many first keys every query sees
 
-    def n_first(self) -> int:
-        """With `hides`: how many first keys a query sees from far away."""
-        return int(getattr(self, self.hides))
-
     def near(self, L: int) -> int:
         """Distance in tokens below which every pair is near."""
         raise NotImplementedError
@@ -107,7 +103,7 @@ class Regrouping(Extension):
         scaling = getattr(model.active(), "scaling", None)
         if scaling is not None and scaling.is_dynamic:
             return f"cannot be combined with {scaling.method}, whose frequencies depend on the length"
-        if not self.hides and (model.active().rotates_values or getattr(model.active(), "key_offset", False)):
+        if model.active().rotates_values or not self.hides and getattr(model.active(), "key_offset", False):
             return "cannot be combined with position.rotate_values or position.key_offset"
         if self.hides and any(a.window or a.chunk for a in attentions(model)):
             return "needs model.window and model.chunk unset: no token before a window is seen"
@@ -155,7 +151,7 @@ class Regrouped(Wrapper):
         hides, n = bool(self.method.hides), at.k_pos[:, None, None]           # (1 or B, 1, 1, Tk)
         start = self.method.first_near(at.q_pos, self.L)[:, None, :, None]      # (1 or B, 1, Tq, 1)
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
-            is_first = n < self.method.n_first()
+            is_first = n < getattr(self.method, self.method.hides)
             logits = logits.masked_fill(~is_first & (n < start), -torch.inf)
             needs_all = self.inner.has_scores() or at.features is not None
             again = torch.ones_like(is_first) if needs_all else is_first
@@ -411,9 +407,6 @@ def attentions(model: GPT) -> list[Attention]:
 @contextmanager
 def extended(model: GPT, config: Config, methods: list[Extension], T: int) -> Iterator[None]:
     """Apply these methods for evaluation at T tokens; the model is restored afterwards."""
-    if not methods:
-        yield
-        return
     scaling, before = getattr(model.encoding, "scaling", None), (model.encodings, model.temperature)
     windows = [(layer, layer.window) for layer in attentions(model)]
     try:
@@ -434,4 +427,4 @@ def describe_extensions() -> str:
     for name, extension in EXTENSIONS.items():
         schema: type[BaseModel] = SCALINGS.get(name, extension)
         lines += ["", *describe_choice(name, schema, schema, ["method"])]
-    return "\n".join(lines).replace("; required", "; default T / L")
+    return re.sub("( factor .*); required", r"\1; default T / L", "\n".join(lines))

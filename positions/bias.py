@@ -114,14 +114,15 @@ class ALiBi(Encoding):
     def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """-slope (i - j) is slope j up to a constant along the row: a slope in q times a position in k.
 
-        Positions, relative to the first key's, are three digits to base 256: exact in bf16 up to 2^24. Slopes
-        are two pieces, with a relative error of 2^-16. The kernel sums in fp32: an error of 2^-24 slope j.
+        Positions, relative to the first key's, are three digits to base 256, exact up to 2^24. Half of a
+        digit's power is in q, so that fp16 holds both. Slopes are two pieces, with a relative error of 2^-16.
+        The kernel sums in fp32: an error of 2^-24 slope j.
         """
         slope = at.tables.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1]**0.5    # (H, 1, 1)
         high = rounded(slope, torch.bfloat16)
-        pieces = torch.cat([piece * 256**n for piece in (high, slope - high) for n in range(3)], dim=-1)
+        pieces = torch.cat([piece * 16**n for piece in (high, slope - high) for n in range(3)], dim=-1)
         j = (at.k_pos - at.k_pos.min())[:, None, :, None]     # (1 or B, 1, Tk, 1)
-        digits = torch.cat([j // 256**n % 256 for _ in range(2) for n in range(3)], dim=-1)
+        digits = torch.cat([j // 256**n % 256 * 16**n for _ in range(2) for n in range(3)], dim=-1)
         return (torch.cat((q, pieces.to(q.dtype).expand(*q.shape[:3], -1)), dim=-1),
                 torch.cat((k, digits.to(k.dtype).expand(*k.shape[:3], -1)), dim=-1))
 
@@ -195,9 +196,6 @@ class Kerple(Encoding):
         super().__init__(shape, options)
         self.p, self.a = (nn.Parameter(top * torch.rand(shape.n_head)) for top in (2, 1))       # (H,) each
 
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
-        return self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
-
 
 class KerpleLog(Kerple):
     """Logarithmic penalty: logits -= p[h] log(1 + a[h] (i - j)). KERPLE, Chi et al. 2022, arXiv:2205.09921.
@@ -206,7 +204,7 @@ class KerpleLog(Kerple):
     """
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        p, a = at.tables
+        p, a = self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
         return logits + -p * torch.log1p(a * at.distance())
 
 
@@ -220,7 +218,7 @@ class KerplePower(Kerple):
     bounds: ClassVar = {"p": (0.01, 2.0), "a": (0.01, None)}
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        p, a = at.tables
+        p, a = self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
         return logits + -a * at.distance() ** p
 
 

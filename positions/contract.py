@@ -133,12 +133,13 @@ def starts_of(documents: Tensor) -> Tensor:
 class Encoding(nn.Module):
     """Tells a decoder where its tokens are. Override any of the hooks; the defaults do nothing.
 
-    Every call gets the positions, integers with any offsets and gaps. Compute derived tensors (frequencies,
-    slopes, angles) in `tables`: then a checkpoint can be loaded under other options. Cast positions to fp32;
-    leave parameters in their dtype, since the laws run in fp64. One instance serves all layers: parameters
-    that differ among layers have an axis 0 of n_layer, indexed by at.layer, and one per query head (H), not
-    per key head (G, which may be fewer). A subclass of RoPE in positions/rotary.py gets every scaling and
-    every method of --extend; it overrides `frequencies` or `rotate`, and its options subclass RotaryOptions.
+    Every call gets the positions, integers with any offsets and gaps (under leaky_rerope fractions). Compute
+    derived tensors (frequencies, slopes, angles) in `tables`: then a checkpoint can be loaded under other
+    options. Cast positions to fp32; leave parameters in their dtype, since the laws run in fp64. One instance
+    serves all layers: parameters that differ among layers have an axis 0 of n_layer, indexed by at.layer, and
+    one per query head (H), not per key head (G, which may be fewer). A subclass of RoPE in
+    positions/rotary.py gets every scaling and every method of --extend; it overrides `frequencies` or
+    `rotate`, and its options subclass RotaryOptions.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -150,6 +151,8 @@ class Encoding(nn.Module):
     # `scores` adds f(head, layer, distance), then applies at.temperature if given: attention may compute it
     # once for each distance, and FlexAttention may serve it
     by_distance: ClassVar[bool] = False
+    # do its hooks apply at.temperature themselves? If not, it multiplies q: wrong if they are not linear in q
+    applies_temperature: bool = False
     rotates_values: bool = False    # are values and results rotated too, by `turn_values` and `turn_back`?
 
     def __init__(self, shape: Shape, options: Any) -> None:

@@ -57,8 +57,8 @@ class CoPE(Encoding):
     @staticmethod
     def at_counts(logits: Tensor, products: Tensor) -> Tensor:
         """Logits (B, H, Tq, Tk), products (B, H, Tq, P) -> those at each fractional count, (B, H, Tq, Tk)."""
-        gates = logits.sigmoid().tril(logits.shape[-1] - logits.shape[-2])      # the count ends at the query
-        count = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=products.shape[-1] - 1)
+        # from each key to the query: keys ahead are masked, and their gates 0
+        count = logits.sigmoid().flip(-1).cumsum(dim=-1).flip(-1).clamp(max=products.shape[-1] - 1)
         whole = count.long()
         steps = F.pad(products.diff(dim=-1), (0, 1))                    # from each whole count to the next
         return torch.addcmul(products.gather(-1, whole), steps.gather(-1, whole), count - whole)

@@ -73,6 +73,8 @@ class RoPEOptions(RotaryOptions):
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         R = round(self.fraction * head_dim, 6)
+        if self.rotate_values and self.heads is not None:
+            return {"heads": "must be unset with rotate_values, which rotates the values of all heads"}
         if self.key_offset and self.fraction == 1 and self.spectrum != "hope":
             return {"key_offset": "needs channels that do not rotate: fraction below 1, or p_rope"}
         if self.bases and (self.scaling or self.local_base or self.spectrum != "geometric"):
@@ -239,7 +241,7 @@ class PRoPE(RoPE):
 class XPosOptions(RotaryOptions):
     scale_base: float = Field(
         512.0, ge=1, description="positions over which the fastest pair shrinks to 2/7; larger is closer to "
-                                 "rope. fp32 overflows in sequences 140 times as long")
+                                 "rope. fp32 and bf16 overflow in sequences 140 times as long, fp16 in 14")
 
 
 class XPos(RoPE):

@@ -4,7 +4,7 @@
 model, set its encoding's `scaling`: it is not in the checkpoint. To add one: a class here, and in AnyScaling.
 
 Legend: T time, R rotated channels, L original length, s factor. Frequencies in radians per position. At s = 1
-each method returns RoPE's to the last bit.
+each method but longrope and base returns RoPE's to the last bit.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class PI(Scaling):
 
 
 def enlarged(base: float, dim: int, factor: float) -> float:
-    """The base of the two NTK methods for s = factor: s^(R / (R - 2)) times as large, R >= 4."""
-    return base * factor ** (dim / (dim - 2))
+    """The base of the two NTK methods for s = factor: s^(R / (R - 2)) times as large; any will do if R = 2."""
+    return base * factor ** (dim / max(dim - 2, 1))
 
 
 class NTK(Scaling):

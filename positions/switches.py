@@ -147,14 +147,14 @@ class Wrapper(Encoding):
     def __init__(self, inner: Encoding) -> None:
         nn.Module.__init__(self)
         self.inner, self.is_relative, self.max_length = inner, inner.is_relative, inner.max_length
-        self.applies_temperature = getattr(inner, "applies_temperature", False)
+        self.applies_temperature = inner.applies_temperature
         self.embed, self.features, self.mix = inner.embed, inner.features, inner.mix    # type: ignore
         self.rotates_values = inner.rotates_values
         self.turn_values, self.turn_back = inner.turn_values, inner.turn_back           # type: ignore
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> object:
         if q_pos.dim() > 2:
-            raise ValueError("positions must have one axis under position.temperature, "
+            raise ValueError("positions must have one axis under position.heads, position.temperature, "
                              f"position.scale_invariant and --extend, got {tuple(q_pos.shape)}")
         return self.inner.tables(q_pos, k_pos)
 

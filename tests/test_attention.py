@@ -69,15 +69,16 @@ def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int |
 
 @pytest.mark.parametrize("made", [lambda f: f, pytest.param(torch.compile, marks=pytest.mark.slow)],
                          ids=["eager", "compiled"])
-def test_folded_channels_survive_bf16(made, tiny) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_folded_channels_survive_16_bits(dtype: torch.dtype, made, tiny) -> None:
     """Products of the rounded channels are slope times position, up to 2^24 tokens from the first."""
     encoding = make_alibi(tiny)
     pos = torch.tensor([[7, 8, 262, 263, 264, 65_542, 65_543, 2**24 + 6]])
-    nothing = torch.zeros(1, H, 8, D, dtype=torch.bfloat16)
+    nothing = torch.zeros(1, H, 8, 64, dtype=dtype)
     q, k = made(encoding.fold)(nothing, nothing, at_of(encoding, pos, 8))
-    assert q.dtype == k.dtype == torch.bfloat16
+    assert q.dtype == k.dtype == dtype
     slopes = torch.tensor(ALiBi.slopes(H)).double()[:, None, None]
-    torch.testing.assert_close(q.double() @ k.double().mT / math.sqrt(D),
+    torch.testing.assert_close(q.double() @ k.double().mT / math.sqrt(64),
                                (slopes * (pos - 7)[:, None, None]).expand(1, H, 8, 8), atol=0, rtol=2**-16)
     _, shifted = encoding.fold(nothing, nothing, at_of(encoding, pos + 50_000, 8))
     assert torch.equal(shifted, k)                                      # the sum in fp32 stays small

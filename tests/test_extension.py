@@ -180,7 +180,8 @@ def test_window_is_the_configs_window(tiny) -> None:
 def test_factors_follow_the_length_and_what_was_given(tiny) -> None:
     config = tiny()
     model = lively(config)
-    for spec, T, factor in (("pi", 4 * L, 4.0), ("pi", L // 2, 1.0), ("pi:factor=3", 4 * L, 3.0)):
+    for spec, T, factor in (("pi", 4 * L, 4.0), ("pi", L // 2, 1.0), ("pi:factor=3", 4 * L, 3.0),
+                            ("pi:original_length=16", 4 * L, 4 * L / 16)):
         with extended(model, config, parse(spec).methods, T):
             assert model.encoding.scaling.factor == factor
     trained = tiny("rope", 'position.scaling={method="yarn",factor=2.0,original_length=16}')
@@ -239,10 +240,11 @@ REFUSED = [
     ("rope model.window=16 position.local_base=50.0", "yarn"), ("rope position.rotate_values=true", "rerope"),
     ("rope position.fraction=0.5 position.key_offset=true", "dual_chunk"),
     ("rope", "yarn:beta_fast=0.5"), ("alibi", "yarn"), ("alibi", "rerope"), ("sinusoidal", "lm_infinite"),
+    ("rope position.rotate_values=true", "sinks"),
     *(("fope", spec) for spec in ("rerope", "self_extend", "dual_chunk", "lm_infinite"))]
 FITTING = [("p_rope", "dual_chunk:chunk=20,window=12"), ("alibi", "sinks"), ("alibi", "lm_infinite"),
            ("sinusoidal", "sinks"), ("learned", "log_n"), ("xpos", "pi"), ("fope", "yarn:beta_fast=2"),
-           ("rope position.temperature=log_n", "log_n"), ("rope position.rotate_values=true", "sinks"),
+           ("rope position.temperature=log_n", "log_n"),
            ("rope model.window=16 model.full_every=2 position.local_base=50.0", "yarn")]
 
 

@@ -4,9 +4,9 @@ A curve is named after its folder. Runs NAME-seed0, NAME-seed1, ..., which diffe
 they began from runs, in the seed of those, become one curve, with mean and standard deviation over seeds.
 Each method of `eval.py --extend` is a separate curve. Each protocol has a table and a picture.
 There is also the gain over the baseline on identical targets (nats per token; for probes the difference of
-their numbers), with a 95 % interval that covers how seeds and text vary. Runs of the same seed are paired.
-With one seed the interval covers the text alone. Documents are the units of text if there are at least 5,
-because windows of one document are alike; otherwise windows are. docs/comparing.md explains the intervals.
+their numbers), with a 95 % interval that covers how seeds and text vary. With one seed it covers the text
+alone. Documents are the units of text if there are at least 5, because windows of one document are alike;
+otherwise windows are. docs/comparing.md explains the intervals.
 
 Writes DIR/report.html (one page, opens offline), report.csv (every record) and the pictures as SVG and PDF.
 """

@@ -8,7 +8,7 @@ results      the files that eval.py writes, and merging a second evaluation into
 show         the tables that eval.py prints
 measures     how reports show a protocol, computed from sums
 runs         reading what train.py and eval.py wrote of runs, and refusing those that cannot be compared
-comparison   comparing them: curves, tables, paired differences
+comparison   comparing them: curves, tables, differences
 intervals    intervals over seeds and text, and Holm's correction
 report       the page of compare.py
 pictures     the pictures of eval.py and compare.py

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ class Curve(NamedTuple):
     runs: list[Run]
 
     def windows(self, run: Run, form: Form, protocol: str, length: int) -> dict[str, np.ndarray] | None:
-        """The columns of a score for each window or trial of a run; None in older evaluations of probes."""
+        """The columns of a score for each window or trial of a run; None for loss by position."""
         keys = {name: f"{self.extend or 'plain'}/{protocol}/{length}/{name}"
                 for name in (form.score.plus, form.score.minus, form.score.per, "document") if name}
         found = {name: run.windows[key].astype(float) for name, key in keys.items() if key in run.windows}
@@ -125,7 +126,7 @@ def make_tables(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L
         if form is not GAIN:
             note = f"On the same targets, positive where a curve is better than {baseline.label}. {over_how}"
             gain = form._replace(y_label=f"difference ({form.y_label})", form=f"+{form.form}") \
-                if form.shows_score else GAIN._replace(x_label=form.x_label)
+                if form.figure is float else GAIN._replace(x_label=form.x_label)
             tables.append(Table(f"{key}-gain", f"Gain over {baseline.label}, {key}", note, gain, L, x, over,
                                 failed))
     return [table for table in tables if table.rows]
@@ -136,10 +137,8 @@ def measured(here: pd.DataFrame, form: Form, labels: Sequence[str]) -> Cells:
     sums = here.groupby(["label", "run", "column"])[[*SUMS]].sum()
     cells: Cells = {label: {} for label in labels}
     for (label, column), seeds in numbers(sums, form).groupby(["label", "column"]):
-        with np.errstate(invalid="ignore"):     # a model that diverged has infinite perplexity
-            found = seeds.to_numpy(dtype=float)
-            cells[label][column] = Cell(float(found.mean()),
-                                        float(found.std(ddof=1)) if len(found) > 1 else None)
+        found = seeds.to_numpy(dtype=float)
+        cells[label][column] = Cell(float(found.mean()), float(found.std(ddof=1)) if len(found) > 1 else None)
     return {label: row for label, row in cells.items() if row}
 
 
@@ -175,22 +174,31 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     units: dict[str, None] = {}                     # what intervals are over, in order
     n_seeds: set[int] = set()
     is_moderated = False
-    places = {column_of(r): r["length"] for curve in curves for r in curve.runs[0].records
+    both = [*curves, *([baseline] if baseline else [])]
+    # those of --extend are of the same runs, so that their variances are one, and no prior follows from them
+    plain = [curve.label for curve in curves if not curve.extend]
+    places = {column_of(r): r["length"] for curve in both for r in curve.runs[0].records
               if (r["extend"], r["protocol"]) == (curve.extend, protocol)}
     for (_, column), length in sorted(places.items()):
-        found: dict[str, Estimate] = {}
-        seeds_of: dict[str, int] = {}
-        scored = {curve.label: one for curve in curves
-                  if (one := windows_of(protocol, form, length, curve, baseline))}
-        ratios = [d.sum(axis=1) / columns[form.score.per].sum() for d, columns in scored.values()
-                  if len(d) > 1]
+        scored = {curve.label: one for curve in both if (one := windows_of(protocol, form, length, curve))}
+        if baseline and baseline.label not in scored:
+            continue
+        ratios = [d.sum(axis=1) / columns[form.score.per].sum() for label, (d, columns) in scored.items()
+                  if len(d) > 1 and label in plain]
         prior = None if form.score is FOUND else prior_of([float(x.var(ddof=1)) for x in ratios],
                                                           [len(x) - 1 for x in ratios])
         is_moderated |= prior is not None
-        for label, (d, columns) in scored.items():
-            found[label], name = estimated(form, d, columns, baseline is not None, prior)
-            seeds_of[label] = len(d)
-            units[name] = None
+        found: dict[str, Estimate] = {}
+        seeds_of: dict[str, int] = {}
+        for curve in curves:
+            if curve.label in scored:
+                d, columns = scored[curve.label]
+                other = scored[baseline.label][0] if baseline else None
+                is_same = baseline is not None and paths_of(curve) == paths_of(baseline)
+                found[curve.label], name = estimated(form, d, columns, other, is_same,
+                                                     prior if curve.label in plain else None)
+                seeds_of[curve.label] = min(len(d), len(d if other is None else other))
+                units[name] = None
         n_seeds |= {*seeds_of.values()}
         p = {label: e.p for label, e in found.items() if e.p is not None}
         corrected = dict(zip(p, holm(list(p.values())), strict=True))
@@ -209,42 +217,36 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     return rows, how
 
 
-def windows_of(protocol: str, form: Form, length: int, curve: Curve,
-               baseline: Curve | None) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
-    """The score of each window, less the baseline's, (seeds, windows), and the columns of the windows."""
-    columns: dict[str, np.ndarray] = {}
-    d = []
-    for run, other in paired(curve, baseline or curve):
-        found = curve.windows(run, form, protocol, length)
-        subtracted = baseline.windows(other, form, protocol, length) if baseline else {}
-        if found is None or subtracted is None:
-            return None
-        columns = found
-        with np.errstate(invalid="ignore"):                             # both diverged
-            d.append(form.score.total(columns) - (form.score.total(subtracted) if baseline else 0))
-    return np.stack(d), columns
+def paths_of(curve: Curve) -> list[Path]:
+    return [run.path for run in curve.runs]
 
 
-def estimated(form: Form, d: np.ndarray, columns: dict[str, np.ndarray], is_difference: bool,
-              prior: Prior | None) -> tuple[Estimate, str]:
-    """The estimate from the scores of windows (seeds, windows), and what its interval is over."""
+def windows_of(protocol: str, form: Form, length: int,
+               curve: Curve) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
+    """The score of each window, (seeds, windows), and the columns of the windows."""
+    found = [curve.windows(run, form, protocol, length) for run in curve.runs]
+    columns = [each for each in found if each is not None]
+    if len(columns) < len(found):
+        return None
+    return np.stack([form.score.total(each) for each in columns]), columns[-1]
+
+
+def estimated(form: Form, d: np.ndarray, columns: dict[str, np.ndarray], other: np.ndarray | None = None,
+              is_same: bool = False, prior: Prior | None = None) -> tuple[Estimate, str]:
+    """The estimate from the scores of windows (seeds, windows), and what its interval is over.
+
+    `other` are the baseline's, which are of the same runs or of others.
+    """
     per, units = columns[form.score.per], units_of(columns["document"])
     if units is None:
         what = "trials" if form.score is FOUND else "windows"
-        return (Estimate(float(d.sum() / len(d) / per.sum())), f"none, there are only {len(per)} {what}")
-    sums, per = units.sums(d), units.sums(per)
+        value = d.sum(axis=1).mean() - (0 if other is None else other.sum(axis=1).mean())
+        return Estimate(float(value / per.sum())), f"none, there are only {len(per)} {what}"
+    sums, per, others = units.sums(d), units.sums(per), None if other is None else units.sums(other)
     few = ", since documents are too few: other documents are not covered" if units.name == "windows" else ""
     if form.score is FOUND:
-        return two_way_share(sums, per, is_difference), f"{units.n} trials{few}"
-    return two_way(sums, per, prior), f"{units.n} {units.name}{few}"
-
-
-def paired(curve: Curve, baseline: Curve) -> list[tuple[Run, Run]]:
-    """Their runs of the same seed, whose data order is the same; then the others, as many as both have."""
-    left = {run.seed: run for run in baseline.runs}
-    same = [(run, left.pop(run.seed)) for run in curve.runs if run.seed in left]
-    others = [run for run in curve.runs if all(run is not one for one, _ in same)]
-    return [*same, *zip(others, left.values(), strict=False)]
+        return two_way_share(sums, per, others, is_same), f"{units.n} trials{few}"
+    return two_way(sums, per, prior, others, is_same), f"{units.n} {units.name}{few}"
 
 
 class Gate(NamedTuple):

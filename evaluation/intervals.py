@@ -2,8 +2,8 @@
 
 The same text is scored for every seed, so the two are crossed, not nested: d[s, u] = mean + seed[s] + text[u]
 + rest[s, u], per token. One component of variance is estimated for each, and Student's t allows for how few
-seeds and units of text there are. tests/test_intervals.py checks on simulated studies that the intervals
-cover the truth at their rate.
+seeds and units of text there are. Seeds of two curves are not paired: runs that share one are no more alike.
+tests/test_intervals.py checks on simulated studies that the intervals cover the truth at their rate.
 
 Legend: S seeds, U units of text: documents, or windows if there are few documents.
 """
@@ -72,7 +72,7 @@ def prior_of(variances: Sequence[float], df: Sequence[int]) -> Prior | None:
 
     Smyth 2004, Statistical Applications in Genetics and Molecular Biology 3, article 3 (limma).
     """
-    pairs = [(s2, n) for s2, n in zip(variances, df, strict=True) if 0 < s2 < np.inf]   # none diverged
+    pairs = [(s2, n) for s2, n in zip(variances, df, strict=True) if s2 > 0]
     if len(pairs) < ENOUGH_CURVES:
         return None
     s2, n, prior = (torch.tensor(x, dtype=torch.float64) / 2 for x in (*zip(*pairs, strict=True), DEGREES))
@@ -83,45 +83,49 @@ def prior_of(variances: Sequence[float], df: Sequence[int]) -> Prior | None:
                  2 * float(half))
 
 
-def two_way(d: np.ndarray, weight: np.ndarray, prior: Prior | None = None) -> Estimate:
+def two_way(d: np.ndarray, weight: np.ndarray, prior: Prior | None = None, other: np.ndarray | None = None,
+            is_paired: bool = False) -> Estimate:
     """Estimate of sum(d) / sum(weight) from sums d (S, U) and weights (U,), such as nats and tokens.
 
-    The error is drawn as se_text t(n - 1) + se_seed t(S - 1), two independent Student's t:
+    With `other` (S', U), on the same text, it is of d less other, which are of other runs, or, if is_paired,
+    of the same ones. The error is drawn as se_text t(n - 1) + se_seed t(S - 1), and for other runs their
+    se_seed t(S' - 1) too: independent Student's t.
       se_seed^2  variance of the seeds' ratios / S. It holds the rest too, which is also independent by seed.
                  With a prior, the mean of both variances by degrees of freedom, and S - 1 + prior.df of them.
+                 That of `other` has none: a wrong one would be in the differences of all curves to it.
       se_text^2  delete-one jackknife over units of the seeds' mean, less the rest.
       n          (sum weight)^2 / sum weight^2: units of unequal weight count as fewer.
-    A sum of two such t (Behrens and Fisher) covers at least at its rate even with 2 seeds, where the usual
-    approximation by one t (Satterthwaite) covers too seldom. With S = 1 the error of the text alone remains.
+    A sum of such t (Behrens and Fisher) covers at least at its rate even with 2 seeds, where the usual
+    approximation by one t (Satterthwaite) covers too seldom. Of 1 seed the error of the text alone remains.
 
     Robinson 1976, Annals of Statistics 4, 963; Owen 2007, Annals of Applied Statistics 1, 386 (crossed
     seeds and texts); Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 11 (jackknife).
     """
-    S, U = d.shape
-    if not np.isfinite(d).all():                                        # a model that diverged
-        return Estimate(float(np.mean(d.sum(axis=1) / weight.sum())) if not np.isnan(d).any() else np.nan)
-    total, share = weight.sum(), weight / weight.sum()
-    ratios = d.sum(axis=1) / total                                      # (S,)
-    value = float(ratios.mean())
-    residual = (d - ratios[:, None] * weight) / total                   # (S, U), each row sums to 0
-    common = residual.mean(axis=0)                                      # (U,)
-    seeds = rest = 0.0
-    df = S - 1 + (prior.df if prior else 0.0)
-    if S > 1:
-        seeds = float(((S - 1) * ratios.var(ddof=1) + (prior.df * prior.variance if prior else 0)) / df / S)
-        rest = float(((residual - common)**2).sum()) * U / (U - 1) / (S * (S - 1))
+    total, share, U = weight.sum(), weight / weight.sum(), len(weight)
+    nothing = Prior(0.0, 0.0)
+    samples = [(d if other is None or not is_paired else d - other, prior or nothing)]
+    if other is not None and not is_paired:
+        samples.append((-other, nothing))
+    value, rest, error, common = 0.0, 0.0, np.zeros(DRAWS), np.zeros(U)
+    for stream, (x, more) in enumerate(samples, start=1):
+        S, ratios = len(x), x.sum(axis=1) / total                       # (S,)
+        residual = (x - ratios[:, None] * weight) / total               # (S, U), each row sums to 0
+        value, common = value + float(ratios.mean()), common + residual.mean(axis=0)
+        if S > 1:
+            df = S - 1 + more.df
+            seeds = ((S - 1) * ratios.var(ddof=1) + more.df * more.variance) / df / S
+            error = error + seeds**0.5 * student_draws(df, stream)
+            rest += float(((residual - residual.mean(axis=0))**2).sum()) * U / (U - 1) / (S * (S - 1))
     text = max(0.0, float(((common / (1 - share))**2).sum()) * (U - 1) / U - rest)
     n = 1 / float((share**2).sum())
-    error = text**0.5 * student_draws(max(n - 1, 1.0), 0)
-    if S > 1:
-        error = error + seeds**0.5 * student_draws(df, 1)
-    error = np.abs(error)
+    error = np.abs(text**0.5 * student_draws(max(n - 1, 1.0), 0) + error)
     half = float(np.quantile(error, 1 - LEVEL))
     p = (1 + int((error >= abs(value)).sum())) / (1 + DRAWS)
     return Estimate(value, value - half, value + half, p)
 
 
-def two_way_share(d: np.ndarray, trials: np.ndarray, is_difference: bool) -> Estimate:
+def two_way_share(found: np.ndarray, trials: np.ndarray, other: np.ndarray | None = None,
+                  is_paired: bool = False) -> Estimate:
     """The same for a share of trials, or a difference of two shares: found (S, U) of trials (U,).
 
     If every trial is found the variance is 0, but the interval must not be. So trials are added for the
@@ -130,13 +134,19 @@ def two_way_share(d: np.ndarray, trials: np.ndarray, is_difference: bool) -> Est
     Educational and Behavioral Statistics 37, 479).
     """
     size = float(trials.mean())         # a unit may hold several trials, which are alike
-    added = np.array([1, -1] if is_difference else [1, 1, 0, 0]) * size
-    wide = two_way(np.concatenate((d, np.tile(added, (len(d), 1))), axis=1),
-                   np.concatenate((trials, np.full(len(added), size))))
-    value = float(d.sum() / len(d) / trials.sum())
-    if wide.low is None or wide.high is None:
-        return Estimate(value)
-    lowest = -1.0 if is_difference else 0.0
+
+    def padded(x: np.ndarray, *added: int) -> np.ndarray:
+        return np.concatenate((x, np.tile(size * np.array(added), (len(x), 1))), axis=1)
+
+    if other is None:
+        wide, lowest = two_way(padded(found, 1, 1, 0, 0), np.append(trials, [size] * 4)), 0.0
+        value = float(found.sum() / len(found) / trials.sum())
+    else:
+        wide = two_way(padded(found, 1, 0), np.append(trials, [size] * 2), other=padded(other, 0, 1),
+                       is_paired=is_paired)
+        value = float((found.mean(axis=0) - other.mean(axis=0)).sum() / trials.sum())
+        lowest = -1.0
+    assert wide.low is not None and wide.high is not None
     return wide._replace(value=value, low=max(lowest, min(value, wide.low)),
                          high=min(1.0, max(value, wide.high)))
 

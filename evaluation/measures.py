@@ -34,11 +34,6 @@ class Form(NamedTuple):
     figure: Callable[[float], float] = float    # the number that is shown, from the score
     place: str = ""                             # of a probe: the second axis of its map
 
-    @property
-    def shows_score(self) -> bool:
-        """Whether the score itself is shown, not a function of it such as perplexity."""
-        return self.figure is float
-
 
 CONTEXT = "context (tokens)"
 LOSS, FOUND = Score("", "nll", "tokens"), Score("correct", "", "trials")

@@ -27,7 +27,7 @@ class Cell(NamedTuple):
     spread: float | None = None
     low: float | None = None
     high: float | None = None
-    beats: bool = False     # better than what it is compared with, by an interval that excludes 0
+    beats: bool = False     # better than what it is compared with, after Holm's correction
 
     def ends(self) -> tuple[float, float]:
         """Lower and upper end of its bar, the interval."""

@@ -80,7 +80,7 @@ class PI(Scaling):
 
 
 def enlarged(base: float, dim: int, factor: float) -> float:
-    """The base of the two NTK methods for s = factor: s^(R / (R - 2)) times as large; any will do if R = 2."""
+    """The base of the two NTK methods, s = factor: s^(R / (R - 2)) times as large (R = 2: any will do)."""
     return base * factor ** (dim / max(dim - 2, 1))
 
 

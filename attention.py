@@ -1,7 +1,7 @@
 """Attention: softmax(q k^T / sqrt(D) + bias) v in three ways, which all give the same result.
 
-- `attend_fused`: PyTorch's fused kernel, O(T) memory, for encodings without `scores`, or whose scores fold
-  into further channels of q and k (ALiBi, forgetting).
+- `attend_fused`: PyTorch's fused kernel, for encodings without `scores`, or whose scores fold into further
+  channels of q and k (ALiBi, forgetting). O(T) memory, but for the mask of packed documents.
 - `attend_in_blocks`: an explicit softmax, block by block of query rows, for all others.
 - runtime/flex.py: FlexAttention on CUDA, where `model.flex` asks for it.
 
@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from positions import At, Encoding
 from positions.bias import bias_at, falling, slanted
 from positions.contract import for_each_head
-from positions.switches import Tempered
 from runtime import flex
 
 MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
@@ -58,13 +57,6 @@ class Bias(NamedTuple):
     k: Tensor  # not rotated, (B, G or H, Tk, D)
     at: At
 
-    def inside(self) -> Bias:
-        """The same with the temperature on q, if any, so that the inner encoding can fold."""
-        if not isinstance(self.encoding, Tempered):
-            return self
-        q, at = self.encoding.temper(self.q, self.at)
-        return self._replace(encoding=self.encoding.inner, q=q, at=at)
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
            dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
@@ -73,7 +65,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
     Rotated q (B, H, Tq, D or wider), k (B, G, Tk, as wide) and v (B, G, Tk, D) -> (B, H, Tq, D). `sink`
     (1 or B, H, 1 or Tq, 1) is the logit of one more key, whose value is zero.
     """
-    limits, bias = (mask.window, mask.chunk), bias and bias.inside()
+    limits = mask.window, mask.chunk
     if limits in mask.flex and not dropout and sink is None:
         is_masked = any(limits) or mask.documents is not None
         if flex.serves(v, bias and bias.encoding, is_masked):

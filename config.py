@@ -103,7 +103,7 @@ class ModelConfig(Section):
     """k: layers k, 2k, 3k ... (from 1) have no window, no chunks (Cohere2: 4). 0: no"""
     flex: bool = False
     """on CUDA, use FlexAttention for windows, packed documents, biases by distance and
-    position.scale_invariant; not with dropout or where train.positions is not plain"""
+    position.scale_invariant; not with dropout or a sink, or where train.positions is not plain"""
     qk_norm: bool | Literal["whole"] = False
     """RMSNorm of each head's q and k before their product; "whole": of all heads together (OLMo 2)"""
     sink: Literal["none", "head", "token"] = "none"
@@ -267,9 +267,8 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
         ("train", "accumulate", t.batch_size % t.accumulate, f"must divide batch_size = {t.batch_size}"),
         ("train", "lengths", lengths and (firsts != sorted({0, *firsts}) or lengths[-1] != t.seq_len)
-         or any(t.batch_size * t.seq_len % (length * t.accumulate) for length in lengths),
-         f"must begin at step 0, rise by step, and end in seq_len = {t.seq_len}; each length must divide a "
-         f"step's {t.batch_size * t.seq_len} tokens into a multiple of train.accumulate"),
+         or any(t.seq_len % length for length in lengths),
+         f"must begin at step 0, rise by step, and end in seq_len = {t.seq_len}, which each must divide"),
         ("train", "dtype", t.dtype == "float16" and t.parallel == "fsdp",
          "is not scaled under parallel = fsdp; use bfloat16 or ddp"),
         ("train", "position_range", t.position_range < least or t.position_range > least == 0,
@@ -297,9 +296,10 @@ def to_toml(config: Config) -> str:
     for section, keys in config.model_dump(exclude_none=True).items():
         lines.append(f"[{section}]")
         for key, value in keys.items():
-            text = json.dumps(value)        # TOML as it is, unless the value is a table
+            text = json.dumps(value, ensure_ascii=False)    # TOML as it is, unless the value is a table
             if isinstance(value, dict):
-                pairs = [f"{json.dumps(name)} = {json.dumps(inner)}" for name, inner in value.items()]
+                pairs = [f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(inner)}"
+                         for name, inner in value.items()]
                 text = "{ " + ", ".join(pairs) + " }"
             lines.append(f"{key} = {text}")
         lines.append("")

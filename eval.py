@@ -47,7 +47,7 @@ from evaluation.results import EXTENDED, Results
 from evaluation.show import advice, table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
-from runtime.checkpoint import open_run, weights_sha256
+from runtime.checkpoint import open_run
 from runtime.command import run_command, run_parser
 from runtime.device import dtype_name, set_up_cpu
 from runtime.errors import UserError
@@ -88,8 +88,8 @@ def parse_arguments() -> argparse.Namespace:
                         help="of matrix products (default: train.dtype; for a Hugging Face folder auto, "
                         "bfloat16 where it is faster)")
     parser.add_argument("--longest", type=positive, metavar="TOKENS",
-                        help="use only documents with more tokens than this, and targets with at least this "
-                        "many tokens before them (default: the longest of --lengths, and L for fixed)")
+                        help="use only documents with more tokens than this, and the same targets as at this "
+                        "length (default: the longest of --lengths, and L for fixed)")
     parser.add_argument("--targets", type=positive, help="fixed: k, tokens scored (default min(256, L/4))")
     parser.add_argument("--windows", type=positive,
                         help="fixed, position, repeat, copy: number of windows; algorithms: trials; passkey, "
@@ -142,7 +142,8 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
         raise UserError(f"--longest {longest}: must be in {needed} ... {available}, from the longest of "
                         f"--lengths{' and L' * needs_L} to the longest document of {text.name}")
     targets = args.targets or max(1, min(256, L // 4))
-    if targets > min(lengths) or args.seed < 0:
+    uses_targets = any("targets" in EVERY[protocol].deciding for protocol in protocols)
+    if uses_targets and targets > min(lengths) or args.seed < 0:
         raise UserError(f"--targets {targets} --seed {args.seed}: --targets must be at most the shortest "
                         f"length, {min(lengths)}, and the seed at least 0")
     windows = args.windows or (8 if args.is_all else 32)
@@ -162,6 +163,10 @@ def main() -> None:
     needs_text = any(EVERY[protocol].needs_text for protocol in protocols)
     text = Text("tasks", []) if not (needs_text or args.data or config.data.dir) else \
         open_text(args.data, config.data.dir, tokenizer, run.corpus)
+    if "trigram" in protocols and (run.corpus is None or run.corpus["splits"]["train"] != read_meta(
+            Path(config.data.dir) / "meta.json")["splits"]["train"]):
+        raise UserError("--protocol trigram: counts the run's training text, which is not in data.dir "
+                        f"{config.data.dir or '(none)'}; prepare it there again, or leave trigram out")
     settings = choose_settings(args, protocols, L, text)
     extends = open_extensions(args.extend, model, config, settings.lengths, args.skip_unfit)
     evaluation = Evaluation(model, config, tokenizer, text, settings, extends)
@@ -171,8 +176,7 @@ def main() -> None:
     before = getattr(getattr(config.position, "scaling", None), "original_length", None)
     head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
             "before_extension": None if before == L else before, "data": text.name,
-            "data_sha256": text.sha256(), "weights_sha256": weights_sha256(model),
-            **run.origin(), "position": config.position.model_dump(mode="json"),
+            "data_sha256": text.sha256(), **run.origin(), "position": config.position.model_dump(mode="json"),
             "positions": config.train.positions, "position_range": config.train.position_range,
             "dtype": dtype_name(config.train, next(model.parameters()).device), "seed": settings.seed,
             "train_dtype": (run.state or {}).get("dtype") or run.config.train.dtype, "commit": git_revision(),

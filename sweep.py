@@ -70,6 +70,8 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError("no config given, only overrides; give files such as configs/quick.toml")
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: must be at least 1")
+    if args.slurm and not args.submitit:
+        raise UserError("--slurm: requires --submitit FOLDER")
     args.out = args.out or args.runs / "report"
     return args
 

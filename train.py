@@ -11,7 +11,6 @@ limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward U
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import textwrap
@@ -69,10 +68,7 @@ def training_loop(run: Run) -> None:
         scaler.unscale_(optimizer)
         # the norm of all gradients, under FSDP2 of all shards, as it was before clipping
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
-        if process.world_size > 1:
-            loss_and_norm = parallel.mean_and_largest(process, torch.stack(losses).sum(), grad_norm)
-        else:
-            loss_and_norm = torch.stack((torch.stack(losses).sum(), grad_norm))
+        loss_and_norm = parallel.mean_and_largest(process, torch.stack(losses).sum(), grad_norm)
         # a step that is not finite changes nothing: the optimizer reads this number on the device, as with
         # GradScaler, so a GPU is not waited for
         optimizer.found_inf = (~loss_and_norm.isfinite().all()).float()  # type: ignore[attr-defined]
@@ -158,15 +154,12 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
 
 def train(config: Config, stop: list[int]) -> int:
     """Train to the end, or until a signal number appears in `stop`; return the exit code."""
-    t, is_several = config.train, "LOCAL_RANK" in os.environ                    # torchrun sets it
-    process = parallel.start(t) if is_several else Process(pick_device(t.device))
+    process = parallel.start(config.train)
     config, corpus = open_corpus(config)
     run_dir = Path(config.run.dir)
     if is_finished(run_dir, config, corpus):
         print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
         return 0
-    for length in {t.seq_len, *t.lengths.values()}:
-        corpus.require_windows(length)
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(run_dir / ".lock", timeout=0) if process.rank == 0 else nullcontext():
@@ -234,7 +227,6 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
 def dry_run(config: Config) -> int:
     """Check the corpus and the run's folder; print the config as TOML, and the model's size as comments."""
     config, corpus = open_corpus(config)
-    corpus.require_windows(config.train.seq_len)
     with torch.device("meta"):                          # shapes without memory
         model = GPT(config)
     is_finished(Path(config.run.dir), config, corpus)

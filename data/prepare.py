@@ -3,7 +3,7 @@
 Several SOURCEs become one corpus. Each is one of
   stdlib      the source text of this Python's standard library: always available, no download
   packages    the Python source of the packages that constraints.txt pins, a document per package: code that
-              everybody can rebuild, split by package. It needs `make test` or pip install -e '.[test]'
+              everybody can rebuild, split by package. First `make test`, which installs them all
   TASK        generated documents, described in data/tasks.py: repeats, passkey, needles, variables, copying,
               reversal, sorting, addition, parity or flip_flop
   FILE        .txt: one text, its last tenth is for validation. .jsonl, .jsonl.gz, .jsonl.zst: a document per
@@ -155,10 +155,10 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
         raise UserError(f"--out {out}: would be replaced, but {min(names - CORPUS_FILES or names)} is not "
                         "part of a prepared corpus; give another folder")
     given = find_tokenizer(tokenizer_name)
-    before = read_meta(out / "meta.json")["tokenizer"]["name"] if names and not replace else tokenizer_name
-    if before not in (tokenizer_name, given and given.name):
-        raise UserError(f"--out {out}: holds a corpus by {before}, whose runs could not be resumed; give "
-                        "another folder, or --replace")
+    before = read_meta(out / "meta.json")["tokenizer"] if names and not replace else None
+    if before and (before["sha256"] != given.sha256 if given else before["name"] != tokenizer_name):
+        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {before['name']}, whose runs "
+                        "could not be resumed; give another folder, or --replace")
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.partial")
     try:

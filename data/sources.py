@@ -105,6 +105,9 @@ def open_source(source: str, out: Path, tokenizer: Tokenizer | None, options: Op
         raise UserError(f"--val-share {share} --limit-tokens {options.limit_tokens}: must be a share between "
                         "0 and 1, such as 0.1, and at least 1 token")
     if " + " in source:
+        if tasks := TASKS.keys() & source.split(" + "):
+            raise UserError(f"source {min(tasks)}: has windows and a mask of its own; prepare it alone, and "
+                            "mix corpora with data.mixture")
         several = [open_source(one, out, tokenizer, options) for one in source.split(" + ")]
         names, revisions, parts, sizes = zip(*several, strict=True)
         return Source(" + ".join(names), ", ".join(filter(None, revisions)) or None, sum(parts, []),
@@ -281,6 +284,7 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
 
     name, config, split = [*source.removeprefix("hf:").split(":"), None, None][:3]
     name = str(name)
+    has_lines = Path(name).name == "wikitext"       # its rows are lines of documents
     try:
         if HF_HUB_OFFLINE and not Path(name).is_dir():          # what is in the cache, as a local folder
             name = huggingface_hub.snapshot_download(name, repo_type="dataset", revision=revision)
@@ -304,7 +308,7 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
     parts: list[Part] = []
     for of_split, key in (("train", first), ("val", val)) if val else ((None, first),):
         reads = [partial(read, url, column) for url in found[key]]
-        if Path(name).name == "wikitext":                          # its rows are lines
+        if has_lines:
             parts.append(Part(f"{source} [{key}]", of_split, partial(articles, reads)))
         else:
             parts += map(Part, found[key], itertools.repeat(of_split), reads)

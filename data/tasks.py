@@ -259,6 +259,8 @@ def train_retrieval(kinds: Sequence[str], tokenizer: Tokenizer, length: int, num
 
 def train_algorithm(name: str, tokenizer: Tokenizer, length: int, number: int) -> Made:
     """1 ... n symbols, n being a quarter of `length`, and separators up to length + 1 ids."""
+    if n_symbols(length) < 4:
+        raise ValueError(f"needs --length 16 at least, got {length}")
     rng = np.random.default_rng([number, 2, 1])
     made = algorithm(name, tokenizer, int(rng.integers(1, n_symbols(length) + 1)), rng)
     return padded(made, length + 1, tokenizer)

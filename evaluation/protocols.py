@@ -434,7 +434,7 @@ class Repeat(Protocol):
 
 
 class Copy(Repeat):
-    """The same on shuffled text, where only the first copy can help."""
+    """The same on tokens drawn at random from the document, where only the first copy can help."""
 
     title = "Repeated random tokens"
 
@@ -563,8 +563,11 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
 
     Raises UserError for a method that does not fit the model; with skip_unfit skips it and prints one line.
     """
-    fitting = []
+    fitting: list[Extend] = []
     for extend in map(parse, dict.fromkeys(specs)):
+        if extend.spec in [other.spec for other in fitting]:
+            raise UserError(f"--extend {extend.spec}: given with two lists, which results cannot tell apart; "
+                            "give one of them, and the other in a second call with another --json FILE")
         problems = [method.problem(model, config, length) for length in lengths for method in extend.methods]
         if any(problems):
             about = (f"--extend {extend.spec}: {next(filter(None, problems))}; this run has "

@@ -102,10 +102,9 @@ def html(title: str, notes: Sequence[str], about: pd.DataFrame, shown: Sequence[
     signs = ("± is the standard deviation over training seeds. [a, b] and the bars are a 95 % interval, over "
              "seeds and text if there are several seeds, not corrected for the number of comparisons. A "
              f"number is bold where it beats {about.index[0]} on the same targets, by a test at 5 % with "
-             "Holm's "
-             "correction over the curves of its column, never with one seed; under 'Gain over truncation', "
-             "where it beats its own truncated context. Grey rows fail the gate. '-': the encoding is not "
-             "defined there, or it was not measured. The axis of gains is "
+             "Holm's correction over the curves of its column, never with one trained run; under 'Gain over "
+             "truncation', where it beats its own truncated context. Grey rows fail the gate. '-': the "
+             "encoding is not defined there, or it was not measured. The axis of gains is "
              f"linear up to about {ASINH_WIDTH} on both sides of 0 and logarithmic beyond (asinh).")
     parts = ["<!doctype html>\n<html lang='en'>\n<meta charset='utf-8'>",
              f"<title>{escape(title)}</title>\n<style>{STYLE}\n</style>\n<h1>{escape(title)}</h1>",

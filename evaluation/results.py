@@ -21,8 +21,8 @@ from filelock import FileLock, Timeout
 from runtime.errors import UserError
 from runtime.files import read_json, write_whole
 
-WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "trigram")  # their windows are always in the .npz
-SAME = ("weights_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",
+WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "distant", "trigram")      # perplexities of windows
+SAME = ("checkpoint_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",
         "train_dtype", "commit")                            # keys of the JSON that must agree
 EXTENDED = "-extended"              # after the text's name in the file of eval.py --extend all
 Record = dict[str, Any]

@@ -27,7 +27,7 @@ def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator
         for protocol, length in itertools.product(WINDOWED, lengths):
             if r := found.get((protocol, length)):
                 ppl = math.inf if r["ppl"] is None else r["ppl"]
-                row = {"ppl": f"{ppl:.4g}", "bits/byte": f"{r['bpb']:.4g}"}
+                row = {"ppl": f"{ppl:.4g}"} | ({"bits/byte": f"{r['bpb']:.4g}"} if r["bpb"] else {})
                 if protocol == "fixed":
                     truncated = perplexity(r["truncated_nll_sum"] / r["tokens"])
                     row |= {"truncated ppl": f"{truncated:.4g}", "gain (nats/token)": f"{r['gain']:+z.4f}"}

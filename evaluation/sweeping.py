@@ -51,7 +51,7 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
             values = [text.replace("=", "-").partition(".")[2] for text in point]
             parts = [Path(config).stem, *(re.sub(r"[^A-Za-z0-9._-]+", "_", value) for value in values)]
             name = "-".join(parts if seed is None else [*parts, f"seed{seed}"])
-            own = [*overrides, *point, f"run.dir={json.dumps(str(runs / name))}"]
+            own = [*overrides, *point, f"run.dir={json.dumps(str(runs / name), ensure_ascii=False)}"]
             own += [] if seed is None else [f"train.seed={seed}"]
             if name in jobs:
                 problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")

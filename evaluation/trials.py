@@ -128,7 +128,7 @@ def choose(jobs: Sequence[Job], failed: Mapping[str, str], out: Path) -> list[st
     chosen = best[best["mean"] < math.inf]
     out.mkdir(parents=True, exist_ok=True)
     runs.to_csv(out / "trials.csv", index=False)
-    text = "".join(f"{json.dumps(config)} = {json.dumps([trial])}\n"
+    text = "".join(f"{json.dumps(config, ensure_ascii=False)} = {json.dumps([trial])}\n"
                    for config, trial in zip(chosen.config, chosen.trial, strict=True))
     write_whole(out / "chosen.toml", text)
     print(runs.to_string(index=False, float_format="%.4f"), f"\n{out}/chosen.toml:", text, sep="\n", end="")

@@ -115,9 +115,11 @@ def fixed_ends(text: Text, longest: int, n_scored: int, n_windows: int, seed: in
     drawn at random.
     """
     rng = np.random.default_rng(seed)
-    turns = []
-    for d, document in enumerate(text.documents):
-        ends = np.arange(longest, len(document), n_scored)              # n_scored apart: no target twice
+    turns, chosen = [], np.arange(len(text.documents))
+    if n_windows < len(chosen):
+        chosen = rng.permutation(chosen)[:n_windows]                    # not the first ones of the file
+    for d in chosen.tolist():
+        ends = np.arange(longest, len(text.documents[d]), n_scored)     # n_scored apart: no target twice
         turns += [(turn, d, int(end)) for turn, end in enumerate(rng.permutation(ends))]
     return sorted((d, end) for _, d, end in sorted(turns)[:n_windows])
 

@@ -9,7 +9,7 @@ Legend: C = n_embd, H = n_head, G = n_kv_head, D channels of a head, R of them r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -531,12 +531,12 @@ ARCHITECTURES: dict[str, Architecture] = {
                                          MPT, Gemma3)}
 
 
-def choose(config: Config) -> Architecture:
+def choose(config: Config, among: Iterable[Architecture] = ARCHITECTURES.values()) -> Architecture:
     """The first architecture that can express this config. Raises UserError with every setting in the way."""
     def distance(architecture: Architecture) -> tuple[bool, int]:
         return config.position.encoding not in architecture.encodings, len(architecture.obstacles(config))
 
-    nearest = min(ARCHITECTURES.values(), key=distance)         # the first of equals
+    nearest = min(among, key=distance)          # the first of equals
     obstacles = nearest.obstacles(config)
     if obstacles:
         raise UserError(f"no supported Hugging Face architecture fits this model; the nearest, "

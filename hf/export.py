@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from config import Config, load_config, to_toml
 from data.tokenizer import Tokenizer
-from hf.architectures import choose
+from hf.architectures import ARCHITECTURES, choose
 from hf.pretrained import is_pretrained, read_config
 from hf.rope_parameters import LENGTH, Fields
 from hf.tokenizer import read_tokenizer, separator_name, tokenizer_json
@@ -93,9 +93,10 @@ def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:
     if not isinstance(config.position, RotaryOptions):
         return None
     position = config.position.model_copy(update={"scaling": scaling})
-    extended = config.model_copy(update={"position": position})
+    extended, folder = config.model_copy(update={"position": position}), Path(config.run.dir)
+    among = [read_config(folder)[0]] if is_pretrained(folder) else ARCHITECTURES.values()
     try:
-        fields = choose(extended).positions_json(extended)
+        fields = choose(extended, among).positions_json(extended)
     except UserError:
         return None
     # a base says nothing of the length; vLLM multiplies the length of "linear" by its factor

@@ -71,6 +71,4 @@ def read_rope_parameters(hf_config: Fields, max_length: int) -> tuple[Fields, in
     L = int(original or max_length)
     if kind in STORE_L:
         given.setdefault("factor", max_length / L)
-    numbers = {key: float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-               for key, value in given.items()}
-    return position | {"scaling": {"method": method, "original_length": L, **numbers}}, L
+    return position | {"scaling": {"method": method, "original_length": L, **given}}, L

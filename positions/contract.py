@@ -177,6 +177,10 @@ class Encoding(nn.Module):
         """
         return None
 
+    def tempered(self, q: Tensor, at: At) -> tuple[Encoding, Tensor, At]:
+        """What acts on queries (B, H, Tq, D) after a temperature, and both: itself, if there is none."""
+        return self, q, at
+
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
         """Mix features causally over time: those of all keys (B, H, Tk, F) -> at.features, as many.
 

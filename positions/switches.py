@@ -165,23 +165,18 @@ class Wrapper(Encoding):
 class Tempered(Wrapper):
     """An encoding whose queries are multiplied by a temperature, or whose logits: `applies_temperature`.
 
-    It is outermost, and `attend` takes it off before it calls `scores`.
+    It is outermost. Attention calls `tempered`, and then the hooks of the encoding inside.
     """
 
     def __init__(self, inner: Encoding, temperature: Temperature) -> None:
         super().__init__(inner)
-        self.temperature, self.has_scores = temperature, inner.has_scores       # type: ignore
+        self.temperature = temperature
 
-    def temper(self, q: Tensor, at: At) -> tuple[Tensor, At]:
-        """Queries (B, H, Tq, D) -> those of `inner`, and its `at`."""
+    def tempered(self, q: Tensor, at: At) -> tuple[Encoding, Tensor, At]:
         factor = self.temperature(at)
         if self.applies_temperature:    # PoPE, TAPA, BAM: by themselves
-            return q, at._replace(temperature=factor)
-        return (q * factor).to(q.dtype), at
-
-    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        q, at = self.temper(q, at)
-        return self.inner.rotate(q, k, at)
+            return self.inner, q, at._replace(temperature=factor)
+        return self.inner, (q * factor).to(q.dtype), at
 
 
 class ByHead(Wrapper):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from config import Config, differences, load_config
@@ -173,7 +173,7 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
 
     Returns their checksum. An encoding whose formula contains L (fire, integer_normalised) uses the new L.
     """
-    source, source_config, source_tokenizer = load_run(run_dir)
+    source, source_config, source_tokenizer, *_ = opened = open_run(run_dir)
     changes = differences(source_config, config, ["run", "data", "train", *MAY_CHANGE])
     if source_tokenizer.sha256 != tokenizer.sha256:
         changes.append(f"tokenizer: {source_tokenizer.name} -> {tokenizer.name}")
@@ -187,16 +187,7 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
     if source.is_dropped and not model.is_dropped:
         raise UserError(f"position.drop_at: {run_dir} has dropped its encoding; set position.drop_at=0")
     _load_strictly(model, source.state_dict(), Path(run_dir))
-    return weights_sha256(source)
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """Checksum of a model's weights, which differs between two checkpoints."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return str(opened.origin()["checkpoint_sha256"])
 
 
 def is_current(run_dir: Path, sha256: str) -> bool:

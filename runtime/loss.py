@@ -22,9 +22,7 @@ def mean_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     The product is in autocast's dtype, the rest in fp32 or fp64. NaN if no target is scored.
     """
     if len(x) * len(head) <= MAX_LOGITS:
-        logits = F.linear(x, head)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED)
+        return F.cross_entropy(in_fp32(F.linear(x, head)), targets, ignore_index=IGNORED)
     n_rows = max(1, MAX_LOGITS // len(head))
     n_rows = n_rows // 256 * 256 or n_rows                              # whole tiles of a matrix product
     if torch.is_grad_enabled():

@@ -34,7 +34,8 @@ def start(t: TrainConfig) -> Process:
 
     Raises UserError if the batch cannot be divided among them.
     """
-    device, world_size = pick_device(t.device), int(os.environ["WORLD_SIZE"])
+    device = pick_device(t.device)
+    world_size = int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1    # torchrun sets both
     if t.batch_size % (world_size * t.accumulate):
         raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {world_size} processes "
                         f"times train.accumulate = {t.accumulate}; change one of the three")
@@ -82,8 +83,8 @@ def sync_gradients(model: Any, is_on: bool) -> None:
 
 
 def mean_and_largest(process: Process, loss: Tensor, grad_norm: Tensor) -> Tensor:
-    """The mean loss and the largest gradient norm over processes, (2,) in fp64. Does not wait for a GPU."""
-    gathered = torch.zeros(process.world_size, 2, dtype=torch.float64, device=process.device)
+    """The mean loss and the largest gradient norm over processes, (2,). Does not wait for a GPU."""
+    gathered = torch.zeros(process.world_size, 2, device=process.device)
     gathered[process.rank, 0], gathered[process.rank, 1] = loss, unshard(grad_norm)
     all_reduce(process, gathered)
     return torch.stack((gathered[:, 0].mean(), gathered[:, 1].max()))

@@ -142,6 +142,8 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
     """The corpus that [data] describes, and the config with its vocabulary size. Raises UserError."""
     d = config.data
     corpus = Corpus(d.dir, d.cross_documents, d.mixture, bos=d.bos, mixture_only=d.mixture_only)
+    for length in {config.train.seq_len, *config.train.lengths.values()}:
+        corpus.require_windows(length)
     needed = corpus.meta["vocab_size"]
     # a multiple of 64 makes a large vocabulary's products faster on GPUs: 50,304 for GPT-2's 50,257
     size = config.model.vocab_size or (-needed % 64 + needed if needed > 2**12 else needed)

@@ -160,12 +160,15 @@ def summary(data: str) -> str:
     """One row for each encoding: how it was trained, and what becomes of it beyond L."""
     curves, near, distant = curves_of(data), tables_of(data), tables_of(f"{data}-far")
     far = distant["gain"].rows if distant else {}
-    rows = []
+    rows, made_by = [], {curve.label: json.loads((curve.runs[0].path / "summary.json").read_text())
+                         for curve in curves}
     for curve in sorted(curves, key=bits):
         gain, repeat = (near[key].rows[curve.label] for key in ("gain", "repeat"))
         gate = gate_of(curve, L)
-        rate = re.sub(r".*?-lr-(.*)-seed.*", r"\1", curve.runs[0].path.name).replace("-lr_scale-", " x ")
-        trained = json.loads((curve.runs[0].path / "summary.json").read_text())
+        trained = made_by[curve.label]
+        rate = re.sub(r".*?-lr-(.*?)-(lr_|seed).*", r"\1", curve.runs[0].path.name)
+        if trained["parameters"] > made_by["rope"]["parameters"]:       # its own
+            rate += f" x {curve.runs[0].config.position.lr_scale:g}"
         over = near["fixed-gain"].rows.get(curve.label, {}).get(str(L))
         rows.append([name_of(curve), rate, f"{trained['parameters']:,}", str(len(curve.runs)),
                      f"{gate.loss:.3f}", interval(over),

@@ -40,6 +40,8 @@ def test_every_shipped_config_is_valid_and_survives_the_round_trip(path: Path, t
     config = load_config(path, TUNED.get(path.stem, ()))
     assert load_config(write(tmp_path / "again.toml", to_toml(config))) == config
     assert config.run.dir == f"runs/{path.stem}"
+    odd = config.model_copy(update={"run": config.run.model_copy(update={"dir": "runs/\N{GRINNING FACE}"})})
+    assert load_config(write(tmp_path / "odd.toml", to_toml(odd))) == odd
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-124m-learned", "fineweb-edu"])

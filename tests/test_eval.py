@@ -20,7 +20,7 @@ from eval import ALL, main
 from evaluation import protocols, results, windows
 from evaluation.extension import EXTENSIONS, Extend
 from evaluation.protocols import EVERY, Evaluation, Settings, losses_at
-from evaluation.show import advice
+from evaluation.show import advice, table
 from evaluation.windows import (
     Text,
     Window,
@@ -86,6 +86,7 @@ def test_distant_tokens_are_those_that_the_judge_predicts_with_the_longest_conte
         assert record["tokens"] == n and record["nll_sum"] == pytest.approx(expected, rel=1e-4)
     assert e.deciding()["distant"] == {"longest": 128, "targets": 8, "windows": 20, "judge": "runs/judge",
                                        "length": 128}
+    assert "distant" in "".join(table(list(found.values()), [32, 64, 128], 32))
     with pytest.raises(UserError, match="distant requires --judge RUN"):
         evaluate(model, config, text, ["distant"])
     short = tiny("learned")                     # its table ends at 32 positions
@@ -126,6 +127,7 @@ def test_each_target_is_scored_once_and_the_same_at_every_length(longest: int, c
         assert all(w.start >= 0 and w.end < len(text.documents[w.document]) for w in windows)
     assert {d for d, _ in ends} == set(range(len(text.documents)))      # documents take turns
     assert ends == fixed_ends(text, longest, 8, 40, 0) != fixed_ends(text, longest, 8, 40, 1)
+    assert len({fixed_ends(text, longest, 8, 1, seed)[0][0] for seed in range(9)}) > 1  # not only the first
 
 
 @pytest.mark.parametrize("n_tokens", [65, 66, 128, 129, 130, 160, 161, 192, 193])
@@ -406,7 +408,7 @@ def test_L_is_needed_for_truncation_alone_and_can_be_overruled(evaluated, tmp_pa
         with pytest.raises(UserError, match="--train-length"):
             evaluated("--data", str(short), "--lengths", "8", "--protocol", protocol, "--judge", "runs/judge")
     evaluated("--lengths", "16", "--protocol", "rolling")               # so that words.json exists
-    evaluated("--data", str(short), "--lengths", "8,16", "--protocol", "rolling,nonoverlap,sliding")
+    evaluated("--data", str(short), "--lengths", "4,16", "--protocol", "rolling,nonoverlap,sliding")
     evaluated("--data", str(short), "--train-length", "16", "--protocol", "fixed", "--json",
               str(tmp_path / "L.json"))
     found = results.read(tmp_path / "L.json")
@@ -433,7 +435,7 @@ def test_an_evaluation_on_other_targets_is_refused_before_it_is_computed(
 
 
 @pytest.mark.parametrize(("change", "expected"), [
-    ({"weights_sha256": "0" * 64}, "another weights_sha256"), ({"dtype": "bfloat16"}, "another dtype"),
+    ({"checkpoint_sha256": "0" * 64}, "another checkpoint_sha256"), ({"dtype": "bfloat16"}, "another dtype"),
     ({"commit": None}, "another commit; .* --replace"), ("half", "damaged")])
 def test_records_of_another_model_or_code_and_damaged_ones_are_refused(change: dict | str, expected: str,
                                                                        evaluated, run_dir: Path) -> None:

@@ -16,10 +16,11 @@ from config import Config, load_config
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from hf.architectures import choose
-from hf.export import export
-from hf.pretrained import pretrained_tables
+from hf.export import export, rope_fields
+from hf.pretrained import pretrained_config, pretrained_tables
 from hf.tokenizer import tokenizer_json
 from positions import ENCODINGS
+from positions.scaling import YaRN
 from runtime.checkpoint import load_run
 from runtime.errors import UserError
 from train import train
@@ -99,6 +100,15 @@ def test_an_option_that_no_table_knows_is_in_the_way(tiny, monkeypatch) -> None:
             with pytest.raises(UserError, match=f"{section}.dream = 0.5"):
                 choose(config)
             object.__delattr__(part, "dream")
+
+
+def test_a_scaling_that_the_architecture_of_the_folder_lacks_is_not_written(tiny, tmp_path: Path) -> None:
+    """Phi3 has no YaRN, although with all channels rotated its config is Llama's."""
+    folder = saved(tiny("rope"), tmp_path / "hf")
+    for kind, is_written in (("llama", True), ("phi3", False)):
+        content = json.loads((folder / "config.json").read_text()) | {"model_type": kind}
+        (folder / "config.json").write_text(json.dumps(content))
+        assert bool(rope_fields(pretrained_config(folder), YaRN(factor=4.0), 128)) == is_written
 
 
 def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, tmp_path: Path, monkeypatch,

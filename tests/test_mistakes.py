@@ -25,6 +25,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "{config} run.dir={mine}", ["{mine}", "run.dir"]),
     ("train", "{config} train.device=cuda", ["train.device", "cuda"]),
     ("train", "{config} train.lengths={{0=7}}", ["train.lengths", "seq_len"]),
+    ("train", "{config} train.lengths={{0=12,1=32}} --dry-run", ["train.lengths", "which each must divide"]),
     ("train", "{config} train.dtype=float16 train.parallel=fsdp", ["bfloat16 or ddp"]),
     ("train", "{config} --no-such-option", ["--no-such-option"]),
     ("train", "{config} --lr 1e-3", ["train.lr="]),
@@ -38,6 +39,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("eval", "{run} --lengths 99999", ["99999", "--lengths"]),
     ("eval", "{run} --protocol fixd", ["fixd", "fixed"]),
     ("eval", "{run} --protocol fixed,distant", ["distant requires --judge RUN"]),
+    ("eval", "{hf} --data {text} --protocol trigram", ["--protocol trigram", "(none)"]),
     ("eval", "{run} --extend yran", ["yran", "yarn"]),
     ("eval", "{run} --extend yarn:beta=2", ["yarn.beta", "did you mean beta_"]),
     ("eval", "{learned} --extend yarn --lengths 16", ["yarn", "learned"]),
@@ -56,6 +58,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("sweep", "{config} --grid train.lr", ["--grid train.lr"]),
     ("sweep", "{config} --grid train.bach_size=1,2", ["batch_size"]),
     ("sweep", "{config} --workers 0", ["--workers 0"]),
+    ("sweep", "{config} --slurm timeout_min=5", ["--submitit FOLDER"]),
     ("sample", "nowhere", ["nowhere", "config.toml"]),
     ("sample", "{run} --tokens 0", ["--tokens"]),
     ("sample", "{run} --temperature nan", ["--temperature nan"]),
@@ -77,6 +80,8 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("data.prepare", "{text} --val-share 0 --out {out}", ["--val-share 0.0"]),
     ("data.prepare", "{text} --limit-tokens 0 --out {out}", ["--limit-tokens 0"]),
     ("data.prepare", "stdlib --length 64 --out {out}", ["--length"]),
+    ("data.prepare", "needles variables --out {out}", ["source needles", "data.mixture"]),
+    ("data.prepare", "addition --length 8 --out {out}", ["--length 16"]),
 ]
 
 

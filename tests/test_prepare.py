@@ -69,6 +69,15 @@ def test_what_is_no_corpus_is_never_replaced(tmp_path: Path, monkeypatch) -> Non
     assert default_out(".") == default_out("hf:.") == Path("data/source") and default_out("..").name != ".."
 
 
+def test_a_corpus_by_another_tokenizer_of_the_same_name_stays(tmp_path: Path) -> None:
+    for name, text in (("a", words(0, 900)), ("b", words(900, 1800))):
+        (tmp_path / f"{name}.txt").write_bytes(text)
+        prepare(str(tmp_path / f"{name}.txt"), tmp_path / name, "bpe:300")
+    with pytest.raises(UserError, match="holds a corpus by another tokenizer, bpe:300, whose"):
+        prepare(str(tmp_path / "a.txt"), tmp_path / "a", str(tmp_path / "b"))
+    prepare(str(tmp_path / "a.txt"), tmp_path / "a", str(tmp_path / "a"))
+
+
 def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     with FileLock(tmp_path / ".out.lock"), pytest.raises(UserError, match="another process is preparing it"):
@@ -83,7 +92,7 @@ def test_text_that_is_odd_is_told_in_a_line(text: bytes, expected: str, tmp_path
     (tmp_path / "a.txt").write_bytes(text)
     for tokenizer in ("byte", "bpe:257"):
         if tokenizer != "byte":
-            with pytest.raises(UserError, match="holds a corpus by byte.*--replace"):
+            with pytest.raises(UserError, match="by another tokenizer, byte, .*--replace"):
                 prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer)
         prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer, replace=True)
         told = capsys.readouterr().err

@@ -138,6 +138,12 @@ def test_offline_a_dataset_is_read_from_the_hubs_cache(tmp_path: Path, monkeypat
     meta = prepare("hf:some/books:raw", tmp_path / "out", "byte")
     assert (meta["source"], meta["revision"]) == ("hf:some/books:raw", "c0ffee")
     assert len(both(tmp_path / "out")[0]) == 100 and sorted(cached.rglob("*")) == before
+    lines = ["", " = One = \n", "", " Text . \n", "", " = Two = \n", "", " More . \n"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "facade"))
+    write_table(tmp_path / "facade" / "train-0.parquet", lines)
+    write_table(tmp_path / "facade" / "validation.parquet", lines)
+    prepare("hf:some/wikitext", tmp_path / "lines", "byte")
+    assert len(both(tmp_path / "lines")[0]) == 2                        # documents, not lines
 
 
 def test_headings_open_the_articles_of_wikitext(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -195,8 +194,7 @@ def scored(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecutive:
     if encoding.by_distance and is_consecutive and at.temperature is None:
         of_distance = bias_at(encoding, falling(at), q, at)             # (H, P), each distance once
         return logits + slanted(of_distance[:, None].expand(-1, logits.shape[2], -1))
-    with torch.autocast(q.device.type, enabled=False) if encoding.by_distance else nullcontext():
-        return encoding.scores(logits, q, k, at)                        # bfloat16 would merge far distances
+    return encoding.scores(logits, q, k, at)
 
 
 def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask) -> Iterator[tuple[slice, slice]]:

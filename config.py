@@ -132,8 +132,8 @@ class TrainConfig(Section):
     seq_len: int = Field(256, ge=2)
     """tokens per sequence: the training length L"""
     lengths: dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[int, Field(ge=2)]] = {}
-    """training lengths from a step on, such as { 0 = 128, 2000 = 512 }, the last of them seq_len. A step
-    always has batch_size * seq_len tokens"""
+    """training lengths from a step on, such as { 0 = 128, 2000 = 512 }, the last of them seq_len, which
+    each must divide. A step always has the same tokens: its windows are cut"""
     init_from: str = ""
     """a run or a Hugging Face folder whose weights initialise this run. It also provides [model], [position]
     and seq_len where the config does not set them; a longer seq_len fine-tunes the weights"""

@@ -87,22 +87,25 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     its divisor (train.accumulate, unless a mask leaves out targets), add up to the mean loss of the batch.
     """
     t = config.train
-    if lengths := [length for first, length in t.lengths.items() if int(first) <= step]:
-        t = t.model_copy(update={"seq_len": lengths[-1],
-                                 "batch_size": t.batch_size * t.seq_len // lengths[-1]})
     batch = list(corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size))
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
     n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
+    T = [t.seq_len, *(length for first, length in t.lengths.items() if int(first) <= step)][-1]
     if t.positions != "plain":
-        batch.append(training_positions(t, step)[process.rank::process.world_size])     # type: ignore[index]
+        short = t.model_copy(update={"seq_len": T, "batch_size": t.batch_size * t.seq_len // T})
+        positions = training_positions(short, step).view(t.batch_size, t.seq_len)       # type: ignore[union-attr]
+        batch.append(positions[process.rank::process.world_size])
+    batch = [x.reshape(-1, T) for x in batch]           # train.lengths cuts the windows: the same tokens
+    if corpus.bos:
+        batch[0][:, 0] = corpus.meta["eot"]
     if process.device.type not in ("cpu", "mps"):
         batch = [x.pin_memory() for x in batch]         # from there a GPU copies while the CPU goes on
-    inputs, targets, *positions = (x.to(process.device, non_blocking=True).chunk(t.accumulate)
+    inputs, targets, *given = (x.to(process.device, non_blocking=True).chunk(t.accumulate)
                                    for x in batch)
     for part, (x, y, n) in enumerate(zip(inputs, targets, n_own, strict=True)):
         # without targets the mean is NaN; any others do, since the loss is divided by infinity
         y, divisor = (y, n_scored / n) if n else (x, math.inf)
-        yield x, y, positions[0][part] if positions else None, packed_documents(x, config, corpus), divisor
+        yield x, y, given[0][part] if given else None, packed_documents(x, config, corpus), divisor
 
 
 def packed_documents(tokens: Tensor, config: Config, corpus: Corpus) -> Tensor | None:

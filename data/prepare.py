@@ -56,7 +56,7 @@ LEARN_BYTES = 2**27             # most text that bpe:N learns from
 LEARN_PIECE = 2**14             # bytes that are learned from at a time
 TOGETHER = 256                  # documents that are encoded on all cores, then written
 DEFAULTS = Options()
-CORPUS_FILES = {"meta.json", TOKENIZER_FILE, "verified.json",           # verified.json: of earlier versions
+CORPUS_FILES = {"meta.json", TOKENIZER_FILE,
                 *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy", "mask.bin"))}
 
 

@@ -2,7 +2,7 @@
 
 The same text is scored for every seed, so the two are crossed, not nested: d[s, u] = mean + seed[s] + text[u]
 + rest[s, u], per token. One component of variance is estimated for each, and Student's t allows for how few
-seeds and units of text there are. Seeds of two curves are not paired: runs that share one are no more alike.
+seeds and units of text there are. Seeds of two curves are not paired: sharing one makes runs hardly alike.
 tests/test_intervals.py checks on simulated studies that the intervals cover the truth at their rate.
 
 Legend: S seeds, U units of text: documents, or windows if there are few documents.

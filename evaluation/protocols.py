@@ -406,7 +406,9 @@ class Position(Protocol):
 class Repeat(Protocol):
     """Does the model use distant context? A passage of the text occurs twice, some tokens apart.
 
-    The number is how much lower its loss is at the second occurrence.
+    The number is how much lower its loss is at the second occurrence. A model that ignores the first one is
+    somewhat below 0, since less of the passage's own text comes before the second. The control has another
+    window's passage in place of the first.
     """
 
     title, form, deciding = "Repeated text", REPETITION, ("longest", "targets", "windows")
@@ -423,14 +425,20 @@ class Repeat(Protocol):
         tokens, first, second = repeated(self.stretches(e), length, e.L)
         (losses, _), seconds = e.probe(self.name, length, tokens, np.concatenate((first, second)))
         nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
+        passage = slice(int(first[0]) - len(first), int(first[-1]) + 1)         # its second half is scored
+        control = tokens.copy()
+        control[:, passage] = np.roll(tokens[:, passage], 1, axis=0)
+        (without, _), more = e.probe(self.name, length, control, second)
         documents = np.array([d for d, _ in e.ends])
-        e.keep(self.name, length, {"nll": nll.sum(axis=1), "first_nll": nll_first.sum(axis=1),
-                                   "tokens": np.full(len(nll), nll.shape[1]), "document": documents})
+        e.keep(self.name, length, {
+            "nll": nll.sum(axis=1), "first_nll": nll_first.sum(axis=1), "control_nll": without.sum(axis=1),
+            "tokens": np.full(len(nll), nll.shape[1]), "document": documents})
         is_text = type(self) is Repeat
         return [e.record(self.name, length, nll, nll.size,
                          int(e.byte_lengths[tokens[:, second]].sum()) if is_text else None,
-                         len({*documents.tolist()}) if is_text else None, seconds, distance=distance,
-                         first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()))]
+                         len({*documents.tolist()}) if is_text else None, seconds + more, distance=distance,
+                         first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()),
+                         use=float((without - nll).mean()))]
 
 
 class Copy(Repeat):

@@ -38,8 +38,9 @@ def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator
             yield pd.DataFrame(cells).to_string(na_rep="-")
         for (protocol, length), r in found.items():
             if "distance" in r:
+                use = f", over the control {r['use']:+z.3f}" if "use" in r else ""     # not in older records
                 yield (f"{protocol:11} {r['distance']:6} tokens apart: gain on the second copy "
-                       f"{r['gain']:+z.3f} nats/token")
+                       f"{r['gain']:+z.3f} nats/token{use}")
             elif "symbols" in r:
                 yield f"{protocol:11} {r['symbols']:6} symbols: correct {r['correct']}/{r['trials']}"
             elif "depth" in r:

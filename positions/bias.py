@@ -25,16 +25,12 @@ MOST_HIDDEN_GPU = 2**26     # on other devices: 256 MB, in few large kernels
 
 
 def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At) -> Tensor:
-    """What an encoding that is `by_distance` adds to logits of q (B, H, Tq, D) at distances (P,), (H, P).
-
-    Outside autocast: in bfloat16 a layer that maps distances would merge thousands of them.
-    """
+    """What an encoding that is `by_distance` adds to logits of q (B, H, Tq, D) at distances (P,), (H, P)."""
     H, P, dtype = q.shape[1], len(distance), torch.promote_types(q.dtype, torch.float32)
     none, logits = q.new_zeros(()), torch.zeros(1, H, 1, P, device=q.device, dtype=dtype)
     at = at._replace(q_pos=torch.zeros_like(distance[None, :1]), k_pos=-distance[None], temperature=None)
     q, k = none.expand(1, H, 1, q.shape[3]), none.expand(1, H, P, q.shape[3])
-    with torch.autocast(q.device.type, enabled=False):
-        return encoding.scores(logits, q, k, at)[0, :, 0]
+    return encoding.scores(logits, q, k, at)[0, :, 0]
 
 
 def slanted(products: Tensor) -> Tensor:

@@ -138,8 +138,8 @@ class Encoding(nn.Module):
     options. Cast positions to fp32; leave parameters in their dtype, since the laws run in fp64. One instance
     serves all layers: parameters that differ among layers have an axis 0 of n_layer, indexed by at.layer, and
     one per query head (H), not per key head (G, which may be fewer). A subclass of RoPE in
-    positions/rotary.py gets every scaling and every method of --extend; it overrides `frequencies` or
-    `rotate`, and its options subclass RotaryOptions.
+    positions/rotary.py gets every scaling and every method of --extend; it overrides `rotate`, or
+    `frequencies`, to change what super().frequencies returns, and its options subclass RotaryOptions.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -156,7 +156,10 @@ class Encoding(nn.Module):
     rotates_values: bool = False    # are values and results rotated too, by `turn_values` and `turn_back`?
 
     def __init__(self, shape: Shape, options: Any) -> None:
-        """Make the parameters. `options`, an instance of the class's Options, is the config's [position]."""
+        """Make the parameters. `options`, an instance of the class's Options, is the config's [position].
+
+        Read no tensor's value, unless the tensor has device="cpu": --dry-run makes the rest without memory.
+        """
         super().__init__()
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -174,6 +177,7 @@ class Encoding(nn.Module):
         """What a token carries besides its key, from the layer's input x (B, T, C): (B, H, T, F), or None.
 
         It is cached with the key; `rotate` and `scores` get those of all keys, after `mix`, as at.features.
+        The queries are the last of the keys: theirs are at.features[:, :, -Tq:].
         """
         return None
 
@@ -206,7 +210,7 @@ class Encoding(nn.Module):
         return y
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        """Change logits (B, H, Tq, Tk), fp32 and over sqrt(D), of a block of queries and the keys they see.
+        """New logits from logits (B, H, Tq, Tk), fp32, over sqrt(D), of a block of queries and keys they see.
 
         Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
         there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,

@@ -32,9 +32,9 @@ from runtime.files import flush, read_json, sha256_of
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 # keys of [model] and [position] that may change when a run begins from another one's weights
-MAY_CHANGE = ("model.dropout", "model.flex", *(f"position.{key}" for key in (
-    "scaling", "base", "layers", "skip_every", "temperature", "temperature_layers", "scale_invariant",
-    "drop_at", "lr_scale")))
+MAY_CHANGE = (*(f"model.{key}" for key in ("dropout", "flex", "window", "chunk", "full_every")), *(
+    f"position.{key}" for key in ("scaling", "base", "layers", "skip_every", "temperature",
+                                  "temperature_layers", "scale_invariant", "drop_at", "lr_scale")))
 
 
 def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict[str, Any],
@@ -154,6 +154,8 @@ def open_run(run_dir: str | Path, which: str = "newest", device: str = "auto") -
     """What `load_run` returns, at any checkpoint, and where it comes from. Raises UserError."""
     run_dir, place = Path(run_dir), pick_device(device)
     if is_pretrained(run_dir):
+        if which != "newest":
+            raise UserError(f"--checkpoint {which}: a Hugging Face folder has only one; leave it out")
         model, config, tokenizer = load_pretrained(run_dir)
         return Opened(model.to(place).eval(), config, tokenizer, files_sha256=files_sha256(run_dir))
     if not (run_dir / "config.toml").is_file():

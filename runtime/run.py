@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
 import signal
 import subprocess
@@ -142,8 +143,7 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
     """The corpus that [data] describes, and the config with its vocabulary size. Raises UserError."""
     d = config.data
     corpus = Corpus(d.dir, d.cross_documents, d.mixture, bos=d.bos, mixture_only=d.mixture_only)
-    for length in {config.train.seq_len, *config.train.lengths.values()}:
-        corpus.require_windows(length)
+    corpus.require_windows(config.train.seq_len)
     needed = corpus.meta["vocab_size"]
     # a multiple of 64 makes a large vocabulary's products faster on GPUs: 50,304 for GPT-2's 50,257
     size = config.model.vocab_size or (-needed % 64 + needed if needed > 2**12 else needed)
@@ -186,7 +186,7 @@ def make_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
         if (corpus.folder / TOKENIZER_FILE).exists():
             tokenizer = (corpus.folder / TOKENIZER_FILE).read_text(encoding="utf-8")
             write_whole(run_dir / TOKENIZER_FILE, tokenizer)
-        if changes := git("diff", "HEAD"):
+        if changes := code_changes():
             write_whole(run_dir / "code.diff", changes.decode(errors="replace"))
         write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
 
@@ -242,12 +242,14 @@ def git(*arguments: str) -> bytes:
         return b""
 
 
-def git_revision() -> str | None:
-    """The commit of this code, or with changes "COMMIT-dirty-HASH8". None without a checkout or git.
-
-    The hash is of `git diff HEAD` and of the Python files that git does not track.
-    """
-    root, commit = Path(__file__).resolve().parent.parent, git("rev-parse", "HEAD").decode().strip()
+def code_changes() -> bytes:
+    """`git diff HEAD`, and as a patch the Python files that git does not track."""
     untracked = git("ls-files", "-z", "--others", "--exclude-standard", "*.py").decode().split("\0")[:-1]
-    changes = b"".join([git("diff", "HEAD"), *((root / name).read_bytes() for name in untracked)])
+    new = [git("diff", "--no-index", os.devnull, name) for name in untracked]
+    return b"".join([git("diff", "HEAD"), *new])
+
+
+def git_revision() -> str | None:
+    """The commit of this code, or with changes "COMMIT-dirty-HASH8". None without a checkout or git."""
+    commit, changes = git("rev-parse", "HEAD").decode().strip(), code_changes()
     return (f"{commit}-dirty-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit) or None

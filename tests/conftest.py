@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from config import Config, load_config
 from data.prepare import prepare
 from model import GPT
-from positions import ENCODINGS, Encoding
+from positions import ENCODINGS
 from runtime.command import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,12 +147,6 @@ def lively(config: Config, seed: int = 0) -> GPT:
 def tokens(shape: tuple[int, int], seed: int = 0, vocab_size: int = 257) -> torch.Tensor:
     """Random ids."""
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def features_of(encoding: Encoding, x: torch.Tensor, layer: int = 0) -> torch.Tensor | None:
-    """What the hooks of a layer get as at.features where its input is x (B, T, C)."""
-    features = encoding.features(x, layer)
-    return None if features is None else encoding.mix(features, layer, None)
 
 
 every_encoding = pytest.mark.parametrize("name", ENCODINGS)

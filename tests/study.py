@@ -14,6 +14,7 @@ from pathlib import Path
 
 from docs.gallery import ROOT, table, update
 from evaluation.comparison import Curve, frame_of, gate_of, make_curves, make_tables
+from evaluation.intervals import two_way, units_of
 from evaluation.pictures import draw_table
 from evaluation.report import Cell, Table
 from evaluation.results import read
@@ -98,6 +99,24 @@ def tuned() -> dict[str, list[Path]]:
     return runs
 
 
+def control() -> str:
+    """One row for each run: the gain on a passage 16 L before, and over another passage in its place."""
+    rows = []
+    for path in sorted((*RUNS.glob("*/eval/books-control.json"), *ROWS.glob("*/*/eval/books-control.json"))):
+        rows.append([re.sub("-lr-.*", "", path.parts[-3])])
+        for data in TEXTS:
+            windows = read(path.with_name(f"{data}-control.json")).windows
+            nll, first, other, tokens, document = (windows[f"plain/repeat/{16 * L}/{name}"] for name in (
+                "nll", "first_nll", "control_nll", "tokens", "document"))
+            units = units_of(document)
+            assert units
+            for better in (first - nll, other - nll):
+                found = two_way(units.sums(better[None]), units.sums(tokens))
+                rows[-1].append(interval(Cell(found.value, None, found.low, found.high)))
+    return table(["run", *(f"{text}: {what}" for text in TEXTS.values() for what in (
+        "over the first time", "over another passage"))], rows)
+
+
 def needles() -> str:
     """One row for each encoding: needles found, a number for each run, and by depth the mean of the runs."""
     rows, order = {}, {}
@@ -177,8 +196,9 @@ def summary(data: str) -> str:
                      interval(repeat.get(str(L // 2))), interval(repeat.get(FAR_REPEAT))])
     scored = next(r for r in curves[0].runs[0].records if r["protocol"] == "fixed")
     head = f"encoding (a trigram has {gate.trigram:.3f})"
+    commits = sorted({one["git_revision"][:7] for one in made_by.values()})
     made = (f"\n\n{scored['tokens']:,} tokens, {scored['bytes']:,} bytes, {scored['documents']} documents; "
-            f"trained in {trained['dtype']} at commit {trained['git_revision'][:7]}.")
+            f"trained in {trained['dtype']} at commit {', '.join(commits)}.")
     columns = ["rate", "parameters", "seeds", "loss at L", "over rope at L", "gain of 2 L", "gain of 16 L",
                *["gain of 64 L"] * bool(far), "repeat at L", "repeat at 16 L"]
     return table([head, *columns], rows) + made
@@ -211,7 +231,8 @@ def methods(data: str) -> str:
     if not curves:
         return "Not measured yet."
     found, seconds = tables_of(f"{data}-methods"), costs()
-    rows = [[curve.label,
+    failed = {curve.label for curve in curves_of(data) if gate_of(curve, L).is_failed}
+    rows = [[f"*{curve.label}*" if curve.label.split(" + ")[0] in failed else curve.label,
              *(interval(found["gain"].rows[curve.label].get(str(n * L))) for n in (2, 4, 16)),
              *(interval(found["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16)),
              f"{seconds[curve.extend] / seconds[None]:.1f}" if curve.extend in seconds else "-"]
@@ -231,6 +252,7 @@ def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
 def blocks() -> Iterator[tuple[str, str]]:
     """Name -> each generated part of the page."""
     yield "overview", overview()
+    yield "control", control()
     yield "needles", needles()
     yield "needles methods", methods_on_needles()
     yield "algorithms", algorithms()

@@ -42,6 +42,7 @@ def test_top_k_and_temperature(tiny) -> None:
     assert torch.equal(generate(model, x, 9, temperature=0), greedy)
     assert torch.equal(generate(model, x, 9, 1.0, top_k=1), generate(model, x, 9, 0))
     assert torch.equal(generate(model, x, 9, 1e-4, seed=3), generate(model, x, 9, 0))
+    assert torch.equal(generate(model, x, 9, 5.0, seed=3), generate(model, x, 9, 5.0, seed=3))
     draws = {generate(model, x, 1, 5.0, top_k=3, seed=seed)[0, -1].item() for seed in range(40)}
     assert draws == set(model(x)[0, -1].topk(3).indices.tolist())
 

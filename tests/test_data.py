@@ -11,6 +11,7 @@ from conftest import words
 
 from data.loader import Corpus, read_meta
 from data.prepare import prepare
+from data.tokenizer import ByteTokenizer
 from runtime.errors import UserError
 
 
@@ -26,7 +27,10 @@ def documents_of(corpus: Corpus, split: str) -> list[bytes]:
     return [bytes(ids[1:].astype(np.uint8)) for ids in corpus.documents(split)]     # without the separator
 
 
-def test_every_byte_of_every_document_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("eot", [256, 70_000])          # ids of 16 bits and of 32
+def test_every_byte_of_every_document_comes_back(eot: int, tmp_path: Path, monkeypatch) -> None:
+    for key, value in {"eot": eot, "vocab_size": eot + 1, "special": {*range(256, eot + 1)}}.items():
+        monkeypatch.setattr(ByteTokenizer, key, value)
     texts = {f"{i}.txt": words(i, 50 + i) for i in range(30)}
     texts |= {"deep/er/b.txt": bytes(range(256)), "empty.txt": b""}
     meta = prepare(str(write_texts(tmp_path / "source", texts)), tmp_path / "out", "byte")

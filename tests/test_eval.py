@@ -434,8 +434,19 @@ def test_an_evaluation_on_other_targets_is_refused_before_it_is_computed(
     assert len(results.read(run_dir / "eval" / "words.json").records) == len(before)
 
 
+def test_the_dtype_of_the_flag_is_used_and_recorded(evaluated, run_dir: Path) -> None:
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        short = ("--lengths", "32", "--protocol", "fixed", "--dtype", dtype, "--replace")
+        losses += [record["nll_sum"] for record in evaluated(*short)[0].values()]
+        head = results.read(run_dir / "eval" / "words.json").head
+        assert (head["dtype"], head["train_dtype"]) == (dtype, "float32")
+    assert 0 < abs(losses[0] - losses[1]) < 1
+
+
 @pytest.mark.parametrize(("change", "expected"), [
     ({"checkpoint_sha256": "0" * 64}, "another checkpoint_sha256"), ({"dtype": "bfloat16"}, "another dtype"),
+    ({"train_dtype": "bfloat16"}, "another train_dtype"),
     ({"commit": None}, "another commit; .* --replace"), ("half", "damaged")])
 def test_records_of_another_model_or_code_and_damaged_ones_are_refused(change: dict | str, expected: str,
                                                                        evaluated, run_dir: Path) -> None:

@@ -14,7 +14,8 @@ from runtime.optimizer import Muon, make_optimizer, orthogonal, set_learning_rat
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_is_in_one_group(name: str, optimizer: str, tiny) -> None:
     """Muon's are the matrices of the layers; only matrices decay, and not those of the encoding."""
-    config = tiny(name, f"train.optimizer={optimizer}", "model.bias=true", "model.norm=layernorm")
+    config = tiny(name, f"train.optimizer={optimizer}", "model.bias=true", "model.norm=layernorm",
+                  "train.beta1=0.7", "train.beta2=0.8", "train.weight_decay=0.3")
     model = GPT(config)
     whole = make_optimizer(model, config)
     groups = whole.param_groups
@@ -24,7 +25,8 @@ def test_every_parameter_is_in_one_group(name: str, optimizer: str, tiny) -> Non
     moved = [p for group in groups for p in group["params"]]
     assert len(moved) == len(set(moved)) and set(moved) == set(model.parameters())
     by_muon = {p for group in groups if "momentum" in group for p in group["params"]}
-    decayed = {p for group in groups if group["weight_decay"] for p in group["params"]}
+    decayed = {p for group in groups if group["weight_decay"] == 0.3 for p in group["params"]}
+    assert {group.get("betas", group.get("momentum")) for group in groups} - {0.7} == {(0.7, 0.8)}
     for path, p in model.named_parameters():
         assert (p in by_muon) == (optimizer == "muon" and path.startswith("blocks.") and p.dim() == 2), path
         assert (p in decayed) == (p.dim() == 2 and not path.startswith("encoding.")), path

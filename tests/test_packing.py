@@ -1,6 +1,5 @@
 """Windows of packed documents and mixtures of corpora: who sees what, and who gives how much."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from conftest import every_encoding_slowly, lively, tokens, words
 from data.loader import MIX, Corpus
 from data.prepare import prepare
 from model import GPT
-from runtime.errors import UserError
 from train import train
 
 EOT = 256
@@ -136,13 +134,3 @@ def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: P
         assert later[0] == later[1]
     halves = [start for rank in range(2) for _, start in curriculum.places(32, 8, 1, 2, rank, 2)]
     assert sorted(halves) == sorted(start for _, start in curriculum.places(32, 8, 1, 2))
-
-
-def test_a_mixture_trains_resumes_and_belongs_to_the_run(tiny, other_dir: Path, tmp_path: Path) -> None:
-    mixture = f'data.mixture={{"{other_dir}"=0.5}}'
-    config = tiny("rope", mixture)
-    assert train(config, []) == 0
-    assert list(json.loads((tmp_path / "run" / "corpus.json").read_text())["mixture"]) == [str(other_dir)]
-    assert train(config, []) == 0                                       # finished: all is the same
-    with pytest.raises(UserError, match="data.mixture"):
-        train(tiny("rope"), [])

@@ -14,6 +14,7 @@ from config import load_config
 from evaluation.extension import extended, parse
 from model import GPT
 from positions import ENCODINGS, At, Options
+from positions.rotary import RoPE
 from positions.scaling import SCALINGS
 from runtime.device import autocast
 from runtime.errors import UserError
@@ -374,3 +375,10 @@ def test_positions_beyond_a_limit_are_refused() -> None:
 def test_options_that_make_no_sense_are_refused(name: str, overrides: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         config_of(name, overrides)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ENCODINGS.items() if issubclass(kind, RoPE)])
+def test_a_scaling_acts_on_every_rotary_encoding(name: str) -> None:
+    """Else a subclass whose `frequencies` are its own would ignore scalings and --extend in silence."""
+    scaled = model_of(name, 'position.scaling={method="pi",factor=4.0}')
+    assert not torch.equal(model_of(name)(tokens((1, 20))), scaled(tokens((1, 20))))

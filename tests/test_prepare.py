@@ -1,17 +1,14 @@
 """Preparing: the corpus appears whole or not at all; odd text is told."""
 
-import errno
 import json
-import os
 from pathlib import Path
 
 import pytest
 from conftest import words
 from filelock import FileLock
 
-from data import prepare as prepare_module
 from data.loader import Corpus
-from data.prepare import Writer, default_out, prepare
+from data.prepare import default_out, prepare
 from runtime.errors import UserError
 
 
@@ -28,31 +25,6 @@ def write_source(folder: Path) -> Path:
     rows = [{"text": words(i, 20 * (i % 7)).decode()} for i in range(80)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))])
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe:280"])
-def test_interrupted_it_leaves_nothing_and_the_same_command_starts_over(tokenizer: str, stop: BaseException,
-                                                                        tmp_path: Path, monkeypatch) -> None:
-    source, out = write_source(tmp_path / "source"), tmp_path / "out"
-    prepare(str(source), tmp_path / "straight", tokenizer)
-
-    def interrupted(self, document):
-        if document.name.endswith("rows.jsonl, document 9"):
-            raise stop
-        return encode(self, document)
-
-    encode, partial = Writer.encode, tmp_path / ".out.partial"
-    monkeypatch.setattr(prepare_module, "TOGETHER", 3)                  # documents come in other groups, too
-    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, UserError)) as caught:
-        patch.setattr(Writer, "encode", interrupted)
-        prepare(str(source), out, tokenizer)
-    assert stop is KeyboardInterrupt or f"{partial}: No space left on device" in str(caught.value)
-    assert not out.exists() and not partial.exists()
-    partial.mkdir()                                                     # as after a kill
-    (partial / "val.mask.bin").write_bytes(b"half of a file")
-    prepare(str(source), out, tokenizer)
-    assert contents(out) == contents(tmp_path / "straight") and not partial.exists()
 
 
 def test_what_is_no_corpus_is_never_replaced(tmp_path: Path, monkeypatch) -> None:

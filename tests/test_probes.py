@@ -73,6 +73,12 @@ def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> No
             first, second = first + losses[11:15].sum().item(), second + losses[-4:].sum().item()
         assert r["first_nll_sum"] == pytest.approx(first, rel=1e-4)
         assert r["nll_sum"] == pytest.approx(second, rel=1e-4)
+        control = np.stack([found.text.documents[d][end - 128:end] for d, end in found.ends])
+        control = np.concatenate((control[:, :r["length"] - 8], control[:, 8:16]), axis=1).astype(np.int64)
+        control[:, 8:16] = np.roll(control[:, 8:16], 1, axis=0)         # another window's passage comes first
+        ids = torch.from_numpy(control)
+        losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
+        assert r["use"] == pytest.approx(losses[:, -4:].mean().item() - r["nll_sum"] / r["tokens"], abs=1e-4)
         assert r["bytes"] == r["tokens"] == 4 * len(found.ends)
 
 

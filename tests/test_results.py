@@ -33,8 +33,13 @@ def test_the_tables_of_the_study_are_computed_from_its_runs(page: Path) -> None:
 
 
 def test_each_figure_in_the_text_of_the_study_is_in_its_tables() -> None:
-    """A number with a decimal point, outside of tables and code, is one of a cell, rounded to its digits."""
+    """A number with a decimal point, outside of tables and code, is one of a cell, rounded to its digits.
+
+    One with an interval is that of a cell with both its ends.
+    """
     cells = [abs(float(x)) for block in blocks().values() for x in re.findall(r"\d+\.\d+", block)]
+    intervals = {(value, *sorted(ends)) for block in blocks().values() for value, *ends in re.findall(
+        r"[+-](\d+\.\d+) \[[+-](\d+\.\d+), [+-](\d+\.\d+)\]", block)}
     sections = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", study.README.read_text(), re.MULTILINE))
     readme = [sections[name] for name in ("Results", "Longer contexts for a trained model")]
     for text in (*(page.read_text() for page in study.PAGES[1:]), *readme):
@@ -42,6 +47,8 @@ def test_each_figure_in_the_text_of_the_study_is_in_its_tables() -> None:
         for number in re.findall(r"(?<![\w.])\d+\.\d+\b", prose):
             digits = len(number.partition(".")[2])
             assert number in GIVEN or any(f"{cell:.{digits}f}" == number for cell in cells), number
+        for value, *ends in re.findall(r"(\d+\.\d\d)(?: nats)?\s\[(\d+\.\d+),\s(\d+\.\d+)\]", prose):
+            assert (value, *sorted(ends)) in intervals, (value, ends)
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:

@@ -158,6 +158,7 @@ def test_the_code_of_a_run_is_named_with_its_changes(tmp_path: Path, monkeypatch
         found.append(git_revision())
     assert found[0] == commit and len(set(found)) == 4
     assert all(len(one) == len(f"{commit}-dirty-") + 8 for one in found[1:])
+    assert b"+a = 3" in run_module.code_changes() and b"+b = 1" in run_module.code_changes()
 
 
 @pytest.mark.slow
@@ -276,15 +277,18 @@ def test_an_overflow_halves_the_scale_and_is_not_a_bad_step(tiny, monkeypatch) -
     assert state["scaler"]["scale"] <= 2.0**39
 
 
-def test_lengths_change_the_windows_not_the_tokens_of_a_step(tiny, monkeypatch) -> None:
-    shapes, forward = [], GPT.forward
+def test_lengths_change_the_windows_not_the_tokens_of_a_step(tiny, tmp_path: Path, monkeypatch) -> None:
+    seen, forward = [], GPT.forward
 
     def noted(self: GPT, x: Tensor, *arguments: object, **options: object) -> Tensor:
-        shapes.extend([tuple(x.shape)] * self.training)
+        seen.extend([x] * self.training)
         return forward(self, x, *arguments, **options)
 
     monkeypatch.setattr(GPT, "forward", noted)
     assert train(tiny("rope", "train.lengths={0 = 8, 5 = 16, 9 = 32}"), []) == 0
+    shapes = [tuple(x.shape) for x in seen]
+    assert train(tiny("rope", f"run.dir={tmp_path / 'whole'}"), []) == 0
+    assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(seen[:12], seen[12:], strict=True))
     assert shapes == [(16, 8)] * 5 + [(8, 16)] * 4 + [(4, 32)] * 3
 
 

@@ -125,8 +125,8 @@ def test_there_and_back_is_the_same_bits(case: str, one: One, tmp_path: Path) ->
     assert len(list((one.folder / "theirs").glob("*.safetensors"))) > 1
     ours, theirs = load_run(one.folder / "ours"), load_run(one.folder / "theirs")
     assert ours[1].model == theirs[1].model and ours[1].position == theirs[1].position
-    assert ours[1].train.seq_len == theirs[1].train.seq_len == getattr(
-        getattr(one.config.position, "scaling", None), "original_length", None) or one.config.train.seq_len
+    L = getattr(getattr(one.config.position, "scaling", None), "original_length", None)
+    assert ours[1].train.seq_len == theirs[1].train.seq_len == (L or one.config.train.seq_len)
     torch.testing.assert_close(ours[0](tokens((2, 32))), one.ours(tokens((2, 32))), atol=2e-5, rtol=0)
     for name, weight in ours[0].state_dict().items():
         assert torch.equal(weight, theirs[0].state_dict()[name]), name

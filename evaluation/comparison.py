@@ -195,8 +195,8 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
                 d, columns = scored[curve.label]
                 other = scored[baseline.label][0] if baseline else None
                 is_same = baseline is not None and paths_of(curve) == paths_of(baseline)
-                found[curve.label], name = estimated(form, d, columns, other, is_same,
-                                                     prior if curve.label in plain else None)
+                own = prior if curve.label in plain and not is_same else None
+                found[curve.label], name = estimated(form, d, columns, other, is_same, own)
                 seeds_of[curve.label] = min(len(d), len(d if other is None else other))
                 units[name] = None
         n_seeds |= {*seeds_of.values()}

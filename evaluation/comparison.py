@@ -16,7 +16,7 @@ import pandas as pd
 
 from config import differences
 from evaluation.intervals import LEVEL, Estimate, Prior, holm, prior_of, two_way, two_way_share, units_of
-from evaluation.measures import FOUND, GAIN, Form
+from evaluation.measures import CONTROLLED, FOUND, GAIN, Form
 from evaluation.protocols import EVERY, Floor
 from evaluation.report import Cell, Cells, Map, Table
 from evaluation.results import Record, perplexity
@@ -26,11 +26,14 @@ from runtime.errors import UserError
 
 # column of the .npz -> its sum in a record
 SUMS = {"nll": "nll_sum", "truncated_nll": "truncated_nll_sum", "first_nll": "first_nll_sum",
-        "tokens": "tokens", "correct": "correct", "trials": "trials"}
+        "control_nll": "control_nll_sum", "tokens": "tokens", "correct": "correct", "trials": "trials"}
 LEAST_GAIN = 0.3    # nats per token on a passage repeated inside L; a model below it does not look back
 MAY_DIFFER = ("run.", "train.seed:", "train.init_from:", "train.device:", "train.compile:", "data.dir:")
 TRUNCATION = ("Loss with the context truncated to L minus loss with all of it, on the same targets: positive "
               "where longer context helps, 0 where it is ignored, negative where it breaks the model.")
+
+CONTROL = ("How much better the second occurrence is predicted than with another passage in place of the "
+           "first: 0 where the first is ignored.")
 
 
 class Curve(NamedTuple):
@@ -102,11 +105,13 @@ def make_tables(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L
     """A table of each protocol and one of its gains over the baseline, and of the gains over truncation."""
     tables, failed = [], [curve.label for curve in curves if gate_of(curve, L).is_failed]
     others = [curve for curve in curves if curve is not baseline]
-    for key, title, note, form in [
-            *((p.name, p.title, p.note, p.form) for p in EVERY.values() if not isinstance(p, Floor)),
-            ("gain", "Gain over truncation, fixed targets", TRUNCATION, GAIN)]:
-        protocol = "fixed" if form is GAIN else key
+    for key, protocol, title, note, form in [
+            *((p.name, p.name, p.title, p.note, p.form) for p in EVERY.values() if not isinstance(p, Floor)),
+            ("gain", "fixed", "Gain over truncation, fixed targets", TRUNCATION, GAIN),
+            ("use", "repeat", "Repeated text, over the control", CONTROL, CONTROLLED)]:
         here = frame[frame.protocol == protocol]
+        if form is CONTROLLED:                          # not in older records
+            here = here[here.control_nll > 0]
         x = here.groupby("column").x.first().sort_values()
         cells = measured(here, form, [curve.label for curve in curves])
         own, how = compared(protocol, form, curves)

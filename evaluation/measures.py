@@ -42,5 +42,7 @@ BY_POSITION = Form("position (tokens of context)", "loss (nats/token)", "linear"
                    lambda score: -score)
 REPETITION = Form("distance (tokens)", "gain on the second copy (nats/token)", "linear", "z.3f",
                   Score("first_nll", "nll", "tokens"))
+CONTROLLED = REPETITION._replace(y_label="gain over another passage (nats/token)",
+                                 score=Score("control_nll", "nll", "tokens"))
 ANSWERS = Form(CONTEXT, "share correct", "linear", ".0%", FOUND)
 GAIN = Form(CONTEXT, "gain (nats/token)", "asinh", "+z.4f", Score("truncated_nll", "nll", "tokens"))

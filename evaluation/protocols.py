@@ -438,7 +438,7 @@ class Repeat(Protocol):
                          int(e.byte_lengths[tokens[:, second]].sum()) if is_text else None,
                          len({*documents.tolist()}) if is_text else None, seconds + more, distance=distance,
                          first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()),
-                         use=float((without - nll).mean()))]
+                         control_nll_sum=float(without.sum()), use=float((without - nll).mean()))]
 
 
 class Copy(Repeat):

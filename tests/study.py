@@ -14,7 +14,6 @@ from pathlib import Path
 
 from docs.gallery import ROOT, table, update
 from evaluation.comparison import Curve, frame_of, gate_of, make_curves, make_tables
-from evaluation.intervals import two_way, units_of
 from evaluation.pictures import draw_table
 from evaluation.report import Cell, Table
 from evaluation.results import read
@@ -101,20 +100,11 @@ def tuned() -> dict[str, list[Path]]:
 
 def control() -> str:
     """One row for each run: the gain on a passage 16 L before, and over another passage in its place."""
-    rows = []
-    for path in sorted((*RUNS.glob("*/eval/books-control.json"), *ROWS.glob("*/*/eval/books-control.json"))):
-        rows.append([re.sub("-lr-.*", "", path.parts[-3])])
-        for data in TEXTS:
-            windows = read(path.with_name(f"{data}-control.json")).windows
-            nll, first, other, tokens, document = (windows[f"plain/repeat/{16 * L}/{name}"] for name in (
-                "nll", "first_nll", "control_nll", "tokens", "document"))
-            units = units_of(document)
-            assert units
-            for better in (first - nll, other - nll):
-                found = two_way(units.sums(better[None]), units.sums(tokens))
-                rows[-1].append(interval(Cell(found.value, None, found.low, found.high)))
+    tables = [tables_of(f"{data}-control")[key].rows for data in TEXTS for key in ("repeat", "use")]
     return table(["run", *(f"{text}: {what}" for text in TEXTS.values() for what in (
-        "over the first time", "over another passage"))], rows)
+        "over the first time", "over another passage"))],
+                 [[label, *(interval(rows[label].get(FAR_REPEAT)) for rows in tables)]
+                  for label in sorted(tables[0])])
 
 
 def needles() -> str:

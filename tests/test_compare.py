@@ -69,9 +69,9 @@ def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=(None
         noise = np.random.default_rng(seed).normal(0, 0.1, 24)          # 24 windows of 8 tokens
         for length, distance in ((L, L // 2), (256, 192)) if "repeat" in protocols else ():
             nll = 8 * (1 - better + noise)
-            record((extend, "repeat", length), nll.sum(), 192,
-                   {"distance": distance, "first_nll_sum": 192.0, "gain": 0.0}, nll=nll,
-                   first_nll=np.full(24, 8.0), tokens=np.full(24, 8), document=np.arange(24) // 2)
+            more = {"distance": distance, "first_nll_sum": 192.0, "gain": 0.0, "control_nll_sum": 216.0}
+            record((extend, "repeat", length), nll.sum(), 192, more, nll=nll, first_nll=np.full(24, 8.0),
+                   control_nll=np.full(24, 9.0), tokens=np.full(24, 8), document=np.arange(24) // 2)
         correct = np.random.default_rng(seed).random((2, 20)) < 0.2 + better            # depths, trials
         for depth in (0, 1) if "passkey" in protocols else ():
             record((extend, "passkey", 256), 20.0, 10,
@@ -221,6 +221,8 @@ def test_probes_have_intervals_and_gains(tmp_path: Path, monkeypatch) -> None:
     repeat = rows_of(out, "Repeated text")["alibi"]
     assert [*repeat] == ["64", "192"]
     assert re.fullmatch(r"\*\*0\.[67]\d+ ± 0\.0\d+ \[0\.\d+, 0\.\d+\]\*\*", repeat["64"])
+    used = float(rows_of(out, "Repeated text, over the control")["alibi"]["64"].strip("*").split()[0])
+    assert used == pytest.approx(float(repeat["64"].strip("*").split()[0]) + 1 / 8, abs=2e-3)
     gain = rows_of(out, "Gain over rope, repeat")["alibi"]["64"]
     assert re.fullmatch(r"\*\*\+0\.700 \[\+0\.6\d+, \+0\.7\d+\]\*\*", gain)
     share = rows_of(out, "Retrieval, passkey")["alibi"]["256"]

@@ -186,7 +186,8 @@ def summary(data: str) -> str:
                      interval(repeat.get(str(L // 2))), interval(repeat.get(FAR_REPEAT))])
     scored = next(r for r in curves[0].runs[0].records if r["protocol"] == "fixed")
     head = f"encoding (a trigram has {gate.trigram:.3f})"
-    commits = sorted({one["git_revision"][:7] for one in made_by.values()})
+    commits = sorted({json.loads((run.path / "summary.json").read_text())["git_revision"][:7]
+                      for curve in curves for run in curve.runs})
     made = (f"\n\n{scored['tokens']:,} tokens, {scored['bytes']:,} bytes, {scored['documents']} documents; "
             f"trained in {trained['dtype']} at commit {', '.join(commits)}.")
     columns = ["rate", "parameters", "seeds", "loss at L", "over rope at L", "gain of 2 L", "gain of 16 L",

@@ -290,16 +290,20 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     return broken or [(f"position.{key}", rule) for key, rule in p.problems(m.n_embd, m.head_width).items()]
 
 
+def toml_value(value: object) -> str:
+    """A string, number or list as TOML, which is JSON without escaped surrogates."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def to_toml(config: Config) -> str:
     """The whole configuration as TOML that load_config reads back; unset keys are left out."""
     lines = []
     for section, keys in config.model_dump(exclude_none=True).items():
         lines.append(f"[{section}]")
         for key, value in keys.items():
-            text = json.dumps(value, ensure_ascii=False)    # TOML as it is, unless the value is a table
+            text = toml_value(value)        # unless it is a table
             if isinstance(value, dict):
-                pairs = [f"{json.dumps(name, ensure_ascii=False)} = {json.dumps(inner)}"
-                         for name, inner in value.items()]
+                pairs = [f"{toml_value(name)} = {toml_value(inner)}" for name, inner in value.items()]
                 text = "{ " + ", ".join(pairs) + " }"
             lines.append(f"{key} = {text}")
         lines.append("")

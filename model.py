@@ -118,7 +118,7 @@ class Attention(nn.Module):
         if features is not None:
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
         mask = mask._replace(window=self.window, chunk=self.chunk)
-        encoding, q, at = encoding.tempered(q, at)
+        encoding, q, at = encoding.tempered(q, at)                      # a temperature, if there is one
         bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         v = encoding.turn_values(v, at) if encoding.rotates_values else v

@@ -96,12 +96,11 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
         positions = training_positions(short, step).view(t.batch_size, t.seq_len)       # type: ignore[union-attr]
         batch.append(positions[process.rank::process.world_size])
     batch = [x.reshape(-1, T) for x in batch]           # train.lengths cuts the windows: the same tokens
-    if corpus.bos:
+    if corpus.bos:                                      # a cut window opens as a whole one does
         batch[0][:, 0] = corpus.meta["eot"]
     if process.device.type not in ("cpu", "mps"):
         batch = [x.pin_memory() for x in batch]         # from there a GPU copies while the CPU goes on
-    inputs, targets, *given = (x.to(process.device, non_blocking=True).chunk(t.accumulate)
-                                   for x in batch)
+    inputs, targets, *given = (x.to(process.device, non_blocking=True).chunk(t.accumulate) for x in batch)
     for part, (x, y, n) in enumerate(zip(inputs, targets, n_own, strict=True)):
         # without targets the mean is NaN; any others do, since the loss is divided by infinity
         y, divisor = (y, n_scored / n) if n else (x, math.inf)

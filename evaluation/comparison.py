@@ -31,7 +31,6 @@ LEAST_GAIN = 0.3    # nats per token on a passage repeated inside L; a model bel
 MAY_DIFFER = ("run.", "train.seed:", "train.init_from:", "train.device:", "train.compile:", "data.dir:")
 TRUNCATION = ("Loss with the context truncated to L minus loss with all of it, on the same targets: positive "
               "where longer context helps, 0 where it is ignored, negative where it breaks the model.")
-
 CONTROL = ("How much better the second occurrence is predicted than with another passage in place of the "
            "first: 0 where the first is ignored.")
 

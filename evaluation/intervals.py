@@ -2,7 +2,7 @@
 
 The same text is scored for every seed, so the two are crossed, not nested: d[s, u] = mean + seed[s] + text[u]
 + rest[s, u], per token. One component of variance is estimated for each, and Student's t allows for how few
-seeds and units of text there are. Seeds of two curves are not paired: sharing one makes runs hardly alike.
+seeds and units of text there are. Seeds of two curves are not paired: runs that share one are hardly alike.
 tests/test_intervals.py checks on simulated studies that the intervals cover the truth at their rate.
 
 Legend: S seeds, U units of text: documents, or windows if there are few documents.
@@ -102,10 +102,10 @@ def two_way(d: np.ndarray, weight: np.ndarray, prior: Prior | None = None, other
     seeds and texts); Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 11 (jackknife).
     """
     total, share, U = weight.sum(), weight / weight.sum(), len(weight)
+    if other is not None and is_paired:
+        d, other = d - other, None
     nothing = Prior(0.0, 0.0)
-    samples = [(d if other is None or not is_paired else d - other, prior or nothing)]
-    if other is not None and not is_paired:
-        samples.append((-other, nothing))
+    samples = [(d, prior or nothing), *([] if other is None else [(-other, nothing)])]
     value, rest, error, common = 0.0, 0.0, np.zeros(DRAWS), np.zeros(U)
     for stream, (x, more) in enumerate(samples, start=1):
         S, ratios = len(x), x.sum(axis=1) / total                       # (S,)

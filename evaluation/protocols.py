@@ -422,12 +422,9 @@ class Repeat(Protocol):
         distance = repeat_distance(length, e.L)
         if distance is None:
             return []
-        tokens, first, second = repeated(self.stretches(e), length, e.L)
+        tokens, control, first, second = repeated(self.stretches(e), length, e.L)
         (losses, _), seconds = e.probe(self.name, length, tokens, np.concatenate((first, second)))
         nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
-        passage = slice(int(first[0]) - len(first), int(first[-1]) + 1)         # its second half is scored
-        control = tokens.copy()
-        control[:, passage] = np.roll(tokens[:, passage], 1, axis=0)
         (without, _), more = e.probe(self.name, length, control, second)
         documents = np.array([d for d, _ in e.ends])
         e.keep(self.name, length, {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import shlex
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from config import load_config
+from config import load_config, toml_value
 from hf.pretrained import pretrained_tables
 from runtime.errors import UserError
 
@@ -51,7 +50,7 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
             values = [text.replace("=", "-").partition(".")[2] for text in point]
             parts = [Path(config).stem, *(re.sub(r"[^A-Za-z0-9._-]+", "_", value) for value in values)]
             name = "-".join(parts if seed is None else [*parts, f"seed{seed}"])
-            own = [*overrides, *point, f"run.dir={json.dumps(str(runs / name), ensure_ascii=False)}"]
+            own = [*overrides, *point, f"run.dir={toml_value(str(runs / name))}"]
             own += [] if seed is None else [f"train.seed={seed}"]
             if name in jobs:
                 problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")

@@ -8,7 +8,6 @@ has a part in it.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import shlex
@@ -20,7 +19,7 @@ import pandas
 import torch
 from torch import nn
 
-from config import differences, load_config
+from config import differences, load_config, toml_value
 from evaluation.sweeping import DIVERGED, Job, Point, Points
 from hf.pretrained import pretrained_tables
 from model import shape_of
@@ -128,7 +127,7 @@ def choose(jobs: Sequence[Job], failed: Mapping[str, str], out: Path) -> list[st
     chosen = best[best["mean"] < math.inf]
     out.mkdir(parents=True, exist_ok=True)
     runs.to_csv(out / "trials.csv", index=False)
-    text = "".join(f"{json.dumps(config, ensure_ascii=False)} = {json.dumps([trial])}\n"
+    text = "".join(f"{toml_value(config)} = {toml_value([trial])}\n"
                    for config, trial in zip(chosen.config, chosen.trial, strict=True))
     write_whole(out / "chosen.toml", text)
     print(runs.to_string(index=False, float_format="%.4f"), f"\n{out}/chosen.toml:", text, sep="\n", end="")

@@ -142,8 +142,10 @@ def repeat_distance(length: int, L: int) -> int | None:
 
 
 def repeated(stretches: Sequence[np.ndarray], length: int,
-             L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+             L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Windows (n, length) whose last L / 4 tokens repeat an earlier passage; the indices to score in both.
+
+    The second result are the same windows with the passage of another one in place of the first copy.
 
     A window is L / 4 tokens of context, the passage, the tokens that follow it in the stretch (which has at
     least `length`), and the passage again. Contexts and passages are the same at every length. The first half
@@ -151,5 +153,6 @@ def repeated(stretches: Sequence[np.ndarray], length: int,
     """
     p = L // 4
     tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])
-    half = np.arange(p // 2, p)
-    return tokens, p + half, length - p + half
+    control, half = tokens.copy(), np.arange(p // 2, p)
+    control[:, p:2 * p] = np.roll(tokens[:, p:2 * p], 1, axis=0)
+    return tokens, control, p + half, length - p + half

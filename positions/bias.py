@@ -192,6 +192,9 @@ class Kerple(Encoding):
         super().__init__(shape, options)
         self.p, self.a = (nn.Parameter(top * torch.rand(shape.n_head)) for top in (2, 1))       # (H,) each
 
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
+        return self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
+
 
 class KerpleLog(Kerple):
     """Logarithmic penalty: logits -= p[h] log(1 + a[h] (i - j)). KERPLE, Chi et al. 2022, arXiv:2205.09921.
@@ -200,7 +203,7 @@ class KerpleLog(Kerple):
     """
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        p, a = self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
+        p, a = at.tables
         return logits + -p * torch.log1p(a * at.distance())
 
 
@@ -214,7 +217,7 @@ class KerplePower(Kerple):
     bounds: ClassVar = {"p": (0.01, 2.0), "a": (0.01, None)}
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        p, a = self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
+        p, a = at.tables
         return logits + -a * at.distance() ** p
 
 

@@ -181,10 +181,6 @@ class Encoding(nn.Module):
         """
         return None
 
-    def tempered(self, q: Tensor, at: At) -> tuple[Encoding, Tensor, At]:
-        """What acts on queries (B, H, Tq, D) after a temperature, and both: itself, if there is none."""
-        return self, q, at
-
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
         """Mix features causally over time: those of all keys (B, H, Tk, F) -> at.features, as many.
 
@@ -192,6 +188,10 @@ class Encoding(nn.Module):
         (B, Tk) numbers packed documents, which must not see one another, if there are several.
         """
         return features
+
+    def tempered(self, q: Tensor, at: At) -> tuple[Encoding, Tensor, At]:
+        """The encoding to go on with, its queries (B, H, Tq, D) and its `at`. See switches.Tempered."""
+        return self, q, at
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """Queries (B, H, Tq, D) and keys (B, G, Tk, D) -> the factors of q k^T, both (..., D) or both wider.

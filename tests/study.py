@@ -169,14 +169,14 @@ def summary(data: str) -> str:
     """One row for each encoding: how it was trained, and what becomes of it beyond L."""
     curves, near, distant = curves_of(data), tables_of(data), tables_of(f"{data}-far")
     far = distant["gain"].rows if distant else {}
-    rows, made_by = [], {curve.label: json.loads((curve.runs[0].path / "summary.json").read_text())
-                         for curve in curves}
+    rows, made = [], {curve.label: [json.loads((run.path / "summary.json").read_text()) for run in curve.runs]
+                      for curve in curves}
     for curve in sorted(curves, key=bits):
         gain, repeat = (near[key].rows[curve.label] for key in ("gain", "repeat"))
         gate = gate_of(curve, L)
-        trained = made_by[curve.label]
+        trained = made[curve.label][0]
         rate = re.sub(r".*?-lr-(.*?)-(lr_|seed).*", r"\1", curve.runs[0].path.name)
-        if trained["parameters"] > made_by["rope"]["parameters"]:       # its own
+        if trained["parameters"] > made["rope"][0]["parameters"]:       # its own
             rate += f" x {curve.runs[0].config.position.lr_scale:g}"
         over = near["fixed-gain"].rows.get(curve.label, {}).get(str(L))
         rows.append([name_of(curve), rate, f"{trained['parameters']:,}", str(len(curve.runs)),
@@ -186,13 +186,12 @@ def summary(data: str) -> str:
                      interval(repeat.get(str(L // 2))), interval(repeat.get(FAR_REPEAT))])
     scored = next(r for r in curves[0].runs[0].records if r["protocol"] == "fixed")
     head = f"encoding (a trigram has {gate.trigram:.3f})"
-    commits = sorted({json.loads((run.path / "summary.json").read_text())["git_revision"][:7]
-                      for curve in curves for run in curve.runs})
-    made = (f"\n\n{scored['tokens']:,} tokens, {scored['bytes']:,} bytes, {scored['documents']} documents; "
-            f"trained in {trained['dtype']} at commit {', '.join(commits)}.")
+    commits = sorted({run["git_revision"][:7] for runs in made.values() for run in runs})
+    about = (f"\n\n{scored['tokens']:,} tokens, {scored['bytes']:,} bytes, {scored['documents']} documents; "
+             f"trained in {trained['dtype']} at commit {', '.join(commits)}.")
     columns = ["rate", "parameters", "seeds", "loss at L", "over rope at L", "gain of 2 L", "gain of 16 L",
                *["gain of 64 L"] * bool(far), "repeat at L", "repeat at 16 L"]
-    return table([head, *columns], rows) + made
+    return table([head, *columns], rows) + about
 
 
 def distant(data: str) -> str:

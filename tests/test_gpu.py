@@ -23,6 +23,7 @@ from evaluation.extension import EXTENSIONS, extended, parse
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
+from runtime.device import compiled
 from runtime.optimizer import make_optimizer
 
 # 64 channels a head, as GPT-2 has; T is no multiple of the 128 that kernels compute at a time
@@ -123,8 +124,7 @@ def training(case: Case, device: str, dtype: torch.dtype, is_compiled: bool = Fa
     index = torch.arange(T, device=device)
     given = {"documents": (x < 5).cumsum(-1) if case.is_packed else None,
              "positions": index + 70 * (index >= 80) if case.skips else None}
-    backend = "inductor" if device == "cuda" else "eager"               # minutes of C++ on a CPU
-    call = torch.compile(model, dynamic=False, backend=backend) if is_compiled else model
+    call = compiled(model, torch.device(device)) if is_compiled else model
     with torch.autocast(device, dtype, enabled=dtype in LOW):
         if dtype == torch.float64:                                      # the formula has no chunks either
             loss = F.cross_entropy(model(x, **given).flatten(0, 1), y.flatten())

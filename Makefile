@@ -51,7 +51,7 @@ bench: .venv/.installed-test
 	$(STEPS) rope x-transformers --sizes 5x128 6x192 9x576 14x768 --rounds 3 --out runs/bench/sizes.md
 
 # `make bench-gpu PY=python3` uses a Python that has PyTorch already, with what is missing on PYTHONPATH
-GPT2 := learned+model.norm=layernorm+model.mlp=gelu+model.bias=true
+GPT2 := learned+model.norm=layernorm+model.mlp=gelu+model.tied=true
 WIDE := --device cuda --shapes 1024,16 --sizes
 bench-gpu: gpu-parity gpu-speed gpu-encodings gpu-flex
 READY := $(if $(filter file,$(origin PY)),.venv/.installed-test)

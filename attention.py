@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from positions import At, Encoding
-from positions.bias import bias_at, falling, slanted
+from positions.bias import Slanted, bias_at, falling
 from positions.contract import for_each_head
 from runtime import flex
 
@@ -193,7 +193,7 @@ def scored(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecutive:
     q, k = bias.q[:, :, rows], bias.k[:, :, keys]
     if encoding.by_distance and is_consecutive and at.temperature is None:
         of_distance = bias_at(encoding, falling(at), q, at)             # (H, P), each distance once
-        return logits + slanted(of_distance[:, None].expand(-1, logits.shape[2], -1))
+        return logits + Slanted.apply(of_distance, logits.shape[2])
     return encoding.scores(logits, q, k, at)
 
 

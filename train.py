@@ -30,15 +30,7 @@ from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
 from runtime.command import argument_parser, run_command
-from runtime.device import (
-    autocast,
-    compiled,
-    dtype_name,
-    missing_compiler,
-    pick_device,
-    set_up_cpu,
-    should_compile,
-)
+from runtime.device import autocast, dtype_name, missing_compiler, pick_device, set_up_cpu, should_compile
 from runtime.errors import UserError
 from runtime.files import finite
 from runtime.help import help_text
@@ -206,7 +198,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     say(describe(config, corpus, model, f"{devices if is_several else process.device}, {dtype}, compile "
                                         f"{'on' if is_compiled else 'off'}, seed {t.seed}"))
     if is_compiled:
-        parallel_model = compiled(parallel_model, process.device)       # type: ignore[assignment]
+        parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
 
     scaler = torch.amp.GradScaler(process.device.type, enabled=dtype == "float16")
     if state.get("scaler"):

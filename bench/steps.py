@@ -39,7 +39,7 @@ from config import Config, load_config
 from model import GPT, hidden_width
 from positions import ENCODINGS
 from runtime.command import argument_parser, run_command
-from runtime.device import autocast, compiled, dtype_name, set_up_cpu
+from runtime.device import autocast, dtype_name, set_up_cpu
 from runtime.errors import UserError
 from runtime.optimizer import make_optimizer
 
@@ -136,8 +136,7 @@ def serve(pipe: Any, contender: str, overrides: Sequence[str], device: torch.dev
     model = make(config).to(device)
     optimizer = (make_optimizer(model, config) if isinstance(model, GPT)
                  else torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True))
-    compile_it: Any = partial(compiled, device=device) if isinstance(model, GPT) else torch.compile
-    call: Any = compile_it(model) if "compile" in contender.split("+") else model
+    call: Any = torch.compile(model) if "compile" in contender.split("+") else model
     assert config.model.vocab_size
     tokens = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.seq_len + 1),
                            device=device)

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import rope
@@ -33,20 +35,30 @@ def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At) -> Tensor:
     return encoding.scores(logits, q, k, at)[0, :, 0]
 
 
-def slanted(products: Tensor) -> Tensor:
-    """(..., n, n + m - 1) -> (..., n, m), a view: row i starts at column n - 1 - i.
+class Slanted(torch.autograd.Function):
+    """f (..., n + m - 1) -> (..., n, m), whose row i is f from element n - 1 - i on.
 
-    So a column for each distance becomes a column for each key, where positions are consecutive.
+    So a number for each distance becomes one for each query and key, where positions are consecutive. The
+    gradient is a sum over diagonals, through strides alone: ptxas 12.8 miscompiles Inductor's kernel for the
+    gradient of flattened and sliced rows, whose indices it divides by two widths (results/gpu).
     """
-    n, width = products.shape[-2:]
-    if n == 1:
-        return products
-    moved = products.flatten(-2)[..., n - 1:-1].unflatten(-1, (n, width - 1))   # each row one column further
-    return moved[..., :width + 1 - n]
+
+    @staticmethod
+    def forward(ctx: Any, f: Tensor, n: int) -> Tensor:
+        return f.unfold(-1, f.shape[-1] + 1 - n, 1).flip(-2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        n, m = grad.shape[-2:]
+        wide = F.pad(grad, (n - 1, n - 1)).flatten(0, -3)               # element p of f is (i, p + i)
+        width = m + 2 * n - 2
+        diagonals = wide.as_strided((len(wide), n, n + m - 1), (n * width, width + 1, 1))
+        return diagonals.sum(dim=1).unflatten(0, grad.shape[:-2]), None
 
 
 def falling(at: At) -> Tensor:
-    """The distances (Tq + Tk - 1,) whose products `slanted` takes, where positions are consecutive."""
+    """The distances (Tq + Tk - 1,) whose numbers `Slanted` takes, where positions are consecutive."""
     assert at.ahead is not None
     Tq, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
     return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
@@ -313,7 +325,7 @@ class FIRE(Encoding):
             if n:
                 distance = falling(at._replace(q_pos=at.q_pos[:, :n])).clamp(min=0)     # (P,)
                 share = torch.log1p(c * distance) / (torch.log1p(c * threshold) + 1e-6)
-                biases.append(slanted(mlp(share[None, None, None]).expand(-1, -1, n, -1)))
+                biases.append(Slanted.apply(mlp(share[None, None, None])[:, :, 0], n))
             if n < Tq:
                 rows = at._replace(q_pos=at.q_pos[:, n:])
                 longest = torch.maximum(rows.q_pos, threshold)[:, None, :, None]

@@ -7,9 +7,7 @@ import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -72,15 +70,6 @@ def should_compile(model: GPT, t: TrainConfig, device: torch.device) -> bool:
     # 6 per weight and token: 2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361, section 2.1
     total_flops = 6 * model.n_parameters() * t.seq_len * t.batch_size * t.steps
     return total_flops > COMPILE_WORTH_FLOPS
-
-
-def compiled(model: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """torch.compile, which on a GPU rounds to bfloat16 wherever eager training does.
-
-    Without it the gradients of learned biases were up to 15 % off, or NaN (H200, torch 2.11).
-    """
-    options: Any = {"emulate_precision_casts": True} if device.type == "cuda" else None
-    return torch.compile(model, options=options)
 
 
 def missing_compiler(device: torch.device) -> str:

@@ -23,7 +23,6 @@ from evaluation.extension import EXTENSIONS, extended, parse
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
-from runtime.device import compiled
 from runtime.optimizer import make_optimizer
 
 # 64 channels a head, as GPT-2 has; T is no multiple of the 128 that kernels compute at a time
@@ -86,12 +85,16 @@ class Computed(NamedTuple):
     tensors: dict[str, Tensor]
 
     def errors(self, exact: "Computed") -> dict[str, float]:
-        """Relative error of each tensor: |found - exact| / |exact|, norms; of all gradients 1e-3 at least."""
+        """Relative error of each tensor: |found - exact| / (|exact| + 1 % of all gradients), norms.
+
+        The gradient of a few numbers is a small sum of large terms: in bf16 that of kerple_log's p, 1 % of
+        all, is wrong by 0.1 to 8 %, from batch to batch.
+        """
         gradients = [tensor for name, tensor in exact.tensors.items() if name != "loss"]
         total = float(sum(tensor.square().sum() for tensor in gradients)) ** 0.5
         found = {}
         for name, tensor in exact.tensors.items():
-            least = 0.0 if name == "loss" else 1e-3 * total
+            least = 0.0 if name == "loss" else 1e-2 * total
             error = self.tensors.get(name, torch.zeros_like(tensor)) - tensor
             is_finite = bool(error.isfinite().all())
             found[name] = float(error.norm() / (tensor.norm() + least)) if is_finite else torch.inf
@@ -124,7 +127,8 @@ def training(case: Case, device: str, dtype: torch.dtype, is_compiled: bool = Fa
     index = torch.arange(T, device=device)
     given = {"documents": (x < 5).cumsum(-1) if case.is_packed else None,
              "positions": index + 70 * (index >= 80) if case.skips else None}
-    call = compiled(model, torch.device(device)) if is_compiled else model
+    backend = "inductor" if device == "cuda" else "eager"               # minutes of C++ on a CPU
+    call = torch.compile(model, dynamic=False, backend=backend) if is_compiled else model
     with torch.autocast(device, dtype, enabled=dtype in LOW):
         if dtype == torch.float64:                                      # the formula has no chunks either
             loss = F.cross_entropy(model(x, **given).flatten(0, 1), y.flatten())

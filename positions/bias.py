@@ -45,7 +45,12 @@ class Slanted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, f: Tensor, n: int) -> Tensor:
-        return f.unfold(-1, f.shape[-1] + 1 - n, 1).flip(-2)
+        width = f.shape[-1]
+        rows = f[..., None, :].expand(*f.shape[:-1], n, width)
+        if n == 1:
+            return rows
+        moved = rows.flatten(-2)[..., n - 1:-1].unflatten(-1, (n, width - 1))   # each row one column further
+        return moved[..., :width + 1 - n]
 
     @staticmethod
     @once_differentiable

@@ -22,7 +22,8 @@ from runtime.command import argument_parser, run_command
 
 PAGE = ROOT / "results" / "extrapolation" / "README.md"
 README = ROOT / "README.md"
-PAGES = [README, PAGE, PAGE.with_name("tables.md")]
+GPU = ROOT / "results" / "gpu"          # its study has another L
+PAGES = [README, PAGE, PAGE.with_name("tables.md"), GPU / "README.md"]
 RUNS = PAGE.parent / "runs"
 ROWS = ROOT / "results" / "rows"        # those of `make row`: NAME/RUN
 NEEDLES = PAGE.parent / "needles"       # runs tuned on needles: NAME.json, or NAME-frozen.json
@@ -36,7 +37,8 @@ FAR, FAR_REPEAT = str(16 * L), str(16 * L - L // 2)     # a length, and the dist
 @cache
 def curves_of(data: str) -> list[Curve]:
     """The curves of all runs that have eval/DATA.json, named after their config, rope first."""
-    found = (*RUNS.glob(f"*/eval/{data}.json"), *ROWS.glob(f"*/*/eval/{data}.json"))
+    found = (*RUNS.glob(f"*/eval/{data}.json"), *ROWS.glob(f"*/*/eval/{data}.json"),
+             *GPU.glob(f"study/*/eval/{data}.json"))
     folders = sorted(path.parent.parent for path in found)
     read = [read_run(folder, data) for folder in folders]
     if read:
@@ -51,7 +53,12 @@ def tables_of(data: str) -> dict[str, Table]:
     curves = curves_of(data)
     if not curves:
         return {}
-    return {one.key: one for one in make_tables(curves, curves[0], frame_of(curves), L)}
+    return {one.key: one for one in make_tables(curves, curves[0], frame_of(curves), length_of(curves[0]))}
+
+
+def length_of(curve: Curve) -> int:
+    """The training length."""
+    return curve.runs[0].config.train.seq_len
 
 
 def interval(cell: Cell | None) -> str:
@@ -69,7 +76,7 @@ def spread(cell: Cell | None) -> str:
 
 def name_of(curve: Curve) -> str:
     """A label; in italics if the curve fails its gate."""
-    return f"*{curve.label}*" if gate_of(curve, L).is_failed else curve.label
+    return f"*{curve.label}*" if gate_of(curve, length_of(curve)).is_failed else curve.label
 
 
 def bits(curve: Curve) -> float:
@@ -231,6 +238,23 @@ def methods(data: str) -> str:
                   "4 L", "16 L", "time at 64 L"], rows)
 
 
+def gpu() -> str:
+    """Two rows for each encoding of the study on a GPU, prose and code."""
+    rows = []
+    for data, text in TEXTS.items():
+        shown, curves = tables_of(f"gpu-{data}"), curves_of(f"gpu-{data}")
+        for curve in curves:
+            here, gate = length_of(curve), gate_of(curve, length_of(curve))
+            cells = [shown[key].rows.get(curve.label, {}).get(str(column)) for key, column in (
+                ("fixed-gain", here), ("gain", 2 * here), ("gain", 16 * here), ("repeat", here // 2),
+                ("use", 16 * here - here // 2))]
+            rows.append([name_of(curve), text, str(len(curve.runs)), f"{gate.loss:.3f}",
+                         *map(interval, cells)])
+        rows.append(["Kneser-Ney trigram", text, "-", f"{gate.trigram:.3f}", *["-"] * 5])
+    return table(["encoding", "text", "seeds", "loss at L", "over rope at L", "gain of 2 L", "of 16 L",
+                  "repeat at L", "over another at 16 L"], rows)
+
+
 def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
     """A table of compare.py in Markdown."""
     curves, shown = curves_of(data), tables_of(data)[key]
@@ -242,6 +266,7 @@ def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
 def blocks() -> Iterator[tuple[str, str]]:
     """Name -> each generated part of the page."""
     yield "overview", overview()
+    yield "gpu", gpu()
     yield "control", control()
     yield "needles", needles()
     yield "needles methods", methods_on_needles()

@@ -145,7 +145,7 @@ def repeated(stretches: Sequence[np.ndarray], length: int,
              L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Windows (n, length) whose last L / 4 tokens repeat an earlier passage; the indices to score in both.
 
-    The second result are the same windows with the passage of another one in place of the first copy.
+    The second result is the same windows, each with the passage of another in place of the first copy.
 
     A window is L / 4 tokens of context, the passage, the tokens that follow it in the stretch (which has at
     least `length`), and the passage again. Contexts and passages are the same at every length. The first half

@@ -56,10 +56,10 @@ class Slanted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         n, m = grad.shape[-2:]
-        wide = F.pad(grad, (n - 1, n - 1)).flatten(0, -3)               # element p of f is (i, p + i)
         width = m + 2 * n - 2
+        wide = F.pad(grad, (n - 1, n - 1)).reshape(-1, n, width)        # element p of f is (i, p + i)
         diagonals = wide.as_strided((len(wide), n, n + m - 1), (n * width, width + 1, 1))
-        return diagonals.sum(dim=1).unflatten(0, grad.shape[:-2]), None
+        return diagonals.sum(dim=1).view(*grad.shape[:-2], n + m - 1), None
 
 
 def falling(at: At) -> Tensor:

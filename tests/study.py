@@ -244,7 +244,8 @@ def gpu() -> str:
     for data, text in TEXTS.items():
         shown, curves = tables_of(f"gpu-{data}"), curves_of(f"gpu-{data}")
         for curve in curves:
-            here, gate = length_of(curve), gate_of(curve, length_of(curve))
+            here = length_of(curve)
+            gate = gate_of(curve, here)
             cells = [shown[key].rows.get(curve.label, {}).get(str(column)) for key, column in (
                 ("fixed-gain", here), ("gain", 2 * here), ("gain", 16 * here), ("repeat", here // 2),
                 ("use", 16 * here - here // 2))]

@@ -24,6 +24,7 @@ def blocks() -> dict[str, str]:
     return dict(study.blocks())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", study.PAGES)
 def test_the_tables_of_the_study_are_computed_from_its_runs(page: Path) -> None:
     text = page.read_text()
@@ -32,6 +33,7 @@ def test_the_tables_of_the_study_are_computed_from_its_runs(page: Path) -> None:
     assert update(text, {name: blocks()[name] for name in names}) == text, "run `python -m tests.study`"
 
 
+@pytest.mark.slow
 def test_each_figure_in_the_text_of_the_study_is_in_its_tables() -> None:
     """A number with a decimal point, outside of tables and code, is one of a cell, rounded to its digits.
 
@@ -72,6 +74,7 @@ def test_each_figure_of_every_encoding_is_that_of_its_record(folder: str, least:
         assert row == expected, f"the records give the row\n| {' | '.join(expected)} |"
 
 
+@pytest.mark.slow
 def test_evaluations_made_before_still_load() -> None:
     older = [path.with_suffix(".json") for path in RESULTS.rglob("*.npz")]
     assert older and all(read(path).records and read(path).windows for path in older)

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal_runs, call, every_encoding_slowly, lively, metrics
+from conftest import ROOT, assert_equal_runs, call, every_encoding_slowly, lively, metrics, slow_except
 from torch import Tensor
 
 import train as train_module
@@ -255,7 +255,7 @@ def test_without_a_compiler_training_goes_on_uncompiled(tiny, monkeypatch, capsy
     assert "torch.compile needs a C++ compiler, such as g++, which is not here" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", slow_except(["bfloat16", "float16"], "bfloat16"))
 def test_a_run_in_16_bits_ends_where_one_in_32_does(dtype: str, tiny, tmp_path: Path) -> None:
     """In float16 the first scale, 2^16 times the loss, is too large for some gradients, and is halved."""
     losses = []

@@ -68,7 +68,9 @@ def training_loop(run: Run) -> None:
         scaler.unscale_(optimizer)
         # the norm of all gradients, under FSDP2 of all shards, as it was before clipping
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
-        loss_and_norm = parallel.mean_and_largest(process, torch.stack(losses).sum(), grad_norm)
+        loss = torch.stack(losses).sum()
+        loss_and_norm = torch.stack((loss, grad_norm)) if process.world_size == 1 else (
+            parallel.mean_and_largest(process, loss, grad_norm))
         # a step that is not finite changes nothing: the optimizer reads this number on the device, as with
         # GradScaler, so a GPU is not waited for
         optimizer.found_inf = (~loss_and_norm.isfinite().all()).float()  # type: ignore[attr-defined]

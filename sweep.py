@@ -68,6 +68,8 @@ def parse_arguments() -> argparse.Namespace:
     args.configs = [text for text in args.configs if "=" not in text]
     if not args.configs:
         raise UserError("no config given, only overrides; give files such as configs/quick.toml")
+    if any(text.startswith("run.dir=") for text in args.overrides):
+        raise UserError("run.dir: is another for each run; give --runs DIR, the folder of all")
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: must be at least 1")
     if args.slurm and not args.submitit:

@@ -155,10 +155,7 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
         raise UserError(f"--out {out}: would be replaced, but {min(names - CORPUS_FILES or names)} is not "
                         "part of a prepared corpus; give another folder")
     given = find_tokenizer(tokenizer_name)
-    before = read_meta(out / "meta.json")["tokenizer"] if names and not replace else None
-    if before and (before["sha256"] != given.sha256 if given else before["name"] != tokenizer_name):
-        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {before['name']}, whose runs "
-                        "could not be resumed; give another folder, or --replace")
+    before = read_meta(out / "meta.json")["tokenizer"] if names and not replace else {}
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.partial")
     try:
@@ -166,7 +163,7 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
             shutil.rmtree(folder, ignore_errors=True)                   # of a process that was killed
             folder.mkdir()
             try:
-                meta = write_corpus(folder, source, out, given, tokenizer_name, options)
+                meta = write_corpus(folder, source, out, given, tokenizer_name, options, before)
                 shutil.rmtree(out, ignore_errors=True)
                 folder.rename(out)
                 return meta
@@ -179,8 +176,11 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
 
 
 def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, tokenizer_name: str,
-                 options: Options) -> dict[str, Any]:
-    """Write a corpus to `folder`; meta.json comes last. Without a given tokenizer, one is learned."""
+                 options: Options, before: dict[str, str]) -> dict[str, Any]:
+    """Write a corpus to `folder`; meta.json comes last. Without a given tokenizer, one is learned.
+
+    `before` is that of the corpus to replace, if it must be the same. Raises UserError.
+    """
     task = TASKS.get(source)
     found = sources.open_source(source, out, given, options)
     file = given.file if given else ""
@@ -191,6 +191,9 @@ def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, 
     if file:
         write_whole(folder / TOKENIZER_FILE, file)
     tokenizer = given or tokenizers.load_tokenizer(tokenizer_name, folder)
+    if before and before["sha256"] != tokenizer.sha256:
+        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {before['name']}, whose runs "
+                        "could not be resumed; give another folder, or --replace")
     corpus = Writer(folder, tokenizer, task is not None and task.has_mask)
     with ThreadPoolExecutor() as pool, tqdm(        # threads: tiktoken releases the interpreter's lock
             desc="preparing", total=found.n_bytes, unit="B", unit_scale=True, disable=None) as bar:

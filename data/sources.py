@@ -6,6 +6,7 @@ without a split, a hash of each document's text chooses it.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.metadata
 import io
@@ -19,6 +20,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import translate
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -28,10 +30,12 @@ from data.loader import SPLITS
 from data.tasks import TASKS, Made
 from data.tokenizer import Tokenizer
 from runtime.errors import UserError
+from runtime.files import sha256_of
 
 FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single file
 ROW_VAL_SHARE = 0.01            # of rows and lines, which are many
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+LINES = re.compile(r".*\.(jsonl?|ndjson)(\.gz|\.zst)?", re.IGNORECASE)   # the hub calls them .json too
 KINDS = ".txt, .jsonl (or .gz, .zst of it) or .parquet"
 ROWS = 16                       # rows of a table read at a time
 TASK_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}       # their numbers
@@ -185,7 +189,7 @@ def read(url: str, column: str = "text") -> Iterator[Any]:
                 raise ValueError(f"no {column!r}: give one of {table.schema_arrow.names} as --text-column")
             for batch in table.iter_batches(ROWS, columns=[column]):
                 yield from batch.column(0).to_pylist()
-        elif url.lower().endswith(SUFFIXES[1:-1]):
+        elif LINES.fullmatch(url):
             kind = {".gz": "gzip", ".zst": "zstd"}.get(Path(url).suffix.lower())
             lines: Any = pyarrow.input_stream(file, compression=kind)
             for row in (json.loads(line) for line in io.BufferedReader(lines) if not line.isspace()):
@@ -204,9 +208,10 @@ def open_local(source: str, column: str, val_share: float) -> Source:
                         f"hf:NAME, or a {KINDS} file or a folder of them")
     folder = root if root.is_dir() else root.parent
     has_splits = all((root / split).is_dir() for split in SPLITS)
-    paths = [path for path in (sorted(root.rglob("*")) if root.is_dir() else [root])
+    # unlike rglob, it follows links, and leaves out hidden files
+    names = glob.glob(f"{glob.escape(source)}/**", recursive=True) if root.is_dir() else [source]
+    paths = [path for path in sorted(map(Path, names))
              if path.is_file() and path.name.lower().endswith(SUFFIXES)
-             and not any(part.startswith(".") for part in path.relative_to(folder).parts)
              and (not has_splits or path.relative_to(folder).parts[0] in SPLITS)]
     refuse_partial(source, map(str, paths))
     parts = [Part(str(path), path.relative_to(folder).parts[0] if has_splits else None,
@@ -258,14 +263,14 @@ def open_url(url: str, cache: Path, column: str, val_share: float) -> Source:
             if not path.exists():
                 urlretrieve(url, f"{path}.part")                        # noqa: S310
                 Path(f"{path}.part").rename(path)
-        revision = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+        revision = f"sha256 {sha256_of(path)}"
         if path.suffix.lower() == ".zip":
             with zipfile.ZipFile(path) as archive:
                 (inner,) = (entry for entry in archive.namelist() if not entry.endswith("/"))
                 is_known = inner.lower().endswith(SUFFIXES)
                 path = cache / f"{path.stem}-{Path(inner).name}{'' if is_known else '.txt'}"
                 path.write_bytes(archive.read(inner))
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, HTTPException, zipfile.BadZipFile) as error:
         raise UserError(f"source {name}: cannot be downloaded, or unpacked into one file ({error}); check "
                         f"the address and the network, or delete {path}") from error
     return open_local(str(path), column, val_share)._replace(name=name, revision=revision)
@@ -299,7 +304,10 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
         raise UserError(f"source {source}: cannot be opened ({type(error).__name__}: {error}); check the "
                         "name, the configuration and the network; scripts are not run: give files") from error
     found = {str(key): list(map(str, urls)) for key, urls in (builder.config.data_files or {}).items()}
-    refuse_partial(source, itertools.chain(*found.values()))
+    urls = list(itertools.chain(*found.values()))
+    refuse_partial(source, urls)
+    if odd := [url for url in urls if not (url.lower().endswith(SUFFIXES) or LINES.fullmatch(url))]:
+        raise UserError(f"source {source}: cannot read {odd[0]}; give the dataset as {KINDS} files")
     first = split or (next(iter(found)) if len(found) == 1 else "train")
     if first not in found:
         raise UserError(f"source {source}: no configuration or split {first!r}; configurations are "

@@ -62,7 +62,7 @@ Part = tuple[Sequence[str], bool]       # pieces of text, each encoded on its ow
 @lru_cache(maxsize=4096)
 def piece_ids(tokenizer: Tokenizer, piece: str) -> tuple[int, ...]:
     """Ids of a piece of text."""
-    return tuple(tokenizer.encode(piece.encode()).tolist())
+    return tuple(tokenizer.encode(piece.encode(), continues=True).tolist())
 
 
 def encode(tokenizer: Tokenizer, pieces: Iterable[str]) -> list[int]:

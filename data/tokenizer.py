@@ -91,9 +91,9 @@ class Tokenizer:
         ids = b"".join(self.named_bytes(token) + b"\0" for token in range(self.vocab_size))
         return hashlib.sha256(ids + self.rules).hexdigest()
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Ids (n,) of a document, without the separator."""
-        ids = [self.encode_piece(piece.decode("utf-8", errors="replace"), continues=i > 0)
+    def encode(self, text: bytes, continues: bool = False) -> np.ndarray:
+        """Ids (n,) of a document, without the separator, or of text that continues one."""
+        ids = [self.encode_piece(piece.decode("utf-8", errors="replace"), continues or i > 0)
                for i, piece in enumerate(pieces(text))]
         return np.concatenate(ids) if ids else np.empty(0, dtype=np.uint32)
 
@@ -116,7 +116,7 @@ class ByteTokenizer(Tokenizer):
     name, vocab_size, eot, special = "byte", 257, 256, {256}
     sha256 = hashlib.sha256(b"byte").hexdigest()    # type: ignore[assignment]
 
-    def encode(self, text: bytes) -> np.ndarray:
+    def encode(self, text: bytes, continues: bool = False) -> np.ndarray:
         return np.frombuffer(text, dtype=np.uint8)
 
     def named_bytes(self, token: int) -> bytes:

@@ -418,9 +418,9 @@ class Repeat(Protocol):
         return [e.text.documents[d][end - e.settings.longest:end] for d, end in e.ends]
 
     def records(self, e: Evaluation, length: int) -> list[Record]:
-        """One record: two copies at the distance that this length has room for."""
+        """One record: two copies at the distance that this length has room for; none without a control."""
         distance = repeat_distance(length, e.L)
-        if distance is None:
+        if distance is None or len(e.ends) < 2:
             return []
         tokens, control, first, second = repeated(self.stretches(e), length, e.L)
         (losses, _), seconds = e.probe(self.name, length, tokens, np.concatenate((first, second)))

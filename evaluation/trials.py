@@ -42,7 +42,7 @@ def grid_points(grid: Sequence[str]) -> list[Point]:
     axes = dict[str, list[str]]()
     for text in grid:
         key, _, values = text.partition("=")
-        choices = re.split(r",(?![^\[]*\])", values)                     # not at the commas of a [list]
+        choices = re.split(r",(?![^\[{]*[\]}])", values)                 # not inside a [list] or {table}
         if "." not in key or not all(choices):
             raise UserError(f"--grid {text}: must read section.key=value,value, such as train.lr=1e-3,2e-3")
         axes.setdefault(key, []).extend(f"{key}={value}" for value in choices)
@@ -91,7 +91,8 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
                 raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
                                 f"be comparable; give {key}=VALUE for all instead")
         resolved = load_config(config, overrides, pretrained_tables)
-        shape, p = shape_of(resolved), resolved.position
+        # with a trial's keys: its temperature may be what is trained
+        shape, p = shape_of(resolved), load_config(config, [*overrides, *own[0]], pretrained_tables).position
         with torch.device("meta"):              # shapes without memory
             modules: list[nn.Module] = [ENCODINGS[p.encoding](shape, p), TEMPERATURES[p.temperature](shape)]
         is_trained = any([*part.parameters()] for part in modules)

@@ -91,7 +91,7 @@ def choose_lengths(wanted: str | None, L: int, text: Text, generated: int = 0,
         several = longest if generated else max(sizes[:FEW][-1] - 1, min(L, longest))
         lengths = [int(m * L) for m in MULTIPLES if m * L <= several and m <= (generated or max(MULTIPLES))]
         if L in lengths:
-            if lengths[-1] * 2 <= min(longest, max(MULTIPLES) * L):
+            if not generated and lengths[-1] * 2 <= min(longest, max(MULTIPLES) * L):
                 print(f"lengths up to {lengths[-1]}: fewer than {FEW} documents of {text.name} are twice as "
                       "long; --lengths gives others")
             return lengths

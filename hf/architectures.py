@@ -343,7 +343,10 @@ class Gemma3(Llama):
         assert isinstance(config.position, RoPEOptions)
         theta, full = config.position.local_base, fields["rope_parameters"]
         sliding = {"rope_type": "default", "rope_theta": theta} if theta else full
-        return fields | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+        both = {"full_attention": full, "sliding_attention": sliding}
+        if "truncate" in full:      # which transformers looks for beside the two kinds
+            both["truncate"] = full["truncate"]
+        return fields | {"rope_parameters": both,
                          "layer_types": self.kinds(config.model.full_every, config.model.n_layer)}
 
     def kinds(self, every: int, n_layer: int) -> list[str]:

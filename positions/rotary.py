@@ -47,8 +47,8 @@ class RoPEOptions(RotaryOptions):
     spectrum: Literal["geometric", "hope", "rope_id"] = Field(
         "geometric", description="the frequencies. geometric: base^(-2i / R); hope: the same, but pairs with "
                                  "less than one turn in L = train.seq_len stand still (Chen 2024); rope_id: "
-                                 "geometric steps from a turn in 32 positions to two turns in L, meant for "
-                                 "fraction = 0.5 (Frayed RoPE, 2026)")
+                                 "geometric steps from a turn in 32 positions to two turns in L, whatever "
+                                 "base is, meant for fraction = 0.5 (Frayed RoPE, 2026)")
     local_base: float | None = Field(
         None, gt=1, description="the base in layers with model.window or model.chunk, where no scaling acts "
                                 "(Gemma 3: 10,000, and base = 1,000,000 in the others). Default: base")

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention
 
 from positions import Encoding
 from positions.bias import bias_at
-from positions.contract import starts_of
+from positions.contract import for_each_head, starts_of
 from positions.switches import ScaleInvariant, factor_and_bias
 
 DEVICES = {"cuda"}      # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
@@ -87,6 +87,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, bias: Any, block_mask: Any) -> 
             score = score if temperature is None else score * temperature[b, h, i]
             return score if a is None or m is None else score * a[d] + m[d]
 
+    v = for_each_head(v, k.shape[1])            # a rotation may have made keys for each head of queries
     return fused("flex_attention", q.device)(
         q, k, v, score_mod=score_mod, block_mask=block_mask, scale=v.shape[-1]**-0.5,
         enable_gqa=q.shape[1] != k.shape[1], kernel_options=None if bias is None else OPTIONS)

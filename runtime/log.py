@@ -20,7 +20,6 @@ class Log:
     def __init__(self, run_dir: Path, config: Config, state: dict[str, Any]) -> None:
         self.path, self.steps = run_dir / "metrics.jsonl", config.train.steps
         self.tokens_per_step = config.train.batch_size * config.train.seq_len
-        self.start = self.last = state["step"], time.perf_counter()     # a step, and when it was done
         self.wall_before = state["wall_s"]
         self.path.touch()
         # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
@@ -42,6 +41,7 @@ class Log:
                                     config=config.model_dump(), mode=mode, resume="allow",
                                     id=id_file.read_text() if id_file.exists() else None)
             id_file.write_text(str(self.wandb.id))
+        self.start = self.last = state["step"], time.perf_counter()     # a step, and when it was done
 
     def wall_s(self) -> float:
         """Seconds of training, including those before a resume."""

@@ -214,6 +214,7 @@ def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> str:
     """Lines for the screen about what is going to be trained."""
     m, p, t = config.model, config.position, config.train
     n_tokens, n_corpus = t.steps * t.batch_size * t.seq_len, len(corpus.tokens["train"])
+    share = corpus.counts[0] / sum(corpus.counts) * (1 - corpus.mixture_only / t.steps)     # of a mixture
     options = p.model_dump(exclude_defaults=True, exclude={"encoding"})
     return "\n".join([
         f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
@@ -221,7 +222,7 @@ def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> str:
         f"position  {p.encoding}, {''.join(f'{key} {value}, ' for key, value in options.items())}trained at "
         f"L = {t.seq_len}",
         f"data      {corpus.folder}, {n_corpus:,} tokens; {n_tokens:,} to train on "
-        f"({n_tokens / n_corpus:.2f} epochs)",
+        f"({n_tokens * share / n_corpus:.2f} epochs)",
         f"machine   {machine}"])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import needs, words
 
+from data.tasks import encode
 from data.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer, decode, learn, load_tokenizer
 from hf.tokenizer import merges, read_tokenizer, tokenizer_json
 from runtime.errors import UserError
@@ -128,6 +129,8 @@ def test_only_the_start_of_a_document_gets_the_space_prefix(metaspace: bool, tmp
         parts = [tokenizer.encode_piece(part, continues=i > 0).tolist()
                  for i, part in enumerate((text[:place], text[place:]))]
         assert sum(parts, []) == whole
+    answer = encode(tokenizer, [" the", "=", "4", "."])                 # of a task
+    assert b"".join(map(tokenizer.token_bytes, answer)) == b" the=4."
 
 
 def test_characters_without_an_id_are_told_once(tmp_path: Path, capsys) -> None:

@@ -47,7 +47,11 @@ def test_a_corpus_by_another_tokenizer_of_the_same_name_stays(tmp_path: Path) ->
         prepare(str(tmp_path / f"{name}.txt"), tmp_path / name, "bpe:300")
     with pytest.raises(UserError, match="holds a corpus by another tokenizer, bpe:300, whose"):
         prepare(str(tmp_path / "a.txt"), tmp_path / "a", str(tmp_path / "b"))
+    before = contents(tmp_path / "a")
     prepare(str(tmp_path / "a.txt"), tmp_path / "a", str(tmp_path / "a"))
+    with pytest.raises(UserError, match="holds a corpus by another tokenizer, bpe:300, whose"):
+        prepare(str(tmp_path / "b.txt"), tmp_path / "a", "bpe:300")     # learned from other text
+    assert contents(tmp_path / "a") == before
 
 
 def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:

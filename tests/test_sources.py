@@ -66,7 +66,8 @@ def write_hub(folder: Path) -> Path:
     write_table(folder / "raw" / "train-00000-of-00002.parquet", TEXTS[:60])
     write_table(folder / "raw" / "train-00001-of-00002.parquet", TEXTS[60:100])
     write_table(folder / "raw" / "test-00000-of-00001.parquet", TEXTS[100:])
-    write_table(folder / "more" / "part.parquet", TEXTS, "content")
+    write_table(folder / "more" / "part.parquet", TEXTS[:50], "content")
+    write_json(folder / "more" / "part.json.gz", TEXTS[50:], "content")
     (folder / "README.md").write_text(
         "---\nconfigs:\n- config_name: raw\n  data_files:\n  - split: train\n    path: raw/train-*\n"
         "  - split: test\n    path: raw/test-*\n- config_name: more\n  data_files: more/*\n---\n# Text\n")
@@ -99,10 +100,9 @@ def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     train, val = both(out)
     assert sorted([*train, *val]) == sorted(RAW[i] for i in range(100, 120)) and train and val
     prepare(f"{hub}:more", out, "byte", Options(text_column="content", val_share=0.2))
-    by_hash = both(out)
-    prepare(str(tmp_path / "hub" / "more" / "part.parquet"), out, "byte",
-            Options(text_column="content", val_share=0.2))
-    assert both(out) == by_hash                                         # the file by itself
+    by_hash = [sorted(texts) for texts in both(out)]
+    prepare(str(write_json(tmp_path / "all.jsonl", TEXTS)), out, "byte", Options(val_share=0.2))
+    assert [sorted(texts) for texts in both(out)] == by_hash            # as of one file
 
 
 def test_the_commit_of_a_dataset_is_resolved_first_and_recorded(tmp_path: Path, monkeypatch) -> None:
@@ -197,6 +197,10 @@ def test_files_are_split_by_a_hash_of_their_path_or_by_folders(tmp_path: Path, m
     assert sum(map(len, more.values())) == 399
     assert split("c", "train/a.txt", "train/deep/b.jsonl", "val/c.txt") == {
         "train": {"train/a.txt", "train/deep/b.jsonl"}, "val": {"val/c.txt"}}
+    for name in ("train", "val"):
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / "d" / name).symlink_to(tmp_path / "c" / name)
+    assert split("d") == split("c")
     paths = [p.name for p in open_source("stdlib", tmp_path, None, Options()).parts]
     assert len(paths) > 400 and not any("/test/" in p or "/site-packages/" in p for p in paths)
 
@@ -287,6 +291,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     (["two.zip"], "file:two.zip", "unpacked into one file"), ([], "file:no.txt", "check the address"),
     ([], "hf:../no/such/place", "check the name"), ([], "hf:few", "change --val-share"),
     (["hub/partial-train/0.jsonl"], "hf:hub", "holds only a part"),
+    (["hub/train.csv", "hub/test.csv"], "hf:hub", "cannot read .*train.csv; give the dataset as .txt"),
     ([], "hf:few:train:dev", "check the name"), ([], "hf:few:dev", "no configuration or split 'dev'")])
 def test_a_bad_source_is_one_line(files: list[str], source: str, expected: str, tmp_path: Path,
                                   monkeypatch) -> None:

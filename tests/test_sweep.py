@@ -113,6 +113,7 @@ def test_workers_run_at_a_time_with_their_share_of_the_cores(monkeypatch, capsys
 
 def test_jobs_are_configs_times_points_times_seeds_and_all_problems_come_at_once() -> None:
     points = trials.grid_points(["train.lr=1e-3,2e-3", "position.layers=first,[0,1]"])
+    assert len(trials.grid_points(['train.lengths={0=8,9=32},{0=32}'])) == 2
     jobs = sweeping.make_jobs({"rope.toml": points}, TINY, [0, 1], Path("a b"), [])
     assert [j.name for j in jobs] == [f"rope-lr-{lr}-layers-{layers}-seed{seed}" for lr in ("1e-3", "2e-3")
                                       for layers in ("first", "_0_1_") for seed in (0, 1)]
@@ -196,12 +197,14 @@ def test_the_lowest_mean_over_all_seeds_is_chosen_and_nothing_else_is_run(monkey
 def test_each_config_may_have_its_own_trials_and_differences_are_named() -> None:
     Path("trials.toml").write_text(
         'others = ["train.lr=1e-3,2e-3,3e-3"]\n'
-        'alibi = ["train.lr=1e-3,2e-3 position.slopes=learned", "train.lr=5e-3"]\n')
+        'alibi = ["train.lr=1e-3,2e-3 position.learned=true", "train.lr=5e-3"]\n')
     points = trials.read_points(Path("trials.toml"), ["rope.toml", "alibi.toml"])
     assert points == {"rope.toml": [["train.lr=1e-3"], ["train.lr=2e-3"], ["train.lr=3e-3"]],
-                      "alibi.toml": [["train.lr=1e-3", "position.slopes=learned"],
-                                     ["train.lr=2e-3", "position.slopes=learned"], ["train.lr=5e-3"]]}
+                      "alibi.toml": [["train.lr=1e-3", "position.learned=true"],
+                                     ["train.lr=2e-3", "position.learned=true"], ["train.lr=5e-3"]]}
     assert trials.check_fair(points, TINY) == []
+    scaled = trials.grid_points(["position.temperature=ssmax", "position.lr_scale=1,3"])
+    assert trials.check_fair({"rope.toml": scaled}, TINY) == []         # the temperature is trained
     Path("slow.toml").write_text('extends = "rope.toml"\ntrain = { lr = 1e-4, beta1 = 0.8 }\n')
     points = {"rope.toml": points["rope.toml"], "slow.toml": points["rope.toml"]}
     assert trials.check_fair(points, []) == ["slow: train.beta1: 0.9 -> 0.8"]

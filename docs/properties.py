@@ -140,12 +140,12 @@ def codes(encoding: Encoding, n: int) -> dict[str, Tensor]:
 def smallest_gap(points: Tensor) -> float:
     """Smallest distance between two rows (n, numbers) over the largest; 0 if all rows are equal."""
     gaps = torch.pdist(points)
-    return (gaps.min() / gaps.max().clamp(min=1e-30)).item()
+    return (gaps.min() / gaps.max().clamp(min=1e-9)).item()
 
 
 def largest_step(points: Tensor) -> float:
     """Largest distance between neighbouring rows (n, numbers), over that of any two; 0 if all are equal."""
-    return (points.diff(dim=0).norm(dim=1).max() / torch.pdist(points).max().clamp(min=1e-30)).item()
+    return (points.diff(dim=0).norm(dim=1).max() / torch.pdist(points).max().clamp(min=1e-9)).item()
 
 
 def linear_residual(points: Tensor) -> float:

@@ -17,7 +17,9 @@ from config import Config, load_config
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 
-AFTER_THEIR_SCORES = {"pope", "bam", "tapa"}    # a temperature multiplies these logits, not the queries
+# a temperature multiplies these logits, not the queries
+AFTER_THEIR_SCORES = {"pope", "bam", "tapa", *(
+    name for name, encoding in ENCODINGS.items() if encoding.applies_temperature)}
 
 
 @cache

@@ -299,7 +299,8 @@ class Sliding(Protocol):
     title, deciding = "Perplexity, sliding", ("longest", "tokens", "stride")
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
-        piece = max(1, s.longest // 4)                                  # targets in a row
+        piece = max(1, s.longest // 4)                                  # targets in a row, whole strides
+        piece += -piece % min(s.stride or 1, s.longest)
         ends = fixed_ends(text, s.longest + piece, piece, max(1, s.tokens // piece), s.seed)
         step = min(s.stride or max(1, length // 4), length)
         stops = [(d, start, min(start + step, end))

@@ -115,7 +115,7 @@ def fixed_ends(text: Text, longest: int, n_scored: int, n_windows: int, seed: in
     drawn at random.
     """
     rng = np.random.default_rng(seed)
-    turns, chosen = [], np.arange(len(text.documents))
+    turns, chosen = [], np.flatnonzero([len(document) > longest for document in text.documents])
     if n_windows < len(chosen):
         chosen = rng.permutation(chosen)[:n_windows]                    # not the first ones of the file
     for d in chosen.tolist():

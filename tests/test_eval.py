@@ -118,7 +118,8 @@ def test_each_target_is_scored_once_and_the_same_at_every_length(longest: int, c
             windows = windows_of("sliding", text, longest, length, 512, stride)
             found[f"sliding {stride}", length] = windows
             step = min(stride or length // 4, length)
-            assert all(w.n_scored <= step and w.end - w.start == length for w in windows)
+            assert max(w.n_scored for w in windows) == step
+            assert all(w.end - w.start == length for w in windows)
     targets: dict[str, list] = {}
     for (name, _), windows in found.items():
         assert len(set(scored(windows))) == len(scored(windows)) > 256
@@ -128,6 +129,8 @@ def test_each_target_is_scored_once_and_the_same_at_every_length(longest: int, c
     assert {d for d, _ in ends} == set(range(len(text.documents)))      # documents take turns
     assert ends == fixed_ends(text, longest, 8, 40, 0) != fixed_ends(text, longest, 8, 40, 1)
     assert len({fixed_ends(text, longest, 8, 1, seed)[0][0] for seed in range(9)}) > 1  # not only the first
+    most = max(map(len, text.documents)) - 1
+    assert all(fixed_ends(text, most, 8, 1, seed) for seed in range(9))     # one that is long enough
 
 
 @pytest.mark.parametrize("n_tokens", [65, 66, 128, 129, 130, 160, 161, 192, 193])

@@ -130,7 +130,8 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
     q, after = (q, factor) if is_encoded and name in AFTER_THEIR_SCORES else (q * factor, 1)
     if getattr(p, "key_offset", False) and is_encoded:
         f, before = frequencies(model), torch.cat((k[:, :, :1], k[:, :, :-1]), 2)
-        is_still = torch.cat((f, f, torch.zeros(config.model.head_width - 2 * len(f)))) == 0
+        pairs = torch.stack((f, f), dim=1).flatten() if p.layout == "interleaved" else torch.cat((f, f))
+        is_still = torch.cat((pairs, torch.zeros(config.model.head_width - len(pairs)))) == 0
         follows = torch.ones(x.shape[:2], dtype=torch.bool)
         if documents is not None:
             follows[:, 1:] = documents[:, 1:] == documents[:, :-1]

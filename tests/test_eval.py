@@ -18,7 +18,7 @@ from config import load_config
 from data.tokenizer import ByteTokenizer
 from eval import ALL, main
 from evaluation import protocols, results, windows
-from evaluation.extension import EXTENSIONS, Extend
+from evaluation.extension import EXTENSIONS, Extend, parse
 from evaluation.protocols import EVERY, Evaluation, Settings, losses_at
 from evaluation.show import advice, table
 from evaluation.windows import (
@@ -201,14 +201,6 @@ def test_fixed_is_slice_and_forward(name: str, bos: bool, tiny, corpus_dir: Path
         assert r["gain"] == pytest.approx((expected[32] - expected[length]) / r["tokens"], abs=1e-4)
         assert r["tokens"] == 8 * 6 and r["ppl"] == pytest.approx(math.exp(r["nll_sum"] / r["tokens"]))
     assert records["fixed", 32]["gain"] == 0
-
-
-def test_a_bounded_receptive_field_gains_exactly_nothing(tiny, corpus_dir: Path) -> None:
-    """Window 8 in 2 layers sees 15 tokens: 8 targets at the end of 32 inputs see 22 of them, and no more."""
-    model = lively(tiny("rope", "model.window=8"))
-    records = measured(evaluate(model, tiny(), text_of(corpus_dir), ["fixed"]))
-    gains = {r["length"]: r["gain"] for r in records}
-    assert abs(gains.pop(16)) > 1e-3 and all(abs(gain) < 1e-6 for gain in gains.values())
 
 
 def test_position_buckets_cover_each_position_once(tiny, corpus_dir: Path) -> None:
@@ -491,6 +483,17 @@ def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corp
     for name, value in {"longest": 160, "targets": 4, "windows": 12, "tokens": 256, "stride": 4}.items():
         if name not in EVERY[protocol].deciding:
             assert targets(**{name: value}) == before, name
+    losses = [[r["nll_sum"] for r in measured(Evaluation(model, config, ByteTokenizer(), text, Settings(
+        **plain, seed=seed)))] for seed in (0, 1)]
+    assert (losses[0] != losses[1]) == (protocol != "rolling")          # which takes all of the text
+
+
+def test_each_method_is_measured_at_each_length(tiny, corpus_dir: Path) -> None:
+    """Not the plain model's losses, nor at another length's default factor."""
+    settings = Settings(["fixed", "copy"], [64, 128], longest=128, targets=8, windows=4)
+    found = measured(Evaluation(lively(tiny()), tiny(), ByteTokenizer(), text_of(corpus_dir), settings,
+                                [parse("pi"), parse("window")]))
+    assert len({r["nll_sum"] for r in found}) == len(found) == 12
 
 
 def test_a_method_that_does_not_fit_is_an_error_or_skipped(tiny, capsys) -> None:

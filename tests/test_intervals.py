@@ -127,21 +127,6 @@ def test_a_prior_adds_its_degrees_of_freedom() -> None:
     assert np.allclose([found.low, found.high], [1 - half, 1 + half], rtol=1e-3)
 
 
-@pytest.mark.parametrize("S", [3, 5])
-def test_averaging_over_seeds_first_covers_too_seldom(S: int) -> None:
-    """The reason for both levels: documents alone, as if the mean over seeds were exact."""
-    rng = np.random.default_rng(0)
-    studies = [study(rng, S, 20, "normal", "seeds") for _ in range(100)]
-    found = [estimate(d.mean(axis=0, keepdims=True), *text) for d, *text in studies]
-    assert np.mean([e.low <= TRUTH <= e.high for e in found]) < 0.5
-
-
-def test_windows_of_one_document_are_not_independent(monkeypatch) -> None:
-    """The reason for documents: windows taken for independent cover far too seldom."""
-    monkeypatch.setattr(intervals, "ENOUGH_DOCUMENTS", 10**9)
-    assert coverage(1, 40, "normal", "documents", 100) < 0.85
-
-
 @pytest.mark.parametrize(("S", "trials", "share"), slow_except(
     [(S, n, p) for S in (1, 3) for n in (8, 32, 128) for p in (0.5, 0.9, 0.99)], (1, 32, 0.9), (3, 8, 0.5)))
 def test_intervals_of_shares_cover_too(S: int, trials: int, share: float) -> None:

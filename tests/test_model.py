@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import every_encoding, lively, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,18 +30,6 @@ def test_parameters_and_flops_are_the_closed_form(mlp: str, matrices: int, tied:
     products = sum(n for operation, n in counter.get_flop_counts()["Global"].items()
                    if "attention" not in str(operation))
     assert products == 6 * (n_layer * block + V * C) * T
-
-
-def test_qk_norm_normalises_each_head(tiny) -> None:
-    model = lively(tiny("none", "model.qk_norm=true"))
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.q_norm.weight.fill_(1.0)
-    seen = []
-    rotate = model.encoding.rotate
-    model.encoding.rotate = lambda q, k, at: seen.append(q) or rotate(q, k, at)
-    model(tokens((2, 8)))
-    torch.testing.assert_close(seen[0].square().mean(-1), torch.ones(2, 2, 8), atol=1e-3, rtol=0)
 
 
 @every_encoding
@@ -79,27 +68,36 @@ def test_a_norm_after_each_sublayer_and_a_scaled_embedding(tiny) -> None:
                                    atol=0)
 
 
-def test_dropout_acts_in_training_only(tiny) -> None:
+def test_dropout_acts_in_training_only(tiny, monkeypatch) -> None:
+    """On embeddings, and in each of two layers on attention and both sublayers' outputs."""
+    seen, drop, kernel = [], F.dropout, F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "dropout", lambda x, p, is_on=True, *rest: (
+        seen.append(p * is_on), drop(x, p, is_on, *rest))[1])
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given, dropout_p, **rest: (
+        seen.append(dropout_p), kernel(*given, dropout_p=dropout_p, **rest))[1])
     for name in ("rope", "alibi"):                                      # the fused path and the blocks
-        model = lively(tiny(name, "model.dropout=0.5"))
-        x = tokens((1, 16))
-        assert torch.equal(model(x), model(x))
-        model.train()
-        assert not torch.equal(model(x), model(x))
+        model, x = lively(tiny(name, "model.dropout=0.5")), tokens((1, 16))
+        assert torch.equal(model(x), model(x)) and not any(seen)
+        seen.clear()
+        model.train()(x)
+        assert seen == [0.5] * 7
+        seen.clear()
 
 
 def test_initial_loss_is_that_of_a_uniform_guess(tiny) -> None:
     torch.manual_seed(0)
-    loss = GPT(tiny("rope"))(tokens((4, 32)), tokens((4, 32), 1))
-    assert loss.item() == pytest.approx(math.log(257), abs=0.05)
+    model = GPT(tiny("rope", "model.bias=true", "model.n_embd=128"))
+    loss = model(tokens((4, 32)), tokens((4, 32), 1))
+    assert loss.item() == pytest.approx(math.log(257), abs=0.1)
+    block = model.blocks[1]
+    for linear, std in ((block.mlp.up, 0.02), (block.mlp.down, 0.01), (block.attention.o, 0.01)):
+        assert linear.weight.std().item() == pytest.approx(std, rel=0.05) and not linear.bias.any()
 
 
-def test_targets_of_minus_100_are_not_scored(tiny) -> None:
-    model, x, y = lively(tiny("rope")), tokens((1, 8)), tokens((1, 8), 1)
-    masked = y.clone()
-    masked[:, :4] = -100
-    expected = torch.nn.functional.cross_entropy(model(x)[0, 4:], y[0, 4:])
-    torch.testing.assert_close(model(x, masked), expected)
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_all_norms_have_the_epsilon(norm: str, tiny) -> None:
+    model = GPT(tiny("rope", f"model.norm={norm}", "model.norm_eps=0.5", "model.qk_norm=true"))
+    assert {module.eps for module in model.modules() if hasattr(module, "eps")} == {0.5}
 
 
 @pytest.mark.slow

@@ -15,39 +15,24 @@ from runtime.optimizer import Muon, make_optimizer, orthogonal, set_learning_rat
 def test_every_parameter_is_in_one_group(name: str, optimizer: str, tiny) -> None:
     """Muon's are the matrices of the layers; only matrices decay, and not those of the encoding."""
     config = tiny(name, f"train.optimizer={optimizer}", "model.bias=true", "model.norm=layernorm",
-                  "train.beta1=0.7", "train.beta2=0.8", "train.weight_decay=0.3")
+                  "train.beta1=0.7", "train.beta2=0.8", "train.weight_decay=0.3", "position.lr_scale=8",
+                  "position.temperature=ssmax")
     model = GPT(config)
     whole = make_optimizer(model, config)
     groups = whole.param_groups
     set_learning_rate(whole, 0.5)
-    assert all(group["lr"] == 0.5 * group["lr_scale"] for part in getattr(whole, "parts", [whole])
-               for group in part.param_groups)
+    rates = {p: group["lr"] for part in getattr(whole, "parts", [whole]) for group in part.param_groups
+             for p in group["params"]}
     moved = [p for group in groups for p in group["params"]]
     assert len(moved) == len(set(moved)) and set(moved) == set(model.parameters())
     by_muon = {p for group in groups if "momentum" in group for p in group["params"]}
     decayed = {p for group in groups if group["weight_decay"] == 0.3 for p in group["params"]}
     assert {group.get("betas", group.get("momentum")) for group in groups} - {0.7} == {(0.7, 0.8)}
     for path, p in model.named_parameters():
+        is_own = path.startswith(("encoding.", "temperature."))
+        assert rates[p] == 0.5 * (8 if is_own else 1), path
         assert (p in by_muon) == (optimizer == "muon" and path.startswith("blocks.") and p.dim() == 2), path
-        assert (p in decayed) == (p.dim() == 2 and not path.startswith("encoding.")), path
-
-
-@every_encoding
-def test_lr_scale_is_the_rate_of_the_encoding_alone(name: str, tiny) -> None:
-    """The first step of AdamW has the size of the rate, whatever the gradient, where nothing decays."""
-    config = tiny(name, "position.lr_scale=8.0", "position.temperature=ssmax", "train.weight_decay=0.0")
-    model = GPT(config)
-    optimizer = make_optimizer(model, config)
-    before = {path: p.detach().clone() for path, p in model.named_parameters()}
-    generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape, generator=generator)
-    set_learning_rate(optimizer, 1e-3)
-    optimizer.step()
-    for path, p in model.named_parameters():
-        rate = 8e-3 if path.startswith(("encoding.", "temperature.")) else 1e-3
-        moved = (p.detach() - before[path]).abs()
-        torch.testing.assert_close(moved, torch.full_like(moved, rate), atol=1e-5, rtol=1e-3, msg=path)
+        assert (p in decayed) == (p.dim() == 2 and not is_own), path
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

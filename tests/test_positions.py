@@ -42,7 +42,8 @@ SWITCHES = {
 IN_SOME_LAYERS = ("first", "list", "every", "encoded", "heads")
 # of some rotary encodings alone
 OF_ROPE = {"offset": "position.fraction=0.5 position.key_offset=true",
-           "values": "position.rotate_values=true model.n_head=4 model.n_kv_head=2 model.head_dim=12",
+           "values": "position.rotate_values=true model.n_head=4 model.n_kv_head=2 model.head_dim=12 "
+                     + written(make("yarn")),
            "bases": "position.bases=[100.0,50.0]", "base of one": "position.bases=[0.0,50.0]"}
 # scalings whose frequencies do not depend on the length, under the encodings that rotate
 SCALED = {method: written(make(method)) for method in SCALINGS if method not in DYNAMIC}
@@ -53,8 +54,9 @@ CASES = [case for case in CASES if case not in (("pope", "heads"), ("xpos", "log
 CASES += [("rope", name) for name in OF_ROPE] + [("p_rope", "still")]
 CASES += [("bam", "tempered heads"), ("tapa", "tempered heads")]        # which apply a temperature themselves
 CASES += [(name, method) for name in ("rope", "p_rope", "xpos") for method in SCALED]
-SWITCHES |= SCALED | OF_ROPE | {"still": "position.p=0.5 position.key_offset=true",
-                                "tempered heads": f"position.heads=[1] position.temperature=ssmax {BEYOND}"}
+SWITCHES |= SCALED | OF_ROPE | {
+    "still": "position.p=0.5 position.key_offset=true position.layout=interleaved",
+    "tempered heads": f"position.heads=[1] position.temperature=ssmax {BEYOND}"}
 FAST = [*((name, "plain") for name in ENCODINGS),
         *(("rope", key) for key in SWITCHES if key not in (*SCALED, "still", "tempered heads")),
         ("rope", "yarn"), ("pope", "both"), ("bam", "ssmax"), ("tapa", "llama4"), ("bam", "tempered heads"),

@@ -13,6 +13,7 @@ from test_export import GPT_BLOCK, YARN, command, saved
 import eval as eval_command
 import sample
 from config import load_config
+from hf.architectures import ARCHITECTURES
 from hf.pretrained import pretrained_tables, pulled
 from runtime.checkpoint import load_run
 from runtime.errors import UserError
@@ -66,6 +67,15 @@ def test_a_tied_folder_with_another_head_is_refused(tiny, tmp_path: Path) -> Non
         load_run(folder)
     change(folder / "config.json", tie_word_embeddings=False)
     assert torch.equal(load_run(folder)[0].state_dict()["head.weight"], head)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_field_with_one_value_that_we_compute_has_no_other(kind: str) -> None:
+    constants = ARCHITECTURES[kind].constants
+    assert kind != "qwen2" or "use_sliding_window" in constants
+    for field in constants:
+        with pytest.raises(UserError, match=f"{field} = 'other' is not supported"):
+            ARCHITECTURES[kind].tables({field: "other"})
 
 
 @pytest.mark.parametrize(("fields", "expected"), [      # of config.json; or a file and its content

@@ -91,6 +91,15 @@ def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> No
         assert r["bytes"] == r["tokens"] == 4 * len(found.ends)
 
 
+def test_probes_open_as_the_windows_of_training_do(tiny, corpus_dir: Path) -> None:
+    config, seen = tiny("rope", "data.bos=true"), []
+    model = lively(config)
+    hidden = model.hidden
+    model.hidden = lambda x, **rest: seen.append(x) or hidden(x, **rest)
+    measured(evaluation(model, config, corpus_dir, ["repeat", "copy"]))
+    assert seen and all((x[:, 0] == BYTES.eot).all() for x in seen)
+
+
 def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
     config = tiny()
     found = evaluation(lively(config), config, corpus_dir, ["passkey"])

@@ -130,6 +130,11 @@ def test_the_answer_of_an_algorithm_is_right(name: str) -> None:
     assert len(answers) > 1
 
 
+def test_one_document_in_four_asks_for_a_key() -> None:
+    made = [decode(BYTES, tasks.train_passkey(BYTES, 128, n).ids.tolist()) for n in range(40)]
+    assert [" key=" in text for text in made] == [n % 4 == 0 for n in range(40)]
+
+
 def test_a_document_of_repeats_is_a_window_of_strings_two_to_three_times() -> None:
     for number in range(20):
         ids = tasks.train_repeats(BYTES, 128, number).ids

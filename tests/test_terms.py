@@ -158,7 +158,7 @@ def selective_angles(c: Case, b: int, h: int) -> Tensor:
     x = torch.cat([part / part.norm(dim=-1, keepdim=True) for part in c.x[b].chunk(c.H, dim=-1)], dim=-1)
     raw = x @ (e.up[LAYER].unflatten(0, (c.H, c.D // 2))[h] @ e.down[LAYER]).T
     phi = convolved(raw, e.convolution[LAYER, h])                       # (T, D / 2)
-    return phi.cumsum(dim=0) * geometric(500_000, c.D)
+    return phi.cumsum(dim=0) * geometric(c.options.base, c.D)
 
 
 def selective_rope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
@@ -168,7 +168,7 @@ def selective_rope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
 def repo(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     e = c.encoding
     z = [e.out[LAYER, h] @ (F.silu(e.gate[LAYER] @ x) * (e.value[LAYER] @ x)) for x in c.x[b, [i, j]]]
-    return turned(c, b, h, i, j, *(waves(t, geometric(10_000, c.D)) for t in z))
+    return turned(c, b, h, i, j, *(waves(t, geometric(c.options.base, c.D)) for t in z))
 
 
 # --- Biases by distance: what is added in head h at distance d from a query at m
@@ -312,7 +312,8 @@ VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options
     "position.spectrum=rope_id position.fraction=0.5", "model.window=5 position.local_base=50",
     "model.window=5 position.local_base=50 model.full_every=2", "position.bases=[50.0,500.0]")),
     ("rope_2d", "position.layout=interleaved position.base=500"),
-    ("sinusoidal_qk", "position.layout=half"), ("sinusoidal_qk", "position.sine_alone=true"),
+    ("sinusoidal_qk", "position.layout=half position.base=500"), ("repo", "position.base=500"),
+    ("sinusoidal_qk", "position.sine_alone=true position.base=500"),
     *(("p_rope", f"position.p={p} position.base=500") for p in (0.0, 0.2, 0.3, 1.0)),
     ("p_rope", "position.p=0.5 position.layout=interleaved"), ("xpos", "position.scale_base=20"),
     ("xpos", "position.layout=interleaved"), ("pope", "position.base=500"), ("fope", "train.seq_len=4096"),
@@ -321,7 +322,7 @@ VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options
     ("sandwich", "position.dim=64"), ("relative_key", "position.max_distance=5"),
     ("relative_key_query", "position.max_distance=5"), ("cope", "position.max_pos=3"),
     ("grape_ap", "position.p_dim=2"), ("dape", "position.bias=kerple_log"), ("tapa", "position.alpha=0.5"),
-    ("selective_rope", "position.n_taps=1")]
+    ("selective_rope", "position.n_taps=1 position.rank=5 position.base=500")]
 FP32_ANGLES = ("sinusoidal_qk", "rope", "rope_2d", "p_rope", "xpos", "pope", "fope", "transformer_xl",
                "sandwich")
 # BAM's logarithm of the distance is fp32 too; PaTH has 1e-6 under the root of a length
@@ -354,9 +355,9 @@ def binary(e: Encoding, t: int, n: int) -> float:
 
 def sinusoidal(e: Any, t: int, n: int, width: int = 32) -> float:
     if e.options.sine_alone:
-        return math.sin(t / 10_000 ** (n / width))
+        return math.sin(t / e.options.base ** (n / width))
     pair, is_cos = (n % (width // 2), 2 * n >= width) if e.options.layout == "half" else (n // 2, n % 2)
-    return (math.cos if is_cos else math.sin)(t / 10_000 ** (2 * pair / width))
+    return (math.cos if is_cos else math.sin)(t / e.options.base ** (2 * pair / width))
 
 
 EMBEDDED: dict[str, Callable[[Any, int, int], float]] = {
@@ -364,9 +365,9 @@ EMBEDDED: dict[str, Callable[[Any, int, int], float]] = {
     "integer_normalised": lambda e, t, n: t / L, "binary": binary, "sinusoidal": sinusoidal}
 
 
-@pytest.mark.parametrize(("name", "overrides"), [*((name, "") for name in EMBEDDED),
-                                                 ("sinusoidal", "position.layout=half"),
-                                                 ("sinusoidal", "position.sine_alone=true")])
+@pytest.mark.parametrize(("name", "overrides"), [
+    *((name, "") for name in EMBEDDED), ("sinusoidal", "position.layout=half position.base=500"),
+    ("sinusoidal", "position.sine_alone=true position.base=500")])
 def test_what_is_added_to_the_embeddings_is_the_formula(name: str, overrides: str) -> None:
     encoding, factor = model_of(name, overrides).encoding, 32**0.5 if name == "sinusoidal" else 1.0
     pos = torch.tensor([[0, 1, 2, 5, 31], [7, 8, 100, 1000, 20_003]])[:1 if name == "learned" else 2]
@@ -398,6 +399,9 @@ def test_parameters_start_as_the_authors_do() -> None:
             assert p.mean() == pytest.approx(top / 2, rel=0.1)
     fire = start("fire", "model.n_layer=3")
     assert fire.c.tolist() == pytest.approx([0.1] * 3) and fire.threshold.tolist() == [1] * 3
+    assert (start("wall").b == 8).all() and (start("forgetting").b == 0).all()
+    for name, key in (("forgetting", "w"), ("relative_key", "table"), ("transformer_xl", "w"), ("wall", "w")):
+        assert getattr(start(name), key).std() == pytest.approx(0.02, rel=0.2), name
     assert (start("cope").table == 0).all() and (start("pope").delta == 0).all()
     assert start("pope").delta.shape == (2, 2, 16)
     slopes = torch.tensor([slope(h, 6) for h in range(6)]).log()

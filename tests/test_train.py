@@ -28,7 +28,7 @@ from runtime.errors import UserError
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
 from runtime.run import Run, git_revision
-from train import learning_rate, train, training_loop, validate
+from train import learning_rate, micro_batches, train, training_loop, validate
 
 CPU = Process(torch.device("cpu"))
 
@@ -76,6 +76,8 @@ def test_a_run_learns_and_leaves_what_is_documented(name: str, tiny, tmp_path: P
     lines = metrics(run_dir)
     assert lines[-1]["val_loss"] < 2.9 < lines[0]["loss"]
     assert [line["step"] for line in lines] == list(range(1, 61))
+    assert all((line["tokens"], line["lr"]) == (128 * n, learning_rate(n - 1, config.train))
+               for n, line in enumerate(lines, 1))
     assert lines[-1]["val_bpb"] == pytest.approx(lines[-1]["val_loss"] / math.log(2), rel=0.03)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert {"steps", "tokens", "wall_s", "val_loss", "val_bpb", "tokens_per_s", "parameters",
@@ -116,13 +118,14 @@ def test_a_run_of_older_code_resumes_where_a_line_was_cut(tiny, tmp_path: Path) 
     shutil.rmtree(run_dir / "checkpoints" / "00000012")
     for path in (run_dir / "checkpoints").glob("*/state.json"):
         state = json.loads(path.read_text())
-        old = {key: state[key] for key in ("step", "wall_s", "metrics", "sha256")}
+        old = {key: state[key] for key in ("step", "metrics", "sha256")} | {"wall_s": 1000.0}
         path.write_text(json.dumps({**old, "check": checkpoint._check(old)}))
     (run_dir / "summary.json").unlink()
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "lo')
     train(config, [])
     assert_equal_runs(tmp_path / "straight", run_dir)
+    assert json.loads((run_dir / "summary.json").read_text())["wall_s"] > 1000
 
 
 def test_a_run_that_reads_its_metrics_late_is_the_same_run(tiny, tmp_path: Path, monkeypatch, spoil) -> None:
@@ -278,10 +281,11 @@ def test_an_overflow_halves_the_scale_and_is_not_a_bad_step(tiny, monkeypatch) -
 
 
 def test_lengths_change_the_windows_not_the_tokens_of_a_step(tiny, tmp_path: Path, monkeypatch) -> None:
-    seen, forward = [], GPT.forward
+    seen, seeds, forward = [], [], GPT.forward
 
     def noted(self: GPT, x: Tensor, *arguments: object, **options: object) -> Tensor:
         seen.extend([x] * self.training)
+        seeds.extend([torch.initial_seed()] * self.training)
         return forward(self, x, *arguments, **options)
 
     monkeypatch.setattr(GPT, "forward", noted)
@@ -290,6 +294,12 @@ def test_lengths_change_the_windows_not_the_tokens_of_a_step(tiny, tmp_path: Pat
     assert train(tiny("rope", f"run.dir={tmp_path / 'whole'}"), []) == 0
     assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(seen[:12], seen[12:], strict=True))
     assert shapes == [(16, 8)] * 5 + [(8, 16)] * 4 + [(4, 32)] * 3
+    assert len({*seeds}) == 12 and seeds[:12] == seeds[12:]             # of dropout: a function of the step
+    config = tiny("rope", "data.bos=true", "train.lengths={0 = 8, 5 = 32}", "train.positions=pose",
+                  "train.position_range=64")
+    corpus, process = Corpus(config.data.dir, bos=True), Process(torch.device("cpu"))
+    (x, _, at, *_), = micro_batches(corpus, config, process, 0)         # a cut window opens as a whole one
+    assert x.shape == at.shape == (16, 8) and (x[:, 0] == 256).all() and (at[:, 0] == 0).all()
 
 
 def test_the_best_checkpoint_is_kept_and_opened(tiny, tmp_path: Path, monkeypatch, capsys) -> None:

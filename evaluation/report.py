@@ -53,7 +53,7 @@ class Table(NamedTuple):
 
     def heading(self, name: str) -> str:
         """A column's heading, which marks the training length, or the bucket that ends there."""
-        return {str(self.L): f"{name} = L", str(self.L - 1): f"{name}, L"}.get(name.rpartition("-")[2], name)
+        return name + (" = L" if name == str(self.L) else ", L" if name.endswith(f"-{self.L - 1}") else "")
 
     def text(self, cell: Cell | None) -> str:
         """Value ± standard deviation [interval]; the deviation ends where the value does: 193.9 ± 3.7."""

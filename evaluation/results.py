@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from runtime.errors import UserError
-from runtime.files import read_json, write_whole
+from runtime.files import flush, read_json, write_whole
 
 WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "distant", "trigram")      # perplexities of windows
 SAME = ("checkpoint_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",
@@ -107,10 +106,8 @@ def write(path: Path, results: Results) -> None:
 
     The .npz comes first: a kill in between leaves one that holds all that the records of the old JSON need.
     """
-    temporary = path.with_name(f".{path.stem}.npz.tmp")
-    with temporary.open("wb") as file:
-        np.savez(file, **results.windows)       # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
+    temporary = path.with_name(f".{path.stem}.tmp.npz")
+    np.savez(temporary, **results.windows)      # type: ignore[arg-type]
+    flush(temporary)
     temporary.replace(path.with_suffix(".npz"))
     write_whole(path, json.dumps({**results.head, "records": results.records}, indent=1) + "\n")

@@ -26,10 +26,8 @@ def finite(number: float) -> float | None:
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: after a crash it has either its old content or all of the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
     temporary.replace(path)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,13 +40,6 @@ class Curve(NamedTuple):
     label: str
     extend: str | None
     runs: list[Run]
-
-    def windows(self, run: Run, form: Form, protocol: str, length: int) -> dict[str, np.ndarray] | None:
-        """The columns of a score for each window or trial of a run; None for loss by position."""
-        keys = {name: f"{self.extend or 'plain'}/{protocol}/{length}/{name}"
-                for name in (form.score.plus, form.score.minus, form.score.per, "document") if name}
-        found = {name: run.windows[key].astype(float) for name, key in keys.items() if key in run.windows}
-        return found if len(found) == len(keys) else None
 
 
 def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
@@ -198,7 +190,7 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
             if curve.label in scored:
                 d, columns = scored[curve.label]
                 other = scored[baseline.label][0] if baseline else None
-                is_same = baseline is not None and paths_of(curve) == paths_of(baseline)
+                is_same = baseline is not None and curve.runs is baseline.runs      # methods of --extend
                 own = prior if curve.label in plain and not is_same else None
                 found[curve.label], name = estimated(form, d, columns, other, is_same, own)
                 seeds_of[curve.label] = min(len(d), len(d if other is None else other))
@@ -221,17 +213,14 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     return rows, how
 
 
-def paths_of(curve: Curve) -> list[Path]:
-    return [run.path for run in curve.runs]
-
-
 def windows_of(protocol: str, form: Form, length: int,
                curve: Curve) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
-    """The score of each window, (seeds, windows), and the columns of the windows."""
-    found = [curve.windows(run, form, protocol, length) for run in curve.runs]
-    columns = [each for each in found if each is not None]
-    if len(columns) < len(found):
+    """The score of each window or trial, (seeds, windows), and their columns; None for loss by position."""
+    names = filter(None, (form.score.plus, form.score.minus, form.score.per, "document"))
+    keys = {name: f"{curve.extend or 'plain'}/{protocol}/{length}/{name}" for name in names}
+    if any(key not in run.windows for run in curve.runs for key in keys.values()):
         return None
+    columns = [{name: run.windows[key].astype(float) for name, key in keys.items()} for run in curve.runs]
     return np.stack([form.score.total(each) for each in columns]), columns[-1]
 
 

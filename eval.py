@@ -146,6 +146,8 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
     if uses_targets and targets > min(lengths) or args.seed < 0:
         raise UserError(f"--targets {targets} --seed {args.seed}: --targets must be at most the shortest "
                         f"length, {min(lengths)}, and the seed at least 0")
+    if "distant" in protocols and args.judge is None:
+        raise UserError("--protocol distant requires --judge RUN, which chooses the tokens")
     windows = args.windows or (8 if args.is_all else 32)
     return Settings(protocols, lengths, longest, targets, windows, args.tokens, args.stride, args.seed,
                     args.judge)

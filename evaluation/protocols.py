@@ -14,9 +14,8 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -56,8 +55,7 @@ LONG_GAIN, LONG_LOSS = 2.0, 2.0                 # distant: what the judge gains 
 BLOCK = 256                                     # most targets of fixed in a row of the .npz
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What to measure, and on how much of the text. eval.py --help explains each."""
 
     protocols: Sequence[str]
@@ -70,11 +68,6 @@ class Settings:
     stride: int | None = None                   # sliding: S; None is a quarter of each length
     seed: int = 0                               # chooses windows
     judge: str | None = None                    # distant: the run that chooses tokens
-
-    def __post_init__(self) -> None:
-        """Raises UserError."""
-        if "distant" in self.protocols and self.judge is None:
-            raise UserError("--protocol distant requires --judge RUN, which chooses the tokens")
 
 
 class Evaluation:

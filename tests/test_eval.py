@@ -87,8 +87,6 @@ def test_distant_tokens_are_those_that_the_judge_predicts_with_the_longest_conte
     assert e.deciding()["distant"] == {"longest": 128, "targets": 8, "windows": 20, "judge": "runs/judge",
                                        "length": 128}
     assert "distant" in "".join(table(list(found.values()), [32, 64, 128], 32))
-    with pytest.raises(UserError, match="distant requires --judge RUN"):
-        evaluate(model, config, text, ["distant"])
     short = tiny("learned")                     # its table ends at 32 positions
     monkeypatch.setattr(protocols, "load_run", lambda run: (lively(short), short, ByteTokenizer()))
     with pytest.raises(UserError, match="--judge runs/judge: learned ends at 32 positions; choose a judge"):

@@ -1,7 +1,6 @@
 """The trigram: its probabilities sum to 1, follow the formula, and eval.py scores the targets of fixed."""
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,7 +56,7 @@ def test_the_first_targets_of_a_document_are_scored_too(tiny, corpus_dir) -> Non
     """Where all tokens of a window are targets and a document begins with it: its separator counts twice."""
     config = tiny()
     e = evaluation(lively(config), config, corpus_dir, ["trigram"])
-    e.settings, e.ends = replace(e.settings, targets=32), [(0, 32), (1, 40)]
+    e.settings, e.ends = e.settings._replace(targets=32), [(0, 32), (1, 40)]
     record, = (r for records in e.measure() for r in records)
     trigram = Trigram(Corpus(corpus_dir, splits=("train",)).read("train", 0), 257)
     first, second = (e.text.documents[d].astype(int) for d in (0, 1))

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from config import Config
@@ -29,13 +29,12 @@ from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.switches import Constant, LogN, ScaleInvariant, Temperature, Tempered, Wrapper
 from runtime.errors import UserError, did_you_mean
-from runtime.schema import describe_choice, explain
+from runtime.schema import Section, describe_choice, explain
 
 
-class Extension(BaseModel):
+class Extension(Section):
     """A method and its options; `extended` applies it."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
     changes: ClassVar[str] = "distances"        # two methods in one --extend must differ in this
     needs_rotary: ClassVar[bool] = False
     needs_relative: ClassVar[bool] = False

@@ -101,9 +101,9 @@ class Attention(nn.Module):
         self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.v = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
         self.o = nn.Linear(H * D, C, bias=config.bias)
-        self.gate = nn.Linear(C, H * D, bias=False) if config.gate else nn.Identity()
+        self.gate = nn.Linear(C, H * D, bias=False) if config.gate else None
         self.sink = nn.Parameter(torch.zeros(H)) if config.sink == "head" else None
-        self.token_sink = nn.Linear(C, H, bias=False) if config.sink == "token" else nn.Identity()
+        self.token_sink = nn.Linear(C, H, bias=False) if config.sink == "token" else None
         self.is_whole = config.qk_norm == "whole"
         self.q_norm, self.k_norm = (
             nn.RMSNorm(D * n**self.is_whole, eps=config.norm_eps) if config.qk_norm else nn.Identity()
@@ -123,13 +123,12 @@ class Attention(nn.Module):
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         v = encoding.turn_values(v, at) if encoding.rotates_values else v
         sink = None if self.sink is None else self.sink[None, :, None, None]            # (1, H, 1, 1)
-        if isinstance(self.token_sink, nn.Linear):
+        if self.token_sink is not None:
             sink = self.token_sink(x[:, -q.shape[2]:]).transpose(1, 2)[..., None]       # (B, H, Tq, 1)
         y = attend(q, k, v, mask, bias, self.dropout if self.training else 0.0, sink)   # (B, H, Tq, D)
         y = encoding.turn_back(y, at) if encoding.rotates_values else y
         y = y.transpose(1, 2).flatten(2)                                # (B, Tq, H D)
-        is_gated = isinstance(self.gate, nn.Linear)
-        return self.o(y * torch.sigmoid(self.gate(x[:, -y.shape[1]:])) if is_gated else y)
+        return self.o(y if self.gate is None else y * torch.sigmoid(self.gate(x[:, -y.shape[1]:])))
 
     def project(self, x: Tensor, Tq: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the last Tq tokens, keys and values of all x (B, T, C), by heads."""

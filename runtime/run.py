@@ -64,9 +64,7 @@ class Run:
         self.model.set_step(step)
         is_log, is_eval, is_save = (step % every == 0 or step == steps
                                     for every in (r.log_every, r.eval_every, r.save_every))
-        number = self.stop[0] if self.stop else 0
-        if self.process.world_size > 1:
-            number = parallel.any_signal(self.process, number)
+        number = parallel.any_signal(self.process, self.stop[0] if self.stop else 0)
         if self.process.device.type in RUNS_AHEAD and not (is_log or is_eval or is_save or number):
             return
         self.read_metrics()

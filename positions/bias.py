@@ -100,26 +100,24 @@ class ALiBi(Encoding):
 
     def __init__(self, shape: Shape, options: ALiBiOptions) -> None:
         super().__init__(shape, options)
-        self.n_head, slopes = shape.n_head, torch.tensor(self.slopes(shape.n_head))
+        self.n_head, slopes = shape.n_head, self.slopes(shape.n_head)
         self.log_slopes = nn.Parameter(slopes.log()) if options.learned else None       # (H,)
         # the gradients of folded slopes would be small differences of large sums, lost in bf16
         self.can_fold = not options.learned
 
     @staticmethod
-    def slopes(n_head: int) -> list[float]:
+    def slopes(n_head: int) -> Tensor:
         """2^(-8 (h + 1) / H) if H is a power of two, else the slopes for P heads and every second for 2 P.
 
         P is the largest power of two up to H: the rule of the authors' code, also of BLOOM's and MPT's.
         """
         P = 2 ** (n_head.bit_length() - 1)
         slopes = [2 ** (-8 * (h + 1) / P) for h in range(P)]
-        return slopes + [2 ** (-4 * (2 * h + 1) / P) for h in range(n_head - P)]
+        return torch.tensor(slopes + [2 ** (-4 * (2 * h + 1) / P) for h in range(n_head - P)])
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        if self.log_slopes is not None:
-            return self.log_slopes.exp()[:, None, None]                 # (H, 1, 1)
-        slopes = torch.tensor(self.slopes(self.n_head)).to(q_pos.device, non_blocking=True)
-        return slopes[:, None, None]
+        slopes = self.slopes(self.n_head) if self.log_slopes is None else self.log_slopes.exp()
+        return slopes.to(q_pos.device, non_blocking=True)[:, None, None]        # (H, 1, 1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         return logits - at.tables * at.distance()
@@ -255,8 +253,7 @@ class BAM(Encoding):
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
-        log_slopes = torch.tensor(ALiBi.slopes(shape.n_head)).log()
-        self.s = nn.Parameter(log_slopes.repeat(shape.n_layer, 1))      # (n_layer, H)
+        self.s = nn.Parameter(ALiBi.slopes(shape.n_head).log().repeat(shape.n_layer, 1))    # (n_layer, H)
         self.beta = nn.Parameter(torch.ones(shape.n_layer, shape.n_head))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:

@@ -143,8 +143,7 @@ class GRAPEAP(Encoding):
         self.w = nn.Parameter(0.5 * C**-0.5 * torch.randn(n_layer, self.n_head * options.p_dim, C))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        slopes = torch.tensor(ALiBi.slopes(self.n_head)).to(q_pos.device, non_blocking=True)
-        return slopes[:, None, None]                                    # (H, 1, 1)
+        return ALiBi.slopes(self.n_head).to(q_pos.device, non_blocking=True)[:, None, None]     # (H, 1, 1)
 
     def features(self, x: Tensor, layer: int) -> Tensor:
         return F.linear(x, self.w[layer]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)      # (B, H, T, n)

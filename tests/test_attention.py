@@ -38,7 +38,7 @@ def inputs(T: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def explicit(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, window: int | None) -> Tensor:
     """Softmax over all keys at once, in fp64, from the formula of ALiBi."""
     Tq, Tk = q.shape[2], k.shape[2]
-    slopes = torch.tensor(ALiBi.slopes(H)).double()[:, None, None]      # as exact as fp32
+    slopes = ALiBi.slopes(H).double()[:, None, None]      # as exact as fp32
     distance = (pos[:, -Tq:, None] - pos[:, None])[:, None]
     logits = q.double() @ k.double().mT / math.sqrt(D) - slopes * distance
     i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
@@ -77,7 +77,7 @@ def test_folded_channels_survive_16_bits(dtype: torch.dtype, made, tiny) -> None
     nothing = torch.zeros(1, H, 8, 64, dtype=dtype)
     q, k = made(encoding.fold)(nothing, nothing, at_of(encoding, pos, 8))
     assert q.dtype == k.dtype == dtype
-    slopes = torch.tensor(ALiBi.slopes(H)).double()[:, None, None]
+    slopes = ALiBi.slopes(H).double()[:, None, None]
     torch.testing.assert_close(q.double() @ k.double().mT / math.sqrt(64),
                                (slopes * (pos - 7)[:, None, None]).expand(1, H, 8, 8), atol=0, rtol=2**-16)
     _, shifted = encoding.fold(nothing, nothing, at_of(encoding, pos + 50_000, 8))

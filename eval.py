@@ -48,7 +48,7 @@ from evaluation.show import advice, table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
 from runtime.checkpoint import open_run
-from runtime.command import run_command, run_parser
+from runtime.command import positive, run_command, run_parser
 from runtime.device import dtype_name, set_up_cpu
 from runtime.errors import UserError
 from runtime.run import git_revision
@@ -57,13 +57,6 @@ TESTED_BY = {name: task.protocols for name, task in TASKS.items() if task.protoc
 # of --extend all: what needs no options
 ALL = (*(name for name in EXTENSIONS if name not in ("base", "longrope")), "dual_chunk+yarn")
 MOST_SYMBOLS = 8        # algorithms: the default lengths have up to as many times the symbols of training
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
 
 
 def parse_arguments() -> argparse.Namespace:

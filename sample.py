@@ -13,7 +13,7 @@ from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import eos_ids
 from model import GPT
 from runtime.checkpoint import open_run
-from runtime.command import run_command, run_parser
+from runtime.command import positive, run_command, run_parser
 from runtime.errors import UserError
 
 
@@ -50,15 +50,14 @@ def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0
 def main() -> None:
     parser = run_parser(__doc__)
     parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
-    parser.add_argument("--tokens", type=int, default=300, help="how many to add (default %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=300, help="how many to add (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8,
                         help="0: always the most likely token (default %(default)s)")
-    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens (default: all)")
+    parser.add_argument("--top-k", type=positive, help="draw from the k most likely tokens (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
     args = parser.parse_args()
-    if args.tokens < 1 or (args.top_k is not None and args.top_k < 1) or not 0 <= args.seed < 2**63:
-        raise UserError(f"--tokens {args.tokens} --top-k {args.top_k} --seed {args.seed}: must be positive, "
-                        "the seed at least 0")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed {args.seed}: must be at least 0")
     if args.temperature and not 1e-4 <= args.temperature <= 1e4:        # NaN fails too
         raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
     folder = Path(pulled(args.run))

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from evaluation import sweeping, trials
 from evaluation.sweeping import Points, make_jobs
-from runtime.command import argument_parser, run_command
+from runtime.command import argument_parser, positive, run_command
 from runtime.errors import UserError
 
 
@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
                        help="train with each value: --grid train.lr=1e-3,2e-3; may be repeated")
     grids.add_argument("--trials", metavar="FILE", type=Path, help="the grids of each config, in TOML")
     parser.add_argument("--choose", choices=["val_loss"], help="choose a trial for each config")
-    parser.add_argument("--workers", metavar="N", type=int, default=1,
+    parser.add_argument("--workers", metavar="N", type=positive, default=1,
                         help="runs at a time, each with its share of the cores (default 1)")
     parser.add_argument("--runs", metavar="DIR", type=Path, default=Path("runs"), help="default %(default)s")
     parser.add_argument("--eval", metavar="ARGS", type=shlex.split, default=[],
@@ -70,8 +70,6 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError("no config given, only overrides; give files such as configs/quick.toml")
     if any(text.startswith("run.dir=") for text in args.overrides):
         raise UserError("run.dir: is another for each run; give --runs DIR, the folder of all")
-    if args.workers < 1:
-        raise UserError(f"--workers {args.workers}: must be at least 1")
     if args.slurm and not args.submitit:
         raise UserError("--slurm: requires --submitit FOLDER")
     args.out = args.out or args.runs / "report"

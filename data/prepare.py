@@ -48,7 +48,7 @@ from data.tasks import TASKS, Made
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, pieces
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
-from runtime.command import argument_parser, run_command
+from runtime.command import argument_parser, positive, run_command
 from runtime.errors import UserError
 from runtime.files import flush, sha256_of, write_whole
 
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--text-column", default="text", metavar="NAME", help="of tables and .jsonl objects")
     parser.add_argument("--val-share", type=float, metavar="X",
                         help="share of validation if a hash chooses (default .1 of .txt files, .01 of rows)")
-    parser.add_argument("--limit-tokens", type=int, metavar="N",
+    parser.add_argument("--limit-tokens", type=positive, metavar="N",
                         help="end the train split after N tokens; validation files stay whole, and if a hash "
                              "chooses, validation has what it chose until then")
     parser.add_argument("--length", type=int, metavar="L",

@@ -105,9 +105,8 @@ def open_source(source: str, out: Path, tokenizer: Tokenizer | None, options: Op
     """Open SOURCE; the tokenizer is for tasks. Raises UserError if it does not exist."""
     share = FILE_VAL_SHARE if options.val_share is None else options.val_share
     column, length = options.text_column, options.length
-    if not 0 < share < 1 or options.limit_tokens is not None and options.limit_tokens < 1:
-        raise UserError(f"--val-share {share} --limit-tokens {options.limit_tokens}: must be a share between "
-                        "0 and 1, such as 0.1, and at least 1 token")
+    if not 0 < share < 1:
+        raise UserError(f"--val-share {share}: must be between 0 and 1, such as 0.1")
     if " + " in source:
         if tasks := TASKS.keys() & source.split(" + "):
             raise UserError(f"source {min(tasks)}: has windows and a mask of its own; prepare it alone, and "

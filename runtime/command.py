@@ -80,3 +80,11 @@ def argument_parser(description: str | None, epilog: str | None = None,
 
     return Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
                   epilog=epilog, add_help=add_help)
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a number of things."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number

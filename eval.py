@@ -168,12 +168,11 @@ def main() -> None:
     if not evaluation.possible:
         raise UserError(f"--lengths {args.lengths}: {encoding} ends at {model.active().max_length} "
                         "positions; give a shorter one")
-    before = getattr(getattr(config.position, "scaling", None), "original_length", None)
     head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
-            "before_extension": None if before == L else before, "data": text.name,
-            "data_sha256": text.sha256(), **run.origin(), "position": config.position.model_dump(mode="json"),
-            "positions": config.train.positions, "position_range": config.train.position_range,
-            "dtype": dtype_name(config.train, next(model.parameters()).device), "seed": settings.seed,
+            "data": text.name, "data_sha256": text.sha256(), **run.origin(),
+            "position": config.position.model_dump(mode="json"), "positions": config.train.positions,
+            "position_range": config.train.position_range, "seed": settings.seed,
+            "dtype": dtype_name(config.train, next(model.parameters()).device),
             "train_dtype": (run.state or {}).get("dtype") or run.config.train.dtype, "commit": git_revision(),
             "settings": evaluation.deciding()}
     title = f"{encoding}, {'dropped, ' * model.is_dropped}trained at L = {L}"

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
@@ -91,7 +90,7 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     t = config.train
     batch = list(corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size))
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
-    n_own = [np.count_nonzero(y.numpy() != IGNORED) for y in batch[1].chunk(t.accumulate)]
+    n_own = [int((y != IGNORED).sum()) for y in batch[1].chunk(t.accumulate)]
     T = [t.seq_len, *(length for first, length in t.lengths.items() if int(first) <= step)][-1]
     if t.positions != "plain":
         short = t.model_copy(update={"seq_len": T, "batch_size": t.batch_size * t.seq_len // T})

@@ -51,8 +51,7 @@ class RelativeKey(Encoding):
     def __init__(self, shape: Shape, options: RelativeKeyOptions) -> None:
         super().__init__(shape, options)
         self.max_distance = options.max_distance or shape.seq_len - 1
-        table = torch.empty(shape.n_layer, self.max_distance + 1, shape.head_dim)
-        self.table = nn.Parameter(nn.init.normal_(table, std=0.02))
+        self.table = nn.Parameter(0.02 * torch.randn(shape.n_layer, self.max_distance + 1, shape.head_dim))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         B, H, _, D = q.shape

@@ -16,6 +16,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -357,7 +358,7 @@ EXTENSIONS: dict[str, type[Extension]] = {
 class Extend(NamedTuple):
     """One `--extend`."""
 
-    spec: str                       # its name in tables and records: as typed, with [...] for lists
+    spec: str                       # its name in tables and records: as typed, with a checksum for each list
     methods: list[Extension]
 
 
@@ -370,7 +371,7 @@ def parse(spec: str) -> Extend:
     if "distances" in changes and any(isinstance(m, Rescaled) and m.method.is_dynamic for m in methods):
         raise UserError(f"--extend {spec}: frequencies that depend on the length need their own --extend")
     methods.sort(key=lambda method: isinstance(method, Regrouping))     # last: they wrap the encoding
-    return Extend(re.sub(r"\[[^]]*\]", "[...]", spec), methods)
+    return Extend(re.sub(r"(?<=\[)[^]]*", lambda x: sha256(x[0].encode()).hexdigest()[:6], spec), methods)
 
 
 def make(name: str, arguments: str, spec: str) -> Extension:

@@ -92,13 +92,11 @@ class Evaluation:
     def measure(self, known: Results | None = None) -> Iterator[list[Record]]:
         """The records of each place, that is of a method, protocol and length, as soon as it is measured.
 
-        `known` are results on the same targets. Their places are left out, but where the method has a list,
-        which its name does not tell.
+        `known` are results on the same targets. Their places are left out.
         """
         if known:
             self.records, self.per_window = list(known.records), dict(known.windows)
-        done = {(r["extend"], r["protocol"], r["length"]) for r in self.records
-                if "[...]" not in str(r["extend"])}
+        done = {(r["extend"], r["protocol"], r["length"]) for r in self.records}
         for extend, name in itertools.product(self.extends, self.settings.protocols):
             self.extend, protocol = extend, EVERY[name]
             for length in self.possible[-1:] if protocol.is_at_longest else self.possible:
@@ -564,9 +562,6 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
     """
     fitting: list[Extend] = []
     for extend in map(parse, dict.fromkeys(specs)):
-        if extend.spec in [other.spec for other in fitting]:
-            raise UserError(f"--extend {extend.spec}: given with two lists, which results cannot tell apart; "
-                            "give one of them, and the other in a second call with another --json FILE")
         problems = [method.problem(model, config, length) for length in lengths for method in extend.methods]
         if any(problems):
             about = (f"--extend {extend.spec}: {next(filter(None, problems))}; this run has "

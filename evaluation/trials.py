@@ -99,8 +99,8 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
         if "position.lr_scale" in keys and not is_trained:
             raise UserError(f"--choose: position.lr_scale has no effect on {config}, which has no parameters "
                             "of position; give it as many trials over train.lr by --trials")
-        lines = differences(first, resolved, ["run", "position"])
-        unequal += [f"{Path(config).stem}: {line}" for line in lines if line.partition(":")[0] not in keys]
+        lines = differences(first, resolved, ["run", "position", *keys])
+        unequal += [f"{Path(config).stem}: {line}" for line in lines]
     return unequal
 
 

@@ -193,7 +193,7 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
            dtype: str) -> dict[str, Any]:
     """The state of the newest checkpoint, or of a start from the initialisation or train.init_from."""
     run_dir, revision = Path(config.run.dir), git_revision() or "unknown"
-    state = checkpoint.load_newest(run_dir, model, optimizer) if (run_dir / "checkpoints").exists() else None
+    state = checkpoint.load_newest(run_dir, model, optimizer)
     if state is None:
         state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0, "revisions": [], "dtype": dtype,
                  "init_sha256": None, "sha256": None}

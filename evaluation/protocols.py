@@ -34,7 +34,6 @@ from evaluation.trigram import Trigram
 from evaluation.windows import (
     Text,
     Window,
-    ended_windows,
     fixed_ends,
     position_buckets,
     repeat_distance,
@@ -147,7 +146,8 @@ class Evaluation:
         """
         if (self.extend.spec, length) not in self._ended:
             is_shared = "position" in self.settings.protocols and length == max(self.possible)
-            windows = ended_windows(self.ends, length, length if is_shared else self.settings.targets)
+            n_scored = length if is_shared else self.settings.targets
+            windows = [Window(d, end - length, end, n_scored) for d, end in self.ends]
             self._ended[self.extend.spec, length] = self.score("fixed", length, windows)
         return self._ended[self.extend.spec, length]
 
@@ -186,16 +186,12 @@ class Evaluation:
         for name, column in columns.items():
             self.per_window[f"{self.extend.spec}/{protocol}/{length}/{name}"] = np.array(column)
 
-    def bytes_of(self, window: Window) -> np.ndarray:
-        """Bytes of each scored target (n_scored,)."""
-        tokens = self.text.documents[window.document]
-        return self.byte_lengths[tokens[window.end + 1 - window.n_scored:window.end + 1]]
-
     def record_windows(self, protocol: str, length: int, windows: Sequence[Window],
                        losses: Sequence[np.ndarray], seconds: float, **more: Any) -> Record:
         """The record of windows, whose sums are kept."""
         nll = np.array([x.sum() for x in losses])                       # (windows,)
-        n_bytes = np.array([self.bytes_of(window).sum() for window in windows])
+        targets = [self.text.documents[w.document][w.end + 1 - w.n_scored:w.end + 1] for w in windows]
+        n_bytes = np.array([self.byte_lengths[ids].sum() for ids in targets])
         columns = {"nll": nll, "tokens": [w.n_scored for w in windows], "bytes": n_bytes,
                    "document": [w.document for w in windows], "end": [w.end for w in windows]}
         self.keep(protocol, length, columns)
@@ -386,9 +382,9 @@ class Position(Protocol):
     def records(self, e: Evaluation, length: int) -> list[Record]:
         """One record for each bucket of positions."""
         losses, seconds = e.score_ended(length)
-        windows = ended_windows(e.ends, length, length)
-        n_bytes = np.array([e.bytes_of(window) for window in windows]).sum(axis=0)      # (longest,)
-        n_documents = len({w.document for w in windows})
+        targets = np.stack([e.text.documents[d][end + 1 - length:end + 1] for d, end in e.ends])
+        n_bytes = e.byte_lengths[targets].sum(axis=0)                   # (longest,)
+        n_documents = len({d for d, _ in e.ends})
         return [e.record("position", length, nll, nll.size, int(n_bytes[start:end].sum()), n_documents,
                          seconds, bucket=[start, end])
                 for start, end in position_buckets(length)

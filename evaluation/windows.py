@@ -124,11 +124,6 @@ def fixed_ends(text: Text, longest: int, n_scored: int, n_windows: int, seed: in
     return sorted((d, end) for _, d, end in sorted(turns)[:n_windows])
 
 
-def ended_windows(ends: Sequence[tuple[int, int]], length: int, n_scored: int) -> list[Window]:
-    """The windows of one length that end at these (document, end) places."""
-    return [Window(document, end - length, end, n_scored) for document, end in ends]
-
-
 def position_buckets(longest: int) -> list[tuple[int, int]]:
     """[from, to) of positions, two to an octave from 4 on; position i has i + 1 tokens of context."""
     steps = (round(2 ** (i / 2)) for i in range(4, 2 * longest.bit_length()))

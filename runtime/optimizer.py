@@ -53,6 +53,7 @@ class Muon(Optimizer):
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum, updates = group["lr"], group["momentum"], []
+        is_sharded = hasattr(matrices[0], "full_tensor")                # by FSDP2
         found_inf = torch.zeros((), device=matrices[0].device) if self.found_inf is None else self.found_inf
         is_skipped = found_inf > 0
         for p in matrices:
@@ -62,11 +63,13 @@ class Muon(Optimizer):
             average = self.state[p]["momentum_buffer"]
             grad = torch.where(is_skipped, average, p.grad)             # then the average stays as it is
             average.lerp_(grad, 1 - momentum)
-            updates.append(parallel.unshard(grad.lerp(average, momentum)))
+            update = grad.lerp(average, momentum)
+            updates.append(parallel.unshard(update) if is_sharded else update)
         decay = torch.where(is_skipped, 1.0, 1 - lr * group["weight_decay"])
         rate = torch.where(is_skipped, 0.0, -lr * 0.2 * math.sqrt(max(matrices[0].shape)))
         for p, update in zip(matrices, orthogonal(torch.stack(updates), group["dtype"]), strict=True):
-            p.mul_(decay).add_(parallel.shard_like(update.to(p.dtype), p) * rate)
+            update = update.to(p.dtype)
+            p.mul_(decay).add_((parallel.shard_like(update, p) if is_sharded else update) * rate)
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -97,14 +97,13 @@ def all_reduce(process: Process, values: Tensor) -> Tensor:
     return values
 
 
-def any_signal(process: Process, number: int) -> int:
+def any_signal(number: int) -> int:
     """The largest number of the processes: that of a signal which any of them received, else 0.
 
     Processes exchange it between CPUs, so that none waits for the work that its GPU has queued.
     """
     largest = torch.tensor(number)
-    if process.world_size > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 
 

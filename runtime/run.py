@@ -64,7 +64,9 @@ class Run:
         self.model.set_step(step)
         is_log, is_eval, is_save = (step % every == 0 or step == steps
                                     for every in (r.log_every, r.eval_every, r.save_every))
-        number = parallel.any_signal(self.process, self.stop[0] if self.stop else 0)
+        number = self.stop[0] if self.stop else 0
+        if self.process.world_size > 1:
+            number = parallel.any_signal(number)
         if self.process.device.type in RUNS_AHEAD and not (is_log or is_eval or is_save or number):
             return
         self.read_metrics()
@@ -193,7 +195,7 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
            dtype: str) -> dict[str, Any]:
     """The state of the newest checkpoint, or of a start from the initialisation or train.init_from."""
     run_dir, revision = Path(config.run.dir), git_revision() or "unknown"
-    state = checkpoint.load_newest(run_dir, model, optimizer)
+    state = checkpoint.load_newest(run_dir, model, optimizer) if (run_dir / "checkpoints").exists() else None
     if state is None:
         state = {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0, "revisions": [], "dtype": dtype,
                  "init_sha256": None, "sha256": None}

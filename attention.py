@@ -11,7 +11,7 @@ Legend: B batch, T time (Tq queries, Tk keys), H heads of queries, G of keys and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,7 +115,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
     if Tq < Tk:     # its mask is explicit: in blocks, it and the products cost no more than what is seen
         n_rows = min(n_rows, max(MIN_ROWS, (MAX_BLOCK if q.device.type == "cpu" else MAX_BLOCK_GPU) // Tk))
     # recomputed: otherwise each block's mask would be kept
-    return joined(attend_rows, row_blocks(Tq, Tk, n_rows, mask), is_cut and Tq >= RECOMPUTE_FROM, dropout)
+    return by_rows(attend_rows, Tq, Tk, n_rows, mask, is_cut and Tq >= RECOMPUTE_FROM, dropout)
 
 
 def add_sink(q: Tensor, k: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Callable[..., Any]]:
@@ -138,14 +138,6 @@ def add_sink(q: Tensor, k: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Callab
 def as_wide_as(q: Tensor, v: Tensor) -> Tensor:
     """Values with zeros appended: with unequal widths PyTorch falls back to a path with T x T logits."""
     return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-
-
-def joined(attend_rows: Callable[[slice, slice], Tensor], blocks: Iterator[tuple[slice, slice]],
-           is_recomputed: bool, dropout: float) -> Tensor:
-    """attend_rows of all blocks; if `is_recomputed`, training keeps nothing of them for the backward pass."""
-    if is_recomputed and torch.is_grad_enabled():
-        attend_rows = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
-    return torch.cat([attend_rows(*block) for block in blocks], dim=2)
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
@@ -184,7 +176,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
         return weights @ v[:, :, keys]                                  # (B, H, rows, D)
 
     # recomputed: otherwise all blocks' weights would be kept
-    return joined(attend_rows, row_blocks(Tq, Tk, n_rows, mask), Tq >= RECOMPUTE_FROM, dropout)
+    return by_rows(attend_rows, Tq, Tk, n_rows, mask, Tq >= RECOMPUTE_FROM, dropout)
 
 
 def scored(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecutive: bool) -> Tensor:
@@ -197,16 +189,22 @@ def scored(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecutive:
     return encoding.scores(logits, q, k, at)
 
 
-def row_blocks(Tq: int, Tk: int, n_rows: int, mask: Mask) -> Iterator[tuple[slice, slice]]:
-    """Blocks of n_rows queries: their rows, and the slice of keys that any of them can see.
+def by_rows(attend_rows: Callable[[slice, slice], Tensor], Tq: int, Tk: int, n_rows: int, mask: Mask,
+            is_recomputed: bool, dropout: float) -> Tensor:
+    """attend_rows of blocks of n_rows queries, each with the slice of keys that any of them can see.
 
-    The queries are the last Tq of the Tk tokens.
+    The queries are the last Tq of the Tk tokens. If `is_recomputed`, training keeps nothing of the blocks for
+    the backward pass.
     """
-    window, chunk = mask.window or Tk, mask.chunk or Tk
+    if is_recomputed and torch.is_grad_enabled():
+        attend_rows = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
+    window, chunk, blocks = mask.window or Tk, mask.chunk or Tk, []
     for start in range(0, Tq, n_rows):
         rows, first = slice(start, min(start + n_rows, Tq)), Tk - Tq + start
         start_of_chunk = first // chunk * chunk if mask.documents is None else first + 1 - chunk
-        yield rows, slice(max(0, first + 1 - window, start_of_chunk), Tk - Tq + rows.stop)
+        keys = slice(max(0, first + 1 - window, start_of_chunk), Tk - Tq + rows.stop)
+        blocks.append(attend_rows(rows, keys))
+    return torch.cat(blocks, dim=2)
 
 
 def visible(rows: slice, keys: slice, offset: int, mask: Mask, device: torch.device) -> Tensor:

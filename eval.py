@@ -126,9 +126,8 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
     if not any(EVERY[protocol].needs_text for protocol in protocols):
         generated = MOST_SYMBOLS if set(protocols) & set(ALGORITHMS) else MULTIPLES[-1]
     needs_L = bool({"fixed", "distant"} & set(protocols))   # for truncated, and to choose the tokens
-    lengths = choose_lengths(args.lengths, L, text, generated, needs_L)
-    if args.is_all and args.lengths is None:
-        lengths = [length for length in lengths if L <= length <= 4 * L]
+    multiples = (1, 2, 4) if args.is_all else MULTIPLES
+    lengths = choose_lengths(args.lengths, L, text, generated, needs_L, multiples)
     needed, available = max(*lengths, L * needs_L), max(map(len, text.documents), default=0) - 1
     longest = args.longest or needed
     if not generated and not needed <= longest <= available:

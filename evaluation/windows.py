@@ -79,8 +79,8 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer,
 
 
 def choose_lengths(wanted: str | None, L: int, text: Text, generated: int = 0,
-                   needs_L: bool = True) -> list[int]:
-    """The lengths of --lengths, or L/2 ... 64 L as far as at least FEW documents go. Raises UserError.
+                   needs_L: bool = True, multiples: Sequence[float] = MULTIPLES) -> list[int]:
+    """The lengths of --lengths, or multiples of L as far as at least FEW documents go. Raises UserError.
 
     The documents must have L tokens too if `needs_L`, or if the lengths follow from it. If nothing but
     generated documents is measured, the default is up to `generated` times L.
@@ -89,9 +89,9 @@ def choose_lengths(wanted: str | None, L: int, text: Text, generated: int = 0,
     longest = 2**31 if generated else sizes[0] - 1
     if wanted is None:
         several = longest if generated else max(sizes[:FEW][-1] - 1, min(L, longest))
-        lengths = [int(m * L) for m in MULTIPLES if m * L <= several and m <= (generated or max(MULTIPLES))]
+        lengths = [int(m * L) for m in multiples if m * L <= several and m <= (generated or max(multiples))]
         if L in lengths:
-            if not generated and lengths[-1] * 2 <= min(longest, max(MULTIPLES) * L):
+            if not generated and lengths[-1] * 2 <= min(longest, max(multiples) * L):
                 print(f"lengths up to {lengths[-1]}: fewer than {FEW} documents of {text.name} are twice as "
                       "long; --lengths gives others")
             return lengths

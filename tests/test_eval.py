@@ -483,7 +483,8 @@ def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corp
             assert targets(**{name: value}) == before, name
     losses = [[r["nll_sum"] for r in measured(Evaluation(model, config, ByteTokenizer(), text, Settings(
         **plain, seed=seed)))] for seed in (0, 1)]
-    assert (losses[0] != losses[1]) == (protocol != "rolling")          # which takes all of the text
+    # rolling takes all of the text, and two questions do not fit into 64 bytes
+    assert (losses[0] != losses[1]) == (protocol not in ("rolling", "multi_query"))
 
 
 def test_each_method_is_measured_at_each_length(tiny, corpus_dir: Path) -> None:

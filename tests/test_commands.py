@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 
 import torch
+import pytest
 from conftest import call, lively, python, tokens
 
 from config import to_toml
@@ -47,6 +48,7 @@ def test_top_k_and_temperature(tiny) -> None:
     assert draws == set(model(x)[0, -1].topk(3).indices.tolist())
 
 
+@pytest.mark.slow
 def test_commands_import_what_windows_has() -> None:
     """Without fcntl and resource, and with the signals of Windows alone."""
     code = ("import signal, sys\nfor name in ('fcntl', 'resource', 'pwd', 'grp', 'termios'):\n"

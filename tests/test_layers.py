@@ -81,6 +81,7 @@ def test_no_file_hides_a_module_of_the_standard_library() -> None:
     assert not {module.rpartition(".")[2] for module in SOURCES} & sys.stdlib_module_names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [["rope.py"], ["rope.py", "positions"]])
 def test_rotations_and_encodings_work_in_another_project(parts: list[str], tmp_path: Path) -> None:
     """Copied into an empty folder: rope.py needs torch alone, positions/ also pydantic."""

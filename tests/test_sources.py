@@ -205,6 +205,7 @@ def test_files_are_split_by_a_hash_of_their_path_or_by_folders(tmp_path: Path, m
     assert len(paths) > 400 and not any("/test/" in p or "/site-packages/" in p for p in paths)
 
 
+@pytest.mark.slow
 def test_packages_are_split_by_the_first_word_of_their_names(tmp_path: Path, monkeypatch) -> None:
     """Near copies, such as httpx and httpx2, are on the same side; tests and versions are left out."""
     parts = open_source("packages", tmp_path, None, Options()).parts

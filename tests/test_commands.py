@@ -3,8 +3,8 @@
 import tomllib
 from pathlib import Path
 
-import torch
 import pytest
+import torch
 from conftest import call, lively, python, tokens
 
 from config import to_toml

@@ -9,8 +9,7 @@ from conftest import lively, slow_except, tokens
 from torch import Tensor
 
 from model import GPT
-from positions import ENCODINGS, At
-from positions.bias import bias_at
+from positions import ENCODINGS
 from runtime import flex
 
 FLEXIBLE = [name for name, encoding in ENCODINGS.items() if encoding.by_distance]
@@ -88,18 +87,6 @@ def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
         loss.backward()
         found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     torch.testing.assert_close(*found, atol=1e-9, rtol=1e-7)
-
-
-@pytest.mark.parametrize("name", FLEXIBLE)
-def test_an_encoding_by_distance_adds_nothing_else(name: str, tiny) -> None:
-    """At all positions of query and key, so that an encoding that declares `by_distance` wrongly fails."""
-    encoding = lively(tiny(name)).encoding.double()
-    position = torch.arange(40)[None]
-    at = At(position, position, 1, encoding.tables(position, position))
-    q = torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)).double()
-    full = encoding.scores(torch.zeros(1, 2, 40, 40).double(), q, q, at)[0]
-    table, i, j = bias_at(encoding, torch.arange(40), q, at), *torch.tril_indices(40, 40)
-    torch.testing.assert_close(full[:, i, j], table[:, i - j], atol=1e-5, rtol=1e-5)
 
 
 def test_flex_is_not_used_where_it_does_not_serve(tiny, monkeypatch) -> None:

@@ -59,6 +59,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("sweep", "{config} --grid train.lr", ["--grid train.lr"]),
     ("sweep", "{config} --grid train.bach_size=1,2", ["batch_size"]),
     ("sweep", "{config} --workers 0", ["--workers", "got 0"]),
+    ("sweep", "{config} run.dir=x", ["run.dir", "--runs DIR"]),
     ("sweep", "{config} --slurm timeout_min=5", ["--submitit FOLDER"]),
     ("sample", "nowhere", ["nowhere", "config.toml"]),
     ("sample", "{run} --tokens 0", ["--tokens"]),

@@ -58,7 +58,7 @@ RUNS = {        # name -> architecture, encoding, what else
                "position.base=2000.0", "position.local_base=300.0", "model.head_dim=20",
                'position.scaling={method="pi",factor=4.0}'),
     "gemma3, one base": ("gemma3_text", "rope", *GEMMA, "model.window=11", "position.layout=interleaved",
-                         'position.scaling={method="yarn",factor=4.0,original_length=16,beta_fast=2.0,'
+                         'position.scaling={method="yarn",factor=4.0,original_length=64,beta_fast=4.0,'
                          'truncate=false}'),
     "layers": ("smollm3", "rope", *GQA, "model.n_layer=3", "position.layers=[0, 2]"),
     "skip": ("smollm3", "rope", "model.n_layer=3", "position.skip_every=2",

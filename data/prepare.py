@@ -156,6 +156,8 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
                         "part of a prepared corpus; give another folder")
     given = find_tokenizer(tokenizer_name)
     before = read_meta(out / "meta.json")["tokenizer"] if names and not replace else {}
+    if given:
+        require_same(out, before, given)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.partial")
     try:
@@ -175,6 +177,13 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
         raise UserError(f"{error.filename or folder}: {error.strerror or error}") from error
 
 
+def require_same(out: Path, before: dict[str, str], tokenizer: Tokenizer) -> None:
+    """Raise UserError if the corpus to replace, unless `before` is empty, is by another tokenizer."""
+    if before and before["sha256"] != tokenizer.sha256:
+        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {before['name']}, whose runs "
+                        "could not be resumed; give another folder, or --replace")
+
+
 def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, tokenizer_name: str,
                  options: Options, before: dict[str, str]) -> dict[str, Any]:
     """Write a corpus to `folder`; meta.json comes last. Without a given tokenizer, one is learned.
@@ -191,9 +200,7 @@ def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, 
     if file:
         write_whole(folder / TOKENIZER_FILE, file)
     tokenizer = given or tokenizers.load_tokenizer(tokenizer_name, folder)
-    if before and before["sha256"] != tokenizer.sha256:
-        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {before['name']}, whose runs "
-                        "could not be resumed; give another folder, or --replace")
+    require_same(out, before, tokenizer)
     corpus = Writer(folder, tokenizer, task is not None and task.has_mask)
     with ThreadPoolExecutor() as pool, tqdm(        # threads: tiktoken releases the interpreter's lock
             desc="preparing", total=found.n_bytes, unit="B", unit_scale=True, disable=None) as bar:

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pandas as pd
 
+from base.command import argument_parser, run_command
+from base.errors import UserError
+from base.files import write_whole
 from evaluation.comparison import frame_of, gate_of, make_curves, make_tables, probe_map, remarks
 from evaluation.pictures import draw
 from evaluation.protocols import EVERY
 from evaluation.report import Map, Table, html
 from evaluation.runs import check_comparable, read_run
-from runtime.command import argument_parser, run_command
-from runtime.errors import UserError
-from runtime.files import write_whole
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 A config is data: it is parsed, never executed. The classes below declare each key with its type, default and
 meaning; those in positions/ declare the keys of each encoding; `train.py --help TOPIC` prints them. Errors
-are reported all at once; runtime/schema.py reads TOML and puts pydantic's errors into words.
+are reported all at once; base/schema.py reads TOML and puts pydantic's errors into words.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError
 
+from base.errors import UserError, did_you_mean
+from base.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 from positions import ENCODINGS, Encoding, Options
 from positions.switches import TEMPERATURES
-from runtime.errors import UserError, did_you_mean
-from runtime.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 
 
 class RunConfig(Section):

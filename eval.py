@@ -29,6 +29,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from base.command import positive, run_command, run_parser
+from base.errors import UserError
 from data.loader import read_meta
 from data.tasks import ALGORITHMS, TASKS
 from evaluation import results
@@ -48,9 +50,7 @@ from evaluation.show import advice, table
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
 from runtime.checkpoint import open_run
-from runtime.command import positive, run_command, run_parser
 from runtime.device import dtype_name, set_up_cpu
-from runtime.errors import UserError
 from runtime.run import git_revision
 
 TESTED_BY = {name: task.protocols for name, task in TASKS.items() if task.protocols}

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from base.command import run_command, run_parser
+from base.errors import UserError
 from config import Config
 from evaluation.extension import Rescaled, parse
 from hf.export import export, rope_fields, write_extended
@@ -22,8 +24,6 @@ from hf.rope_parameters import ROPE_TYPES, Fields
 from model import GPT
 from positions.scaling import SCALINGS
 from runtime.checkpoint import open_run
-from runtime.command import run_command, run_parser
-from runtime.errors import UserError
 
 
 def extension(spec: str, model: GPT, config: Config) -> Fields:

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Bias, Mask, attend
+from base.loss import mean_loss
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.switches import TEMPERATURES, ByHead, ScaleInvariant, Temperature, Tempered
 from runtime import flex
-from runtime.loss import mean_loss
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

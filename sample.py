@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from base.command import positive, run_command, run_parser
+from base.errors import UserError
 from data.tokenizer import decode
 from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import eos_ids
 from model import GPT
 from runtime.checkpoint import open_run
-from runtime.command import positive, run_command, run_parser
-from runtime.errors import UserError
 
 
 @torch.no_grad()

@@ -28,10 +28,10 @@ import shlex
 import sys
 from pathlib import Path
 
+from base.command import argument_parser, positive, run_command
+from base.errors import UserError
 from evaluation import sweeping, trials
 from evaluation.sweeping import Points, make_jobs
-from runtime.command import argument_parser, positive, run_command
-from runtime.errors import UserError
 
 
 def integers(text: str) -> list[int]:

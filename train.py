@@ -22,19 +22,19 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
+from base.command import argument_parser, run_command
+from base.errors import UserError
+from base.files import finite
+from base.loss import IGNORED
 from config import Config, TrainConfig, load_config, to_toml
 from data.loader import Corpus, training_positions
 from data.tokenizer import byte_lengths, tokenizer_of
 from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
-from runtime.command import argument_parser, run_command
 from runtime.device import autocast, dtype_name, missing_compiler, pick_device, set_up_cpu, should_compile
-from runtime.errors import UserError
-from runtime.files import finite
 from runtime.help import help_text
 from runtime.log import Log, say
-from runtime.loss import IGNORED
 from runtime.optimizer import make_optimizer, set_learning_rate
 from runtime.parallel import Process
 from runtime.run import Ended, Run, describe, is_finished, make_run, open_corpus, read_summary, resume

@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.command import argument_parser, run_command
-from runtime.errors import UserError
+from base.command import argument_parser, run_command
+from base.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -35,12 +35,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from base.command import argument_parser, run_command
+from base.errors import UserError
 from config import Config, load_config
 from model import GPT, hidden_width
 from positions import ENCODINGS
-from runtime.command import argument_parser, run_command
 from runtime.device import autocast, dtype_name, set_up_cpu
-from runtime.errors import UserError
 from runtime.optimizer import make_optimizer
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quick-adamw.toml"

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from base.errors import UserError
+from base.files import read_json
+from base.loss import IGNORED
 from config import TrainConfig
-from runtime.errors import UserError
-from runtime.files import read_json
-from runtime.loss import IGNORED
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")

@@ -40,6 +40,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from base.command import argument_parser, positive, run_command
+from base.errors import UserError
+from base.files import flush, sha256_of, write_whole
 from data import sources
 from data import tokenizer as tokenizers
 from data.loader import SPLITS, read_meta
@@ -48,9 +51,6 @@ from data.tasks import TASKS, Made
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, pieces
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
-from runtime.command import argument_parser, positive, run_command
-from runtime.errors import UserError
-from runtime.files import flush, sha256_of, write_whole
 
 LEARN_BYTES = 2**27             # most text that bpe:N learns from
 LEARN_PIECE = 2**14             # bytes that are learned from at a time

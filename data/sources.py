@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname, urlretrieve
 
+from base.errors import UserError
+from base.files import sha256_of
 from data.loader import SPLITS
 from data.tasks import TASKS, Made
 from data.tokenizer import Tokenizer
-from runtime.errors import UserError
-from runtime.files import sha256_of
 
 FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single file
 ROW_VAL_SHARE = 0.01            # of rows and lines, which are many

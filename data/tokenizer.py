@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runtime.errors import UserError
+from base.errors import UserError
 
 if TYPE_CHECKING:
     import tiktoken

@@ -24,11 +24,11 @@ from PIL import Image
 from torch import Tensor
 
 import rope
+from base.command import argument_parser, run_command
+from base.errors import UserError
 from docs.properties import HOOKS, SHAPE, added, biases, logits, make, overridden, properties
 from evaluation.pictures import DASHES, STYLES
 from positions import ENCODINGS, Encoding
-from runtime.command import argument_parser, run_command
-from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "docs" / "encodings.md"

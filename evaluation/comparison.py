@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from base.errors import UserError
 from config import differences
 from evaluation.intervals import LEVEL, Estimate, Prior, holm, prior_of, two_way, two_way_share, units_of
 from evaluation.measures import CONTROLLED, FOUND, GAIN, Form
@@ -21,7 +22,6 @@ from evaluation.report import Cell, Cells, Map, Table
 from evaluation.results import Record, perplexity
 from evaluation.runs import Run, column_of, without_seed
 from hf.pretrained import is_pretrained
-from runtime.errors import UserError
 
 # column of the .npz -> its sum in a record
 SUMS = {"nll": "nll_sum", "truncated_nll": "truncated_nll_sum", "first_nll": "first_nll_sum",

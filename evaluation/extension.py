@@ -23,14 +23,14 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
+from base.errors import UserError, did_you_mean
+from base.schema import Section, describe_choice, explain
 from config import Config
 from model import GPT, Attention, shape_of
 from positions import At, Encoding, NoPE
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
 from positions.switches import Constant, LogN, ScaleInvariant, Temperature, Tempered, Wrapper
-from runtime.errors import UserError, did_you_mean
-from runtime.schema import Section, describe_choice, explain
 
 
 class Extension(Section):

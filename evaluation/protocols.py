@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from base.errors import UserError
+from base.files import finite
 from config import Config, TrainConfig
 from data import tasks
 from data.loader import Corpus
@@ -42,8 +44,6 @@ from evaluation.windows import (
 from model import GPT
 from runtime.checkpoint import load_run
 from runtime.device import autocast
-from runtime.errors import UserError
-from runtime.files import finite
 
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
 PLAIN = Extend("plain", [])

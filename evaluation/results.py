@@ -17,8 +17,8 @@ from zipfile import BadZipFile
 import numpy as np
 from filelock import FileLock, Timeout
 
-from runtime.errors import UserError
-from runtime.files import flush, read_json, write_whole
+from base.errors import UserError
+from base.files import flush, read_json, write_whole
 
 WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "distant", "trigram")      # perplexities of windows
 SAME = ("checkpoint_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",

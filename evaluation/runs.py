@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from base.errors import UserError
 from config import Config, load_config
 from data.loader import read_meta
 from evaluation import results
 from evaluation.results import Record
 from hf.pretrained import files_sha256, is_pretrained, pretrained_config
 from runtime.checkpoint import is_current
-from runtime.errors import UserError
 
 SAME = {"seq_len": "training length", "tokenizer": "tokenizer", "data": "evaluation data",
         "data_sha256": "evaluated text", "seed": "evaluation seed"}     # keys of the JSON

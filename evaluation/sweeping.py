@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from base.errors import UserError
 from config import load_config, toml_value
 from hf.pretrained import pretrained_tables
-from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 DIVERGED = "training diverged"

@@ -19,14 +19,14 @@ import pandas
 import torch
 from torch import nn
 
+from base.errors import UserError, did_you_mean
+from base.files import read_json, write_whole
 from config import differences, load_config, toml_value
 from evaluation.sweeping import DIVERGED, Job, Point, Points
 from hf.pretrained import pretrained_tables
 from model import shape_of
 from positions import ENCODINGS
 from positions.switches import TEMPERATURES
-from runtime.errors import UserError, did_you_mean
-from runtime.files import read_json, write_whole
 
 OTHERS = "others"       # in a file of trials: the configs that have no entry of their own
 EQUAL = ("data", "run", "train.steps", "train.batch_size", "train.seq_len", "train.seed", "train.val_windows",

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from base.errors import UserError
 from data.loader import Corpus
 from data.tokenizer import Tokenizer
-from runtime.errors import UserError
 
 MULTIPLES = (0.5, 1, 2, 4, 8, 16, 32, 64)      # of L, the training length: the default lengths
 FEW = 8         # documents that the longest default length must have, so that one does not decide

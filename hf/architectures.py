@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import rope
+from base.errors import UserError
 from config import Config, ModelConfig
 from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters
 from model import hidden_width
 from positions import Options
 from positions.rotary import RoPEOptions, RotaryOptions
-from runtime.errors import UserError
 
 Tables = dict[str, Fields]      # of our config: section -> key -> value
 

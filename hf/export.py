@@ -10,6 +10,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from base.errors import UserError
+from base.files import read_json
 from config import Config, load_config, to_toml
 from data.tokenizer import Tokenizer
 from hf.architectures import ARCHITECTURES, choose
@@ -19,8 +21,6 @@ from hf.tokenizer import read_tokenizer, separator_name, tokenizer_json
 from model import GPT
 from positions.rotary import RotaryOptions
 from positions.scaling import Scaling
-from runtime.errors import UserError
-from runtime.files import read_json
 
 KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
         "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt")

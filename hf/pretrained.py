@@ -18,15 +18,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from base.errors import UserError
+from base.files import read_json, sha256_of
+from base.schema import Layer
 from config import Config, config_from, load_config
 from data.tokenizer import Tokenizer
 from hf.architectures import ARCHITECTURES, Architecture, Tables
 from hf.rope_parameters import Fields
 from hf.tokenizer import read_tokenizer
 from model import GPT
-from runtime.errors import UserError
-from runtime.files import read_json, sha256_of
-from runtime.schema import Layer
 
 WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
 PULLED = ["*.json", "*.safetensors", "*.jinja"]         # no code, no pickles

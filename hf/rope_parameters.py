@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from base.errors import UserError
 from positions.rotary import RotaryOptions
 from positions.scaling import NTK, SCALINGS, Base, enlarged
-from runtime.errors import UserError
 
 Fields = dict[str, Any]         # of a config.json
 LENGTH = "original_max_position_embeddings"

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from base.errors import UserError
+from base.files import read_json
 from data.tokenizer import (
     CHARACTERS,
     SEPARATOR,
@@ -16,8 +18,6 @@ from data.tokenizer import (
     Tokenizer,
     steps,
 )
-from runtime.errors import UserError
-from runtime.files import read_json
 
 TEMPLATES = {"TemplateProcessing", "BertProcessing", "RobertaProcessing"}      # these add special tokens
 

@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
+from base.errors import UserError
+from base.files import flush, read_json, sha256_of
 from config import Config, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
@@ -27,8 +29,6 @@ from hf.pretrained import files_sha256, is_pretrained, load_pretrained
 from model import GPT
 from runtime import parallel
 from runtime.device import pick_device
-from runtime.errors import UserError
-from runtime.files import flush, read_json, sha256_of
 
 FILES = ("model.safetensors", "optimizer.safetensors")
 # keys of [model] and [position] that may change when a run begins from another one's weights

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from base.errors import UserError
 from config import TrainConfig
 from model import GPT
-from runtime.errors import UserError
 
 # On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step: it pays after about 2 minutes.
 COMPILE_WORTH_FLOPS = 2e13

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from base.errors import UserError, did_you_mean
+from base.schema import describe_choice
 from config import SECTIONS
 from positions import ENCODINGS, Options
 from positions.scaling import SCALINGS
-from runtime.errors import UserError, did_you_mean
-from runtime.schema import describe_choice
 
 
 def help_text(topic: str | None = None) -> str:

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from base.files import write_whole
 from config import Config
-from runtime.files import write_whole
 
 
 class Log:

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from base.errors import UserError
 from config import Config, TrainConfig
 from model import GPT
 from runtime.device import pick_device
-from runtime.errors import UserError
 
 
 class Process(NamedTuple):

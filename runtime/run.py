@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from base.errors import UserError
+from base.files import flush, read_json, write_whole
 from config import Config, differences, load_config, to_toml
 from data.loader import Corpus, read_meta
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from model import GPT
 from runtime import checkpoint, parallel
-from runtime.errors import UserError
-from runtime.files import flush, read_json, write_whole
 from runtime.log import Log, say, shown
 from runtime.parallel import Process
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from base.command import run_command
 from config import Config, load_config
 from data.prepare import prepare
 from model import GPT
 from positions import ENCODINGS
-from runtime.command import run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("NANOROPE_TEST_DATA", ROOT.parent / "shared" / "data"))

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from base.command import argument_parser, run_command
 from docs.gallery import ROOT, table, update
 from evaluation.comparison import Curve, frame_of, gate_of, make_curves, make_tables
 from evaluation.pictures import draw_table
 from evaluation.report import Cell, Table
 from evaluation.results import read
 from evaluation.runs import check_comparable, read_run
-from runtime.command import argument_parser, run_command
 
 PAGE = ROOT / "results" / "extrapolation" / "README.md"
 README = ROOT / "README.md"

@@ -55,6 +55,6 @@ def test_commands_import_what_windows_has() -> None:
             "    sys.modules[name] = None\nfor name in ('HUP', 'USR1', 'USR2', 'QUIT', 'ALRM', 'KILL'):\n"
             "    delattr(signal, 'SIG' + name)\n"
             "import train, eval, compare, sample, export, sweep, data.prepare\n"
-            "from runtime.command import run_command\nrun_command(lambda: print(len(train.SIGNALS)))")
+            "from base.command import run_command\nrun_command(lambda: print(len(train.SIGNALS)))")
     ended = python("-c", code)
     assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr

@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 
 import compare as command
+from base.command import run_command
+from base.errors import UserError
 from evaluation import comparison as compare
 from evaluation import pictures, report
 from evaluation.measures import GAIN, PERPLEXITY
 from evaluation.protocols import EVERY
 from evaluation.runs import check_comparable, read_run
-from runtime.command import run_command
-from runtime.errors import UserError
 
 SPLIT = {"tokens": 9, "bytes": 9, "documents": 1, "sha256": {"val.bin": "a"}}
 CORPUS = {"format_version": 1, "dtype": "uint16", "vocab_size": 257, "eot": 256,

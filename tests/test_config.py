@@ -8,14 +8,14 @@ import pytest
 import torch
 from conftest import ROOT, every_encoding
 
+from base.command import run_command
+from base.errors import UserError
+from base.schema import Tables
 from config import SECTIONS, differences, load_config, to_toml
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
-from runtime.command import run_command
-from runtime.errors import UserError
 from runtime.help import help_text
-from runtime.schema import Tables
 
 MINIMAL = '[data]\ndir = "x"\n[position]\nencoding = "rope"\n'
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import words
 
+from base.errors import UserError
 from data.loader import Corpus, read_meta
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
-from runtime.errors import UserError
 
 
 def write_texts(folder: Path, texts: dict[str, bytes]) -> Path:

@@ -8,13 +8,13 @@ import torch
 from conftest import TINY, every_encoding, lively, tokens
 
 import train as train_module
+from base.errors import UserError
 from config import load_config
 from evaluation.extension import extended, parse
 from hf.pretrained import pretrained_tables
 from model import GPT
 from positions import At, NoPE
 from runtime.checkpoint import load_run
-from runtime.errors import UserError
 from train import train
 
 

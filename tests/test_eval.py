@@ -14,6 +14,7 @@ import torch
 from conftest import TINY, every_encoding_slowly, lively, measured, slow_except
 from torch.nn.functional import cross_entropy
 
+from base.errors import UserError
 from config import load_config
 from data.tokenizer import ByteTokenizer
 from eval import ALL, main
@@ -30,7 +31,6 @@ from evaluation.windows import (
     position_buckets,
 )
 from model import GPT
-from runtime.errors import UserError
 from train import train
 
 LENGTHS = [16, 32, 50, 64, 128, 256]

@@ -12,6 +12,7 @@ import torch
 from conftest import TINY, lively, tokens
 
 import export as export_command
+from base.errors import UserError
 from config import Config, load_config
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
@@ -22,7 +23,6 @@ from hf.tokenizer import tokenizer_json
 from positions import ENCODINGS
 from positions.scaling import YaRN
 from runtime.checkpoint import load_run
-from runtime.errors import UserError
 from train import train
 
 GPT_BLOCK = ("model.norm=layernorm", "model.bias=true", "model.mlp=gelu", "model.tied=true")

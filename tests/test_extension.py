@@ -8,11 +8,11 @@ import torch
 from conftest import lively, slow_except, tokens
 
 import rope
+from base.errors import UserError
 from evaluation.extension import EXTENSIONS, Regrouping, Rescaled, extended, parse
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.scaling import SCALINGS
-from runtime.errors import UserError
 
 L = 32          # tests' train.seq_len
 RELATIVE = [name for name, encoding in ENCODINGS.items() if encoding.is_relative]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import every_encoding_slowly
 
+from base.errors import UserError
 from docs import gallery
 from docs import properties as measured
 from positions import ENCODINGS, Encoding
-from runtime.errors import UserError
 
 L = 128
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from conftest import needs, words
 
+from base.errors import UserError
 from data.tasks import encode
 from data.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer, decode, learn, load_tokenizer
 from hf.tokenizer import merges, read_tokenizer, tokenizer_json
-from runtime.errors import UserError
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 tokenizers = pytest.importorskip("tokenizers")

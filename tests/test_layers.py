@@ -20,12 +20,12 @@ LAYERS = [      # from the top; a module belongs to the longest name that fits
     ["data"],
     ["model"],
     ["config"],
-    ["attention", "runtime.loss", "runtime.flex"],
+    ["attention", "runtime.flex"],
     ["positions"],
     ["rope"],
-    ["runtime.errors", "runtime.files", "runtime.command", "runtime.schema"],
+    ["base"],
 ]
-ROOMS = ("positions", "data", "evaluation", "hf", "runtime", "bench", "docs")
+ROOMS = ("positions", "data", "evaluation", "hf", "runtime", "base", "bench", "docs")
 PATHS = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in sorted((ROOT / room).glob("*.py")))]
 SOURCES = {path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", "."):
            ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}        # module -> its syntax tree

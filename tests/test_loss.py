@@ -9,8 +9,8 @@ from conftest import lively, tokens
 from test_memory import Memory
 from torch import Tensor
 
-from runtime import loss
-from runtime.loss import mean_loss
+from base import loss
+from base.loss import mean_loss
 
 N, C, V = 70, 24, 501
 

@@ -11,17 +11,18 @@ import pytest
 import torch
 from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors
 
+from base.errors import UserError
 from config import Config, to_toml
 from data.loader import Corpus
 from runtime import parallel
-from runtime.errors import UserError
 from runtime.parallel import Process
 from train import train, validate
 
 STEPS = 40
 AS_ON_A_GPU = """
 import os, sys, train
-from runtime import command, loss, run
+from base import command, loss
+from runtime import run
 loss.MAX_LOGITS, run.RUNS_AHEAD = 16 * 257, ("cpu",)        # the loss in chunks of 16 rows, metrics read late
 sys.argv = [argument.replace("RANK", os.environ["RANK"]) for argument in sys.argv]
 command.run_command(train.main)

@@ -10,6 +10,7 @@ from explicit import attention_of, config_of, model_of, scale_invariant, watched
 from test_scaling import DYNAMIC, make, written
 
 import attention
+from base.errors import UserError
 from config import load_config
 from evaluation.extension import extended, parse
 from model import GPT
@@ -17,7 +18,6 @@ from positions import ENCODINGS, At, Options
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS
 from runtime.device import autocast
-from runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

@@ -7,9 +7,9 @@ import pytest
 from conftest import words
 from filelock import FileLock
 
+from base.errors import UserError
 from data.loader import Corpus
 from data.prepare import default_out, prepare
-from runtime.errors import UserError
 
 
 def contents(folder: Path) -> dict[str, bytes]:

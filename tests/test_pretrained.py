@@ -12,11 +12,11 @@ from test_export import GPT_BLOCK, YARN, command, saved
 
 import eval as eval_command
 import sample
+from base.errors import UserError
 from config import load_config
 from hf.architectures import ARCHITECTURES
 from hf.pretrained import pretrained_tables, pulled
 from runtime.checkpoint import load_run
-from runtime.errors import UserError
 from train import train
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

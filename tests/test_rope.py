@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope
+from base.errors import UserError
 from evaluation.extension import parse
 from model import GPT
 from positions import ENCODINGS
 from runtime.device import autocast
-from runtime.errors import UserError
 
 D = 16
 layouts = pytest.mark.parametrize("layout", rope.LAYOUTS)

@@ -9,10 +9,10 @@ from conftest import lively, tokens
 from explicit import config_of, model_of
 
 import rope
+from base.errors import UserError
 from config import load_config, to_toml
 from positions import At
 from positions.scaling import PI, SCALINGS, DynamicNTK, LongRoPE, Scaling, YaRN
-from runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 

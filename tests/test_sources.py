@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from conftest import call, needs, words
 
+from base.errors import UserError
 from data import sources
 from data.loader import Corpus
 from data.prepare import Options, default_out, prepare
 from data.sources import articles, open_local, open_source
-from runtime.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

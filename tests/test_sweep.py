@@ -13,8 +13,8 @@ import pytest
 from conftest import ROOT, TINY
 
 import sweep
+from base.errors import UserError
 from evaluation import sweeping, trials
-from runtime.errors import UserError
 
 EVAL = "--eval=--lengths 32,64 --windows 4 --protocol fixed"
 

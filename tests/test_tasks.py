@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import lively, measured
 
+from base.errors import UserError
 from data import tasks
 from data.loader import SPLITS, Corpus
 from data.prepare import Options, prepare
@@ -17,7 +18,6 @@ from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer
 from evaluation.protocols import Evaluation, Settings
 from evaluation.windows import Text
 from model import GPT
-from runtime.errors import UserError
 from runtime.parallel import Process
 from train import micro_batches, validate
 

@@ -10,6 +10,7 @@ from conftest import needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from base.errors import UserError
 from data.loader import read_meta
 from data.prepare import prepare
 from data.tokenizer import (
@@ -24,7 +25,6 @@ from data.tokenizer import (
 )
 from evaluation.windows import open_text
 from runtime.checkpoint import load_run
-from runtime.errors import UserError
 from train import train
 
 PROSE = ("It isn't 1,234 naïve  cafés;\n\n\tthey'll say \u3000ok\u00a0ok... "

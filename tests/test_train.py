@@ -17,6 +17,7 @@ from conftest import ROOT, assert_equal_runs, call, every_encoding_slowly, livel
 from torch import Tensor
 
 import train as train_module
+from base.errors import UserError
 from config import Config
 from data.loader import Corpus
 from data.tokenizer import ByteTokenizer
@@ -24,7 +25,6 @@ from model import GPT
 from runtime import checkpoint
 from runtime import run as run_module
 from runtime.device import missing_compiler, should_compile
-from runtime.errors import UserError
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
 from runtime.run import Run, git_revision

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from base.errors import UserError
 from data.loader import training_positions
 from model import GPT
-from runtime.errors import UserError
 from train import train
 
 

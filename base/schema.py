@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from runtime.errors import UserError, did_you_mean
+from base.errors import UserError, did_you_mean
 
 SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 

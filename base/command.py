@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from runtime.errors import UserError
+from base.errors import UserError
 
 
 def run_command(main: Callable[[], int | None]) -> None:

@@ -52,24 +52,30 @@ class Muon(Optimizer):
                     self._update(matrices[first:first + n], group)
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        lr, momentum, updates = group["lr"], group["momentum"], []
-        is_sharded = hasattr(matrices[0], "full_tensor")                # by FSDP2
-        found_inf = torch.zeros((), device=matrices[0].device) if self.found_inf is None else self.found_inf
-        is_skipped = found_inf > 0
+        # Each operation takes all matrices at once. One by one they would be nine small kernels a matrix, and a
+        # small model's step on a GPU waits for the launching of kernels.
         for p in matrices:
-            assert p.grad is not None
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            average = self.state[p]["momentum_buffer"]
-            grad = torch.where(is_skipped, average, p.grad)             # then the average stays as it is
-            average.lerp_(grad, 1 - momentum)
-            update = grad.lerp(average, momentum)
-            updates.append(parallel.unshard(update) if is_sharded else update)
-        decay = torch.where(is_skipped, 1.0, 1 - lr * group["weight_decay"])
-        rate = torch.where(is_skipped, 0.0, -lr * 0.2 * math.sqrt(max(matrices[0].shape)))
-        for p, update in zip(matrices, orthogonal(torch.stack(updates), group["dtype"]), strict=True):
-            update = update.to(p.dtype)
-            p.mul_(decay).add_((parallel.shard_like(update, p) if is_sharded else update) * rate)
+        weights = [parallel.local(p) for p in matrices]                 # of FSDP2, the shards of this process
+        grads = [parallel.local(p.grad) for p in matrices]
+        averages = [parallel.local(self.state[p]["momentum_buffer"]) for p in matrices]
+        found_inf = torch.zeros((), device=weights[0].device) if self.found_inf is None else self.found_inf
+        is_skipped = found_inf > 0
+
+        # a skipped step averages the average with itself: it stays as it is
+        average = torch.stack(averages)                                 # (N, rows, columns)
+        grad = torch.where(is_skipped, average, torch.stack(grads))
+        average = average.lerp(grad, 1 - group["momentum"])
+        torch._foreach_copy_(averages, average.unbind())
+        update = grad.lerp(average, group["momentum"])                  # Nesterov: the gradient weighs once more
+
+        decay = torch.where(is_skipped, 1.0, 1 - group["lr"] * group["weight_decay"])
+        rate = torch.where(is_skipped, 0.0, -group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape)))
+        whole = parallel.unshard_stack(update, matrices[0])             # U and V^T are of whole matrices
+        steps = orthogonal(whole, group["dtype"]).to(update.dtype) * rate
+        torch._foreach_mul_(weights, decay)
+        torch._foreach_add_(weights, parallel.shard_stack(steps, matrices[0]).unbind())
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -132,3 +132,27 @@ def shard_like(tensor: Tensor, parameter: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements,
                              src_data_rank=None)
+
+
+def local(tensor: Any) -> Tensor:
+    """What this process holds of a tensor: its shard under FSDP2, else the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def unshard_stack(shards: Tensor, parameter: Any) -> Tensor:
+    """Gather whole matrices (N, rows, columns) from shards of their rows, all of the parameter's shape."""
+    if not hasattr(parameter, "full_tensor"):
+        return shards
+    from torch.distributed.tensor import DTensor, Shard
+    whole = DTensor.from_local(shards, parameter.device_mesh, [Shard(1)], run_check=False,
+                               shape=(len(shards), *parameter.shape),
+                               stride=(parameter.numel(), parameter.shape[1], 1))
+    return whole.full_tensor()
+
+
+def shard_stack(matrices: Tensor, parameter: Any) -> Tensor:
+    """The rows of whole matrices (N, rows, columns) that this process holds of the parameter."""
+    if not hasattr(parameter, "full_tensor"):
+        return matrices
+    from torch.distributed.tensor import Shard, distribute_tensor
+    return distribute_tensor(matrices, parameter.device_mesh, [Shard(1)], src_data_rank=None).to_local()

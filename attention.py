@@ -11,7 +11,6 @@ Legend: B batch, T time (Tq queries, Tk keys), H heads of queries, G of keys and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,8 +60,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
            dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D) + bias) v.
 
-    Rotated q (B, H, Tq, D or wider), k (B, G, Tk, as wide) and v (B, G, Tk, D) -> (B, H, Tq, D). `sink`
-    (1 or B, H, 1 or Tq, 1) is the logit of one more key, whose value is zero.
+    Rotated q (B, H, Tq, D or wider), k (B, G, Tk, as wide) and v (B, G, Tk, D) -> (B, H, Tq, D). `sink` (H,)
+    is the logit of one more key for each head, whose value is zero.
     """
     limits = mask.window, mask.chunk
     if limits in mask.flex and not dropout and sink is None:
@@ -72,15 +71,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
     if bias is not None:
         can_fold = getattr(bias.encoding, "can_fold", False)            # of ALiBi and Forgetting alone
-        is_fused = can_fold and mask.in_order and not is_short and sink is None
+        is_fused = can_fold and mask.in_order and not is_short
     else:   # except in short bfloat16 training on a CPU, where blocks are faster although they round logits
         is_fused = not (is_short and q.dtype == torch.bfloat16 and torch.is_grad_enabled())
-    path = attend_fused if is_fused else attend_in_blocks
-    return path(q, k, v, mask, bias, dropout, sink)
+    if is_fused and sink is None:
+        return attend_fused(q, k, v, mask, bias, dropout)
+    return attend_in_blocks(q, k, v, mask, bias, dropout, sink)
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
-                 dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
+                 dropout: float = 0.0) -> Tensor:
     """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""
     D, Tq, Tk = v.shape[-1], q.shape[2], k.shape[2]
     encoding: Any = None if bias is None else bias.encoding             # with `fold` and `folds_sums`
@@ -89,16 +89,11 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
     is_cut = bias is not None and encoding.folds_sums and Tq > MIN_ROWS     # long sums lose digits
     if bias is not None and not is_cut:
         q, k = encoding.fold(q, k, bias.at)
-    if sink is not None:
-        q, k, with_sink = add_sink(q, k, sink * D**0.5)
     v, limit = as_wide_as(q, v), mask.limit(Tk)
     kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
     if limit is None and mask.documents is None and Tq in (1, Tk) and not is_cut:
-        if sink is not None:    # a first query too, so that the causal mask begins with it and the sink
-            k, v = with_sink(k, v)
-            q = q if Tq == 1 else F.pad(q, (0, 0, 1, 0))
         # a single query is the last: it sees all
-        return kernel(q, k, v, is_causal=Tq > 1)[:, :, -Tq:, :D]
+        return kernel(q, k, v, is_causal=Tq > 1)[..., :D]
 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
         q_rows, k_seen, v_seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
@@ -106,9 +101,6 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
             q_rows, k_seen = encoding.fold(q_rows, k_seen, bias.at.block(rows, keys))
             v_seen = as_wide_as(q_rows, v_seen)
         seen = visible(rows, keys, Tk - Tq, mask, q.device)
-        if sink is not None:
-            k_seen, v_seen = with_sink(k_seen, v_seen)
-            seen = F.pad(seen, (1, 0), value=True)
         return kernel(q_rows, k_seen, v_seen, seen)[..., :D]
 
     n_rows = MIN_ROWS if is_cut else max(limit, MIN_ROWS) if limit else Tq
@@ -116,23 +108,6 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
         n_rows = min(n_rows, max(MIN_ROWS, (MAX_BLOCK if q.device.type == "cpu" else MAX_BLOCK_GPU) // Tk))
     # recomputed: otherwise each block's mask would be kept
     return by_rows(attend_rows, Tq, Tk, n_rows, mask, is_cut and Tq >= RECOMPUTE_FROM, dropout)
-
-
-def add_sink(q: Tensor, k: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Callable[..., Any]]:
-    """Add a channel to q and k; also returns what puts a key with 1 there, and zero value, before the others.
-
-    The channel of q holds the sink, times sqrt(D), so this key has it as its logit. More zeros keep the width
-    a multiple of 8, which kernels want.
-    """
-    B, H, _, width = q.shape
-    n = 8 - width % 8
-    q = torch.cat((q, F.pad(sink.to(q.dtype).expand(B, H, q.shape[2], 1), (0, n - 1))), dim=-1)
-    key = F.pad(q.new_ones(B, H, 1, 1), (width, n - 1))
-
-    def with_sink(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat((key, k), dim=2), F.pad(v, (0, 0, 1, 0))
-
-    return q, F.pad(k, (0, n)), with_sink
 
 
 def as_wide_as(q: Tensor, v: Tensor) -> Tensor:
@@ -168,8 +143,8 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
             logits = scored(logits, bias, rows, keys, is_consecutive)
         weights = logits.softmax(dim=-1)
         if sink is not None:                    # the softmax with one more logit, whose weight is left out
-            weights = weights * torch.sigmoid(logits.logsumexp(dim=-1, keepdim=True) - sink.expand(
-                -1, -1, Tq, -1)[:, :, rows])
+            lse = logits.logsumexp(dim=-1, keepdim=True)                # (B, H, rows, 1)
+            weights = weights * torch.sigmoid(lse - sink[:, None, None])
         weights = weights.to(v.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)

@@ -103,7 +103,6 @@ class Attention(nn.Module):
         self.o = nn.Linear(H * D, C, bias=config.bias)
         self.gate = nn.Linear(C, H * D, bias=False) if config.gate else None
         self.sink = nn.Parameter(torch.zeros(H)) if config.sink == "head" else None
-        self.token_sink = nn.Linear(C, H, bias=False) if config.sink == "token" else None
         self.is_whole = config.qk_norm == "whole"
         self.q_norm, self.k_norm = (
             nn.RMSNorm(D * n**self.is_whole, eps=config.norm_eps) if config.qk_norm else nn.Identity()
@@ -122,10 +121,8 @@ class Attention(nn.Module):
         bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         v = encoding.turn_values(v, at) if encoding.rotates_values else v
-        sink = None if self.sink is None else self.sink[None, :, None, None]            # (1, H, 1, 1)
-        if self.token_sink is not None:
-            sink = self.token_sink(x[:, -q.shape[2]:]).transpose(1, 2)[..., None]       # (B, H, Tq, 1)
-        y = attend(q, k, v, mask, bias, self.dropout if self.training else 0.0, sink)   # (B, H, Tq, D)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, mask, bias, dropout, self.sink)             # (B, H, Tq, D)
         y = encoding.turn_back(y, at) if encoding.rotates_values else y
         y = y.transpose(1, 2).flatten(2)                                # (B, Tq, H D)
         return self.o(y if self.gate is None else y * torch.sigmoid(self.gate(x[:, -y.shape[1]:])))

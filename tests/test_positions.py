@@ -36,7 +36,7 @@ SWITCHES = {
     "every": f"{BEYOND} {ONLY}=unencoded position.skip_every=2 position.temperature=llama4",
     "encoded": f"{BEYOND} {ONLY}=encoded position.layers=first position.temperature=ssmax "
                "model.window=5 model.chunk=7 model.full_every=2",
-    "dropped": "position.drop_at=0", "sink": "model.sink=head", "gate": "model.sink=token model.gate=true",
+    "dropped": "position.drop_at=0", "sink": "model.sink=head", "gate": "model.sink=head model.gate=true",
     "heads": "position.heads=[1]",
     "whole": "model.qk_norm=whole model.pre_norm=false model.post_norm=true model.parallel=true"}
 IN_SOME_LAYERS = ("first", "list", "every", "encoded", "heads")

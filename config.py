@@ -102,8 +102,8 @@ class ModelConfig(Section):
     full_every: int = Field(0, ge=0)
     """k: layers k, 2k, 3k ... (from 1) have no window, no chunks (Cohere2: 4). 0: no"""
     flex: bool = False
-    """on CUDA, use FlexAttention for windows, packed documents, biases by distance and
-    position.scale_invariant; not with dropout or a sink, or where train.positions is not plain"""
+    """on CUDA, use FlexAttention for windows, packed documents, a sink, biases by distance and
+    position.scale_invariant; not with dropout, or where train.positions is not plain"""
     qk_norm: bool | Literal["whole"] = False
     """RMSNorm of each head's q and k before their product; "whole": of all heads together (OLMo 2)"""
     sink: Literal["none", "head"] = "none"

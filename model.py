@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Bias, Mask, attend
+from attention import FLEX_DEVICES, Bias, Mask, attend, with_block_masks
 from base.loss import mean_loss
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.switches import TEMPERATURES, ByHead, ScaleInvariant, Temperature, Tempered
-from runtime import flex
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -273,15 +272,15 @@ class GPT(nn.Module):
         # one set of tables for all layers of an encoding
         tables = {each: each.tables(q_pos, k_pos) for each in dict.fromkeys(self.encodings)}
         mask = Mask(documents=documents, in_order=positions is None)
-        if self.flex and mask.in_order and cache is None and tokens.device.type in flex.DEVICES:
+        if self.flex and mask.in_order and cache is None and tokens.device.type in FLEX_DEVICES:
             limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
-            mask = mask._replace(flex=flex.block_masks(limits, tokens.shape[1], documents, tokens.device))
+            mask = with_block_masks(mask, limits, tokens.shape[1], tokens.device)
         x = self.embedding(tokens)
         x = x * self.embedding_scale if self.embedding_scale != 1 else x
         x = self.dropout(self.active().embed(x, q_pos))                 # (B, T, C)
         for layer, (block, encoding) in enumerate(zip(self.blocks, self.encodings, strict=True)):
             if last and last < tokens.shape[1] and layer == len(self.blocks) - 1:
-                q_pos, mask = q_pos[:, -last:], mask._replace(flex={})
+                q_pos, mask = q_pos[:, -last:], mask._replace(block_masks={})
                 tables = {encoding: encoding.tables(q_pos, k_pos)}
             at = At(q_pos, k_pos, layer, tables[encoding], documents=documents)
             x = block(x, encoding, at, mask, cache)

@@ -216,7 +216,7 @@ def test_far_keys_do_not_merge_in_bfloat16(name: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         bias = attention.Bias(encoding, q.to(dtype), k.to(dtype), at)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logits = attention.scored(torch.zeros(1, H, 4, T), bias, slice(0, 4), slice(0, T), False)
+            logits = attention.add_scores(torch.zeros(1, H, 4, T), bias, slice(0, 4), slice(0, T), False)
         found.append(len(logits.unique()))
     assert found[0] > found[1] / 2
 

@@ -1,7 +1,6 @@
 """What production models of 2026 add to attention is what transformers computes with the same weights."""
 
 import os
-from types import SimpleNamespace as One
 
 import pytest
 import torch

@@ -119,6 +119,23 @@ def choose_path(q: Tensor, head_dim: int, mask: Mask, encoding: Encoding | None,
     return EXPLICIT if is_short and is_training_low else FUSED
 
 
+def describe_paths(model: Any, mask: Mask, T: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The path of a model's layers in training, as text: "fused", or each with the layers that take it."""
+    layers: dict[str, list[int]] = {}
+    for number, (block, encoding) in enumerate(zip(model.blocks, model.encodings, strict=True)):
+        layer = block.attention
+        of_layer = mask._replace(window=layer.window, chunk=layer.chunk)
+        if model.flex and mask.in_order and device.type in FLEX_DEVICES:
+            of_layer = of_layer._replace(block_masks={(layer.window, layer.chunk): None})
+        biased = encoding if encoding.has_scores() else None
+        q = torch.empty(1, 1, T, layer.head_dim, dtype=dtype, device=device)
+        path = choose_path(q, layer.head_dim, of_layer, biased, layer.dropout, layer.sink)
+        layers.setdefault(path, []).append(number)
+    if len(layers) == 1:
+        return next(iter(layers))
+    return ", ".join(f"{path} in layers {' '.join(map(str, numbers))}" for path, numbers in layers.items())
+
+
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
                  dropout: float = 0.0) -> Tensor:
     """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""

@@ -196,3 +196,15 @@ def test_lengths_that_change_share_one_graph(dtype: torch.dtype, name: str, tiny
             expected = model(x[:, :-1], x[:, 1:])
         torch.testing.assert_close(found, expected)
     assert counter.frame_count == 1
+
+
+def test_the_paths_of_the_layers_are_said(tiny) -> None:
+    def paths(*options: str, T: int = 32, dtype: torch.dtype = torch.float32) -> str:
+        model = GPT(tiny(*options))
+        return attention.describe_paths(model, Mask(in_order=True), T, dtype, torch.device("cpu"))
+
+    assert paths("rope") == "fused"
+    assert paths("rope", dtype=torch.bfloat16) == paths("alibi") == paths("t5") == "explicit softmax"
+    assert paths("alibi", T=1024) == "fused"
+    assert paths("rope", "model.sink=head") == "explicit softmax"
+    assert paths("t5", "position.layers=first") == "explicit softmax in layers 0, fused in layers 1"

@@ -1,9 +1,12 @@
-"""Attention: softmax(q k^T / sqrt(D) + bias) v in three ways, which all give the same result.
+"""Attention: softmax(q k^T / sqrt(D) + bias) v on three paths, which all give the same result.
 
-- `attend_fused`: PyTorch's fused kernel, for encodings without `scores`, or whose scores fold into further
-  channels of q and k (ALiBi, forgetting). O(T) memory, but for the mask of packed documents.
-- `attend_in_blocks`: an explicit softmax, block by block of query rows, for all others.
-- runtime/flex.py: FlexAttention on CUDA, where `model.flex` asks for it.
+- `attend_fused`: PyTorch's fused kernel, where the logits are products of q and k. Some biases become such
+  products (`fold`: ALiBi, forgetting). O(T) memory, except for the mask of packed documents.
+- `attend_in_blocks`: an explicit softmax, block by block of query rows, for everything else.
+- `attend_flex`: FlexAttention on CUDA where `model.flex` asks for it, for windows, packed documents, a sink
+  and biases by distance. O(T) memory.
+
+`choose_path` says which path a layer takes.
 
 Legend: B batch, T time (Tq queries, Tk keys), H heads of queries, G of keys and values, D channels of a head.
 """
@@ -12,24 +15,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from positions import At, Encoding
 from positions.bias import Slanted, bias_at, falling
-from positions.contract import for_each_head
-from runtime import flex
+from positions.contract import for_each_head, starts_of
+
+FUSED, EXPLICIT, FLEX = "fused", "explicit softmax", "FlexAttention"
 
 MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
 MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
 FUSE_FROM = 1024        # queries: with fewer, folded biases and bfloat16 training use blocks on a CPU
 MIN_ROWS = 256          # smallest number of queries that share the keys of a window
 RECOMPUTE_FROM = 2048   # queries: from here on training does not keep explicit weights: O(T) memory
+
+FLEX_DEVICES = {"cuda"}     # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
+FLEX_BLOCK = 128            # queries and keys of a block of its mask
+FLEX_WIDTH = 16             # smallest number of channels of a head that it takes
+# with the default of three stages, what score_mod reads does not fit into the shared memory of an H100
+FLEX_OPTIONS = {"num_stages": 2}
+compiled = cache(torch.compile)     # each function once
+
+Limits = tuple[int | None, int | None]      # window and chunk of a layer
 
 
 class Mask(NamedTuple):
@@ -39,13 +53,20 @@ class Mask(NamedTuple):
     chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
     in_order: bool = False  # positions are known to be 0, 1, 2 ... or those that follow the cache's
-    # (window, chunk) -> the same mask for FlexAttention, where it may be used
-    flex: dict[tuple[int | None, int | None], Any] = {}
+    block_masks: dict[Limits, Any] = {}  # the same for FlexAttention, where it may be used
 
     def limit(self, Tk: int) -> int | None:
         """The most keys that a query sees by its window and its chunk, if that is fewer than Tk."""
         most = min(self.window or Tk, self.chunk or Tk)         # torch.compile takes no min of a generator
         return most if most < Tk else None
+
+    def parts(self) -> Tensor | None:
+        """The document of each token (B, T), or its chunk: a document's chunks begin with it."""
+        if self.documents is None or self.chunk is None:
+            return self.documents
+        index = torch.arange(self.documents.shape[1], device=self.documents.device)
+        is_first = (index - starts_of(self.documents)) % self.chunk == 0
+        return is_first.cumsum(dim=1)
 
 
 class Bias(NamedTuple):
@@ -61,78 +82,103 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
            dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D) + bias) v.
 
-    Rotated q (B, H, Tq, D or wider), k (B, G, Tk, as wide) and v (B, G, Tk, D) -> (B, H, Tq, D). `sink`
-    (1 or B, H, 1 or Tq, 1) is the logit of one more key, whose value is zero.
+    Rotated q (B, H, Tq, D or wider), k (B, G, Tk, as wide) and v (B, G, Tk, D) -> (B, H, Tq, D). `sink` (H,)
+    is the logit of one more key for each head, whose value is zero.
     """
-    limits = mask.window, mask.chunk
-    if limits in mask.flex and not dropout and sink is None:
-        is_masked = any(limits) or mask.documents is not None
-        if flex.serves(v, bias and bias.encoding, is_masked):
-            return flex.attend_flex(q, k, v, bias, mask.flex[limits])
+    encoding = None if bias is None else bias.encoding
+    path = choose_path(q, v.shape[-1], mask, encoding, dropout, sink)
+    if bias is not None and bias.at.temperature is not None:
+        path = EXPLICIT                                                 # `scores` apply it: BAM, TAPA
+    if path == FLEX:
+        return attend_flex(q, k, v, mask, bias, sink)
+    if path == FUSED:
+        return attend_fused(q, k, v, mask, bias, dropout)
+    return attend_in_blocks(q, k, v, mask, bias, dropout, sink)
+
+
+def choose_path(q: Tensor, head_dim: int, mask: Mask, encoding: Encoding | None, dropout: float,
+                sink: Tensor | None) -> str:
+    """FLEX, FUSED or EXPLICIT. Of q only length, dtype and device matter; encoding: that of the bias."""
+    limits = (mask.window, mask.chunk)
+    if limits in mask.block_masks and head_dim >= FLEX_WIDTH and not dropout:
+        is_causal_alone = limits == (None, None) and mask.documents is None and sink is None
+        if encoding is None:
+            is_served = not is_causal_alone                             # there the fused kernel is faster
+        else:
+            is_served = encoding.by_distance or encoding.scales_by_distance
+        if is_served:
+            return FLEX
+    if sink is not None:
+        return EXPLICIT
     is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
-    if bias is not None:
-        can_fold = getattr(bias.encoding, "can_fold", False)            # of ALiBi and Forgetting alone
-        is_fused = can_fold and mask.in_order and not is_short and sink is None
-    else:   # except in short bfloat16 training on a CPU, where blocks are faster although they round logits
-        is_fused = not (is_short and q.dtype == torch.bfloat16 and torch.is_grad_enabled())
-    path = attend_fused if is_fused else attend_in_blocks
-    return path(q, k, v, mask, bias, dropout, sink)
+    if encoding is not None:
+        is_folded = encoding.fold_rows > 0 and mask.in_order and not is_short
+        return FUSED if is_folded else EXPLICIT
+    # in short bfloat16 training on a CPU blocks are faster, although they round logits
+    is_training_low = q.dtype == torch.bfloat16 and torch.is_grad_enabled()
+    return EXPLICIT if is_short and is_training_low else FUSED
+
+
+def describe_paths(model: Any, mask: Mask, T: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The path of a model's layers in training, as text: "fused", or each with the layers that take it."""
+    layers: dict[str, list[int]] = {}
+    for number, (block, encoding) in enumerate(zip(model.blocks, model.encodings, strict=True)):
+        layer = block.attention
+        of_layer = mask._replace(window=layer.window, chunk=layer.chunk)
+        if model.flex and mask.in_order and device.type in FLEX_DEVICES:
+            of_layer = of_layer._replace(block_masks={(layer.window, layer.chunk): None})
+        biased = encoding if encoding.has_scores() else None
+        q = torch.empty(1, 1, T, layer.head_dim, dtype=dtype, device=device)
+        path = choose_path(q, layer.head_dim, of_layer, biased, layer.dropout, layer.sink)
+        layers.setdefault(path, []).append(number)
+    if len(layers) == 1:
+        return next(iter(layers))
+    return ", ".join(f"{path} in layers {' '.join(map(str, numbers))}" for path, numbers in layers.items())
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
-                 dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
+                 dropout: float = 0.0) -> Tensor:
     """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""
-    D, Tq, Tk = v.shape[-1], q.shape[2], k.shape[2]
-    encoding: Any = None if bias is None else bias.encoding             # with `fold` and `folds_sums`
-    if v.shape[1] < q.shape[1]:
-        k, v = (for_each_head(x, q.shape[1]) for x in (k, v))
-    is_cut = bias is not None and encoding.folds_sums and Tq > MIN_ROWS     # long sums lose digits
-    if bias is not None and not is_cut:
-        q, k = encoding.fold(q, k, bias.at)
-    if sink is not None:
-        q, k, with_sink = add_sink(q, k, sink * D**0.5)
-    v, limit = as_wide_as(q, v), mask.limit(Tk)
+    H, Tq, Tk, D = q.shape[1], q.shape[2], k.shape[2], v.shape[-1]
+    k = for_each_head(k, H)
+    v = for_each_head(v, H)
     kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
-    if limit is None and mask.documents is None and Tq in (1, Tk) and not is_cut:
-        if sink is not None:    # a first query too, so that the causal mask begins with it and the sink
-            k, v = with_sink(k, v)
-            q = q if Tq == 1 else F.pad(q, (0, 0, 1, 0))
-        # a single query is the last: it sees all
-        return kernel(q, k, v, is_causal=Tq > 1)[:, :, -Tq:, :D]
+
+    # a bias becomes further channels of q and k: all at once, or of each block if its sums lose digits
+    is_folded_by_block = bias is not None and Tq > bias.encoding.fold_rows
+    if bias is not None and not is_folded_by_block:
+        q, k = bias.encoding.fold(q, k, bias.at)
+
+    limit = mask.limit(Tk)
+    is_causal_alone = limit is None and mask.documents is None and Tq in (1, Tk)
+    if is_causal_alone and not is_folded_by_block:
+        if Tq == 1:     # a single query is the last: it sees all
+            return kernel(q, k, as_wide_as(q, v))[..., :D]
+        return kernel(q, k, as_wide_as(q, v), is_causal=True)[..., :D]
+
+    # everything else has an explicit mask, in blocks of queries
+    parts = mask.parts()
 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
-        q_rows, k_seen, v_seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        if bias is not None and is_cut:
-            q_rows, k_seen = encoding.fold(q_rows, k_seen, bias.at.block(rows, keys))
-            v_seen = as_wide_as(q_rows, v_seen)
-        seen = visible(rows, keys, Tk - Tq, mask, q.device)
-        if sink is not None:
-            k_seen, v_seen = with_sink(k_seen, v_seen)
-            seen = F.pad(seen, (1, 0), value=True)
+        q_rows = q[:, :, rows]
+        k_seen = k[:, :, keys]
+        if bias is not None and is_folded_by_block:
+            q_rows, k_seen = bias.encoding.fold(q_rows, k_seen, bias.at.block(rows, keys))
+        v_seen = as_wide_as(q_rows, v[:, :, keys])
+        seen = visible_in(rows, keys, Tk - Tq, mask, parts, q.device)
         return kernel(q_rows, k_seen, v_seen, seen)[..., :D]
 
-    n_rows = MIN_ROWS if is_cut else max(limit, MIN_ROWS) if limit else Tq
-    if Tq < Tk:     # its mask is explicit: in blocks, it and the products cost no more than what is seen
-        n_rows = min(n_rows, max(MIN_ROWS, (MAX_BLOCK if q.device.type == "cpu" else MAX_BLOCK_GPU) // Tk))
+    if bias is not None and is_folded_by_block:
+        n_rows = bias.encoding.fold_rows
+    elif limit:
+        n_rows = max(limit, MIN_ROWS)
+    else:
+        n_rows = Tq
+    if Tq < Tk:     # in blocks, mask and products cost no more than what is seen
+        n_rows = min(n_rows, max(MIN_ROWS, most_logits(q.device) // Tk))
     # recomputed: otherwise each block's mask would be kept
-    return by_rows(attend_rows, Tq, Tk, n_rows, mask, is_cut and Tq >= RECOMPUTE_FROM, dropout)
-
-
-def add_sink(q: Tensor, k: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Callable[..., Any]]:
-    """Add a channel to q and k; also returns what puts a key with 1 there, and zero value, before the others.
-
-    The channel of q holds the sink, times sqrt(D), so this key has it as its logit. More zeros keep the width
-    a multiple of 8, which kernels want.
-    """
-    B, H, _, width = q.shape
-    n = 8 - width % 8
-    q = torch.cat((q, F.pad(sink.to(q.dtype).expand(B, H, q.shape[2], 1), (0, n - 1))), dim=-1)
-    key = F.pad(q.new_ones(B, H, 1, 1), (width, n - 1))
-
-    def with_sink(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat((key, k), dim=2), F.pad(v, (0, 0, 1, 0))
-
-    return q, F.pad(k, (0, n)), with_sink
+    is_recomputed = is_folded_by_block and Tq >= RECOMPUTE_FROM
+    return by_rows(attend_rows, Tq, Tk, n_rows, mask, is_recomputed, dropout)
 
 
 def as_wide_as(q: Tensor, v: Tensor) -> Tensor:
@@ -150,43 +196,55 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
     backward pass, as fused kernels do: it takes O(T) memory, and their products and softmax twice.
     """
     B, H, Tq = q.shape[:3]
-    Tk, scale = k.shape[2], v.shape[-1]**-0.5
-    n_each = 1 if bias is None else 2                                   # `scores` hold more numbers per logit
-    limit = MAX_BLOCK // n_each if q.device.type == "cpu" else MAX_BLOCK_GPU
-    n_rows = math.ceil(Tq / math.ceil(Tq / max(1, limit // (B * H * Tk))))      # blocks of equal size
-    if v.shape[1] < H:
-        k, v = (for_each_head(x, H) for x in (k, v))
+    Tk = k.shape[2]
+    scale = v.shape[-1]**-0.5
+    k = for_each_head(k, H)
+    v = for_each_head(v, H)
     if bias is not None:
         bias = bias._replace(k=for_each_head(bias.k, H))
+    parts = mask.parts()
+    is_consecutive = mask.in_order and Tq == Tk                         # no cache, which may have gaps
 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
-        unseen = torch.where(visible(rows, keys, Tk - Tq, mask, q.device), 0.0, -torch.inf)
+        seen = visible_in(rows, keys, Tk - Tq, mask, parts, q.device)
+        unseen = torch.where(seen, 0.0, -torch.inf)
         logits = q[:, :, rows] @ k[:, :, keys].mT                       # (B, H, rows, keys)
         logits = torch.add(unseen, logits, alpha=scale)                 # masked, scaled and fp32, in one pass
         if bias is not None:
-            is_consecutive = mask.in_order and Tq == Tk                 # no cache, which may have gaps
-            logits = scored(logits, bias, rows, keys, is_consecutive)
+            logits = add_scores(logits, bias, rows, keys, is_consecutive)
         weights = logits.softmax(dim=-1)
-        if sink is not None:                    # the softmax with one more logit, whose weight is left out
-            weights = weights * torch.sigmoid(logits.logsumexp(dim=-1, keepdim=True) - sink.expand(
-                -1, -1, Tq, -1)[:, :, rows])
+        if sink is not None:    # the softmax with one more logit, whose weight is left out
+            lse = logits.logsumexp(dim=-1, keepdim=True)                # (B, H, rows, 1)
+            weights = weights * torch.sigmoid(lse - sink[:, None, None])
         weights = weights.to(v.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)
         return weights @ v[:, :, keys]                                  # (B, H, rows, D)
 
+    most = most_logits(q.device)
+    if bias is not None and q.device.type == "cpu":
+        most //= 2                                                      # `scores` hold more numbers per logit
+    n_rows = Tq
+    if B * H * Tq * Tk > most:
+        n_blocks = math.ceil(Tq / max(1, most // (B * H * Tk)))
+        n_rows = math.ceil(Tq / n_blocks)                               # of equal size
     # recomputed: otherwise all blocks' weights would be kept
     return by_rows(attend_rows, Tq, Tk, n_rows, mask, Tq >= RECOMPUTE_FROM, dropout)
 
 
-def scored(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecutive: bool) -> Tensor:
+def add_scores(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecutive: bool) -> Tensor:
     """Logits (B, H, rows, keys) of a block after `scores`."""
-    encoding, at = bias.encoding, bias.at.block(rows, keys, is_consecutive)
-    q, k = bias.q[:, :, rows], bias.k[:, :, keys]
+    encoding = bias.encoding
+    at = bias.at.block(rows, keys, is_consecutive)
     if encoding.by_distance and is_consecutive and at.temperature is None:
-        of_distance = bias_at(encoding, falling(at), q, at)             # (H, P), each distance once
+        of_distance = bias_at(encoding, falling(at), bias.q, at)        # (H, P), each distance once
         return logits + Slanted.apply(of_distance, logits.shape[2])
-    return encoding.scores(logits, q, k, at)
+    return encoding.scores(logits, bias.q[:, :, rows], bias.k[:, :, keys], at)
+
+
+def most_logits(device: torch.device) -> int:
+    """How many explicit logits are held at a time."""
+    return MAX_BLOCK if device.type == "cpu" else MAX_BLOCK_GPU
 
 
 def by_rows(attend_rows: Callable[[slice, slice], Tensor], Tq: int, Tk: int, n_rows: int, mask: Mask,
@@ -198,23 +256,116 @@ def by_rows(attend_rows: Callable[[slice, slice], Tensor], Tq: int, Tk: int, n_r
     """
     if is_recomputed and torch.is_grad_enabled():
         attend_rows = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
-    window, chunk, blocks = mask.window or Tk, mask.chunk or Tk, []
-    for start in range(0, Tq, n_rows):
-        rows, first = slice(start, min(start + n_rows, Tq)), Tk - Tq + start
-        start_of_chunk = first // chunk * chunk if mask.documents is None else first + 1 - chunk
+    window = mask.window or Tk
+    chunk = mask.chunk or Tk
+    blocks = []
+    starts = range(0, Tq, n_rows) if n_rows < Tq else [0]               # a range would fix a compiled length
+    for start in starts:
+        rows = slice(start, min(start + n_rows, Tq))
+        first = Tk - Tq + start                                         # the index of its first query
+        if mask.documents is None:
+            start_of_chunk = first // chunk * chunk
+        else:
+            start_of_chunk = first + 1 - chunk                          # chunks begin with each document
         keys = slice(max(0, first + 1 - window, start_of_chunk), Tk - Tq + rows.stop)
         blocks.append(attend_rows(rows, keys))
     return torch.cat(blocks, dim=2)
 
 
-def visible(rows: slice, keys: slice, offset: int, mask: Mask, device: torch.device) -> Tensor:
-    """Which of the keys each query of a block sees, (rows, keys), or with documents (B, 1, rows, keys)."""
-    window, documents = mask.window, mask.documents
+def visible(i: Tensor, j: Tensor, b: Tensor, mask: Mask, parts: Tensor | None) -> Tensor:
+    """Whether query i of row b sees key j: tensors of indices that broadcast. `parts` is mask.parts()."""
+    seen = j <= i
+    if mask.window:
+        seen = seen & (i - j < mask.window)
+    if parts is not None:
+        return seen & (parts[b, i] == parts[b, j])
+    if mask.chunk:
+        return seen & (i // mask.chunk == j // mask.chunk)
+    return seen
+
+
+def visible_in(rows: slice, keys: slice, offset: int, mask: Mask, parts: Tensor | None,
+               device: torch.device) -> Tensor:
+    """`visible` of a block, (rows, keys), or with documents (B, 1, rows, keys); key `offset` is query 0."""
     i = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=device)
-    seen = (j <= i) & (j > i - window) if window else j <= i
-    if documents is None:
-        return seen & (j // mask.chunk == i // mask.chunk) if mask.chunk else seen
-    if mask.chunk:
-        documents = flex.split_into_chunks(documents, mask.chunk)
-    return seen & (documents[:, None, rows, None] == documents[:, None, None, keys])
+    n_batch = 1 if parts is None else len(parts)
+    b = torch.arange(n_batch, device=device)[:, None, None, None]
+    return visible(i, j, b, mask, parts)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# FlexAttention
+
+
+def with_block_masks(mask: Mask, limits: set[Limits], T: int, device: torch.device) -> Mask:
+    """A mask that lets layers with these limits use FlexAttention: which blocks of keys see which queries.
+
+    Made once per forward pass, not once per layer. It holds no T x T numbers either.
+    """
+    n_pad = -T % FLEX_BLOCK
+    create = flex_function("create_block_mask", device)
+    block_masks = {}
+    for window, chunk in limits:
+        of_layer = mask._replace(window=window, chunk=chunk)
+        parts = of_layer.parts()
+        n_batch = None
+        if parts is not None:
+            n_batch = len(parts)
+            parts = F.pad(parts, (0, n_pad), value=-1)                  # padding is a document of its own
+        see = mask_function(of_layer, parts)
+        block_masks[window, chunk] = create(see, n_batch, None, T + n_pad, T + n_pad, device)
+    return mask._replace(block_masks=block_masks)
+
+
+def mask_function(mask: Mask, parts: Tensor | None) -> Callable[..., Tensor]:
+    """`visible` as FlexAttention calls it: row, head, query and key."""
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return visible(i, j, b, mask, parts)
+
+    return mask_mod
+
+
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
+                sink: Tensor | None = None) -> Tensor:
+    """FlexAttention. Arguments and result as in `attend`.
+
+    Lengths are padded to whole blocks, with keys that no token sees: at other lengths score_mod is reported
+    to give NaN in the backward pass.
+    """
+    T, D = q.shape[2], v.shape[-1]
+    n_pad = -T % FLEX_BLOCK
+    v = for_each_head(v, k.shape[1])            # a rotation may have made keys for each head of queries
+    q, k, v = (F.pad(x, (0, 0, 0, n_pad)) for x in (q, k, v))
+    y, aux = flex_function("flex_attention", q.device)(
+        q, k, v, score_mod=None if bias is None else score_function(bias, T + n_pad),
+        block_mask=mask.block_masks[mask.window, mask.chunk], scale=D**-0.5,
+        enable_gqa=q.shape[1] != k.shape[1], kernel_options=None if bias is None else FLEX_OPTIONS,
+        return_aux=flex_attention.AuxRequest(lse=True))
+    if sink is not None:
+        share = torch.sigmoid(aux.lse - sink[:, None])                  # of all keys but the sink, (B, H, T)
+        y = y * share[..., None].to(y.dtype)
+    return y[:, :, :T]
+
+
+def score_function(bias: Bias, T: int) -> Callable[..., Tensor]:
+    """`scores` as FlexAttention calls them: by distance, one number multiplies a logit and one is added."""
+    distance = torch.arange(T, device=bias.q.device)
+    term = bias_at(bias.encoding, distance, bias.q, bias.at)            # (H, T)
+    factor = None
+    if bias.encoding.scales_by_distance:
+        factor = bias_at(bias.encoding, distance, bias.q, bias.at, logit=1.0) - term
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        d = (i - j).abs()                                               # keys ahead are masked
+        if factor is not None:
+            score = score * factor[h, d]
+        return score + term[h, d]
+
+    return score_mod
+
+
+def flex_function(name: str, device: torch.device) -> Callable[..., Any]:
+    """A function of PyTorch's flex_attention; on a GPU compiled: with the whole model, or else once here."""
+    function = getattr(flex_attention, name)
+    return function if device.type == "cpu" or torch.compiler.is_compiling() else compiled(function)

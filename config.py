@@ -102,13 +102,13 @@ class ModelConfig(Section):
     full_every: int = Field(0, ge=0)
     """k: layers k, 2k, 3k ... (from 1) have no window, no chunks (Cohere2: 4). 0: no"""
     flex: bool = False
-    """on CUDA, use FlexAttention for windows, packed documents, biases by distance and
-    position.scale_invariant; not with dropout or a sink, or where train.positions is not plain"""
+    """on CUDA, use FlexAttention for windows, packed documents, a sink, biases by distance and
+    position.scale_invariant; not with dropout, or where train.positions is not plain"""
     qk_norm: bool | Literal["whole"] = False
     """RMSNorm of each head's q and k before their product; "whole": of all heads together (OLMo 2)"""
-    sink: Literal["none", "head", "token"] = "none"
-    """one more logit in each softmax, for a key of zero value: learned by head (gpt-oss), or a projection of
-    the token (Inkling). It takes what would otherwise go to the first tokens"""
+    sink: Literal["none", "head"] = "none"
+    """head: one more logit in each softmax, learned by head, for a key of zero value (gpt-oss). It takes what
+    would otherwise go to the first tokens"""
     gate: bool = False
     """attention's result times sigmoid(W x), by channel, before its output matrix (Qwen3-Next)"""
     dropout: float = Field(0.0, ge=0, lt=1)

@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Bias, Mask, attend
+from attention import FLEX_DEVICES, Bias, Mask, attend, with_block_masks
 from base.loss import mean_loss
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.switches import TEMPERATURES, ByHead, ScaleInvariant, Temperature, Tempered
-from runtime import flex
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,7 +102,6 @@ class Attention(nn.Module):
         self.o = nn.Linear(H * D, C, bias=config.bias)
         self.gate = nn.Linear(C, H * D, bias=False) if config.gate else None
         self.sink = nn.Parameter(torch.zeros(H)) if config.sink == "head" else None
-        self.token_sink = nn.Linear(C, H, bias=False) if config.sink == "token" else None
         self.is_whole = config.qk_norm == "whole"
         self.q_norm, self.k_norm = (
             nn.RMSNorm(D * n**self.is_whole, eps=config.norm_eps) if config.qk_norm else nn.Identity()
@@ -122,10 +120,8 @@ class Attention(nn.Module):
         bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         v = encoding.turn_values(v, at) if encoding.rotates_values else v
-        sink = None if self.sink is None else self.sink[None, :, None, None]            # (1, H, 1, 1)
-        if self.token_sink is not None:
-            sink = self.token_sink(x[:, -q.shape[2]:]).transpose(1, 2)[..., None]       # (B, H, Tq, 1)
-        y = attend(q, k, v, mask, bias, self.dropout if self.training else 0.0, sink)   # (B, H, Tq, D)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, mask, bias, dropout, self.sink)             # (B, H, Tq, D)
         y = encoding.turn_back(y, at) if encoding.rotates_values else y
         y = y.transpose(1, 2).flatten(2)                                # (B, Tq, H D)
         return self.o(y if self.gate is None else y * torch.sigmoid(self.gate(x[:, -y.shape[1]:])))
@@ -276,15 +272,15 @@ class GPT(nn.Module):
         # one set of tables for all layers of an encoding
         tables = {each: each.tables(q_pos, k_pos) for each in dict.fromkeys(self.encodings)}
         mask = Mask(documents=documents, in_order=positions is None)
-        if self.flex and mask.in_order and cache is None and tokens.device.type in flex.DEVICES:
+        if self.flex and mask.in_order and cache is None and tokens.device.type in FLEX_DEVICES:
             limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
-            mask = mask._replace(flex=flex.block_masks(limits, tokens.shape[1], documents, tokens.device))
+            mask = with_block_masks(mask, limits, tokens.shape[1], tokens.device)
         x = self.embedding(tokens)
         x = x * self.embedding_scale if self.embedding_scale != 1 else x
         x = self.dropout(self.active().embed(x, q_pos))                 # (B, T, C)
         for layer, (block, encoding) in enumerate(zip(self.blocks, self.encodings, strict=True)):
             if last and last < tokens.shape[1] and layer == len(self.blocks) - 1:
-                q_pos, mask = q_pos[:, -last:], mask._replace(flex={})
+                q_pos, mask = q_pos[:, -last:], mask._replace(block_masks={})
                 tables = {encoding: encoding.tables(q_pos, k_pos)}
             at = At(q_pos, k_pos, layer, tables[encoding], documents=documents)
             x = block(x, encoding, at, mask, cache)

@@ -26,10 +26,10 @@ MOST_HIDDEN = 2**20     # hidden numbers of a PairMLP held at a time on a CPU: 4
 MOST_HIDDEN_GPU = 2**26     # on other devices: 256 MB, in few large kernels
 
 
-def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At) -> Tensor:
-    """What an encoding that is `by_distance` adds to logits of q (B, H, Tq, D) at distances (P,), (H, P)."""
+def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: float = 0.0) -> Tensor:
+    """`scores` of equal logits of q (B, H, Tq, D) at distances (P,), (H, P): what `by_distance` adds to 0."""
     H, P, dtype = q.shape[1], len(distance), torch.promote_types(q.dtype, torch.float32)
-    none, logits = q.new_zeros(()), torch.zeros(1, H, 1, P, device=q.device, dtype=dtype)
+    none, logits = q.new_zeros(()), torch.full((1, H, 1, P), logit, device=q.device, dtype=dtype)
     at = at._replace(q_pos=torch.zeros_like(distance[None, :1]), k_pos=-distance[None], temperature=None)
     q, k = none.expand(1, H, 1, q.shape[3]), none.expand(1, H, P, q.shape[3])
     return encoding.scores(logits, q, k, at)[0, :, 0]
@@ -95,7 +95,7 @@ class ALiBi(Encoding):
 
     Options = ALiBiOptions
     by_distance = True
-    folds_sums = False
+    fold_rows = 2**24
     lr_scale = 10.0
 
     def __init__(self, shape: Shape, options: ALiBiOptions) -> None:
@@ -103,7 +103,7 @@ class ALiBi(Encoding):
         self.n_head, slopes = shape.n_head, self.slopes(shape.n_head)
         self.log_slopes = nn.Parameter(slopes.log()) if options.learned else None       # (H,)
         # the gradients of folded slopes would be small differences of large sums, lost in bf16
-        self.can_fold = not options.learned
+        self.fold_rows = 0 if options.learned else ALiBi.fold_rows
 
     @staticmethod
     def slopes(n_head: int) -> Tensor:

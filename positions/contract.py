@@ -150,7 +150,10 @@ class Encoding(nn.Module):
     bounds: ClassVar[dict[str, tuple[float | None, float | None]]] = {}
     # `scores` adds f(head, layer, distance), then applies at.temperature if given: attention may compute it
     # once for each distance, and FlexAttention may serve it
-    by_distance: ClassVar[bool] = False
+    by_distance: bool = False
+    # `scores` multiplies logits by f(distance), then adds as `by_distance` does: FlexAttention may serve it
+    scales_by_distance: bool = False
+    fold_rows: int = 0  # queries that `fold` takes at a time, at most; 0: attention does not call it
     # do its hooks apply at.temperature themselves? If not, it multiplies q: wrong if they are not linear in q
     applies_temperature: bool = False
     rotates_values: bool = False    # are values and results rotated too, by `turn_values` and `turn_back`?
@@ -218,6 +221,14 @@ class Encoding(nn.Module):
         not the fused kernel.
         """
         return logits
+
+    def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        """Further channels of q and k, whose product is what `scores` adds, times sqrt(D): see fold_rows.
+
+        It may differ from it by a constant along each row, which vanishes in the softmax. Attention is then
+        the fused kernel where that pays.
+        """
+        return q, k
 
     @torch.no_grad()
     def clamp(self) -> None:

@@ -217,6 +217,7 @@ class ScaleInvariant(Wrapper):
     def __init__(self, inner: Encoding, tau: float) -> None:
         super().__init__(inner)
         self.tau = tau                                                  # in tokens, above 0
+        self.scales_by_distance = inner.by_distance or not inner.has_scores()
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         logits = self.inner.scores(logits, q, k, at)

@@ -6,5 +6,4 @@ checkpoint        saved atomically, verified when read
 device            what the machine allows: device, dtype, memory, compiling
 parallel          several processes in one run: DDP, FSDP2
 optimizer         AdamW and Muon
-flex              FlexAttention on CUDA
 """

@@ -38,8 +38,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     That is on CPUs with AMX, and on AMD's with the AVX-512 instruction for it. Intel executes that
     instruction at no more than the rate of float32's: without AMX, or where a virtual machine hides it, we
     measured half the speed. Without any support bfloat16 is 2 to 4 times slower. GPUs take bfloat16, or
-    float16 where they would only emulate it (T4, V100); Apple's take float32.
+    float16 where they would only emulate it (T4, V100); Apple's take float32. Raises UserError for less
+    there: PyTorch's causal attention in 16 bits is reported to see future tokens on MPS (September 2026).
     """
+    if device.type == "mps" and name not in ("auto", "float32"):
+        raise UserError(f"train.dtype or --dtype {name}: on MPS attention in 16 bits may see future tokens; "
+                        "give float32")
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention import Mask, describe_paths
 from base.errors import UserError
 from base.files import flush, read_json, write_whole
 from config import Config, differences, load_config, to_toml
@@ -24,6 +25,7 @@ from data.loader import Corpus, read_meta
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from model import GPT
 from runtime import checkpoint, parallel
+from runtime.device import pick_device, pick_dtype
 from runtime.log import Log, say, shown
 from runtime.parallel import Process
 
@@ -216,11 +218,17 @@ def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> str:
     n_tokens, n_corpus = t.steps * t.batch_size * t.seq_len, len(corpus.tokens["train"])
     share = corpus.counts[0] / sum(corpus.counts) * (1 - corpus.mixture_only / t.steps)     # of a mixture
     options = p.model_dump(exclude_defaults=True, exclude={"encoding"})
+    device = pick_device(t.device)
+    is_packed = config.data.cross_documents == "mask"
+    documents = torch.zeros(1, t.seq_len, dtype=torch.long, device=device) if is_packed else None
+    mask = Mask(documents=documents, in_order=t.positions == "plain")
+    paths = describe_paths(model, mask, t.seq_len, pick_dtype(t.dtype, device), device)
     return "\n".join([
         f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
         "parameters",
         f"position  {p.encoding}, {''.join(f'{key} {value}, ' for key, value in options.items())}trained at "
         f"L = {t.seq_len}",
+        f"attention {paths}",
         f"data      {corpus.folder}, {n_corpus:,} tokens; {n_tokens:,} to train on "
         f"({n_tokens * share / n_corpus:.2f} epochs)",
         f"machine   {machine}"])

@@ -153,7 +153,6 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
         logits = scale_invariant(logits, distance, p.scale_invariant)
     logits = logits.masked_fill(~seen, -torch.inf)
     sink = logits.new_full((), -torch.inf) if a.sink is None else a.sink[:, None, None]
-    sink = sink if not hasattr(a.token_sink, "weight") else a.token_sink(x).transpose(1, 2)[..., None]
     weights = torch.cat((logits, sink.expand(*logits.shape[:3], 1)), -1).softmax(-1)[..., :-1]
     if getattr(p, "rotate_values", False):      # a value's rotation by the distance to each query
         turns = [[rope.rotate(v[:, :, j], rope.angles((pos[:, j] - pos[:, i])[:, None], frequencies(model)))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import every_encoding_slowly, lively, tokens
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import attention
 from attention import Bias, Mask, attend_fused, attend_in_blocks
@@ -179,3 +180,31 @@ def test_a_number_for_each_distance_becomes_one_for_each_pair(n: int, m: int) ->
     index = n - 1 - torch.arange(n)[:, None] + torch.arange(m)
     assert torch.equal(Slanted.apply(f, n), f[..., index])
     assert torch.autograd.gradcheck(lambda f: Slanted.apply(f, n), f)
+
+
+@pytest.mark.parametrize("name", ["rope", "alibi", "t5"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lengths_that_change_share_one_graph(dtype: torch.dtype, name: str, tiny) -> None:
+    torch._dynamo.reset()
+    model = GPT(tiny(name, "model.n_layer=1"))
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for T in (32, 47, 21):
+        x = tokens((2, T + 1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            found = compiled(x[:, :-1], x[:, 1:])
+            expected = model(x[:, :-1], x[:, 1:])
+        torch.testing.assert_close(found, expected)
+    assert counter.frame_count == 1
+
+
+def test_the_paths_of_the_layers_are_said(tiny) -> None:
+    def paths(*options: str, T: int = 32, dtype: torch.dtype = torch.float32) -> str:
+        model = GPT(tiny(*options))
+        return attention.describe_paths(model, Mask(in_order=True), T, dtype, torch.device("cpu"))
+
+    assert paths("rope") == "fused"
+    assert paths("rope", dtype=torch.bfloat16) == paths("alibi") == paths("t5") == "explicit softmax"
+    assert paths("alibi", T=1024) == "fused"
+    assert paths("rope", "model.sink=head") == "explicit softmax"
+    assert paths("t5", "position.layers=first") == "explicit softmax in layers 0, fused in layers 1"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from base.errors import UserError
 from runtime import device
 
 
@@ -24,6 +25,14 @@ def test_a_cpu_gets_the_dtype_that_it_multiplies_faster(has_amx: bool, has_bf16:
     device.pick_dtype.cache_clear()
     assert device.pick_dtype("auto", torch.device("cpu")) == expected
     device.pick_dtype.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_sixteen_bits_are_refused_on_mps(name: str) -> None:
+    mps = torch.device("mps")
+    with pytest.raises(UserError, match="on MPS .* give float32"):
+        device.pick_dtype(name, mps)
+    assert device.pick_dtype("auto", mps) == device.pick_dtype("float32", mps) == torch.float32
 
 
 @pytest.mark.slow

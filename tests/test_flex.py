@@ -7,22 +7,25 @@ import pytest
 import torch
 from conftest import lively, slow_except, tokens
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
+import attention
+import model as decoder
 from model import GPT
 from positions import ENCODINGS
-from runtime import flex
 
 FLEXIBLE = [name for name, encoding in ENCODINGS.items() if encoding.by_distance]
 OPTIONS = {"plain": (), "window": ("model.window=9", "model.full_every=2"),
            "chunks": ("model.chunk=9", "model.full_every=2"),
            "grouped": ("model.n_head=4", "model.n_kv_head=2", "model.head_dim=16"),
+           "sink": ("model.sink=head", "model.window=9", "model.full_every=2"),
            "sharp": ("position.temperature=ssmax",), "invariant": ("position.scale_invariant=10",),
            "all of it": ("model.window=20", "model.n_kv_head=1", "position.temperature=ssmax",
                          "position.scale_invariant=3")}
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | None, block_mask: Any,
-          scale: float, enable_gqa: bool, kernel_options: Any) -> Tensor:
+          scale: float, enable_gqa: bool, kernel_options: Any, return_aux: Any) -> tuple[Tensor, Any]:
     """FlexAttention as documented, computed for all pairs at once."""
     (B, H, T, _), n_shared = q.shape, q.shape[1] // k.shape[1]
     assert enable_gqa == (n_shared > 1)
@@ -31,16 +34,18 @@ def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | No
                   for place, n in enumerate((B, H, T, T)))
     logits = q @ k.mT * scale
     logits = score_mod(logits, b, h, i, j) if score_mod else logits
-    return logits.masked_fill(~block_mask.mask_mod(b, h, i, j), -torch.inf).softmax(-1) @ v
+    logits = logits.masked_fill(~block_mask.mask_mod(b, h, i, j), -torch.inf)
+    assert T % 128 == 0 and block_mask.shape[-2:] == (T, T)
+    return logits.softmax(-1) @ v, flex_attention.AuxOutput(lse=logits.logsumexp(-1))
 
 
 def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> tuple[list[Tensor], int]:
     """Loss and gradients of all parameters, and how many layers used FlexAttention."""
     with monkeypatch.context() as patch:
-        patch.setattr(flex, "DEVICES", {"cpu"} if is_flex else set())
-        taken, attend = [], flex.attend_flex
-        patch.setattr(flex, "attend_flex", lambda *given: taken.append(1) or attend(*given))
-        patch.setattr(flex.flex_attention, "flex_attention", dense)
+        patch.setattr(decoder, "FLEX_DEVICES", {"cpu"} if is_flex else set())
+        taken, attend = [], attention.attend_flex
+        patch.setattr(attention, "attend_flex", lambda *given: taken.append(1) or attend(*given))
+        patch.setattr(flex_attention, "flex_attention", dense)
         model.zero_grad()
         loss = model(tokens((2, 33)), tokens((2, 33), 1), documents=documents)
         loss.backward()
@@ -62,7 +67,11 @@ def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tin
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-7, msg=lambda text, tensor=tensor: (
             f"{tensor} in fp64 (is a parameter cast to fp32?): {text}"))
     n_windows = sum(bool(block.attention.window or block.attention.chunk) for block in model.blocks)
-    is_always = ENCODINGS[name].by_distance or packed or model.options.scale_invariant
+    has_sink = model.blocks[0].attention.sink is not None
+    is_always = ENCODINGS[name].by_distance or packed or has_sink or model.options.scale_invariant
+    if name == "bam" and model.options.temperature != "none":           # its scores multiply by a temperature
+        assert n_taken == 0
+        return
     assert n_none == 0 and n_taken == (2 if is_always else n_windows)
 
 
@@ -72,8 +81,6 @@ def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
 
     With masks by blocks, of a window and of documents; shared keys; a learned bias that it captures.
     """
-    from torch.nn.attention import flex_attention
-
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     torch._dynamo.reset()
     options = ("model.flex=true", "model.window=100", "model.chunk=130", "model.full_every=2",
@@ -81,7 +88,7 @@ def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
     model, x, found = lively(tiny("t5", *options)).double(), tokens((2, 201)), []
     documents = (x[:, :-1] < 3).cumsum(-1)
     for devices, call in ((set(), model), ({"cpu"}, torch.compile(model, backend="eager", fullgraph=True))):
-        monkeypatch.setattr(flex, "DEVICES", devices)
+        monkeypatch.setattr(decoder, "FLEX_DEVICES", devices)
         model.zero_grad()
         loss = call(x[:, :-1], x[:, 1:], documents=documents)
         loss.backward()
@@ -91,8 +98,8 @@ def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
 
 def test_flex_is_not_used_where_it_does_not_serve(tiny, monkeypatch) -> None:
     """Given positions, a cache, dropout, narrow heads and biases by content."""
-    monkeypatch.setattr(flex, "DEVICES", {"cpu"})
-    monkeypatch.setattr(flex, "attend_flex", lambda *_: pytest.fail("flex was taken"))
+    monkeypatch.setattr(decoder, "FLEX_DEVICES", {"cpu"})
+    monkeypatch.setattr(attention, "attend_flex", lambda *_: pytest.fail("flex was taken"))
     x, on = tokens((1, 12)), "model.flex=true"
     lively(tiny("t5", on))(x, positions=torch.arange(12))
     for given in (("cope", on, "model.window=4"), ("t5", on, "model.head_dim=8"), ("t5",), ("rope", on)):

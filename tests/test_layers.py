@@ -20,7 +20,7 @@ LAYERS = [      # from the top; a module belongs to the longest name that fits
     ["data"],
     ["model"],
     ["config"],
-    ["attention", "runtime.flex"],
+    ["attention"],
     ["positions"],
     ["rope"],
     ["base"],

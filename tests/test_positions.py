@@ -36,7 +36,7 @@ SWITCHES = {
     "every": f"{BEYOND} {ONLY}=unencoded position.skip_every=2 position.temperature=llama4",
     "encoded": f"{BEYOND} {ONLY}=encoded position.layers=first position.temperature=ssmax "
                "model.window=5 model.chunk=7 model.full_every=2",
-    "dropped": "position.drop_at=0", "sink": "model.sink=head", "gate": "model.sink=token model.gate=true",
+    "dropped": "position.drop_at=0", "sink": "model.sink=head", "gate": "model.sink=head model.gate=true",
     "heads": "position.heads=[1]",
     "whole": "model.qk_norm=whole model.pre_norm=false model.post_norm=true model.parallel=true"}
 IN_SOME_LAYERS = ("first", "list", "every", "encoded", "heads")
@@ -216,7 +216,7 @@ def test_far_keys_do_not_merge_in_bfloat16(name: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         bias = attention.Bias(encoding, q.to(dtype), k.to(dtype), at)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            logits = attention.scored(torch.zeros(1, H, 4, T), bias, slice(0, 4), slice(0, T), False)
+            logits = attention.add_scores(torch.zeros(1, H, 4, T), bias, slice(0, 4), slice(0, T), False)
         found.append(len(logits.unique()))
     assert found[0] > found[1] / 2
 

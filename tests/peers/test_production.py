@@ -1,7 +1,6 @@
 """What production models of 2026 add to attention is what transformers computes with the same weights."""
 
 import os
-from types import SimpleNamespace as One
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from conftest import ROOT, TINY, lively
 from torch import Tensor, nn
 
 import rope
-from attention import Mask, attend
+from attention import Mask
 from config import Config, load_config
 from model import GPT, Attention
 from positions import At
@@ -80,16 +79,6 @@ def test_gated_attention_is_qwen3_5() -> None:
     theirs.q_norm.weight.copy_(ours.q_norm.weight - 1)
     theirs.k_norm.weight.copy_(ours.k_norm.weight - 1)
     torch.testing.assert_close(*both(model, 0, theirs, fraction=0.25), rtol=1e-5, atol=1e-5)
-
-
-def test_sinks_by_token_are_inkling2() -> None:
-    from transformers.models.inkling2.modeling_inkling2 import eager_attention_forward
-    q, k, v = torch.randn(B, H, T, D), *torch.randn(2, B, G, T, D)
-    sinks = torch.randn(B, H, T, 1)
-    theirs, _ = eager_attention_forward(One(num_key_value_groups=H // G, training=False), q, k, v, CAUSAL,
-                                        D**-0.5, sinks=sinks)
-    ours = attend(q, k, v, Mask(in_order=True), sink=sinks)
-    torch.testing.assert_close(ours.transpose(1, 2), theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_rotated_values_are_deepseek_v4() -> None:

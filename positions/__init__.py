@@ -7,8 +7,8 @@ scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, ya
                 base
 bias.py         biases by distance: alibi, t5, kerple, bam, fire, sandwich
 relative.py     products of content with a distance: relative_key, relative_key_query, transformer_xl
-gates.py        by the content of tokens: cope, forgetting, grape_ap, dape, tapa, path, path_fox,
-                selective_rope, repo, wall
+gates.py        by the content of tokens: cope, forgetting, grape_ap, dape, path, path_fox,
+                selective_rope, repo
 switches.py     under any encoding: temperatures, scale-invariant attention
 
 To add one: a class in a file here, a line in ENCODINGS, a config (see the README). Everything else, even
@@ -21,14 +21,12 @@ from positions.contract import At, Encoding, NoPE, Options, Shape
 from positions.gates import (
     DAPE,
     GRAPEAP,
-    TAPA,
     CoPE,
     Forgetting,
     PaTH,
     PaTHFoX,
     RePo,
     SelectiveRoPE,
-    Wall,
 )
 from positions.relative import RelativeKey, RelativeKeyQuery, TransformerXL
 from positions.rotary import FoPE, PoPE, PRoPE, RoPE, RoPE2D, XPos
@@ -63,10 +61,8 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "forgetting": Forgetting,
     "grape_ap": GRAPEAP,
     "dape": DAPE,
-    "tapa": TAPA,
     "path": PaTH,
     "path_fox": PaTHFoX,
     "selective_rope": SelectiveRoPE,
     "repo": RePo,
-    "wall": Wall,
 }

@@ -23,7 +23,6 @@ from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP, rounded
 from positions.contract import At, Encoding, Options, Shape, for_each_head
 
 CHUNK = 64      # keys whose reflections are applied at once
-TILE = 8        # at most so many queries and keys have a factor of the gates for each pair
 
 
 class CoPEOptions(Options):
@@ -195,38 +194,6 @@ class DAPE(Encoding):
         both = torch.cat((seen, b.expand_as(seen)), dim=1)              # (B, 2 H, Tq, Tk)
         with torch.autocast(logits.device.type, enabled=False):
             return logits + b + self.mlps[at.layer](both)
-
-
-class TAPAOptions(Options):
-    head_multiple = 2
-
-    alpha: float = Field(0.1, gt=0, description="exponent of the distance in the phase; the paper's: 0.1")
-
-
-class TAPA(Encoding):
-    """Product times phase: logits a cos(2 pi (i - j)^alpha p), a and p products of half heads each.
-
-    Token-aware phase attention, Wang et al. 2025, arXiv:2509.12635. a = q_A . k_A / sqrt(D / 2) over
-    the first half of a head's channels, p = q_P . k_P / sqrt(D / 2) over the second: the content says how
-    fast the logit swings with the distance, and at distance 0 it is a. The swing slows down: with alpha = 0.1
-    the phase at 1,024 is twice that at 1. No parameters. The formula is the paper's text; we found no code of
-    the authors to compare with. A temperature multiplies a alone: on q it would change the phase.
-    """
-
-    Options = TAPAOptions
-    applies_temperature = True
-
-    def __init__(self, shape: Shape, options: TAPAOptions) -> None:
-        super().__init__(shape, options)
-        self.alpha = options.alpha
-
-    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):              # a phase in bf16 would be noise
-            q_a, q_p, k_a, k_p = (half for x in (q, k) for half in x.to(logits.dtype).chunk(2, dim=-1))
-            a, p = (x @ y.mT * (2 / q.shape[-1])**0.5 for x, y in ((q_a, k_a), (q_p, k_p)))
-        a = a if at.temperature is None else a * at.temperature
-        swing = (2 * math.pi * at.distance().to(p.dtype)**self.alpha * p).cos()        # (B, H, Tq, Tk)
-        return (a * swing).masked_fill(logits.isneginf(), -torch.inf)
 
 
 def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
@@ -422,64 +389,3 @@ class RePo(Turned):
         device = features.device
         f = rope.inv_freq(self.head_dim, self.base, dtype=rope.widest(device), device=device)
         return features.to(f.dtype) * f                                 # (B, H, Tk, D/2)
-
-
-class Wall(Encoding):
-    """A forget gate per channel: logits sum_c q_ic k_jc exp(sum_{l=j+1..i} g_lc) / sqrt(D). Tilde 2026.
-
-    Wall attention, Tilde Research, blog post of 2026-06-02 and flash-linear-attention, ops/wall_attn; there
-    is no paper. g_l = logsigmoid(W x_l + b) <= 0, D numbers per head, x the layer's normalised input; b
-    starts at 8: nothing is forgotten. `forgetting` has one gate for all channels, outside of the product;
-    xpos fixed ones. Positions are not used. The authors' optional scalar gate and output gate are left out.
-
-    With the sums P of g, exp(P_i - P_j) = exp(P_i - P_0) exp(P_0 - P_j) for any P_0 in between: no factor is
-    above 1, and what is too small for fp32 is small in the product too. So the first query of a block serves
-    for all keys before it. In a block, tiles of at most 8 tokens have a factor for each pair; two neighbours
-    make one of twice the size, with the first query of the second for its queries and the keys of the first.
-    """
-
-    def __init__(self, shape: Shape, options: Options) -> None:
-        super().__init__(shape, options)
-        n_layer, H, C, D = shape.n_layer, shape.n_head, shape.n_embd, shape.head_dim
-        self.w = nn.Parameter(0.02 * torch.randn(n_layer, H * D, C))
-        self.b = nn.Parameter(torch.full((n_layer, H, D), 8.0))
-
-    def features(self, x: Tensor, layer: int) -> Tensor:
-        gate = F.linear(x, self.w[layer], self.b[layer].flatten())      # (B, T, H D)
-        gate = gate.to(torch.promote_types(gate.dtype, torch.float32))
-        return F.logsigmoid(gate).unflatten(-1, (self.b.shape[1], -1)).transpose(1, 2)      # (B, H, T, D)
-
-    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
-        return features.to(rope.widest(features.device)).cumsum(dim=2)      # P, (B, H, Tk, D)
-
-    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        Tq, Tk, D = q.shape[2], k.shape[2], q.shape[3]
-        n = 2 ** math.ceil(math.log2(math.ceil(Tq / TILE)))             # tiles
-        pad = -Tq % n                                                   # of equal size
-        with torch.autocast(q.device.type, enabled=False):
-            q, k = (F.pad(x.to(logits.dtype), (0, 0, 0, pad)) for x in (q, k))
-            sums = torch.cat((at.features, at.features[:, :, -1:].expand(-1, -1, pad, -1)), dim=2)
-            before, own = slice(0, Tk - Tq), slice(Tk - Tq, None)
-            far = gated(q, k[:, :, before], sums[:, :, own], sums[:, :, before])
-            tiles = [x.unflatten(2, (n, -1)) for x in (q, k[:, :, own], sums[:, :, own])]
-            products = within(*tiles)                                   # (B, H, n, tile, tile)
-            while products.shape[2] > 1:
-                (q1, q2), (k1, k2), (sums1, sums2) = ((x[:, :, ::2], x[:, :, 1::2]) for x in tiles)
-                later = gated(q2, k1, sums2, sums1)                     # (B, H, n / 2, tile, tile)
-                upper = F.pad(products[:, :, ::2], (0, later.shape[-1]))
-                products = torch.cat((upper, torch.cat((later, products[:, :, 1::2]), dim=-1)), dim=-2)
-                tiles = [torch.cat(pair, dim=-2) for pair in ((q1, q2), (k1, k2), (sums1, sums2))]
-            products = torch.cat((far, products[:, :, 0]), dim=-1)[:, :, :Tq, :Tk]
-        return (products / D**0.5).masked_fill(logits.isneginf(), -torch.inf)
-
-
-def gated(q: Tensor, k: Tensor, q_sums: Tensor, k_sums: Tensor) -> Tensor:
-    """sum_c q_ic k_jc exp(P_ic - P_jc), (..., queries, keys), of keys that are all before the queries."""
-    origin = q_sums[..., :1, :]
-    return (q * (q_sums - origin).to(q.dtype).exp()) @ (k * (origin - k_sums).to(k.dtype).exp()).mT
-
-
-def within(q: Tensor, k: Tensor, sums: Tensor) -> Tensor:
-    """The same for queries and keys of the same tokens, pair by pair; keys ahead are not gated."""
-    between = (sums[..., :, None, :] - sums[..., None, :, :]).to(q.dtype)      # (..., queries, keys, D)
-    return (k[..., None, :, :] * between.clamp(max=0).exp() * q[..., :, None, :]).sum(-1)

@@ -117,7 +117,7 @@ class RoPE(Encoding):
         """Radians per position of each pair, (R/2,), and a factor on cos and sin."""
         R, device, factor = self.rotary_dim, k_pos.device, 1.0
         if self.spectrum == "rope_id":
-            return rope.inv_freq_in_sight(R, self.seq_len, device=device), factor
+            return rope.inv_freq_within(R, self.seq_len, device=device), factor
         f = plain = rope.inv_freq(R, self.base, device=device)
         if self.scaling is not None:
             f, factor = self.scaling.frequencies(R, self.base, self.seq_len, k_pos)

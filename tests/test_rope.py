@@ -107,7 +107,7 @@ def test_a_model_converts_between_layouts(fraction: float) -> None:
 
 def test_frequencies_are_the_closed_form() -> None:
     assert rope.inv_freq(8, 10_000.0).tolist() == pytest.approx([1, 0.1, 0.01, 0.001])
-    f = rope.inv_freq_in_sight(32, 4096)                # from a turn in 32 positions to two turns in L
+    f = rope.inv_freq_within(32, 4096)                # from a turn in 32 positions to two turns in L
     assert f.shape == (16,) and (2 * math.pi / f[0], 4096 * f[-1]) == pytest.approx((32, 4 * math.pi))
     for L in (32, 128, 4096):                           # hope stops the pairs without a whole turn
         found, f = rope.stop_unfinished(rope.inv_freq(64), L), rope.inv_freq(64)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from positions import At, Encoding
-from positions.bias import Slanted, bias_at, falling
+from positions.bias import ToeplitzBias, bias_at, toeplitz_distances
 from positions.contract import for_each_head
 from runtime import flex
 
@@ -184,8 +184,8 @@ def scored(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecutive:
     encoding, at = bias.encoding, bias.at.block(rows, keys, is_consecutive)
     q, k = bias.q[:, :, rows], bias.k[:, :, keys]
     if encoding.by_distance and is_consecutive and at.temperature is None:
-        of_distance = bias_at(encoding, falling(at), q, at)             # (H, P), each distance once
-        return logits + Slanted.apply(of_distance, logits.shape[2])
+        of_distance = bias_at(encoding, toeplitz_distances(at), q, at)      # (H, P), each distance once
+        return logits + ToeplitzBias.apply(of_distance, logits.shape[2])
     return encoding.scores(logits, q, k, at)
 
 

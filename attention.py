@@ -25,7 +25,7 @@ from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from positions import At, Encoding
-from positions.bias import Slanted, bias_at, falling
+from positions.bias import ToeplitzBias, bias_at, toeplitz_distances
 from positions.contract import for_each_head, starts_of
 
 FUSED, EXPLICIT, FLEX = "fused", "explicit softmax", "FlexAttention"
@@ -237,8 +237,8 @@ def add_scores(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecut
     encoding = bias.encoding
     at = bias.at.block(rows, keys, is_consecutive)
     if encoding.by_distance and is_consecutive and at.temperature is None:
-        of_distance = bias_at(encoding, falling(at), bias.q, at)        # (H, P), each distance once
-        return logits + Slanted.apply(of_distance, logits.shape[2])
+        of_distance = bias_at(encoding, toeplitz_distances(at), bias.q, at)      # (H, P), each distance once
+        return logits + ToeplitzBias.apply(of_distance, logits.shape[2])
     return encoding.scores(logits, bias.q[:, :, rows], bias.k[:, :, keys], at)
 
 

@@ -189,6 +189,11 @@ class Config(Section):
 
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
+# section.key=value that only the tag before-air has -> what to use instead
+REMOVED: dict[str, str] = {
+    "position.encoding=tapa": "transformer_xl is left",
+    "position.encoding=wall": "forgetting and path_fox are left",
+}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (),
@@ -215,6 +220,8 @@ def config_from(layers: Sequence[Layer], place: str) -> Config:
     name = tables.setdefault("position", {}).get("encoding")
     if isinstance(name, str) and name not in ENCODINGS:
         hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
+        if removed := REMOVED.get(f"position.encoding={name}"):
+            hint = f", which was removed; {removed}; git checkout before-air has it"
         found.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
         tables["position"] = {"encoding": name}     # which other keys there are depends on the encoding
     kind = ENCODINGS.get(str(name), Encoding)

@@ -34,7 +34,8 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"rotary dimension must be a positive even number, got {dim}")
-    return 1.0 / base ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
+    two_i = torch.arange(0, dim, 2, dtype=dtype, device=device)
+    return 1.0 / base ** (two_i / dim)
 
 
 def stop_unfinished(inv_freq: Tensor, L: int) -> Tensor:
@@ -43,20 +44,25 @@ def stop_unfinished(inv_freq: Tensor, L: int) -> Tensor:
     HoPE, Chen et al. 2024, arXiv:2410.21216: beyond L these pairs would reach angles never seen in training.
     FoPE, Hua et al. 2024, arXiv:2412.17739, drops the same ones.
     """
-    return inv_freq.masked_fill(L * inv_freq < 2 * math.pi, 0.0)
+    is_unfinished = L * inv_freq < 2 * math.pi
+    return inv_freq.masked_fill(is_unfinished, 0.0)
 
 
-def inv_freq_in_sight(dim: int, L: int, *, device: torch.device | str | None = None) -> Tensor:
+def inv_freq_within(dim: int, L: int, *, device: torch.device | str | None = None) -> Tensor:
     """dim/2 frequencies in geometric steps, from a turn in 32 positions to two turns in L. -> (dim/2,).
 
     RoPE-ID, "Frayed RoPE", arXiv:2603.18017: no pair meets angles beyond L that it has not met within L.
     """
-    return torch.logspace(math.log2(2 * math.pi / 32), math.log2(4 * math.pi / L), dim // 2, 2, device=device)
+    fastest = 2 * math.pi / 32
+    slowest = 4 * math.pi / L
+    return torch.logspace(math.log2(fastest), math.log2(slowest), dim // 2, base=2, device=device)
 
 
 def widest(device: torch.device) -> torch.dtype:
     """fp64, for long sums and large angles; on Apple's GPUs, which have none, fp32, which loses digits."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -70,7 +76,8 @@ def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
     exactly only up to 256. Positions may have offsets, gaps and repeats. In fp32 the angle of fast
     pairs at position 1e6 is off by up to 0.08 radians, and from 2^24 on positions merge.
     """
-    return positions.to(inv_freq.dtype)[..., None] * inv_freq
+    positions = positions.to(inv_freq.dtype)
+    return positions[..., None] * inv_freq
 
 
 def rotate(x: Tensor, angle: Tensor, layout: str = "half") -> Tensor:
@@ -79,7 +86,8 @@ def rotate(x: Tensor, angle: Tensor, layout: str = "half") -> Tensor:
     layout "half" pairs (i, i + R/2), "interleaved" pairs (2i, 2i + 1). Computed in angle's precision,
     returned in x's dtype. The inverse is rotate(x, -angle).
     """
-    return turn(x, angle.cos(), angle.sin(), layout)
+    cos, sin = angle.cos(), angle.sin()
+    return turn(x, cos, sin, layout)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
@@ -87,20 +95,34 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
 
     (a, b) -> (a cos - b sin, b cos + a sin) for each pair.
     """
+    D = x.shape[-1]
     R = 2 * cos.shape[-1]
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if x.shape[-1] < R:
-        raise ValueError(f"{R} channels to rotate, but x has only {x.shape[-1]}")
-    turned, passed = x[..., :R], x[..., R:]
+    if R > D:
+        raise ValueError(f"{R} channels to rotate, but x has only {D}")
+    turning, passing = x[..., :R], x[..., R:]
+
+    # split the channels that rotate into pairs (a, b), (..., T, R/2) each
     if layout == "half":
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        a, b = turning.chunk(2, dim=-1)
     else:
-        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        a, b = turning.unflatten(-1, (-1, 2)).unbind(-1)
+
+    # rotate each pair by its angle, counter-clockwise, in the precision of cos and sin
+    new_a = a * cos - b * sin
+    new_b = b * cos + a * sin
+
+    # put the pairs back where they were
+    if layout == "half":
+        turned = torch.cat((new_a, new_b), dim=-1)
+    else:
+        turned = torch.stack((new_a, new_b), dim=-1).flatten(-2)
     turned = turned.to(x.dtype)
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+
+    if R == D:
+        return turned
+    return torch.cat((turned, passing), dim=-1)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -112,11 +134,18 @@ def _half_order(n_rows: int, n_head: int, rotary_dim: int | None) -> Tensor:
     if n_rows % n_head:
         raise ValueError(f"{n_rows} rows do not divide into {n_head} heads")
     D = n_rows // n_head
-    R = D if rotary_dim is None else rotary_dim
+    R = rotary_dim
+    if R is None:
+        R = D
     if R % 2 or not 0 < R <= D:
         raise ValueError(f"rotary_dim must be even and at most the head dimension {D}, got {R}")
-    channel = torch.cat((torch.arange(0, R, 2), torch.arange(1, R, 2), torch.arange(R, D)))
-    return (D * torch.arange(n_head)[:, None] + channel).flatten()
+    even = torch.arange(0, R, 2)
+    odd = torch.arange(1, R, 2)
+    passing = torch.arange(R, D)
+    channels = torch.cat((even, odd, passing))                          # (D,)
+    first_rows = D * torch.arange(n_head)                               # (H,)
+    rows = first_rows[:, None] + channels                               # (H, D)
+    return rows.flatten()
 
 
 def to_half(weight: Tensor, n_head: int, rotary_dim: int | None = None) -> Tensor:
@@ -125,10 +154,12 @@ def to_half(weight: Tensor, n_head: int, rotary_dim: int | None = None) -> Tenso
     `weight` is (H * D, C), or a bias (H * D,), or a norm over the head dimension (D,) with n_head=1. Only the
     first rotary_dim channels of each head are permuted (default: all). Do not convert the value projection.
     """
-    return weight[_half_order(len(weight), n_head, rotary_dim).to(weight.device)]
+    order = _half_order(len(weight), n_head, rotary_dim)
+    return weight[order.to(weight.device)]
 
 
 def to_interleaved(weight: Tensor, n_head: int, rotary_dim: int | None = None) -> Tensor:
     """Convert a query or key projection trained with half rotation for interleaved; inverse of `to_half`."""
     order = _half_order(len(weight), n_head, rotary_dim)
-    return weight[order.argsort().to(weight.device)]
+    inverse = order.argsort()
+    return weight[inverse.to(weight.device)]

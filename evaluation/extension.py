@@ -72,8 +72,10 @@ class Rescaled(Extension):
         if problem := super().problem(model, config, T):
             return problem
         encoding = rotary(model)
-        if encoding.spectrum == "rope_id" or not any(may_change for _, may_change in encoding.kinds):
-            return "changes position.base, which no layer of this run uses"
+        may_change = any(kind.scaling == "extended" for kind in encoding.kinds)
+        if encoding.spectrum == "rope_id" or not may_change:
+            return ("changes the frequencies of position.base in layers that see further than "
+                    "train.seq_len, and this run has none")
         return self.scaling(model, config, T).problem(encoding.rotary_dim)
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:

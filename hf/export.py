@@ -18,8 +18,8 @@ from hf.architectures import ARCHITECTURES, choose
 from hf.pretrained import is_pretrained, read_config
 from hf.rope_parameters import LENGTH, Fields
 from hf.tokenizer import read_tokenizer, separator_name, tokenizer_json
-from model import GPT
-from positions.rotary import RotaryOptions
+from model import GPT, shape_of
+from positions.rotary import RoPEOptions, RotaryOptions, is_within_length
 from positions.scaling import Scaling
 
 KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
@@ -90,9 +90,17 @@ def origin_of(run: Path, tokenizer: Tokenizer) -> Path | None:
 
 def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:
     """What config.json needs for a model under a scaling, for T tokens; None if it cannot express it."""
-    if not isinstance(config.position, RotaryOptions):
+    if not isinstance(config.position, RoPEOptions):
         return None
-    position = config.position.model_copy(update={"scaling": scaling})
+    changes: dict[str, Any] = {"scaling": scaling}
+    shape = shape_of(config)
+    keeps = any(is_within_length(layer, shape) for layer in range(shape.n_layer))
+    if keeps and config.position.local_base is None:
+        # layers with a window keep their frequencies: in config.json as a base of their own, without scaling
+        if config.position.scaling is not None:
+            return None
+        changes["local_base"] = config.position.base
+    position = config.position.model_copy(update=changes)
     extended, folder = config.model_copy(update={"position": position}), Path(config.run.dir)
     among = [read_config(folder)[0]] if is_pretrained(folder) else ARCHITECTURES.values()
     try:

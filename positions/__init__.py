@@ -7,8 +7,9 @@ scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, ya
                 base
 bias.py         biases by distance: alibi, t5, kerple, bam, fire, sandwich
 relative.py     products of content with a distance: relative_key, relative_key_query, transformer_xl
-gates.py        by the content of tokens: cope, forgetting, grape_ap, dape, tapa, path, path_fox,
-                selective_rope, repo, wall
+gates.py        penalties set by content: forgetting, grape_ap, dape
+reflections.py  of the query by the tokens in between: path, path_fox
+chosen.py       positions chosen by content: cope, selective_rope, repo
 switches.py     under any encoding: temperatures, scale-invariant attention
 
 To add one: a class in a file here, a line in ENCODINGS, a config (see the README). Everything else, even
@@ -17,19 +18,10 @@ To add one: a class in a file here, a line in ENCODINGS, a config (see the READM
 
 from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinusoidal, SinusoidalQK
 from positions.bias import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
+from positions.chosen import CoPE, RePo, SelectiveRoPE
 from positions.contract import At, Encoding, NoPE, Options, Shape
-from positions.gates import (
-    DAPE,
-    GRAPEAP,
-    TAPA,
-    CoPE,
-    Forgetting,
-    PaTH,
-    PaTHFoX,
-    RePo,
-    SelectiveRoPE,
-    Wall,
-)
+from positions.gates import DAPE, GRAPEAP, Forgetting
+from positions.reflections import PaTH, PaTHFoX
 from positions.relative import RelativeKey, RelativeKeyQuery, TransformerXL
 from positions.rotary import FoPE, PoPE, PRoPE, RoPE, RoPE2D, XPos
 
@@ -63,10 +55,8 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "forgetting": Forgetting,
     "grape_ap": GRAPEAP,
     "dape": DAPE,
-    "tapa": TAPA,
     "path": PaTH,
     "path_fox": PaTHFoX,
     "selective_rope": SelectiveRoPE,
     "repo": RePo,
-    "wall": Wall,
 }

@@ -28,15 +28,19 @@ MOST_HIDDEN_GPU = 2**26     # on other devices: 256 MB, in few large kernels
 
 def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: float = 0.0) -> Tensor:
     """`scores` of equal logits of q (B, H, Tq, D) at distances (P,), (H, P): what `by_distance` adds to 0."""
-    H, P, dtype = q.shape[1], len(distance), torch.promote_types(q.dtype, torch.float32)
-    none, logits = q.new_zeros(()), torch.full((1, H, 1, P), logit, device=q.device, dtype=dtype)
-    at = at._replace(q_pos=torch.zeros_like(distance[None, :1]), k_pos=-distance[None], temperature=None)
-    q, k = none.expand(1, H, 1, q.shape[3]), none.expand(1, H, P, q.shape[3])
+    H, D, P = q.shape[1], q.shape[3], len(distance)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # one query at position 0, and a key at minus each distance, all of zeros
+    logits = torch.full((1, H, 1, P), logit, device=q.device, dtype=dtype)
+    zero = q.new_zeros(())
+    q, k = zero.expand(1, H, 1, D), zero.expand(1, H, P, D)
+    q_pos = torch.zeros_like(distance[None, :1])
+    at = at._replace(q_pos=q_pos, k_pos=-distance[None], temperature=None)
     return encoding.scores(logits, q, k, at)[0, :, 0]
 
 
-class Slanted(torch.autograd.Function):
-    """f (..., n + m - 1) -> (..., n, m), whose row i is f from element n - 1 - i on.
+class ToeplitzBias(torch.autograd.Function):
+    """The Toeplitz matrix of f: (..., n + m - 1) -> (..., n, m), whose row i is f from element n - 1 - i on.
 
     So a number for each distance becomes one for each query and key, where positions are consecutive. The
     gradient is a sum over diagonals, through strides alone: ptxas 12.8 miscompiles Inductor's kernel for the
@@ -49,21 +53,24 @@ class Slanted(torch.autograd.Function):
         rows = f[..., None, :].expand(*f.shape[:-1], n, width)
         if n == 1:
             return rows
-        moved = rows.flatten(-2)[..., n - 1:-1].unflatten(-1, (n, width - 1))   # each row one column further
+        # read in rows that are one element shorter, each row begins one column further
+        flat = rows.flatten(-2)[..., n - 1:-1]
+        moved = flat.unflatten(-1, (n, width - 1))
         return moved[..., :width + 1 - n]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         n, m = grad.shape[-2:]
-        width = m + 2 * n - 2
+        P, width = n + m - 1, m + 2 * n - 2
         wide = F.pad(grad, (n - 1, n - 1)).reshape(-1, n, width)        # element p of f is (i, p + i)
-        diagonals = wide.as_strided((len(wide), n, n + m - 1), (n * width, width + 1, 1))
-        return diagonals.sum(dim=1).view(*grad.shape[:-2], n + m - 1), None
+        diagonals = wide.as_strided((len(wide), n, P), (n * width, width + 1, 1))
+        sums = diagonals.sum(dim=1)
+        return sums.view(*grad.shape[:-2], P), None
 
 
-def falling(at: At) -> Tensor:
-    """The distances (Tq + Tk - 1,) whose numbers `Slanted` takes, where positions are consecutive."""
+def toeplitz_distances(at: At) -> Tensor:
+    """The distances (Tq + Tk - 1,) whose numbers `ToeplitzBias` takes, where positions are consecutive."""
     assert at.ahead is not None
     Tq, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
     return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
@@ -179,15 +186,19 @@ class T5(Encoding):
         """Distances, integers >= 0 -> buckets 0 ... num_buckets - 1. In fp32, to round as T5 does."""
         n_exact = num_buckets // 2
         far = torch.log(distance.clamp(min=n_exact).float() / n_exact)
-        wide = n_exact + (far / math.log(max_distance / n_exact) * (num_buckets - n_exact)).long()
-        return torch.where(distance < n_exact, distance, wide.clamp(max=num_buckets - 1))
+        share = far / math.log(max_distance / n_exact)                  # 0 at n_exact, 1 at max_distance
+        shared_bucket = n_exact + (share * (num_buckets - n_exact)).long()
+        shared_bucket = shared_bucket.clamp(max=num_buckets - 1)
+        return torch.where(distance < n_exact, distance, shared_bucket)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         distance = torch.arange(self.max_distance + 1, device=q_pos.device)     # the last: and all beyond
-        return self.table(self.bucket(distance, self.num_buckets, self.max_distance)).T     # (H, max + 1)
+        buckets = self.bucket(distance, self.num_buckets, self.max_distance)
+        return self.table(buckets).T                                    # (H, max_distance + 1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        bias = at.tables[:, at.distance()[:, 0].clamp(max=self.max_distance)]   # (H, 1 or B, Tq, Tk)
+        distance = at.distance()[:, 0].clamp(max=self.max_distance)     # (1 or B, Tq, Tk)
+        bias = at.tables[:, distance]                                   # (H, 1 or B, Tq, Tk)
         return logits + bias.transpose(0, 1)
 
 
@@ -273,14 +284,16 @@ class PairMLP(nn.Sequential):
         self.n_hidden = n_hidden
 
     def forward(self, x: Tensor) -> Tensor:
+        B, _, Tq, Tk = x.shape
         most = MOST_HIDDEN if x.device.type == "cpu" else MOST_HIDDEN_GPU
-        n_rows = max(1, most // (self.n_hidden * x.shape[0] * x.shape[3]))
+        n_rows = max(1, most // (self.n_hidden * B * Tk))
         if torch.compiler.is_compiling():
-            n_rows = x.shape[2]
+            n_rows = Tq
         run: Callable[[Tensor], Tensor] = self.rows
         if torch.is_grad_enabled():
             run = partial(checkpoint, self.rows, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([run(rows) for rows in x.split(n_rows, dim=2)], dim=2)
+        blocks = [run(rows) for rows in x.split(n_rows, dim=2)]
+        return torch.cat(blocks, dim=2)
 
     def rows(self, x: Tensor) -> Tensor:
         """The MLP, over dim 1."""
@@ -291,7 +304,8 @@ class PairMLP(nn.Sequential):
     @staticmethod
     def linear(layer: Any, x: Tensor) -> Tensor:
         """A linear layer over dim 1 of x (B, n, N), without moving that to the end."""
-        weight, bias = (p.expand(len(x), -1, -1) for p in (layer.weight, layer.bias[:, None]))
+        weight = layer.weight.expand(len(x), -1, -1)
+        bias = layer.bias[:, None].expand(len(x), -1, -1)
         return torch.baddbmm(bias, weight, x)
 
 
@@ -319,15 +333,21 @@ class FIRE(Encoding):
             PairMLP(1, self.n_hidden, nn.ReLU(inplace=True), n_head) for _ in range(n_layer))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        c, threshold = self.c[at.layer].abs(), (self.threshold[at.layer] * self.seq_len).abs()
-        mlp, Tq, n, biases = self.mlps[at.layer], logits.shape[2], 0, []
+        c = self.c[at.layer].abs()
+        threshold = (self.threshold[at.layer] * self.seq_len).abs()
+        mlp = self.mlps[at.layer]
+        Tq = logits.shape[2]
+        n = 0           # rows whose bias depends on the distance alone: it is computed once for each distance
         if at.ahead is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            n = int((at.q_pos[0] < threshold).sum())                    # rows whose bias is one by distance
+            n = int((at.q_pos[0] < threshold).sum())
+        biases = []
         with torch.autocast(logits.device.type, enabled=False):         # bf16 would merge far distances
             if n:
-                distance = falling(at._replace(q_pos=at.q_pos[:, :n])).clamp(min=0)     # (P,)
+                rows = at._replace(q_pos=at.q_pos[:, :n])
+                distance = toeplitz_distances(rows).clamp(min=0)        # (P,)
                 share = torch.log1p(c * distance) / (torch.log1p(c * threshold) + 1e-6)
-                biases.append(Slanted.apply(mlp(share[None, None, None])[:, :, 0], n))
+                of_distance = mlp(share[None, None, None])[:, :, 0]     # (1, H, P)
+                biases.append(ToeplitzBias.apply(of_distance, n))
             if n < Tq:
                 rows = at._replace(q_pos=at.q_pos[:, n:])
                 longest = torch.maximum(rows.q_pos, threshold)[:, None, :, None]

@@ -57,8 +57,10 @@ class RelativeKey(Encoding):
         B, H, _, D = q.shape
         rows = at.distance().clamp(max=self.max_distance)               # (1 or B, 1, Tq, Tk)
         table, rows = cut(self.table[at.layer], rows)
-        products = q @ table.mT         # (B, H, Tq, P) with all rows, then gather: not Tq Tk vectors
-        return torch.add(logits, products.gather(-1, rows.expand(B, H, -1, -1)), alpha=D**-0.5)
+        # products with all rows, then gather: there are no Tq Tk vectors
+        products = q @ table.mT                                         # (B, H, Tq, P)
+        bias = products.gather(-1, rows.expand(B, H, -1, -1))           # (B, H, Tq, Tk)
+        return torch.add(logits, bias, alpha=D**-0.5)
 
 
 class RelativeKeyQuery(RelativeKey):
@@ -71,12 +73,15 @@ class RelativeKeyQuery(RelativeKey):
         B, H, _, D = q.shape
         biases = []                                                     # (B, H, Tq, keys) each
         for start in range(0, k.shape[2], KEYS_AT_A_TIME):
-            keys = k[:, :, start:start + KEYS_AT_A_TIME]
-            rows = at._replace(k_pos=at.k_pos[:, start:start + KEYS_AT_A_TIME]).distance()
-            table, rows = cut(self.table[at.layer], rows.clamp(max=self.max_distance))
-            products = (keys @ table.mT).mT                             # (B, H, P, keys)
+            keys = slice(start, start + KEYS_AT_A_TIME)
+            rows = at._replace(k_pos=at.k_pos[:, keys]).distance()
+            rows = rows.clamp(max=self.max_distance)                    # (1 or B, 1, Tq, keys)
+            table, rows = cut(self.table[at.layer], rows)
+            products = (k[:, :, keys] @ table.mT).mT                    # (B, H, P, keys)
             biases.append(products.gather(-2, rows.expand(B, H, -1, -1)))
-        return torch.add(super().scores(logits, q, k, at), torch.cat(biases, dim=-1), alpha=D**-0.5)
+        by_key = torch.cat(biases, dim=-1)                              # (B, H, Tq, Tk)
+        with_query = super().scores(logits, q, k, at)
+        return torch.add(with_query, by_key, alpha=D**-0.5)
 
 
 class TransformerXL(Encoding):
@@ -110,11 +115,16 @@ class TransformerXL(Encoding):
         D = q.shape[-1]
         f = rope.inv_freq(self.n_embd, device=q.device)
         w = self.w[at.layer].unflatten(0, (-1, D))                      # (H, D, C)
-        by_content = torch.einsum("hd,bhjd->bhj", self.u.to(k.dtype), k)[:, :, None]        # (B, H, 1, Tk)
-        logits = logits + by_content.to(logits.dtype) / D**0.5
-        a_sin, a_cos = ((q + self.v[:, None]) @ w).chunk(2, dim=-1)     # (B, H, Tq, C/2) each
+        # u . k_j, the same for all queries
+        by_content = torch.einsum("hd,bhjd->bhj", self.u.to(k.dtype), k)
+        by_content = by_content[:, :, None].to(logits.dtype)            # (B, H, 1, Tk)
+        logits = logits + by_content / D**0.5
+        # a, rotated by the query's angle
+        a = (q + self.v[:, None]) @ w                                   # (B, H, Tq, C)
+        a_sin, a_cos = a.chunk(2, dim=-1)
         angle = rope.angles(at.q_pos[:, None], f)                       # (1 or B, 1, Tq, C/2)
         turned = rope.turn(torch.cat((a_cos, -a_sin), dim=-1), angle.cos(), angle.sin())
+        # its product with the key's sinusoid
         angle = rope.angles(at.k_pos, f)
         wave = torch.cat((angle.cos(), angle.sin()), dim=-1)            # (1 or B, Tk, C)
         by_distance = torch.einsum("bhic,bjc->bhij", turned, wave.to(turned.dtype))

@@ -5,9 +5,8 @@ Legend: B batch, T time (Tq queries, Tk keys), D channels of a head, R rotated c
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +55,6 @@ class RoPEOptions(RotaryOptions):
         1.0, gt=0, le=1, description="share of each head's channels that rotate, R of them: GPT-NeoX 0.25, "
                                      "ChatGLM2 0.5; the rest carry no position")
 
-    def rotary_dim(self, head_dim: int) -> int:
-        return round(self.fraction * head_dim)
-
     bases: list[float] | None = Field(
         None, description="the base in each layer, in place of base; 0: no encoding there (Granite SWA)")
     key_offset: bool = Field(
@@ -67,6 +63,9 @@ class RoPEOptions(RotaryOptions):
     rotate_values: bool = Field(
         False, description="values are rotated as keys, and results back as queries, R(i)^T sum a R(j) v_j, "
                            "so that the value path knows the distance too (DeepSeek V4)")
+
+    def rotary_dim(self, head_dim: int) -> int:
+        return round(self.fraction * head_dim)
 
     def is_encoded(self, layer: int) -> bool:
         return super().is_encoded(layer) and (not self.bases or self.bases[layer] > 0)
@@ -88,6 +87,19 @@ class RoPEOptions(RotaryOptions):
         return super().problems(n_embd, head_dim)
 
 
+class Kind(NamedTuple):
+    """What the frequencies of a layer follow."""
+
+    base: float
+    scaling: Literal["extended", "trained", "none"]     # that of --extend, that of training, or none
+
+
+def is_within_length(layer: int, shape: Shape) -> bool:
+    """Whether a window or chunks keep all distances below L in this layer: --extend leaves it alone."""
+    reach = min(shape.window or math.inf, shape.chunk or math.inf)
+    return layer in shape.local_layers and reach <= shape.seq_len
+
+
 class RoPE(Encoding):
     """Rotate q and k by position times f_i = base^(-2i / R): logits depend on distance. RoFormer, section 3.
 
@@ -96,50 +108,81 @@ class RoPE(Encoding):
 
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
     angles = staticmethod(rope.angles)      # positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)
+    # options that only `rope` has
+    spectrum = "geometric"
+    key_offset = False
 
     def __init__(self, shape: Shape, options: RotaryOptions) -> None:
         super().__init__(shape, options)
         self.base, self.layout = options.base, options.layout
         self.rotary_dim = options.rotary_dim(shape.head_dim)
         self.seq_len = shape.seq_len
-        self.spectrum = getattr(options, "spectrum", "geometric")       # of `rope` alone
-        self.scaling: Scaling | None = options.scaling       # may be set on a trained model
-        local, bases = (getattr(options, key, None) for key in ("local_base", "bases"))     # of `rope` alone
-        # the base of each layer, and whether `frequencies` may change it; then the different ones
-        self.kinds = [(base, False) for base in bases or []] or [
-            (local, False) if local and layer in shape.local_layers else (options.base, True)
-            for layer in range(shape.n_layer)]
-        self.distinct = sorted({kind for kind in self.kinds if kind[0]})
-        self.key_offset: bool = getattr(options, "key_offset", False)
-        self.rotates_values = getattr(options, "rotate_values", False)
+        self.scaling: Scaling | None = options.scaling          # --extend sets another one
+        self.trained_scaling = options.scaling
+        if isinstance(options, RoPEOptions):
+            self.spectrum = options.spectrum
+            self.rotates_values = options.rotate_values
+            self.key_offset = options.key_offset
+        self.kinds = [self.kind_of(layer, shape, options) for layer in range(shape.n_layer)]
 
-    def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
-        """Radians per position of each pair, (R/2,), and a factor on cos and sin."""
-        R, device, factor = self.rotary_dim, k_pos.device, 1.0
+    @staticmethod
+    def kind_of(layer: int, shape: Shape, options: RotaryOptions) -> Kind:
+        """What the frequencies of a layer follow."""
+        if isinstance(options, RoPEOptions):
+            if options.bases:
+                return Kind(options.bases[layer], "none")
+            if options.local_base and layer in shape.local_layers:
+                return Kind(options.local_base, "none")
+        if is_within_length(layer, shape):
+            return Kind(options.base, "trained")
+        return Kind(options.base, "extended")
+
+    def frequencies(self, k_pos: Tensor, is_extended: bool = True) -> tuple[Tensor, float]:
+        """Radians per position of each pair, (R/2,), and a factor on cos and sin.
+
+        Under `scaling`, which --extend may have set, or, if not `is_extended`, as in training.
+        """
+        R, device = self.rotary_dim, k_pos.device
+        scaling = self.scaling if is_extended else self.trained_scaling
         if self.spectrum == "rope_id":
-            return rope.inv_freq_in_sight(R, self.seq_len, device=device), factor
-        f = plain = rope.inv_freq(R, self.base, device=device)
-        if self.scaling is not None:
-            f, factor = self.scaling.frequencies(R, self.base, self.seq_len, k_pos)
-        if self.spectrum == "hope":     # the same pairs under every scaling
-            f = f.where(rope.stop_unfinished(plain, self.seq_len) > 0, 0.0)
+            return rope.inv_freq_within(R, self.seq_len, device=device), 1.0
+        plain = rope.inv_freq(R, self.base, device=device)
+        f, factor = plain, 1.0
+        if scaling is not None:
+            f, factor = scaling.frequencies(R, self.base, self.seq_len, k_pos)
+        if self.spectrum == "hope":     # the same pairs stand still under every scaling
+            is_turning = rope.stop_unfinished(plain, self.seq_len) > 0
+            f = f.where(is_turning, 0.0)
         return f, factor
 
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, ...]:
-        """Four for each kind of layer: see `of_layer`."""
-        R, device = self.rotary_dim, k_pos.device
-        made = (self.frequencies(k_pos) if may_change else (rope.inv_freq(R, base, device=device), 1.0)
-                for base, may_change in self.distinct)
-        return tuple(itertools.chain(*(self.cos_and_sin(q_pos, k_pos, *pair) for pair in made)))
+    def table_of(self, layer: int) -> Kind:
+        """The key in `tables` of this layer's. Without --extend, layers under a scaling share one."""
+        kind = self.kinds[layer]
+        if kind.scaling == "trained" and self.scaling is self.trained_scaling:
+            return Kind(kind.base, "extended")
+        return kind
 
-    def of_layer(self, at: At) -> tuple[Tensor, ...]:
-        """The cosines and sines of queries, then of keys, in this layer."""
-        number = self.distinct.index(self.kinds[at.layer])
-        return at.tables[4 * number:4 * number + 4]
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> dict[Kind, tuple[Any, ...]]:
+        """For each kind of layer its `cos_and_sin`."""
+        tables = {}
+        for kind in dict.fromkeys(map(self.table_of, range(len(self.kinds)))):
+            if kind.scaling != "none":
+                f, factor = self.frequencies(k_pos, kind.scaling == "extended")
+            elif kind.base:
+                f, factor = rope.inv_freq(self.rotary_dim, kind.base, device=k_pos.device), 1.0
+            else:
+                continue
+            tables[kind] = self.cos_and_sin(q_pos, k_pos, f, factor)
+        return tables
 
-    def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Tensor, ...]:
-        """Of the angles of queries, then of keys, (1 or B, 1, T, R/2) each, times the factor."""
-        q_angle, k_angle = (self.angles(p, f)[:, None] for p in (q_pos, k_pos))
+    def of_layer(self, at: At) -> tuple[Any, ...]:
+        """The `cos_and_sin` of this layer."""
+        return at.tables[self.table_of(at.layer)]
+
+    def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Any, ...]:
+        """The cosines and sines of queries, then of keys, (1 or B, 1, T, R/2) each, times the factor."""
+        q_angle = self.angles(q_pos, f)[:, None]
+        k_angle = self.angles(k_pos, f)[:, None]
         tables = q_angle.cos(), q_angle.sin(), k_angle.cos(), k_angle.sin()
         # as_strided makes torch.compile store the cosines; otherwise it recomputes them in every layer
         return tuple((x * factor).as_strided(x.shape, x.stride()) for x in tables)
@@ -231,9 +274,10 @@ class PRoPE(RoPE):
     def __init__(self, shape: Shape, options: PRoPEOptions) -> None:
         super().__init__(shape, options)
         self.p = options.p
+        self.key_offset = options.key_offset
 
-    def frequencies(self, k_pos: Tensor) -> tuple[Tensor, float]:
-        f, factor = super().frequencies(k_pos)
+    def frequencies(self, k_pos: Tensor, is_extended: bool = True) -> tuple[Tensor, float]:
+        f, factor = super().frequencies(k_pos, is_extended)
         pair = torch.arange(len(f), device=f.device)
         return f.where(pair < self.p * self.rotary_dim // 2, 0.0), factor
 
@@ -257,14 +301,16 @@ class XPos(RoPE):
         super().__init__(shape, options)
         self.scale_base = options.scale_base
 
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q_cos, q_sin, k_cos, k_sin = super().tables(q_pos, k_pos)
+    def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Any, ...]:
+        q_cos, q_sin, k_cos, k_sin = super().cos_and_sin(q_pos, k_pos, f, factor)
         R = self.rotary_dim
-        zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4                   # (R/2,)
+        zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4     # (R/2,)
         # only distances matter: with the origin amid the queries powers stay small; far keys underflow to 0
         origin = (q_pos.amin(-1, keepdim=True) + q_pos.amax(-1, keepdim=True)) // 2             # (1 or B, 1)
-        q_power, k_power = ((p - origin)[:, None, :, None] / self.scale_base for p in (q_pos, k_pos))
-        q_scale, k_scale = zeta ** q_power, zeta ** -k_power            # (1 or B, 1, T, R/2)
+        q_power = (q_pos - origin)[:, None, :, None] / self.scale_base          # (1 or B, 1, T, 1)
+        k_power = (k_pos - origin)[:, None, :, None] / self.scale_base
+        q_scale = zeta ** q_power                                               # (1 or B, 1, T, R/2)
+        k_scale = zeta ** -k_power
         return q_cos * q_scale, q_sin * q_scale, k_cos * k_scale, k_sin * k_scale
 
 
@@ -303,7 +349,7 @@ class PoPE(RoPE):
         self.delta = nn.Parameter(torch.zeros(shape.n_layer, shape.n_head, shape.head_dim))
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        q_cos, q_sin, k_cos, k_sin = at.tables
+        q_cos, q_sin, k_cos, k_sin = self.of_layer(at)
         precise = torch.promote_types(q.dtype, torch.float32)
         q_radius, k_radius = F.softplus(q.to(precise)), F.softplus(k.to(precise))
         if at.temperature is not None:
@@ -352,12 +398,13 @@ class FoPE(RoPE):
             mixture[:, :, begins, torch.arange(len(begins))] += 1
             self.register_buffer(name, mixture)
 
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Any, ...]:
-        f, factor = self.frequencies(k_pos)
-        return *self.cos_and_sin(q_pos, k_pos, f[:self.cos_mixture.shape[2]], factor), factor
+    def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Any, ...]:
+        """Those of the M waves that are mixed, then the factor."""
+        M = self.cos_mixture.shape[2]
+        return *super().cos_and_sin(q_pos, k_pos, f[:M], factor), factor
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        *waves, factor = at.tables
+        *waves, factor = self.of_layer(at)
         n_constant = self.rotary_dim // 2 - self.cos_mixture.shape[3]
         with torch.autocast(q.device.type, enabled=False):
             q_cos, q_sin, k_cos, k_sin = (

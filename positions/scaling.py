@@ -136,8 +136,8 @@ class YaRN(Scaling):
     NTK-by-parts: f' = (1 - g) f + g f / s, g = clamp((i - low) / (high - low), 0, 1). low and high are the
     indices of the pairs that turn beta_fast and beta_slow times within L. `truncate` rounds them outwards,
     and they are clamped to 0 ... R - 1 as in the authors' code. The default betas were tuned at L = 2048 ...
-    4096. At L of some hundreds few pairs turn 32 times. Where no pair turns beta_slow times, all but pair 0
-    are interpolated, and none in transformers.
+    4096. At L of some hundreds few pairs turn 32 times. Where no pair turns beta_slow times, high is negative
+    and g is 0: no pair is interpolated, as in the authors' code and transformers.
     """
 
     method: Literal["yarn"] = "yarn"
@@ -153,14 +153,20 @@ class YaRN(Scaling):
         None, gt=0, description="factor on cos and sin (default: 0.1 ln s + 1)")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        f, L = rope.inv_freq(dim, base, device=k_pos.device), self.original_length or L
-        low, high = (pair_that_turns(beta, dim, base, L) for beta in (self.beta_fast, self.beta_slow))
+        L = self.original_length or L
+        low = pair_that_turns(self.beta_fast, dim, base, L)
+        high = pair_that_turns(self.beta_slow, dim, base, L)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
+        width = high - low
+        if width == 0:
+            width = 1e-3                                                # g is a step
+        f = rope.inv_freq(dim, base, device=k_pos.device)
         i = torch.arange(dim // 2, dtype=f.dtype, device=f.device)
-        g = ((i - low) / max(high - low, 1e-3)).clamp(0, 1)             # low = high: a step
-        return torch.lerp(f, f / self.factor, g), self.attention_factor or yarn_attention_factor(self.factor)
+        g = ((i - low) / width).clamp(0, 1)
+        f = torch.lerp(f, f / self.factor, g)
+        return f, self.attention_factor or yarn_attention_factor(self.factor)
 
     def problem(self, dim: int) -> str | None:
         return self.unless_above("beta_fast", "beta_slow")

@@ -174,7 +174,7 @@ class Tempered(Wrapper):
 
     def tempered(self, q: Tensor, at: At) -> tuple[Encoding, Tensor, At]:
         factor = self.temperature(at)
-        if self.applies_temperature:    # PoPE, TAPA, BAM: by themselves
+        if self.applies_temperature:    # PoPE, BAM: by themselves
             return self.inner, q, at._replace(temperature=factor)
         return self.inner, (q * factor).to(q.dtype), at
 

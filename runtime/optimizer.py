@@ -52,8 +52,8 @@ class Muon(Optimizer):
                     self._update(matrices[first:first + n], group)
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        # Each operation takes all matrices at once. One by one they would be nine small kernels a matrix, and a
-        # small model's step on a GPU waits for the launching of kernels.
+        # Each operation takes all matrices at once. One by one they would be nine small kernels a matrix, and
+        # a small model's step on a GPU waits for the launching of kernels.
         for p in matrices:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -68,7 +68,7 @@ class Muon(Optimizer):
         grad = torch.where(is_skipped, average, torch.stack(grads))
         average = average.lerp(grad, 1 - group["momentum"])
         torch._foreach_copy_(averages, average.unbind())
-        update = grad.lerp(average, group["momentum"])                  # Nesterov: the gradient weighs once more
+        update = grad.lerp(average, group["momentum"])                  # Nesterov: the gradient counts again
 
         decay = torch.where(is_skipped, 1.0, 1 - group["lr"] * group["weight_decay"])
         rate = torch.where(is_skipped, 0.0, -group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape)))

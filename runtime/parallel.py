@@ -145,7 +145,7 @@ def unshard_stack(shards: Tensor, parameter: Any) -> Tensor:
         return shards
     from torch.distributed.tensor import DTensor, Shard
     whole = DTensor.from_local(shards, parameter.device_mesh, [Shard(1)], run_check=False,
-                               shape=(len(shards), *parameter.shape),
+                               shape=torch.Size((len(shards), *parameter.shape)),
                                stride=(parameter.numel(), parameter.shape[1], 1))
     return whole.full_tensor()
 

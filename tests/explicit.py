@@ -18,7 +18,7 @@ from model import GPT
 from positions import ENCODINGS, At, Encoding
 
 # a temperature multiplies these logits, not the queries
-AFTER_THEIR_SCORES = {"pope", "bam", "tapa", *(
+AFTER_THEIR_SCORES = {"pope", "bam", *(
     name for name, encoding in ENCODINGS.items() if encoding.applies_temperature)}
 
 

@@ -13,7 +13,7 @@ import attention
 from attention import Bias, Mask, attend_fused, attend_in_blocks
 from model import GPT
 from positions import ENCODINGS, At, Encoding
-from positions.bias import ALiBi, Slanted
+from positions.bias import ALiBi, ToeplitzBias
 
 B, H, D = 2, 12, 8      # slopes times sqrt(D) that are no powers of two
 POSITIONS = {
@@ -178,8 +178,8 @@ def test_a_training_pass_is_one_graph_that_is_not_recompiled(name: str, tiny) ->
 def test_a_number_for_each_distance_becomes_one_for_each_pair(n: int, m: int) -> None:
     f = torch.randn(2, 3, n + m - 1, dtype=torch.float64, requires_grad=True)
     index = n - 1 - torch.arange(n)[:, None] + torch.arange(m)
-    assert torch.equal(Slanted.apply(f, n), f[..., index])
-    assert torch.autograd.gradcheck(lambda f: Slanted.apply(f, n), f)
+    assert torch.equal(ToeplitzBias.apply(f, n), f[..., index])
+    assert torch.autograd.gradcheck(lambda f: ToeplitzBias.apply(f, n), f)
 
 
 @pytest.mark.parametrize("name", ["rope", "alibi", "t5"])

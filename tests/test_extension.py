@@ -170,6 +170,29 @@ def test_a_subclass_of_rope_gets_every_method(spec: str, tiny) -> None:
     torch.testing.assert_close(changed[:, :near], model(x)[:, :near], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["rope", "p_rope", "rope_2d", "xpos", "pope", "fope"])
+def test_a_rescaling_leaves_layers_whose_window_is_within_L(name: str, tiny) -> None:
+    """Of two layers the first has a window of 10 and is as before, the second is as without it."""
+    x = tokens((1, 64))
+    config = tiny(name, "model.window=10", "model.full_every=2")
+    model = lively(config)
+    k_pos = torch.arange(64)[None]
+    before = model.encoding.tables(k_pos, k_pos)
+    with extended(model, config, parse("pi:factor=4").methods, 64):
+        after = model.encoding.tables(k_pos, k_pos)
+        windowed, full = (model.encoding.of_layer(At(k_pos, k_pos, layer, after)) for layer in (0, 1))
+    plain = model.encoding.of_layer(At(k_pos, k_pos, 0, before))
+    assert torch.equal(windowed[0], plain[0]) and not torch.equal(full[0], plain[0])
+    assert torch.equal(model.encoding.of_layer(At(k_pos, k_pos, 1, before))[0], plain[0])
+    for switch in ("model.window=10", "model.chunk=16"):                # in every layer: no method is left
+        config = tiny(name, switch)
+        problem = parse("yarn").methods[0].problem(lively(config), config, 64)
+        assert problem is not None and "this run has none" in problem
+    config = tiny(name, "model.window=40")                              # which sees further than L = 32
+    model = lively(config)
+    assert not torch.equal(under("pi:factor=4", model, config, x), model(x))
+
+
 def test_window_is_the_configs_window(tiny) -> None:
     x = tokens((1, 80))
     config = tiny("rope", "model.window=10")

@@ -50,8 +50,6 @@ SCALED = {
 }
 CASES = {
     **{name: Case((f"position.encoding={name}",)) for name in ENCODINGS},
-    # its phases make errors of fp32 300 times RoPE's at these weights; shorter queries and keys tame them
-    "tapa": Case(("position.encoding=tapa", "model.qk_norm=true")),
     **{f"{name}, flex": Case((f"position.encoding={name}", FLEX)) for name in FLEXIBLE},
     **{f"scaling {method}": Case((f"position.scaling={{{options}}}",)) for method, options in SCALED.items()},
     "rope interleaved": Case(("position.layout=interleaved",)),

@@ -17,6 +17,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "train.lr=1", ["train.lr=1", ".toml file"]),
     ("train", "{config} run.lr=1", ["run.lr", "unknown key"]),
     ("train", "{config} position.encoding=alibi position.base=5.0", ["position.base"]),
+    ("train", "{config} position.encoding=wall", ["'wall'", "before-air"]),
     ("train", "{config} train.steps=2.5 train.lr=-1", ["train.steps", "2.5", "train.lr", "-1"]),
     ("train", "{config} data.dir=nowhere", ["nowhere", "data/prepare.py"]),
     ("train", "{config} train.seq_len=99999", ["seq_len", "99999"]),

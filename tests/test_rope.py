@@ -107,7 +107,7 @@ def test_a_model_converts_between_layouts(fraction: float) -> None:
 
 def test_frequencies_are_the_closed_form() -> None:
     assert rope.inv_freq(8, 10_000.0).tolist() == pytest.approx([1, 0.1, 0.01, 0.001])
-    f = rope.inv_freq_in_sight(32, 4096)                # from a turn in 32 positions to two turns in L
+    f = rope.inv_freq_within(32, 4096)                # from a turn in 32 positions to two turns in L
     assert f.shape == (16,) and (2 * math.pi / f[0], 4096 * f[-1]) == pytest.approx((32, 4 * math.pi))
     for L in (32, 128, 4096):                           # hope stops the pairs without a whole turn
         found, f = rope.stop_unfinished(rope.inv_freq(64), L), rope.inv_freq(64)
@@ -123,8 +123,10 @@ def test_angles_stay_in_fp32_under_autocast_and_in_a_model_in_bfloat16(name: str
     with autocast(config.train, torch.device("cpu")):
         model(tokens((1, 4)), positions=at)
     for tables in (*seen, GPT(config).bfloat16().encoding.tables(at, at)):
-        for a, b in zip(tables, expected, strict=True):
-            assert torch.equal(a, b) and a.dtype == torch.float32
+        assert tables.keys() == expected.keys()
+        for kind in expected:
+            for a, b in zip(tables[kind], expected[kind], strict=True):
+                assert torch.equal(a, b) and a.dtype == torch.float32
     assert len(seen) == 2
 
 
@@ -136,7 +138,7 @@ def test_a_spectrum_keeps_its_pairs_under_a_scaling_or_refuses_it() -> None:
         config_of("rope", 'position.spectrum=rope_id position.scaling={method="pi",factor=4.0}')
     config = config_of("rope", "position.spectrum=rope_id")
     (method,) = parse("yarn").methods
-    assert "changes position.base" in method.problem(lively(config), config, 64)
+    assert "frequencies of position.base" in method.problem(lively(config), config, 64)
 
 
 # --- Positions with two axes

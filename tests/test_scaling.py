@@ -63,7 +63,7 @@ def test_frequencies_are_the_formula(dim: int, base: float, length: int, s: floa
 
     first, last = (dim * math.log(length / (2 * math.pi * r)) / (2 * math.log(base)) for r in (8, 2))
     first, last = max(first, 0), min(last, dim - 1)
-    yarned = interpolated([(i - first) / max(last - first, 1e-3) for i in range(dim // 2)])
+    yarned = interpolated([(i - first) / ((last - first) or 1e-3) for i in range(dim // 2)])
     for scaling, expected, factor in (
             (make("pi", s), [f / s for f in plain], 1),
             (make("base", base=5e5), [5e5 ** (-2 * i / dim) for i in range(dim // 2)], 1),

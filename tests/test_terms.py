@@ -269,12 +269,6 @@ def dape(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
             + last.weight[h] @ torch.where(hidden > 0, hidden, 0.01 * hidden))
 
 
-def tapa(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
-    a, p = (c.q[b, h, i, part] @ c.k[b, h, j, part] / math.sqrt(c.D / 2)
-            for part in (slice(0, c.D // 2), slice(c.D // 2, None)))
-    return a * (2 * math.pi * c.distance(b, i, j) ** c.options.alpha * p).cos()
-
-
 @cache
 def reflections(c: Case, b: int, h: int) -> list[Tensor]:
     """I - beta w w^T (D, D) of each token."""
@@ -294,17 +288,11 @@ def path(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     return row @ c.k[b, h, j] / math.sqrt(c.D) + forgotten
 
 
-def wall(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
-    w = c.encoding.w[LAYER].unflatten(0, (c.H, c.D))[h]
-    gates = F.logsigmoid(c.x[b, j + 1:i + 1] @ w.T + c.encoding.b[LAYER, h])        # (i - j, D)
-    return (c.q[b, h, i] * c.k[b, h, j]) @ gates.sum(dim=0).exp() / math.sqrt(c.D)
-
-
 TERMS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("none", "learned", "integer", "integer_normalised", "binary", "sinusoidal"), dot),
     **{f.__name__: f for f in (
         sinusoidal_qk, rope, rope_2d, p_rope, xpos, pope, fope, selective_rope, repo, relative_key,
-        transformer_xl, cope, forgetting, grape_ap, dape, tapa, path, wall)},
+        transformer_xl, cope, forgetting, grape_ap, dape, path)},
     **dict.fromkeys(BIASES, biased), "relative_key_query": relative_key, "path_fox": path}
 VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options in (
     "position.layout=interleaved position.base=500", "position.fraction=0.5",
@@ -321,7 +309,7 @@ VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options
     ("alibi", "model.n_head=6 model.n_embd=96"), ("t5", "position.num_buckets=12 position.max_distance=40"),
     ("sandwich", "position.dim=64"), ("relative_key", "position.max_distance=5"),
     ("relative_key_query", "position.max_distance=5"), ("cope", "position.max_pos=3"),
-    ("grape_ap", "position.p_dim=2"), ("dape", "position.bias=kerple_log"), ("tapa", "position.alpha=0.5"),
+    ("grape_ap", "position.p_dim=2"), ("dape", "position.bias=kerple_log"),
     ("selective_rope", "position.n_taps=1 position.rank=5 position.base=500")]
 FP32_ANGLES = ("sinusoidal_qk", "rope", "rope_2d", "p_rope", "xpos", "pope", "fope", "transformer_xl",
                "sandwich")
@@ -399,8 +387,8 @@ def test_parameters_start_as_the_authors_do() -> None:
             assert p.mean() == pytest.approx(top / 2, rel=0.1)
     fire = start("fire", "model.n_layer=3")
     assert fire.c.tolist() == pytest.approx([0.1] * 3) and fire.threshold.tolist() == [1] * 3
-    assert (start("wall").b == 8).all() and (start("forgetting").b == 0).all()
-    for name, key in (("forgetting", "w"), ("relative_key", "table"), ("transformer_xl", "w"), ("wall", "w")):
+    assert (start("forgetting").b == 0).all()
+    for name, key in (("forgetting", "w"), ("relative_key", "table"), ("transformer_xl", "w")):
         assert getattr(start(name), key).std() == pytest.approx(0.02, rel=0.2), name
     assert (start("cope").table == 0).all() and (start("pope").delta == 0).all()
     assert start("pope").delta.shape == (2, 2, 16)
@@ -454,22 +442,6 @@ def test_near_keys_stay_exact_after_long_texts() -> None:
     bias = encoding.scores(torch.zeros(1, 1, 4, 50_000), q, k, At(pos[:, -4:], pos, 0, None, log_f))
     assert bias[0, 0, 3, -10].item() == pytest.approx(log_f[0, 0, -9:, 0].sum().item(), abs=1e-5)
     assert bias.dtype == torch.float32
-
-
-def test_wall_survives_gates_that_close_at_once() -> None:
-    """exp(-P) of these gates overflows after four tokens; the logit of a token with itself has no gate."""
-    encoding = lively(config_of("wall")).encoding
-    encoding.b.fill_(-200.0)
-    q, k = torch.randn(2, 2, 2, 70, 16, generator=torch.Generator().manual_seed(0)).unbind()
-    x, pos = torch.randn(2, 70, 32, generator=torch.Generator().manual_seed(1)), torch.arange(70)[None]
-    own = torch.einsum("bhic,bhic->bhi", q, k) / 4
-    q.requires_grad_(), k.requires_grad_()
-    with torch.enable_grad():
-        found = logits_of(encoding, q, k, pos, pos, x)
-        found = found.masked_fill(found.isneginf(), 0)
-        gradients = torch.autograd.grad(found.sum(), (q, k))
-    torch.testing.assert_close(found, torch.diag_embed(own), atol=1e-5, rtol=1e-5)
-    assert all(g.isfinite().all() for g in gradients)
 
 
 def test_xpos_stays_in_range_far_from_zero_and_over_long_spans() -> None:

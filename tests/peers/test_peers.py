@@ -255,14 +255,14 @@ def naive(name: str, monkeypatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["path", "path_fox", "wall"])
+@pytest.mark.parametrize("name", ["path", "path_fox"])
 def test_it_is_that_of_flash_linear_attention(name: str, monkeypatch) -> None:
-    """Over several chunks of 64 tokens, or tiles of 8, in fp32, forwards and backwards."""
-    kind, T = "wall" if name == "wall" else "path", 200
-    peer = getattr(naive(f"{kind}_attn", monkeypatch), f"naive_{kind}_attn")
+    """Over several chunks of 64 tokens, in fp32, forwards and backwards."""
+    T = 200
+    peer = naive("path_attn", monkeypatch).naive_path_attn
     encoding, pos, found = encoding_of(name), torch.arange(T)[None], []
     features = encoding.features(vectors(B, T, C, seed=1), LAYER)
-    features = features / 9 if name == "wall" else encoding.mix(features, LAYER, None)
+    features = encoding.mix(features, LAYER, None)
     if name == "path_fox":
         features = torch.cat((features[..., :-1], features[..., -1:] / 9), dim=-1)
     leaves = [*vectors(3, B, H, T, D), features]
@@ -271,10 +271,10 @@ def test_it_is_that_of_flash_linear_attention(name: str, monkeypatch) -> None:
         with torch.enable_grad():
             if is_peer:                                                 # its scale is on the gates too
                 gate = f[..., D + 1] * D**0.5 if name == "path_fox" else torch.zeros(B, H, T)
-                rest = (f,) if name == "wall" else (f[..., :D], f[..., D], gate)
+                rest = (f[..., :D], f[..., D], gate)
                 out = peer(*(x.transpose(1, 2) for x in (q, k, v, *rest)), scale=D**-0.5).transpose(1, 2)
             else:
-                at = At(pos, pos, LAYER, None, encoding.mix(f, LAYER, None) if name == "wall" else f)
+                at = At(pos, pos, LAYER, None, f)
                 masked = torch.zeros(B, H, T, T).masked_fill(~causal(T, T), -torch.inf)
                 out = encoding.scores(masked, q, k, at).softmax(dim=-1) @ v
             found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])

@@ -17,6 +17,7 @@ from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables
 from hf.tokenizer import tokenizer_json
+from positions.scaling import YaRN
 from runtime.checkpoint import load_run
 from sample import generate
 
@@ -60,6 +61,8 @@ RUNS = {        # name -> architecture, encoding, what else
     "gemma3, one base": ("gemma3_text", "rope", *GEMMA, "model.window=11", "position.layout=interleaved",
                          'position.scaling={method="yarn",factor=4.0,original_length=64,beta_fast=4.0,'
                          'truncate=false}'),
+    "gemma3, unscaled": ("gemma3_text", "rope", *GEMMA, "model.n_layer=4", "model.window=9",
+                         "model.full_every=2"),
     "layers": ("smollm3", "rope", *GQA, "model.n_layer=3", "position.layers=[0, 2]"),
     "skip": ("smollm3", "rope", "model.n_layer=3", "position.skip_every=2",
              'position.scaling={method="yarn",factor=4.0,beta_fast=2.0}'),
@@ -166,6 +169,9 @@ def changed(folder: Path, to: Path, **fields) -> Path:
     ("yarn", {"rope_theta": 10_000, "rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 16}}, {}),
     ("yarn", {"rope_theta": 10_000, "rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 16, "mscale": 0.7,
                                                      "mscale_all_dim": 1.0, "finetuned": True}}, {}),
+    # no pair turns beta_slow times within 16 tokens
+    ("yarn", {"rope_theta": 10_000, "rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 16,
+                                                     "beta_slow": 9}}, {}),
     ("neox", {"rotary_pct": 0.5, "rotary_emb_base": 500.0}, {"base": 500.0, "fraction": 0.5}),
     ("yarn", {"rope_theta": 500_000.0}, {"base": 500_000.0}),
     ("gemma3", {"sliding_window_pattern": 3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
@@ -179,6 +185,22 @@ def test_rotary_parameters_as_before_5_0(case: str, fields: dict, expected: dict
     ours, config, _ = load_run(old)
     assert expected.items() <= config.position.model_dump().items()
     assert_equal_logits(ours, theirs_of(old), 100)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("L", "beta_fast", "beta_slow", "base"), [
+    (4096, 32.0, 1.0, 10_000.0), (128, 2.0, 1.0, 500.0), (16, 32.0, 9.0, 10_000.0), (16, 40.0, 20.0, 500.0),
+    (4, 3.0, 0.6366197723675814, 10_000.0), (8192, 2.0, 1.0, 3.0)])
+def test_yarns_frequencies_are_those_of_transformers(L: int, beta_fast: float, beta_slow: float, base: float,
+                                                     truncate: bool) -> None:
+    """Also where no pair turns beta_slow times within L, and where all turn more than beta_fast times."""
+    keys = {"factor": 4.0, "beta_fast": beta_fast, "beta_slow": beta_slow, "truncate": truncate}
+    theirs = transformers.LlamaConfig(hidden_size=32, num_attention_heads=2, rope_parameters={
+        "rope_type": "yarn", "rope_theta": base, ORIGINAL: L, **keys})
+    expected = transformers.modeling_rope_utils._compute_yarn_parameters(theirs)
+    f, factor = YaRN(**keys).frequencies(16, base, L, torch.arange(L))
+    torch.testing.assert_close(f, expected[0], rtol=1e-6, atol=0)
+    assert factor == pytest.approx(expected[1])
 
 
 def test_attention_may_have_biases_where_the_mlp_has_none(tmp_path: Path) -> None:
@@ -213,19 +235,25 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(case: str, more:
 
 
 @pytest.mark.parametrize(("case", "spec"), [
+    ("gemma3, unscaled", "yarn:factor=4"), ("gemma3, unscaled", "ntk:factor=4"),
     *(("grouped", spec) for spec in ("yarn:factor=4", "ntk:factor=4", "pi:factor=4", "dynamic_ntk",
                                      "llama3:factor=4", "base:base=50000")), ("partial", "ntk:factor=4")])
 def test_what_extend_writes_is_what_eval_measures(case: str, spec: str, one: One, tmp_path: Path,
                                                   monkeypatch) -> None:
-    """At 4 L, in both. The share of channels that Phi-3 rotates stays, where transformers 4 has it too."""
+    """At 4 L, in both. The share of channels that Phi-3 rotates stays, where transformers 4 has it too.
+
+    So do the frequencies of Gemma 3's layers with a window.
+    """
     folder, x = one.folder / "theirs", tokens((1, 128))
     with extended(one.ours, one.config, parse(spec).methods, 128):
         expected = one.ours(x)
     assert (expected - one.ours(x)).abs().max() > 1e-3
     inside = json.loads((folder / "config.json").read_text())["rope_parameters"]
-    older = changed(folder, tmp_path / "older", rope_parameters=None, **{
-        key: value for key, value in inside.items() if key != "rope_type"})
-    for number, source in enumerate((folder, older)):
+    sources = [folder]
+    if "sliding_attention" not in inside:       # which transformers 4 wrote otherwise
+        sources.append(changed(folder, tmp_path / "older", rope_parameters=None, **{
+            key: value for key, value in inside.items() if key != "rope_type"}))
+    for number, source in enumerate(sources):
         out = tmp_path / str(number)
         monkeypatch.setattr("sys.argv", ["export.py", str(source), str(out), "--extend", spec])
         export_command.main()

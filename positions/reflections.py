@@ -1,0 +1,157 @@
+"""Reflections between query and key: each token in between reflects the query. Positions are not read.
+
+Legend: B batch, T time (the Tq queries are the last of the Tk keys), C = n_embd, H = n_head, D channels of a
+head, R rank, c = CHUNK.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from positions.contract import At, Encoding, Options, Shape
+from positions.gates import Forgetting
+
+CHUNK = 64      # keys whose reflections are applied at once
+
+
+def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
+    """Each channel of x (B, H, T, F) over the last n tokens of its document. weight is (H, F, n).
+
+    The last weight is that of the token itself.
+    """
+    T, n = x.shape[2], weight.shape[-1]
+    weight = weight[..., None, :, :]                                    # (H, 1, F, n)
+    out = x * weight[..., -1]
+    for back in range(1, min(n, T)):
+        earlier = F.pad(x, (0, 0, back, -back))                         # the token `back` before, else 0
+        if documents is not None:
+            is_same = F.pad(documents, (back, -back), value=-1) == documents
+            earlier = earlier * is_same[:, None, :, None]
+        out = out + earlier * weight[..., -1 - back]
+    return out
+
+
+def uniform(*shape: int, fan_in: int) -> nn.Parameter:
+    """A parameter that is uniform in -fan_in^-0.5 ... fan_in^-0.5, as PyTorch's linear layers start."""
+    return nn.Parameter(fan_in**-0.5 * (2 * torch.rand(shape) - 1))
+
+
+def in_chunks(x: Tensor, n: int) -> Tensor:
+    """Tokens of x (B, H, T, F) in n chunks, (B, H, n, c, F), the last of which zeros fill."""
+    n_missing = n * CHUNK - x.shape[2]
+    return F.pad(x, (0, 0, 0, n_missing)).unflatten(2, (n, CHUNK))
+
+
+class PaTHOptions(Options):
+    rank: int = Field(32, ge=1, description="R of the matrix that makes w from the layer's input")
+
+
+class PaTH(Encoding):
+    """Reflections in between: logits q_i^T H_i H_(i-1) ... H_(j+1) k_j / sqrt(D), H_t = I - beta_t w_t w_t^T.
+
+    Yang et al. 2025, arXiv:2505.16381, section 3: like RoPE with a matrix for each token. beta_t = 2
+    sigmoid(u x_t + b), and w_t is silu(convolution of W x_t over 3 tokens), normalised to length 1; x is the
+    layer's normalised input, W has rank R. In the authors' code the heads that share a key share w and beta;
+    here each head of queries has its own. Positions are not used.
+
+    Chunk by chunk of keys, from the query backwards, r = q_i^T H_i ... H_(e) is kept for every query of the
+    block. With w (c, D) and B = diag(beta) of a chunk, M = (I + strictly lower part of B w w^T)^-1 B:
+    r <- r - r w^T M w for the whole chunk, and r . k_j - r w^T M (w k_j for t > j, else 0) is the logit. For
+    queries inside the chunk r w^T is cut to t <= i.
+    """
+
+    Options = PaTHOptions
+
+    def __init__(self, shape: Shape, options: PaTHOptions) -> None:
+        super().__init__(shape, options)
+        n_layer, H, C, D = shape.n_layer, shape.n_head, shape.n_embd, shape.head_dim
+        self.down = nn.Parameter(0.02 * torch.randn(n_layer, options.rank, C))
+        self.up = nn.Parameter(0.02 * torch.randn(n_layer, H * D, options.rank))
+        self.convolution = uniform(n_layer, H, D, 3, fan_in=3)
+        self.u = nn.Parameter(0.02 * torch.randn(n_layer, H, C))
+        self.b = nn.Parameter(torch.zeros(n_layer, H))
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        H = self.b.shape[1]
+        w = F.linear(F.linear(x, self.down[layer]), self.up[layer])     # (B, T, H D)
+        w = w.unflatten(-1, (H, -1))
+        beta = F.linear(x, self.u[layer], self.b[layer])                # (B, T, H)
+        features = torch.cat((w, beta[..., None]), dim=-1)              # (B, T, H, D + 1)
+        return features.transpose(1, 2)                                 # (B, H, T, D + 1)
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        features = features.to(torch.promote_types(features.dtype, torch.float32))
+        w, beta = features[..., :-1], features[..., -1:]
+        w = F.silu(short_convolution(w, self.convolution[layer], documents))
+        squared_length = w.square().sum(-1, keepdim=True)
+        w = w * (squared_length + 1e-6).rsqrt()
+        beta = 2 * beta.sigmoid()
+        return torch.cat((w, beta), dim=-1)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        Tq, Tk = logits.shape[2:]
+        D = q.shape[3]
+        with torch.autocast(q.device.type, enabled=False):
+            # zeros in the last chunk have beta = 0, which is no reflection
+            n = math.ceil(Tk / CHUNK)
+            features = in_chunks(at.features.to(logits.dtype), n)
+            w, beta = features.split((D, 1), dim=-1)                    # (B, H, n, c, D or 1)
+            k = in_chunks(k.to(logits.dtype), n)                        # (B, H, n, c, D)
+
+            # Of each chunk M w and M (w k_j for t > j). The solver takes a unit diagonal for granted, so I
+            # need not be added.
+            products = beta * (w @ torch.cat((w, k), dim=3).mT)         # (B, H, n, c, 2 c)
+            w_w, w_k = products.split(CHUNK, dim=-1)
+            w_w, w_k = w_w.tril(-1), w_k.tril(-1)
+            right = torch.cat((beta * w, w_k), dim=-1)
+            solved = torch.linalg.solve_triangular(w_w, right, upper=False, unitriangular=True)
+            m_w, m_wk = solved.split((D, CHUNK), dim=-1)
+
+            # A reflection acts only on the queries from its own token on.
+            i = torch.arange(Tk - Tq, Tk, device=q.device)
+            t = torch.arange(n * CHUNK, device=q.device).view(n, CHUNK)
+            is_later = t[:, None] > i[:, None]                          # (n, Tq, c)
+
+            # From the last chunk to the first: r is q_i^T times all reflections of the chunks after this one.
+            r = q.to(logits.dtype)                                      # (B, H, Tq, D)
+            blocks = []
+            by_chunk = [x.unbind(2) for x in (w, k, m_w, m_wk, is_later[None, None])]
+            for w, k, m_w, m_wk, is_later in reversed([*zip(*by_chunk, strict=True)]):
+                r_w = (r @ w.mT).masked_fill(is_later, 0)               # (B, H, Tq, c)
+                blocks.append(r @ k.mT - r_w @ m_wk)
+                r = r - r_w @ m_w
+            blocks.reverse()
+            products = torch.cat(blocks, dim=-1)[..., :Tk]
+            products = products / D**0.5
+        return products.masked_fill(logits.isneginf(), -torch.inf)
+
+
+class PaTHFoX(PaTH):
+    """PaTH with forget gates: its logits + sum_{l=j+1..i} log f_l. Yang et al. 2025, arXiv:2505.16381, 3.4.
+
+    PaTH-FoX: the gates are those of `forgetting`.
+    """
+
+    def __init__(self, shape: Shape, options: PaTHOptions) -> None:
+        super().__init__(shape, options)
+        self.gates = Forgetting(shape, options)
+
+    def features(self, x: Tensor, layer: int) -> Tensor:
+        reflections = super().features(x, layer)                        # (B, H, T, D + 1)
+        gates = self.gates.features(x, layer)                           # (B, H, T, 1)
+        return torch.cat((reflections.to(gates.dtype), gates), dim=-1)
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        reflections, gates = features[..., :-1], features[..., -1:]
+        reflections = super().mix(reflections, layer, documents)
+        return torch.cat((reflections, gates.to(reflections.dtype)), dim=-1)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        reflections, gates = at.features[..., :-1], at.features[..., -1:]
+        logits = super().scores(logits, q, k, at._replace(features=reflections))
+        return self.gates.scores(logits, q, k, at._replace(features=gates))

@@ -431,10 +431,10 @@ class Answering(Protocol):
 class Retrieval(Answering):
     """Share of the trials with the right answer to a question about facts in filler text.
 
-    Over all depths; the picture shows them by depth. For a model that was trained to answer: docs/probes.md.
+    Over all depths; eval.py and report.csv have each. For a model that was trained to answer: docs/probes.md.
     """
 
-    title, form = "Retrieval, {}", ANSWERS._replace(place="depth")
+    title = "Retrieval, {}"
 
     def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[Made]]]:
         """One record for each depth, with the same facts at every length and depth."""

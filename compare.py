@@ -21,10 +21,9 @@ import pandas as pd
 from base.command import argument_parser, run_command
 from base.errors import UserError
 from base.files import write_whole
-from evaluation.comparison import frame_of, gate_of, make_curves, make_tables, probe_map, remarks
+from evaluation.comparison import frame_of, gate_of, make_curves, make_tables, remarks
 from evaluation.pictures import draw
-from evaluation.protocols import EVERY
-from evaluation.report import Map, Table, html
+from evaluation.report import html
 from evaluation.runs import check_comparable, read_run
 
 
@@ -50,8 +49,7 @@ def main() -> None:
     L = runs[0].head["seq_len"]
     frame = frame_of(curves)
     notes = remarks(curves)
-    shown: list[Table | Map] = [*make_tables(curves, baseline, frame, L)]
-    shown += [found for name in EVERY if (found := probe_map(name, frame))]
+    tables = make_tables(curves, baseline, frame, L)
 
     args.out.mkdir(parents=True, exist_ok=True)
     n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
@@ -61,12 +59,12 @@ def main() -> None:
         "seeds": f"{len(curve.runs)}: {', '.join(run.seed for run in curve.runs)}",
         "gate at L": str(gate_of(curve, L)),
         "runs": ", ".join(run.name for run in curve.runs)} for curve in curves}).T
-    pictures = draw(shown, list(about.index), args.out)
+    pictures = draw(tables, list(about.index), args.out)
     frame.to_csv(args.out / "report.csv", index=False)
-    write_whole(args.out / "report.html", html(title, notes, about, shown, pictures))
+    write_whole(args.out / "report.html", html(title, notes, about, tables, pictures))
     print(f"{title}: {len(curves)} curves, compared with {baseline.label}", *notes, sep="\n")
-    for table in shown:
-        if isinstance(table, Table) and table.key == "fixed":
+    for table in tables:
+        if table.key == "fixed":
             here = frame[(frame.protocol == "fixed") & (frame.length == L)]
             sums = here.groupby("label")[["nll", "bytes"]].sum()
             at_L = (sums.nll / sums.bytes / math.log(2)).rename("bits/byte at L").map("{:.3f}".format)

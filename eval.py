@@ -92,7 +92,6 @@ def parse_arguments() -> argparse.Namespace:
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=positive, help="sliding: S (default a quarter of each length)")
     parser.add_argument("--seed", type=int, default=0, help="chooses windows, the same for every model")
-    parser.add_argument("--judge", metavar="RUN", help="distant: the run that chooses the tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
     args = parser.parse_args()
@@ -125,7 +124,7 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
     generated = 0                               # if no protocol needs the text: the largest multiple of L
     if not any(EVERY[protocol].needs_text for protocol in protocols):
         generated = MOST_SYMBOLS if set(protocols) & set(ALGORITHMS) else MULTIPLES[-1]
-    needs_L = bool({"fixed", "distant"} & set(protocols))   # for truncated, and to choose the tokens
+    needs_L = "fixed" in protocols              # for truncated
     multiples = (1, 2, 4) if args.is_all else MULTIPLES
     lengths = choose_lengths(args.lengths, L, text, generated, needs_L, multiples)
     needed, available = max(*lengths, L * needs_L), max(map(len, text.documents), default=0) - 1
@@ -138,11 +137,8 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
     if uses_targets and targets > min(lengths) or args.seed < 0:
         raise UserError(f"--targets {targets} --seed {args.seed}: --targets must be at most the shortest "
                         f"length, {min(lengths)}, and the seed at least 0")
-    if "distant" in protocols and args.judge is None:
-        raise UserError("--protocol distant requires --judge RUN, which chooses the tokens")
     windows = args.windows or (8 if args.is_all else 32)
-    return Settings(protocols, lengths, longest, targets, windows, args.tokens, args.stride, args.seed,
-                    args.judge)
+    return Settings(protocols, lengths, longest, targets, windows, args.tokens, args.stride, args.seed)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from config import differences
 from evaluation.intervals import LEVEL, Estimate, Prior, holm, prior_of, two_way, two_way_share, units_of
 from evaluation.measures import CONTROLLED, FOUND, GAIN, Form
 from evaluation.protocols import EVERY, Floor
-from evaluation.report import Cell, Cells, Map, Table
+from evaluation.report import Cell, Cells, Table
 from evaluation.results import Record, perplexity
 from evaluation.runs import Run, column_of, without_seed
 from hf.pretrained import is_pretrained
@@ -140,17 +140,6 @@ def measured(here: pd.DataFrame, form: Form, labels: Sequence[str]) -> Cells:
 def numbers(sums: pd.DataFrame, form: Form) -> pd.Series:
     """What is shown, from sums."""
     return (form.score.total(sums) / sums[form.score.per]).map(form.figure)
-
-
-def probe_map(name: str, frame: pd.DataFrame) -> Map | None:
-    """A probe by length and depth or distance, over all seeds."""
-    protocol = EVERY[name]
-    here = frame[frame.protocol == name]
-    if not protocol.form.place or here.empty:
-        return None
-    sums = here.groupby(["label", "length", protocol.form.place], sort=False)[[*SUMS]].sum()
-    return Map(f"{name}-map", f"{protocol.title}: {protocol.form.y_label}", protocol.form.place,
-               protocol.form.form, numbers(sums, protocol.form))
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ class Form(NamedTuple):
     form: str
     score: Score
     figure: Callable[[float], float] = float    # the number that is shown, from the score
-    place: str = ""                             # of a probe: the second axis of its map
 
 
 CONTEXT = "context (tokens)"

@@ -1,4 +1,4 @@
-"""The pictures of eval.py and compare.py: curves against context, position or step, and maps of the probes.
+"""The pictures of eval.py and compare.py: curves against context, position or step.
 
 They are legible in black and white and to the colour-blind: each curve has a different colour (Okabe and
 Ito), marker and line style; the baseline, which comes first, is black. L = train.seq_len.
@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from evaluation.measures import BY_POSITION, PERPLEXITY
-from evaluation.report import ASINH_WIDTH, Cell, Cells, Map, Table
+from evaluation.report import ASINH_WIDTH, Cell, Cells, Table
 from evaluation.results import WINDOWED, Record, perplexity
 from evaluation.runs import column_of
 
@@ -63,17 +63,18 @@ def draw_evaluation(records: Sequence[Record], title: str, L: int, path: Path) -
     return True
 
 
-def draw(shown: Sequence[Table | Map], labels: Sequence[str], out: Path) -> dict[str, str]:
-    """Key of a Table or Map -> its picture as SVG, which is also written as a file, and as PDF."""
+def draw(tables: Sequence[Table], labels: Sequence[str], out: Path) -> dict[str, str]:
+    """Key of a table -> its picture as SVG, which is also written as a file, and as PDF."""
     pictures = {}
-    for one in shown:
-        figure = draw_table(one, labels) if isinstance(one, Table) else draw_map(one)
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg", metadata={"Date": None})
-        figure.savefig(out / f"{one.key}.pdf")
+    for table in tables:
+        figure = draw_table(table, labels)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        figure.savefig(out / f"{table.key}.pdf")
         plt.close(figure)
-        (out / f"{one.key}.svg").write_text(svg.getvalue(), encoding="utf-8")
-        pictures[one.key] = svg.getvalue()[svg.getvalue().index("<svg"):]
+        svg = file.getvalue()
+        (out / f"{table.key}.svg").write_text(svg, encoding="utf-8")
+        pictures[table.key] = svg[svg.index("<svg"):]
     return pictures
 
 
@@ -89,30 +90,6 @@ def draw_table(table: Table, labels: Sequence[str]) -> Any:
         draw_curves(axis, table, [baseline, *part])
         axis.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, handlelength=4,
                     title="bars: 95 % intervals", title_fontsize=8)
-    return figure
-
-
-def draw_map(shown: Map) -> Any:
-    """A panel for each curve, on one colour scale, with each value written into its cell."""
-    grids = {label: values.droplevel("label").unstack("length")             # depth x length
-             for label, values in shown.values.groupby("label", sort=False)}
-    across = min(4, len(grids))
-    down = math.ceil(len(grids) / across)
-    n_rows, n_columns = (max(grid.shape[i] for grid in grids.values()) for i in (0, 1))
-    size = (2 + across * max(2.5, 0.62 * n_columns), 1.3 + down * (1 + 0.33 * n_rows))
-    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[len(grids):]:
-        axis.set_visible(False)
-    for axis, (label, grid) in zip(axes.flat, grids.items(), strict=False):
-        image = axis.imshow(grid, cmap="cividis", vmin=0, vmax=1, aspect="auto")
-        axis.set_xticks(range(grid.shape[1]), [str(x) for x in grid.columns], rotation=45)
-        axis.set_yticks(range(grid.shape[0]), [f"{x:g}" for x in grid.index])
-        axis.set(title=label, xlabel="context (tokens)", ylabel=shown.place)
-        for (i, j), v in ((at, v) for at, v in np.ndenumerate(grid.to_numpy()) if math.isfinite(v)):
-            axis.text(j, i, format(v, shown.form), ha="center", va="center", fontsize=7,
-                      color="black" if v > 0.5 else "white")
-    figure.colorbar(image, ax=axes)
-    figure.suptitle(shown.title)
     return figure
 
 

@@ -14,7 +14,6 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -42,7 +41,6 @@ from evaluation.windows import (
     repeated,
 )
 from model import GPT
-from runtime.checkpoint import load_run
 from runtime.device import autocast
 
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
@@ -50,7 +48,6 @@ PLAIN = Extend("plain", [])
 CHUNK = 128                                     # tokens whose logits exist at a time
 TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)            # share of the filler before the first fact that is asked for
-LONG_GAIN, LONG_LOSS = 2.0, 2.0                 # distant: what the judge gains at least, its loss at most
 BLOCK = 256                                     # most targets of fixed in a row of the .npz
 
 
@@ -66,7 +63,6 @@ class Settings(NamedTuple):
     tokens: int = 2**16                         # nonoverlap, sliding: tokens scored
     stride: int | None = None                   # sliding: S; None is a quarter of each length
     seed: int = 0                               # chooses windows
-    judge: str | None = None                    # distant: the run that chooses tokens
 
 
 class Evaluation:
@@ -108,8 +104,8 @@ class Evaluation:
         """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
         deciding = {name: {key: getattr(self.settings, key) for key in EVERY[name].deciding}
                     for name in self.settings.protocols}
-        for name in {"position", "distant"} & {*deciding}:      # buckets and tokens depend on the longest
-            deciding[name]["length"] = max(self.possible, default=None)
+        if "position" in deciding:              # its buckets depend on the longest
+            deciding["position"]["length"] = max(self.possible, default=None)
         return deciding
 
     def forward(self, protocol: str, length: int, batches: Sequence[Any],
@@ -150,20 +146,6 @@ class Evaluation:
             windows = [Window(d, end - length, end, n_scored) for d, end in self.ends]
             self._ended[self.extend.spec, length] = self.score("fixed", length, windows)
         return self._ended[self.extend.spec, length]
-
-    @cached_property
-    def distant(self) -> np.ndarray:
-        """Which targets of fixed need distant context, by the judge, (windows, targets). Raises UserError."""
-        assert self.settings.judge is not None
-        judge, config, tokenizer = load_run(self.settings.judge)
-        if tokenizer.sha256 != self.tokenizer.sha256:
-            raise UserError(f"--judge {self.settings.judge}: has another tokenizer than the run")
-        other, k = Evaluation(judge, config, tokenizer, self.text, self.settings), self.settings.targets
-        if other.possible != other.lengths:
-            raise UserError(f"--judge {self.settings.judge}: {config.position.encoding} ends at "
-                            f"{judge.active().max_length} positions; choose a judge without a table")
-        near, far = (np.stack(other.score_ended(length)[0])[:, -k:] for length in (self.L, max(self.lengths)))
-        return (near - far > LONG_GAIN) & (far < LONG_LOSS)
 
     def probe(self, protocol: str, length: int, tokens: np.ndarray,
               at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], float]:
@@ -350,29 +332,6 @@ class Floor(Fixed):
                                  time.perf_counter() - began)]
 
 
-class Distant(Fixed):
-    """Only those targets of fixed that need distant context: LongPPL, Fang et al. 2024, arXiv:2410.23771.
-
-    --judge RUN chooses them: with the longest context it predicts them at least e^2 times better than with L
-    tokens, and with a probability of at least e^-2.
-    """
-
-    title = "Perplexity of tokens that need distant context"
-    deciding = (*Fixed.deciding, "judge")
-
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        """One record, if there are such tokens."""
-        losses, seconds = e.score_ended(length)
-        rows = [(row[-e.settings.targets:][chosen], end) for row, chosen, end in zip(
-            losses, e.distant, e.ends, strict=True) if chosen.any()]
-        if not rows:
-            return []
-        nll, tokens = np.array([row.sum() for row, _ in rows]), [len(row) for row, _ in rows]
-        documents, ends = zip(*(end for _, end in rows), strict=True)
-        e.keep(self.name, length, {"nll": nll, "tokens": tokens, "document": documents, "end": ends})
-        return [e.record(self.name, length, nll, sum(tokens), None, len({*documents}), seconds)]
-
-
 class Position(Protocol):
     """Loss by position in one forward pass over the longest windows: shows where the model breaks."""
 
@@ -472,10 +431,10 @@ class Answering(Protocol):
 class Retrieval(Answering):
     """Share of the trials with the right answer to a question about facts in filler text.
 
-    Over all depths; the picture shows them by depth. For a model that was trained to answer: docs/probes.md.
+    Over all depths; eval.py and report.csv have each. For a model that was trained to answer: docs/probes.md.
     """
 
-    title, form = "Retrieval, {}", ANSWERS._replace(place="depth")
+    title = "Retrieval, {}"
 
     def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[Made]]]:
         """One record for each depth, with the same facts at every length and depth."""
@@ -506,7 +465,7 @@ class Algorithm(Answering):
 
 EVERY: dict[str, Protocol] = {name: kind(name) for name, kind in {
     "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed, "trigram": Floor,
-    "distant": Distant, "position": Position, "repeat": Repeat, "copy": Copy,
+    "position": Position, "repeat": Repeat, "copy": Copy,
     **dict.fromkeys(RETRIEVAL, Retrieval), **dict.fromkeys(ALGORITHMS, Algorithm)}.items()}
 
 

@@ -86,17 +86,7 @@ class Table(NamedTuple):
         return pd.DataFrame.from_dict(cells, "index", columns=[*map(self.heading, self.x.index)])
 
 
-class Map(NamedTuple):
-    """A probe by length and depth; values are indexed by label, length and depth."""
-
-    key: str
-    title: str
-    place: str
-    form: str
-    values: pd.Series
-
-
-def html(title: str, notes: Sequence[str], about: pd.DataFrame, shown: Sequence[Table | Map],
+def html(title: str, notes: Sequence[str], about: pd.DataFrame, tables: Sequence[Table],
          pictures: dict[str, str]) -> str:
     """report.html: what the signs mean, the runs, and each picture (SVG) above its table."""
     signs = ("± is the standard deviation over training seeds. [a, b] and the bars are a 95 % interval, over "
@@ -110,12 +100,10 @@ def html(title: str, notes: Sequence[str], about: pd.DataFrame, shown: Sequence[
              f"<title>{escape(title)}</title>\n<style>{STYLE}\n</style>\n<h1>{escape(title)}</h1>",
              *(f"<p>{escape(note)}</p>" for note in (*notes, signs)),
              f"<div>{about.to_html(classes='words')}</div>"]
-    for one in shown:
-        parts += [f"<h2 id='{one.key}'>{escape(one.title)}</h2>"]
-        if isinstance(one, Table):
-            parts += [f"<p>{escape(one.note)}</p>"]
-        parts += [f"<div>{pictures.get(one.key, '')}</div>"]
-        if isinstance(one, Table):
-            frame = one.frame().rename_axis(columns=escape(one.form.x_label))
-            parts += [f"<div>{frame.to_html(escape=False)}</div>"]
+    for table in tables:
+        cells = table.frame().rename_axis(columns=escape(table.form.x_label))
+        parts += [f"<h2 id='{table.key}'>{escape(table.title)}</h2>",
+                  f"<p>{escape(table.note)}</p>",
+                  f"<div>{pictures.get(table.key, '')}</div>",
+                  f"<div>{cells.to_html(escape=False)}</div>"]
     return "\n".join([*parts, "</html>\n"])

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from base.errors import UserError
 from base.files import flush, read_json, write_whole
 
-WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "distant", "trigram")      # perplexities of windows
+WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "trigram")      # perplexities of windows
 SAME = ("checkpoint_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",
         "train_dtype", "commit")                            # keys of the JSON that must agree
 EXTENDED = "-extended"              # after the text's name in the file of eval.py --extend all

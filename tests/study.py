@@ -201,20 +201,6 @@ def summary(data: str) -> str:
     return table([head, *columns], rows) + about
 
 
-def distant(data: str) -> str:
-    """One row for each run: its loss on the targets that need distant context, at L and with 16 L."""
-    scored = read(next(iter(RUNS.glob(f"*/eval/{data}-distant.json")))).records[0]
-    cells = []
-    for label, row in sorted(tables_of(f"{data}-distant")["distant"].rows.items()):
-        near, far = (row[str(n * L)] for n in (1, 16))
-        assert near and far
-        nats = [[math.log(y or 1) for y in (x.value, x.low, x.high)] for x in (near, far)]
-        cells.append([label, *("{:.2f} [{:.2f}, {:.2f}]".format(*x) for x in nats),
-                      f"{nats[0][0] - nats[1][0]:+.2f}"])
-    about = f"{scored['tokens']} targets of {scored['documents']} documents"
-    return table([about, "loss at L", "at 16 L", "gain"], cells)
-
-
 @cache
 def costs() -> dict[str | None, float]:
     """Method -> seconds for the same windows of 64 L, the fastest of all evaluations."""
@@ -277,7 +263,6 @@ def blocks() -> Iterator[tuple[str, str]]:
         yield f"perplexity {data}", by_length(data, "fixed", spread)
         yield f"repeat {data}", by_length(data, "repeat", interval)
         yield f"methods {data}", methods(data)
-        yield f"distant {data}", distant(data)
 
 
 def main() -> None:

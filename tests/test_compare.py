@@ -311,8 +311,8 @@ def test_the_page_has_every_curve_in_pictures_and_its_labels_are_never_markup(tm
     page = (tmp_path / "out" / "report.html").read_text()
     assert not re.search("<(script|img)", page)
     pdfs = {path.name for path in (tmp_path / "out").glob("*.pdf")}
-    assert pdfs == {"passkey.pdf", "passkey-gain.pdf", "passkey-map.pdf"}
-    assert len([*(tmp_path / "out").glob("*.svg")]) == 3 and "bars: 95 % intervals" in page
+    assert pdfs == {"passkey.pdf", "passkey-gain.pdf"}
+    assert len([*(tmp_path / "out").glob("*.svg")]) == 2 and "bars: 95 % intervals" in page
     sections = dict(re.findall(r"<h2 id='([^']+)'>(.*?)(?=<h2|</html>)", page, re.DOTALL))
     assert all(section.count("<svg") == 1 for section in sections.values()) and len(sections) == len(pdfs)
     panels = sections["passkey"].split("L = 128</text>")

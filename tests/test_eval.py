@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, every_encoding_slowly, lively, measured, slow_except
-from torch.nn.functional import cross_entropy
 
 from base.errors import UserError
 from config import load_config
@@ -21,7 +20,7 @@ from eval import ALL, main
 from evaluation import protocols, results, windows
 from evaluation.extension import EXTENSIONS, Extend, parse
 from evaluation.protocols import EVERY, Evaluation, Settings, losses_at
-from evaluation.show import advice, table
+from evaluation.show import advice
 from evaluation.windows import (
     Text,
     Window,
@@ -56,40 +55,6 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(tiny, corpus_dir: 
         assert r["ppl"] == pytest.approx(257, rel=1e-5)
         assert r["nll_sum"] == pytest.approx(r["tokens"] * math.log(257), rel=1e-6)
         assert r["bytes"] == r["tokens"] and r["bpb"] == pytest.approx(math.log2(257), rel=1e-5)
-
-
-def test_distant_tokens_are_those_that_the_judge_predicts_with_the_longest_context_alone(
-        tiny, corpus_dir: Path, monkeypatch) -> None:
-    """Chosen again from the logits of whole windows, by a judge whose random weights spread losses widely."""
-    config, judge_config, text = tiny("alibi"), tiny("rope"), text_of(corpus_dir)
-    model, judge = lively(config), lively(judge_config, seed=1)
-    monkeypatch.setattr(protocols, "load_run", lambda run: (judge, judge_config, ByteTokenizer()))
-    monkeypatch.setattr(protocols, "LONG_LOSS", 9.0)
-    settings = Settings(["fixed", "distant"], [32, 64, 128], 128, 8, 20, judge="runs/judge")
-    e = Evaluation(model, config, ByteTokenizer(), text, settings)
-    found = {(r["protocol"], r["length"]): r for records in e.measure() for r in records}
-
-    def losses(which: GPT, d: int, end: int, length: int) -> torch.Tensor:
-        tokens = torch.from_numpy(e.text.documents[d][end - length:end + 1].astype("int64"))
-        with torch.no_grad():
-            return cross_entropy(which(tokens[None, :-1])[0], tokens[1:], reduction="none")[-8:]
-
-    chosen = [(losses(judge, *end, 32) - losses(judge, *end, 128) > 2) & (losses(judge, *end, 128) < 9)
-              for end in e.ends]
-    n = sum(int(each.sum()) for each in chosen)
-    assert 0 < n < 160
-    for length in (32, 64, 128):
-        expected = sum(float(losses(model, *end, length)[each].double().sum())
-                       for each, end in zip(chosen, e.ends, strict=True))
-        record = found["distant", length]
-        assert record["tokens"] == n and record["nll_sum"] == pytest.approx(expected, rel=1e-4)
-    assert e.deciding()["distant"] == {"longest": 128, "targets": 8, "windows": 20, "judge": "runs/judge",
-                                       "length": 128}
-    assert "distant" in "".join(table(list(found.values()), [32, 64, 128], 32))
-    short = tiny("learned")                     # its table ends at 32 positions
-    monkeypatch.setattr(protocols, "load_run", lambda run: (lively(short), short, ByteTokenizer()))
-    with pytest.raises(UserError, match="--judge runs/judge: learned ends at 32 positions; choose a judge"):
-        list(Evaluation(model, config, ByteTokenizer(), text, settings).measure())
 
 
 def scored(windows) -> list[tuple[int, int]]:
@@ -397,9 +362,8 @@ def test_many_targets_of_a_window_are_kept_in_blocks(tiny, corpus_dir: Path, mon
 def test_L_is_needed_for_truncation_alone_and_can_be_overruled(evaluated, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_bytes(b"a text of thirty bytes or less")
-    for protocol in ("fixed", "distant"):
-        with pytest.raises(UserError, match="--train-length"):
-            evaluated("--data", str(short), "--lengths", "8", "--protocol", protocol, "--judge", "runs/judge")
+    with pytest.raises(UserError, match="--train-length"):
+        evaluated("--data", str(short), "--lengths", "8", "--protocol", "fixed")
     evaluated("--lengths", "16", "--protocol", "rolling")               # so that words.json exists
     evaluated("--data", str(short), "--lengths", "4,16", "--protocol", "rolling,nonoverlap,sliding")
     evaluated("--data", str(short), "--train-length", "16", "--protocol", "fixed", "--json",
@@ -461,8 +425,7 @@ def test_a_second_eval_on_the_same_file_is_refused(evaluated, run_dir: Path) -> 
         evaluated("--lengths", "32", "--protocol", "fixed")
 
 
-@pytest.mark.parametrize("protocol", slow_except(
-    [name for name in EVERY if name != "distant"], "fixed", "sliding"))
+@pytest.mark.parametrize("protocol", slow_except(EVERY, "fixed", "sliding"))
 def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corpus_dir: Path) -> None:
     """A setting that a protocol does not record changes none of its counts and targets."""
     config = tiny("rope", "model.n_layer=1")

@@ -40,7 +40,6 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("eval", "{run} --lengths 64,x", ["--lengths", "64,x"]),
     ("eval", "{run} --lengths 99999", ["99999", "--lengths"]),
     ("eval", "{run} --protocol fixd", ["fixd", "fixed"]),
-    ("eval", "{run} --protocol fixed,distant", ["distant requires --judge RUN"]),
     ("eval", "{hf} --data {text} --protocol trigram", ["--protocol trigram", "(none)"]),
     ("eval", "{run} --extend yran", ["yran", "yarn"]),
     ("eval", "{run} --extend yarn:beta=2", ["yarn.beta", "did you mean beta_"]),

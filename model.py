@@ -23,7 +23,7 @@ from attention import Bias, Mask, attend
 from base.loss import mean_loss
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
-from positions.switches import TEMPERATURES, ByHead, ScaleInvariant, Temperature, Tempered
+from positions.switches import TEMPERATURES, ScaleInvariant, Temperature, Tempered
 from runtime import flex
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
@@ -62,7 +62,7 @@ class Cache:
     """
 
     def __init__(self, n_layer: int) -> None:
-        self.positions: Tensor | None = None                            # (1 or B, Tk), or (..., axes)
+        self.positions: Tensor | None = None                            # (1 or B, Tk)
         self.layers: list[list[Any] | None] = [None] * n_layer
 
     def append_positions(self, positions: Tensor) -> Tensor:
@@ -191,9 +191,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
-    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's;
-    (B, T, 2) for rope_2d. `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which
-    do not see one another; it excludes a cache. Raises ValueError for wrong positions.
+    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's.
+    `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see one another;
+    it excludes a cache. Raises ValueError for wrong positions.
     """
 
     def __init__(self, config: Config) -> None:
@@ -216,7 +216,7 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
         # made last: with equal seeds all other weights are equal under every encoding
         p, steps = config.position, config.train.steps
-        self.options, self.n_head = p, c.n_head
+        self.options = p
         self.encoding, self.no_encoding = ENCODINGS[p.encoding](shape, p), NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         self.encoding.clamp()
@@ -243,8 +243,6 @@ class GPT(nn.Module):
         To be called after a change of the temperature.
         """
         p, pair = self.options, [self.no_encoding, self.active()]
-        if p.heads is not None:
-            pair[1] = ByHead(pair[1], p.heads, self.n_head)
         if p.scale_invariant:
             pair = [ScaleInvariant(each, p.scale_invariant) for each in pair]
         if type(self.temperature) is not Temperature:
@@ -295,7 +293,7 @@ class GPT(nn.Module):
         return F.linear(x, (self.head or self.embedding).weight)
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
-        """The given positions, or those that follow the cache's, (1 or B, T) or (1 or B, T, 2); checked."""
+        """The given positions, or those that follow the cache's, (1 or B, T); checked."""
         limit, (B, T) = self.active().max_length, tokens.shape
         if positions is None:
             first = 0 if cache is None or cache.positions is None else int(cache.positions.max()) + 1
@@ -308,9 +306,7 @@ class GPT(nn.Module):
             raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, "
                              f"got {lowest if lowest < 0 else highest}")
         positions = positions[None] if positions.dim() == 1 else positions
-        n_axes = getattr(self.encoding, "n_axes", 1)
-        is_axial = n_axes > 1 and positions.shape[2:] == (n_axes,)
-        if positions.shape[:2] not in ((1, T), (B, T)) or not (positions.dim() == 2 or is_axial):
+        if positions.shape not in ((1, T), (B, T)):
             raise ValueError(f"give a position for each of the tokens {(B, T)}, got {tuple(positions.shape)}")
         return positions
 

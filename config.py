@@ -188,12 +188,20 @@ class Config(Section):
     train: TrainConfig
 
 
-SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
-# section.key=value that only the tag before-air has -> what to use instead
+# what only the tag before-air has, section.key, or section.key=value of a key that stays -> what to do
 REMOVED: dict[str, str] = {
+    "position.key_offset": "remove it",
+    "position.heads": "remove it",
+    "position.bases": "base, local_base and skip_every are left",
+    "position.temperature=ministral3": "llama4 is the same, one position earlier",
+    "position.temperature=power": "llama4 and log_n are left",
+    "position.temperature=sqrt_log": "ssmax and affine are left",
+    "position.temperature=log_squared": "ssmax and affine are left",
     "position.encoding=tapa": "transformer_xl is left",
     "position.encoding=wall": "forgetting and path_fox are left",
+    "model.sink=token": "sink = head is left",
 }
+SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (),
@@ -216,12 +224,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
 
 def config_from(layers: Sequence[Layer], place: str) -> Config:
     """Check tables against the schema; `place` is where keys are missing. Raises one UserError for all."""
-    (tables, origin), found = merge(layers), list[str]()
+    tables, origin = merge(layers)
+    if removed := use_of_removed(tables, origin):
+        raise UserError(*removed)
+    found = list[str]()
     name = tables.setdefault("position", {}).get("encoding")
     if isinstance(name, str) and name not in ENCODINGS:
         hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
-        if removed := REMOVED.get(f"position.encoding={name}"):
-            hint = f", which was removed; {removed}; git checkout before-air has it"
         found.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
         tables["position"] = {"encoding": name}     # which other keys there are depends on the encoding
     kind = ENCODINGS.get(str(name), Encoding)
@@ -258,6 +267,21 @@ def merge(layers: Sequence[Layer]) -> tuple[Tables, Origin]:
     return tables, origin
 
 
+def use_of_removed(tables: Tables, origin: Origin) -> list[str]:
+    """A line for each entry of REMOVED. A removed key that is off, as in old runs, leaves the tables."""
+    lines = []
+    for entry, hint in REMOVED.items():
+        name, _, removed_value = entry.partition("=")
+        section, key = name.split(".")
+        value = tables.get(section, {}).get(key)
+        if value == removed_value or (value and not removed_value):
+            lines.append(f"{name} {origin[name]}: was removed (got {value!r}); {hint}; "
+                         "git checkout before-air has it")
+        elif not removed_value:
+            tables.get(section, {}).pop(key, None)
+    return lines
+
+
 def broken_rules(config: Config) -> list[tuple[str, str]]:
     """Rules between keys that the config breaks: section.key, and the rule."""
     d, m, p, t = config.data, config.model, config.position, config.train
@@ -285,13 +309,9 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
         ("train", "positions", t.positions == "random" and TEMPERATURES[p.temperature].by_position,
          f"random positions are far beyond L, where position.temperature = {p.temperature} grows"),
-        ("position", "heads", p.heads is not None and not set(p.heads) <= set(range(m.n_head)),
-         f"heads are 0 ... {m.n_head - 1} (model.n_head = {m.n_head})"),
-        ("position", "bases", len(getattr(p, "bases", None) or range(m.n_layer)) != m.n_layer,
-         f"must have a base for each of {m.n_layer} layers"),
         *(("position", key, getattr(p, key) != default and not kind.acts_in_layers(),
            f"{p.encoding} does not act in layers; remove this key")
-          for key, default in (("layers", "all"), ("skip_every", 0), ("heads", None)))]
+          for key, default in (("layers", "all"), ("skip_every", 0)))]
     broken = [(f"{section}.{key}", f"{rule} (got {getattr(getattr(config, section), key)})")
               for section, key, is_broken, rule in rules if is_broken]
     return broken or [(f"position.{key}", rule) for key, rule in p.problems(m.n_embd, m.head_width).items()]

@@ -23,7 +23,7 @@ from attention import FLEX_DEVICES, Bias, Mask, attend, with_block_masks
 from base.loss import mean_loss
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
-from positions.switches import TEMPERATURES, ByHead, ScaleInvariant, Temperature, Tempered
+from positions.switches import TEMPERATURES, ScaleInvariant, Temperature, Tempered
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,6 +54,13 @@ def make_norm(config: ModelConfig, is_on: bool = True) -> nn.Module:
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
+class PreciseRMSNorm(nn.RMSNorm):
+    """RMSNorm in its weights' dtype, as under autocast on CUDA; a CPU kernel takes one dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class Cache:
     """Keys (before `rotate`), values and positions of all tokens so far, so that each is computed only once.
 
@@ -61,7 +68,7 @@ class Cache:
     """
 
     def __init__(self, n_layer: int) -> None:
-        self.positions: Tensor | None = None                            # (1 or B, Tk), or (..., axes)
+        self.positions: Tensor | None = None                            # (1 or B, Tk)
         self.layers: list[list[Any] | None] = [None] * n_layer
 
     def append_positions(self, positions: Tensor) -> Tensor:
@@ -103,9 +110,11 @@ class Attention(nn.Module):
         self.gate = nn.Linear(C, H * D, bias=False) if config.gate else None
         self.sink = nn.Parameter(torch.zeros(H)) if config.sink == "head" else None
         self.is_whole = config.qk_norm == "whole"
-        self.q_norm, self.k_norm = (
-            nn.RMSNorm(D * n**self.is_whole, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-            for n in (H, G))
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = PreciseRMSNorm(H * D if self.is_whole else D, eps=config.norm_eps)
+            self.k_norm = PreciseRMSNorm(G * D if self.is_whole else D, eps=config.norm_eps)
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask,
                 cache: Cache | None = None) -> Tensor:
@@ -132,17 +141,11 @@ class Attention(nn.Module):
         queried = x if x.shape[1] == Tq else x[:, -Tq:]
         q, k, v = self.q(queried), self.k(x), self.v(x)
         if self.is_whole:
-            q, k = self.normed(q, k)
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
-        return (q, k, v) if self.is_whole else (*self.normed(q, k), v)
-
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the norms of q and k, if there are any."""
-        if isinstance(self.q_norm, nn.RMSNorm):
-            # the norms run in their weights' dtype, as under autocast on CUDA; a CPU kernel takes one dtype
-            precise, dtype = self.q_norm.weight.dtype, q.dtype
-            q, k = self.q_norm(q.to(precise)).to(dtype), self.k_norm(k.to(precise)).to(dtype)
-        return q, k
+        if not self.is_whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
 
 
 class MLP(nn.Module):
@@ -187,9 +190,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
-    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's;
-    (B, T, 2) for rope_2d. `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which
-    do not see one another; it excludes a cache. Raises ValueError for wrong positions.
+    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's.
+    `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see one another;
+    it excludes a cache. Raises ValueError for wrong positions.
     """
 
     def __init__(self, config: Config) -> None:
@@ -203,16 +206,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(c, layer in shape.local_layers) for layer in range(c.n_layer))
         self.norm = make_norm(c)
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
-        # normal, std 0.02; last matrix of each sublayer over sqrt(2 n_layer): Radford et al. 2019, 2.3
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                is_last = name.endswith(("attention.o", "mlp.down"))    # a renamed one would start at 0.02
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * c.n_layer) if is_last else 0.02)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        self.init_weights(c.n_layer)
         # made last: with equal seeds all other weights are equal under every encoding
         p, steps = config.position, config.train.steps
-        self.options, self.n_head = p, c.n_head
+        self.options = p
         self.encoding, self.no_encoding = ENCODINGS[p.encoding](shape, p), NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         self.encoding.clamp()
@@ -220,6 +217,30 @@ class GPT(nn.Module):
         self.drop_step = min(round(p.drop_at * steps), steps - 1) if p.drop_at < 1 else math.inf
         self.is_dropped = self.drop_step <= 0
         self.choose_encodings()
+
+    @torch.no_grad()
+    def init_weights(self, n_layer: int) -> None:
+        """Draw the matrices from normal distributions; biases are 0, scales of norms 1, sinks 0.
+
+        | matrix                                                | standard deviation     |
+        |-------------------------------------------------------|------------------------|
+        | attention.o, mlp.down: the last ones of the sublayers | 0.02 / sqrt(2 n_layer) |
+        | all others: embedding, q, k, v, gates, up, head       | 0.02                   |
+
+        So the residual stream's variance does not grow with the depth: Radford et al. 2019, section 2.3.
+        An encoding and a temperature have distributions of their own, in positions/.
+        """
+        last_matrices: list[nn.Module] = []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            last_matrices += [block.attention.o, block.mlp.down]
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                is_last = any(module is matrix for matrix in last_matrices)
+                std = 0.02 / math.sqrt(2 * n_layer) if is_last else 0.02
+                nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def set_step(self, step: int) -> None:
         """After `step` steps: clamp the encoding's parameters, or drop it by position.drop_at (DroPE)."""
@@ -239,8 +260,6 @@ class GPT(nn.Module):
         To be called after a change of the temperature.
         """
         p, pair = self.options, [self.no_encoding, self.active()]
-        if p.heads is not None:
-            pair[1] = ByHead(pair[1], p.heads, self.n_head)
         if p.scale_invariant:
             pair = [ScaleInvariant(each, p.scale_invariant) for each in pair]
         if type(self.temperature) is not Temperature:
@@ -291,7 +310,7 @@ class GPT(nn.Module):
         return F.linear(x, (self.head or self.embedding).weight)
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
-        """The given positions, or those that follow the cache's, (1 or B, T) or (1 or B, T, 2); checked."""
+        """The given positions, or those that follow the cache's, (1 or B, T); checked."""
         limit, (B, T) = self.active().max_length, tokens.shape
         if positions is None:
             first = 0 if cache is None or cache.positions is None else int(cache.positions.max()) + 1
@@ -304,9 +323,7 @@ class GPT(nn.Module):
             raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, "
                              f"got {lowest if lowest < 0 else highest}")
         positions = positions[None] if positions.dim() == 1 else positions
-        n_axes = getattr(self.encoding, "n_axes", 1)
-        is_axial = n_axes > 1 and positions.shape[2:] == (n_axes,)
-        if positions.shape[:2] not in ((1, T), (B, T)) or not (positions.dim() == 2 or is_axial):
+        if positions.shape not in ((1, T), (B, T)):
             raise ValueError(f"give a position for each of the tokens {(B, T)}, got {tuple(positions.shape)}")
         return positions
 

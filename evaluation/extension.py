@@ -105,8 +105,8 @@ class Regrouping(Extension):
         scaling = getattr(model.active(), "scaling", None)
         if scaling is not None and scaling.is_dynamic:
             return f"cannot be combined with {scaling.method}, whose frequencies depend on the length"
-        if model.active().rotates_values or not self.hides and getattr(model.active(), "key_offset", False):
-            return "cannot be combined with position.rotate_values or position.key_offset"
+        if model.active().rotates_values:
+            return "cannot be combined with position.rotate_values"
         if self.hides and any(a.window or a.chunk for a in attentions(model)):
             return "needs model.window and model.chunk unset: no token before a window is seen"
         return super().problem(model, config, T)

@@ -72,19 +72,13 @@ class Options(BaseModel):
     layers: Literal["all", "first"] | list[int] = Field(
         "all", description="the layers in which it acts: all, the first only, or a list of layer numbers "
                            "from 0. The other layers have no encoding")
-    heads: list[int] | None = Field(
-        None, description="heads of queries in which it acts, from 0; the others have no encoding (NAPE: "
-                          "ALiBi in half of the heads). Default: all")
     skip_every: int = Field(
         0, ge=0, description="k: every k-th layer has no encoding, from the k-th on (SmolLM3: 4); 0: none")
-    temperature: Literal["none", "log_n", "ssmax", "llama4", "ministral3", "affine", "power", "sqrt_log",
-                         "log_squared"] = Field(
+    temperature: Literal["none", "log_n", "ssmax", "llama4", "affine"] = Field(
         "none", description="factor on the query at position m that sees n keys. log_n: max(1, ln n / ln L) "
                             "(Su); ssmax: s ln n, with a learned s for each layer and head (Nakanishi 2025); "
-                            "llama4: 1 + 0.1 ln(1 + floor((m + 1) / L)); ministral3: the same with m / L; "
-                            "affine: s ln n + b, learned for each layer and head, s = 0 and b = 1 at first "
-                            "(Mistral Large 4); power: (1 + (m + 1) / L)^0.1 (Beam); sqrt_log: sqrt(2 ln n); "
-                            "log_squared: (ln n)^2")
+                            "llama4: 1 + 0.1 ln(1 + floor((m + 1) / L)); affine: s ln n + b, learned for "
+                            "each layer and head, s = 0 and b = 1 at first (Mistral Large 4)")
     temperature_layers: Literal["all", "encoded", "unencoded"] = Field(
         "all", description="layers in which a temperature, also one of --extend, acts: all, those with the "
                            "encoding, or those without (Llama 4; SWAN-GPT, 2025: log_n there alone)")

@@ -55,11 +55,6 @@ class RoPEOptions(RotaryOptions):
         1.0, gt=0, le=1, description="share of each head's channels that rotate, R of them: GPT-NeoX 0.25, "
                                      "ChatGLM2 0.5; the rest carry no position")
 
-    bases: list[float] | None = Field(
-        None, description="the base in each layer, in place of base; 0: no encoding there (Granite SWA)")
-    key_offset: bool = Field(
-        False, description="keys have, in their channels that do not rotate, those of the token before: with "
-                           "fraction below 1 or spectrum = hope one layer can look for what followed a token")
     rotate_values: bool = Field(
         False, description="values are rotated as keys, and results back as queries, R(i)^T sum a R(j) v_j, "
                            "so that the value path knows the distance too (DeepSeek V4)")
@@ -67,17 +62,8 @@ class RoPEOptions(RotaryOptions):
     def rotary_dim(self, head_dim: int) -> int:
         return round(self.fraction * head_dim)
 
-    def is_encoded(self, layer: int) -> bool:
-        return super().is_encoded(layer) and (not self.bases or self.bases[layer] > 0)
-
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         R = round(self.fraction * head_dim, 6)
-        if self.rotate_values and self.heads is not None:
-            return {"heads": "must be unset with rotate_values, which rotates the values of all heads"}
-        if self.key_offset and self.fraction == 1 and self.spectrum != "hope":
-            return {"key_offset": "needs channels that do not rotate: fraction below 1, or p_rope"}
-        if self.bases and (self.scaling or self.local_base or self.spectrum != "geometric"):
-            return {"bases": "needs spectrum = geometric, without scaling and local_base; remove the others"}
         if R % 2 or not R:
             return {"fraction": f"must rotate an even number of the {head_dim} channels of a head, got {R:g}"}
         if self.spectrum == "rope_id" and self.scaling:
@@ -108,9 +94,7 @@ class RoPE(Encoding):
 
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
     angles = staticmethod(rope.angles)      # positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)
-    # options that only `rope` has
-    spectrum = "geometric"
-    key_offset = False
+    spectrum = "geometric"                  # an option that only `rope` has
 
     def __init__(self, shape: Shape, options: RotaryOptions) -> None:
         super().__init__(shape, options)
@@ -122,17 +106,14 @@ class RoPE(Encoding):
         if isinstance(options, RoPEOptions):
             self.spectrum = options.spectrum
             self.rotates_values = options.rotate_values
-            self.key_offset = options.key_offset
         self.kinds = [self.kind_of(layer, shape, options) for layer in range(shape.n_layer)]
 
     @staticmethod
     def kind_of(layer: int, shape: Shape, options: RotaryOptions) -> Kind:
         """What the frequencies of a layer follow."""
-        if isinstance(options, RoPEOptions):
-            if options.bases:
-                return Kind(options.bases[layer], "none")
-            if options.local_base and layer in shape.local_layers:
-                return Kind(options.local_base, "none")
+        local_base = options.local_base if isinstance(options, RoPEOptions) else None
+        if local_base and layer in shape.local_layers:
+            return Kind(local_base, "none")
         if is_within_length(layer, shape):
             return Kind(options.base, "trained")
         return Kind(options.base, "extended")
@@ -168,10 +149,8 @@ class RoPE(Encoding):
         for kind in dict.fromkeys(map(self.table_of, range(len(self.kinds)))):
             if kind.scaling != "none":
                 f, factor = self.frequencies(k_pos, kind.scaling == "extended")
-            elif kind.base:
-                f, factor = rope.inv_freq(self.rotary_dim, kind.base, device=k_pos.device), 1.0
             else:
-                continue
+                f, factor = rope.inv_freq(self.rotary_dim, kind.base, device=k_pos.device), 1.0
             tables[kind] = self.cos_and_sin(q_pos, k_pos, f, factor)
         return tables
 
@@ -189,19 +168,7 @@ class RoPE(Encoding):
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         q_cos, q_sin, k_cos, k_sin = self.of_layer(at)
-        if self.key_offset:
-            k = self.offset(k, at)
         return rope.turn(q, q_cos, q_sin, self.layout), rope.turn(k, k_cos, k_sin, self.layout)
-
-    def offset(self, k: Tensor, at: At) -> Tensor:
-        """Give keys (B, G, Tk, D) the still channels of the token before, if it is in the same document."""
-        f, D = self.frequencies(at.k_pos)[0], k.shape[3]
-        pairs = torch.stack((f, f), dim=-1).flatten() if self.layout == "interleaved" else torch.cat((f, f))
-        is_still = F.pad(pairs, (0, D - len(pairs))) == 0               # (D,)
-        if at.documents is not None:
-            is_same = at.documents[:, 1:] == at.documents[:, :-1]
-            is_still = is_still & F.pad(is_same, (1, 0))[:, None, :, None]      # (B, 1, Tk, D)
-        return k.where(~is_still, torch.cat((k[:, :, :1], k[:, :, :-1]), dim=2))
 
     def turn_values(self, v: Tensor, at: At) -> Tensor:
         """Rotate values (B, G, Tk, D) as keys."""
@@ -229,36 +196,31 @@ class RoPE2DOptions(RotaryOptions):
 class RoPE2D(RoPE):
     """Two positions per token; each rotates half of the pairs, f_i = base^(-4i / D). Heo, arXiv:2403.13298.
 
-    Heo et al. 2024 ("axial") use an image's rows and columns; ChatGLM-6B uses the position in the text and
-    the position in the answer. Logits depend on the difference along each axis alone. Pass `positions=` of
-    shape (1 or B, T, 2); positions (T,) or (B, T), as in training on text, are used for both axes, or cut at
-    `prompt`. ChatGLM-6B pairs (i, i + D/4) inside each half of a head; layout "half" here pairs (i, i + D/2):
-    a permutation of it.
+    Heo et al. 2024 ("axial") use an image's rows and columns; ChatGLM-6B uses the position in the prompt and
+    the position in the answer. Logits depend on the difference along each axis alone. Both axes follow from
+    the position in the text: they are equal, or cut at `prompt`. ChatGLM-6B pairs (i, i + D/4) inside each
+    half of a head; layout "half" here pairs (i, i + D/2): a permutation of it.
     """
 
     Options = RoPE2DOptions
-    n_axes = 2
 
     def __init__(self, shape: Shape, options: RoPE2DOptions) -> None:
         super().__init__(shape, options)
         self.prompt, self.is_relative = options.prompt, not options.prompt
 
     def angles(self, positions: Tensor, inv_freq: Tensor) -> Tensor:    # type: ignore[override]
-        """Positions (1 or B, T) or (1 or B, T, 2) -> radians (1 or B, T, R)."""
-        first = second = positions
-        if positions.dim() > 2:
-            first, second = positions.unbind(-1)
-        elif self.prompt:
-            first, second = positions.clamp(max=self.prompt - 1), (positions - self.prompt + 1).clamp(min=0)
-        return torch.cat([rope.angles(axis, inv_freq) for axis in (first, second)], dim=-1)
+        """Positions (1 or B, T) -> radians (1 or B, T, R): first the pairs of one axis, then of the other."""
+        in_prompt = in_answer = positions
+        if self.prompt:
+            in_prompt = positions.clamp(max=self.prompt - 1)
+            in_answer = (positions - self.prompt + 1).clamp(min=0)
+        return torch.cat((rope.angles(in_prompt, inv_freq), rope.angles(in_answer, inv_freq)), dim=-1)
 
 
 class PRoPEOptions(RotaryOptions):
     p: float = Field(
         0.75, ge=0, le=1, description="share of the pairs that rotate, the fastest; the paper's best: 0.75, "
                                       "Gemma 4 has 0.25. 1: rope; 0: none")
-    key_offset: bool = Field(
-        False, description="keys have, in their channels that do not rotate, those of the token before")
 
 
 class PRoPE(RoPE):
@@ -274,7 +236,6 @@ class PRoPE(RoPE):
     def __init__(self, shape: Shape, options: PRoPEOptions) -> None:
         super().__init__(shape, options)
         self.p = options.p
-        self.key_offset = options.key_offset
 
     def frequencies(self, k_pos: Tensor, is_extended: bool = True) -> tuple[Tensor, float]:
         f, factor = super().frequencies(k_pos, is_extended)
@@ -322,10 +283,6 @@ class PoPEOptions(RotaryOptions):
     def rotary_dim(self, head_dim: int) -> int:
         """R = 2 D: each channel becomes a pair."""
         return 2 * head_dim
-
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        wider = {"heads": "must be unset: with pope q and k are wider than in heads without it"}
-        return super().problems(n_embd, head_dim) or (wider if self.heads is not None else {})
 
 
 class PoPE(RoPE):

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from positions.contract import At, Encoding, Shape, for_each_head, starts_of
+from positions.contract import At, Encoding, Shape, starts_of
 
 
 class Temperature(nn.Module):
@@ -92,30 +92,6 @@ class Affine(SSMax):
         return super().forward(at) + self.b[at.layer][:, None, None]
 
 
-class SqrtLog(Temperature):
-    """q *= c (ln n)^e: sqrt(2 ln n) here, (ln n)^2 in LogSquared. arXiv:2605.12697."""
-
-    c, e = 2**0.5, 0.5
-
-    def forward(self, at: At) -> Tensor:
-        return (self.c * self.n_keys(at).log()**self.e)[:, None, :, None]
-
-
-class LogSquared(SqrtLog):
-    """q *= (ln n)^2."""
-
-    c, e = 1.0, 2.0
-
-
-class Power(Temperature):
-    """q *= (1 + (m + 1) / L)^0.1. Beam's code, 2026, where L is 2,048, in layers without an encoding."""
-
-    by_position = True
-
-    def forward(self, at: At) -> Tensor:
-        return ((1 + (at.q_pos + 1) / self.shape.seq_len).clamp(min=1)**0.1)[:, None, :, None]
-
-
 class Llama4(Temperature):
     """q *= 1 + 0.1 ln(1 + floor((m + 1) / L)): steps at multiples of L. Llama 4's code, 2025.
 
@@ -123,22 +99,14 @@ class Llama4(Temperature):
     """
 
     by_position = True
-    first = 1
 
     def forward(self, at: At) -> Tensor:
-        steps = ((at.q_pos + self.first) / self.shape.seq_len).floor().clamp(min=0)
+        steps = ((at.q_pos + 1) / self.shape.seq_len).floor().clamp(min=0)
         return (1 + 0.1 * steps.log1p())[:, None, :, None]
 
 
-class Ministral3(Llama4):
-    """q *= 1 + 0.1 ln(1 + floor(m / L)): Llama 4's, a position later, in all layers. arXiv:2601.08584."""
-
-    first = 0
-
-
 TEMPERATURES: dict[str, type[Temperature]] = {
-    "none": Temperature, "log_n": LogN, "ssmax": SSMax, "llama4": Llama4, "ministral3": Ministral3,
-    "affine": Affine, "power": Power, "sqrt_log": SqrtLog, "log_squared": LogSquared}
+    "none": Temperature, "log_n": LogN, "ssmax": SSMax, "llama4": Llama4, "affine": Affine}
 
 
 class Wrapper(Encoding):
@@ -153,9 +121,6 @@ class Wrapper(Encoding):
         self.turn_values, self.turn_back = inner.turn_values, inner.turn_back           # type: ignore
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> object:
-        if q_pos.dim() > 2:
-            raise ValueError("positions must have one axis under position.heads, position.temperature, "
-                             f"position.scale_invariant and --extend, got {tuple(q_pos.shape)}")
         return self.inner.tables(q_pos, k_pos)
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
@@ -177,31 +142,6 @@ class Tempered(Wrapper):
         if self.applies_temperature:    # PoPE, BAM: by themselves
             return self.inner, q, at._replace(temperature=factor)
         return self.inner, (q * factor).to(q.dtype), at
-
-
-class ByHead(Wrapper):
-    """An encoding in some heads alone; the other heads have none. NAPE: arXiv:2506.16640."""
-
-    def __init__(self, inner: Encoding, heads: list[int], n_head: int) -> None:
-        super().__init__(inner)
-        self.has_scores = inner.has_scores      # type: ignore
-        self.heads = [head in heads for head in range(n_head)]
-
-    def chosen(self, there: Tensor, here: Tensor) -> Tensor:
-        """Of two (B, H, T, ...), the first in the heads that have the encoding."""
-        is_on = torch.tensor(self.heads).to(there.device, non_blocking=True)[:, None, None]
-        return torch.where(is_on, there, here)
-
-    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        turned_q, turned_k = self.inner.rotate(q, k, at)
-        if turned_q is q and turned_k is k:
-            return q, k
-        k, turned_k = (for_each_head(x, q.shape[1]) for x in (k, turned_k))
-        return self.chosen(turned_q, q), self.chosen(turned_k, k)
-
-    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        # a temperature in `at` is one that the inner encoding applies, to its own heads alone
-        return self.chosen(self.inner.scores(logits, q, k, at), at.tempered(logits))
 
 
 class ScaleInvariant(Wrapper):

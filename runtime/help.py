@@ -21,7 +21,7 @@ def help_text(topic: str | None = None) -> str:
     if topic == "all":
         return "\n\n".join("\n".join(describe_choice(*about)) for about in topics.values())
     if topic in topics:
-        more = ["", "for its layers, heads, temperature and more: --help position"] * (topic in ENCODINGS)
+        more = ["", "for its layers, temperature and more: --help position"] * (topic in ENCODINGS)
         return "\n".join([*describe_choice(*topics[topic]), *more])
     if topic is not None:
         hint = did_you_mean(topic, topics) or "; --help lists the topics"

@@ -5,7 +5,6 @@ the model that it gets from `model_of`.
 """
 
 import math
-from copy import copy
 from functools import cache
 
 import torch
@@ -71,10 +70,7 @@ def temperature_of(model: GPT, config: Config, layer: int, q_pos: Tensor, seen: 
             "ssmax": lambda: own["temperature.s"][layer, :, None, None] * n.log(),
             "affine": lambda: own["temperature.s"][layer, :, None, None] * n.log()
             + own["temperature.b"][layer, :, None, None],
-            "power": lambda: (1 + (m + 1) / L) ** 0.1,
-            "sqrt_log": lambda: (2 * n.log()).sqrt(), "log_squared": lambda: n.log() ** 2,
             "llama4": lambda: 1 + 0.1 * (1 + ((m + 1) / L).floor()).log(),
-            "ministral3": lambda: 1 + 0.1 * (1 + (m / L).floor()).log(),
             }[config.position.temperature]()
 
 
@@ -89,7 +85,6 @@ def layers_of(config: Config) -> tuple[set[int], set[int]]:
     p, every = config.position, set(range(config.model.n_layer))
     named = {"all": every, "first": {0}}[p.layers] if isinstance(p.layers, str) else set(p.layers)
     encoded = {n for n in named if not p.skip_every or (n + 1) % p.skip_every}
-    encoded -= {n for n, base in enumerate(getattr(p, "bases", None) or []) if not base}
     return encoded, {"all": every, "encoded": encoded, "unencoded": every - encoded}[p.temperature_layers]
 
 
@@ -128,21 +123,7 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
     seen = visible(config, layer, x.shape[1], None if documents is None else documents[0])
     factor = temperature_of(model, config, layer, pos, seen) if layer in tempered else torch.ones(())
     q, after = (q, factor) if is_encoded and name in AFTER_THEIR_SCORES else (q * factor, 1)
-    if getattr(p, "key_offset", False) and is_encoded:
-        f, before = frequencies(model), torch.cat((k[:, :, :1], k[:, :, :-1]), 2)
-        pairs = torch.stack((f, f), dim=1).flatten() if p.layout == "interleaved" else torch.cat((f, f))
-        is_still = torch.cat((pairs, torch.zeros(config.model.head_width - len(pairs)))) == 0
-        follows = torch.ones(x.shape[:2], dtype=torch.bool)
-        if documents is not None:
-            follows[:, 1:] = documents[:, 1:] == documents[:, :-1]
-        k = torch.where(is_still & follows[:, None, :, None], before, k)
-        encoding = copy(encoding)
-        encoding.key_offset = False
     logits = logits_of(encoding, q, k, pos, pos, x, layer, documents, seen)
-    if p.heads is not None:
-        others = logits_of(ENCODINGS["none"](None, p), q, k, pos, pos, x, layer, documents, seen)
-        logits = torch.stack([(logits if head in p.heads else others)[:, head]
-                              for head in range(q.shape[1])], 1)
     distance = (pos[:, :, None] - pos[:, None]).clamp(min=0)[:, None]
     if farthest is not None:
         far = torch.full_like(pos, farthest), torch.zeros_like(pos)

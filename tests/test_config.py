@@ -11,7 +11,7 @@ from conftest import ROOT, every_encoding
 from base.command import run_command
 from base.errors import UserError
 from base.schema import Tables
-from config import SECTIONS, differences, load_config, to_toml
+from config import REMOVED, SECTIONS, differences, load_config, to_toml
 from model import GPT
 from positions import ENCODINGS
 from positions.scaling import SCALINGS
@@ -204,3 +204,13 @@ def test_differences_name_what_changed(tmp_path: Path) -> None:
     assert [d for d in changes if d.startswith("position")] == ["position.encoding: rope -> none"]
     assert not any("run." in d for d in differences(old, new, ignore=["run", "train.lr"]))
     assert differences(old, old) == []
+
+
+def test_what_was_removed_is_one_line_that_names_the_tag_unless_it_is_off(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", MINIMAL)
+    for entry in REMOVED:
+        name, _, value = entry.partition("=")
+        (line,) = problems(path, [f"{name}={value or '[1.0]'}"])
+        assert line.startswith(f"{name} on the command line: was removed") and "before-air" in line
+        if not value:       # the config.toml of an old run has it, off
+            assert load_config(path, [f"{name}=false"]) == load_config(path)

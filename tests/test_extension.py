@@ -259,9 +259,8 @@ REFUSED = [
     ("rope position.temperature=ssmax", "log_n"), ("rope model.window=16", "sinks"),
     ('rope position.scaling={method="dynamic_ntk"}', "rerope"),
     ("rope", "self_extend:window=31"), ("rope", "dual_chunk:chunk=32"), ("rope", "dual_chunk:window=9"),
-    ("rope position.temperature=log_n", "drope"), ("rope position.bases=[100.0,50.0]", "pi"),
+    ("rope position.temperature=log_n", "drope"),
     ("rope model.window=16 position.local_base=50.0", "yarn"), ("rope position.rotate_values=true", "rerope"),
-    ("rope position.fraction=0.5 position.key_offset=true", "dual_chunk"),
     ("rope", "yarn:beta_fast=0.5"), ("alibi", "yarn"), ("alibi", "rerope"), ("sinusoidal", "lm_infinite"),
     ("rope position.rotate_values=true", "sinks"),
     *(("fope", spec) for spec in ("rerope", "self_extend", "dual_chunk", "lm_infinite"))]

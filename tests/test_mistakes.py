@@ -25,7 +25,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "{config} train.init_from=nowhere", ["nowhere", "config.toml"]),
     ("train", "{config} run.dir={mine}", ["{mine}", "run.dir"]),
     ("train", "{config} train.device=cuda", ["train.device", "cuda"]),
-    ("train", "{config} position.rotate_values=true position.heads=[0]", ["unset with rotate_values"]),
+    ("train", "{config} position.heads=[0]", ["position.heads on", "git checkout before-air"]),
     ("train", "{config} train.lengths={{0=7}}", ["train.lengths", "seq_len"]),
     ("train", "{config} train.lengths={{0=12,1=32}} --dry-run", ["train.lengths", "which each must divide"]),
     ("train", "{config} train.dtype=float16 train.parallel=fsdp", ["bfloat16 or ddp"]),

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import every_encoding, lively, tokens
+from explicit import config_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, hidden_width
@@ -121,3 +122,14 @@ def test_an_mlp_without_a_gate_is_its_formula(kind: str, activation, tiny) -> No
 def test_positions_that_do_not_fit_the_tokens_are_refused(positions: torch.Tensor, tiny) -> None:
     with pytest.raises(ValueError, match="position"):
         lively(tiny())(tokens((2, 10)), positions=positions)
+
+
+def test_the_last_matrices_of_the_sublayers_start_small_whatever_their_names() -> None:
+    """0.02 / sqrt(2 n_layer) for attention.o and mlp.down, 0.02 for every other matrix; biases are 0."""
+    model = GPT(config_of("none", "model.n_layer=8 model.n_embd=256 model.bias=true model.gate=true"))
+    for block in model.blocks:
+        small = {block.attention.o: 0.02 / 4, block.mlp.down: 0.02 / 4}
+        for layer in (module for module in block.modules() if isinstance(module, torch.nn.Linear)):
+            assert layer.weight.std().item() == pytest.approx(small.get(layer, 0.02), rel=0.05)
+            assert layer.bias is None or (layer.bias == 0).all()
+    assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)

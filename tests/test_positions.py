@@ -37,29 +37,21 @@ SWITCHES = {
     "encoded": f"{BEYOND} {ONLY}=encoded position.layers=first position.temperature=ssmax "
                "model.window=5 model.chunk=7 model.full_every=2",
     "dropped": "position.drop_at=0", "sink": "model.sink=head", "gate": "model.sink=head model.gate=true",
-    "heads": "position.heads=[1]",
     "whole": "model.qk_norm=whole model.pre_norm=false model.post_norm=true model.parallel=true"}
-IN_SOME_LAYERS = ("first", "list", "every", "encoded", "heads")
+IN_SOME_LAYERS = ("first", "list", "every", "encoded")
 # of some rotary encodings alone
-OF_ROPE = {"offset": "position.fraction=0.5 position.key_offset=true",
-           "values": "position.rotate_values=true model.n_head=4 model.n_kv_head=2 model.head_dim=12 "
-                     + written(make("yarn")),
-           "bases": "position.bases=[100.0,50.0]", "base of one": "position.bases=[0.0,50.0]"}
+OF_ROPE = {"values": "position.rotate_values=true model.n_head=4 model.n_kv_head=2 model.head_dim=12 "
+                     + written(make("yarn"))}
 # scalings whose frequencies do not depend on the length, under the encodings that rotate
 SCALED = {method: written(make(method)) for method in SCALINGS if method not in DYNAMIC}
 CASES = [(name, switch) for name, encoding in ENCODINGS.items() for switch in SWITCHES
          if encoding.acts_in_layers() or switch not in IN_SOME_LAYERS]
-# pope's q and k are wider than those of heads without it; log_squared multiplies the rounding of xpos' fp32
-CASES = [case for case in CASES if case not in (("pope", "heads"), ("xpos", "log_squared"))]
-CASES += [("rope", name) for name in OF_ROPE] + [("p_rope", "still")]
-CASES += [("bam", "tempered heads")]        # which applies a temperature itself
+CASES += [("rope", name) for name in OF_ROPE]
 CASES += [(name, method) for name in ("rope", "p_rope", "xpos") for method in SCALED]
-SWITCHES |= SCALED | OF_ROPE | {
-    "still": "position.p=0.5 position.key_offset=true position.layout=interleaved",
-    "tempered heads": f"position.heads=[1] position.temperature=ssmax {BEYOND}"}
+SWITCHES |= SCALED | OF_ROPE
 FAST = [*((name, "plain") for name in ENCODINGS),
-        *(("rope", key) for key in SWITCHES if key not in (*SCALED, "still", "tempered heads")),
-        ("rope", "yarn"), ("pope", "both"), ("bam", "ssmax"), ("bam", "tempered heads"),
+        *(("rope", key) for key in SWITCHES if key not in SCALED),
+         ("rope", "yarn"), ("pope", "both"), ("bam", "ssmax"),
         ("alibi", "grouped"), ("t5", "scale_invariant"), ("forgetting", "window"),
         ("path", "chunk"), ("learned", "dropped")]
 laws = pytest.mark.parametrize(("name", "switch"), slow_except(CASES, *FAST))
@@ -117,7 +109,7 @@ def test_only_relative_encodings_ignore_a_shift_of_all_positions(name: str, swit
     x, at = x[:, :T], torch.arange(T)
     change = (model(x, positions=at + shift) - model(x, positions=at)).abs().max()
     is_relative = ENCODINGS[name].is_relative or switch == "dropped"
-    by_position = any(name in SWITCHES[switch] for name in ("llama4", "ministral3", "power"))
+    by_position = "llama4" in SWITCHES[switch]
     assert change < 1e-4 if is_relative and not by_position else change > 1e-2
 
 
@@ -271,9 +263,9 @@ def test_some_encodings_read_no_positions() -> None:
     ("rope", "position.drop_at=0", "none", 0), ("t5", "position.skip_every=1", "none", 0),
     ("rope", "position.scale_invariant=0", "rope", 0), ("rope", "model.window=32", "rope", 1e-9),
     *(("rope", f"position.temperature={kind} train.seq_len={L}", "rope", 0)     # ln L / ln L is not 1 at 49
-      for kind in ("log_n", "llama4", "ministral3") for L in (7, 32, 49))])
+      for kind in ("log_n", "llama4") for L in (7, 32, 49))])
 def test_in_a_limit_it_is_another(name: str, overrides: str, other: str, tolerance: float) -> None:
-    """Up to L, where log_n and ministral3 are exactly 1, and llama4 but for the last token."""
+    """Up to L, where log_n is exactly 1, and llama4 but for the last token."""
     config = config_of(name, overrides)
     plain, model, x = model_of(other), lively(config).double(), tokens((2, config.train.seq_len))
     weights = model.state_dict()

@@ -1,4 +1,4 @@
-"""Laws of rotation: both layouts against explicit matrices and complex numbers, conversion, and two axes."""
+"""Laws of rotation: both layouts against matrices and complex numbers, conversion, two positions a token."""
 
 import math
 
@@ -13,7 +13,7 @@ import rope
 from base.errors import UserError
 from evaluation.extension import parse
 from model import GPT
-from positions import ENCODINGS
+from positions import At
 from runtime.device import autocast
 
 D = 16
@@ -141,54 +141,23 @@ def test_a_spectrum_keeps_its_pairs_under_a_scaling_or_refuses_it() -> None:
     assert "frequencies of position.base" in method.problem(lively(config), config, 64)
 
 
-# --- Positions with two axes
-
-
-def grid(batch: int = 1, T: int = 30) -> torch.Tensor:
-    """Random positions (batch, T, 2)."""
-    return torch.randint(0, 50, (batch, T, 2), generator=torch.Generator().manual_seed(batch))
-
-
-@layouts
-def test_logits_depend_on_the_difference_along_each_axis_alone(layout: str) -> None:
-    model, x, at = model_of("rope_2d", f"position.layout={layout}"), tokens((1, 30)), grid()
-    plain = model(x, positions=at)
-    for shift in ((11, 0), (0, 11), (7, 40)):
-        torch.testing.assert_close(model(x, positions=at + torch.tensor(shift)), plain, atol=1e-4, rtol=0)
-    for axis in (0, 1):
-        moved = at.clone()
-        moved[0, 5, axis] += 1
-        assert (model(x, positions=moved) - plain).abs().max() > 1e-2
-    assert (model(x, positions=at.flip(-1)) - plain).abs().max() > 1e-2
+# --- Two positions per token
 
 
 def test_chatglms_answer_keeps_one_axis_and_advances_the_other() -> None:
-    """ChatGLM-6B: text at (0 ... n - 1, 0), answers at (n - 1, 1 ...), n by row; decoded from a cache."""
-    model, x, T = model_of("rope_2d"), tokens((2, 30)), 30
-    at = torch.zeros(2, T, 2, dtype=torch.long)
-    for row, n in enumerate((10, 20)):
-        at[row, :, 0] = torch.arange(T).clamp(max=n - 1)
-        at[row, :, 1] = (torch.arange(T) - n + 1).clamp(min=0)
-    for pos in (at, grid(), grid(2)):
-        whole, cache = model(x, positions=pos), model.new_cache()
-        parts = [model(x[:, i:j], positions=pos[:, i:j], cache=cache) for i, j in ((0, 7), (7, 8), (8, T))]
-        torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
-        alone = model(x[1:], positions=pos[-1:])
-        torch.testing.assert_close(alone, whole[1:], atol=1e-4, rtol=1e-4)
-    trained = model_of("rope_2d", "position.prompt=10")
-    assert torch.equal(trained(x), model(x, positions=at[:1])) and not trained.encoding.is_relative
+    """ChatGLM-6B: a prompt of n tokens at (t, 0), its answer at (n - 1, t - n + 1); whatever rotates."""
+    model, x = model_of("rope_2d", "position.prompt=10"), torch.randn(1, 1, 30, 16, dtype=torch.float64)
+    pos, f = torch.arange(30)[None], rope.inv_freq(8)
+    turned, _ = model.encoding.rotate(x, x, At(pos, pos, 0, model.encoding.tables(pos, pos)))
+    first, second = pos.clamp(max=9), (pos - 9).clamp(min=0)
+    angle = torch.cat((rope.angles(first, f), rope.angles(second, f)), dim=-1)
+    torch.testing.assert_close(turned, rope.rotate(x, angle[:, None]), atol=1e-6, rtol=0)
+    assert not model.encoding.is_relative and model_of("rope_2d").encoding.is_relative
 
 
 def test_positions_of_other_shapes_are_refused() -> None:
-    model, x, t = model_of("rope_2d"), tokens((1, 30)), torch.arange(30)
-    for same in (t, t[None], t[None, :, None].expand(1, -1, 2)):        # one axis is used for both
-        assert torch.equal(model(x, positions=same), model(x))
-    for at in (grid()[..., :1], torch.zeros(1, 30, 3), grid()[None], grid()[:, :7]):
-        with pytest.raises(ValueError, match="position"):
-            model(x, positions=at)
-    for switch in ("position.temperature=log_n", "position.scale_invariant=10"):
-        with pytest.raises(ValueError, match="one axis"):
-            model_of("rope_2d", switch)(x, positions=grid())
-    for name, n_axes in ((name, n) for name in ENCODINGS if name != "rope_2d" for n in (1, 2, 3)):
-        with pytest.raises(ValueError, match="position"):
-            model_of(name)(x, positions=torch.zeros(1, 30, n_axes, dtype=torch.long))
+    x = tokens((2, 30))
+    for name in ("none", "rope", "rope_2d"):
+        for shape in ((7,), (2, 7), (3, 30), (1, 30, 1), (1, 30, 2)):
+            with pytest.raises(ValueError, match="give a position for each of the tokens"):
+                model_of(name)(x, positions=torch.zeros(shape, dtype=torch.long))

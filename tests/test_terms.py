@@ -33,7 +33,7 @@ PIECES = {"KEYS_AT_A_TIME": 4, "CHUNK": 4, "TILE": 3, "MOST_HIDDEN": 1000}
 class Case:
     """An encoding with large random parameters; queries, keys, the layer's input and positions, in fp64."""
 
-    def __init__(self, name: str, overrides: str = "", n_axes: int = 1) -> None:
+    def __init__(self, name: str, overrides: str = "") -> None:
         self.config = config_of(name, overrides)
         self.encoding, self.options = deepcopy(model_of(name, overrides).encoding), self.config.position
         for key, p in self.encoding.named_parameters():
@@ -45,8 +45,7 @@ class Case:
         self.q, self.k = torch.randn(2, B, self.H, T, self.D, generator=random, dtype=torch.float64)
         self.x = torch.randn(B, T, self.C, generator=random, dtype=torch.float64)
         # gaps that differ between rows, some distances beyond every threshold
-        axes = (n_axes,) if n_axes > 1 else ()
-        self.pos = torch.randint(1, 40, (B, T, *axes), generator=random).cumsum(1)
+        self.pos = torch.randint(1, 40, (B, T), generator=random).cumsum(1)
 
     def found(self, Tq: int = T) -> Tensor:
         """Logits of the last Tq queries by the hooks; 0 for masked keys."""
@@ -100,7 +99,7 @@ def waves(t: float | Tensor, f: Tensor) -> Tensor:
 def rope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     o, R = c.options, round(c.options.fraction * c.D)
     is_full = c.config.model.full_every and (LAYER + 1) % c.config.model.full_every == 0
-    f = geometric(o.bases[LAYER] if o.bases else o.local_base if o.local_base and not is_full else o.base, R)
+    f = geometric(o.local_base if o.local_base and not is_full else o.base, R)
     if o.spectrum == "hope":                                            # less than one turn in L
         f = f * (L * f >= 2 * math.pi)
     if o.spectrum == "rope_id":                                         # from 2 pi / 32 to 4 pi / L
@@ -110,7 +109,13 @@ def rope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
 
 def rope_2d(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
     f = geometric(c.options.base, c.D // 2)
-    return turned(c, b, h, i, j, *(torch.cat([waves(p, f) for p in c.pos[b, t]]) for t in (i, j)))
+    n = c.options.prompt
+
+    def waves_of(t: Tensor) -> Tensor:                                  # at both axes
+        axes = (min(t, n - 1), max(t - n + 1, 0)) if n else (t, t)
+        return torch.cat([waves(p, f) for p in axes])
+
+    return turned(c, b, h, i, j, waves_of(c.pos[b, i]), waves_of(c.pos[b, j]))
 
 
 def p_rope(c: Case, b: int, h: int, i: int, j: int) -> Tensor:
@@ -298,8 +303,8 @@ VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options
     "position.layout=interleaved position.base=500", "position.fraction=0.5",
     "position.fraction=0.25 position.layout=interleaved", "position.spectrum=hope",
     "position.spectrum=rope_id position.fraction=0.5", "model.window=5 position.local_base=50",
-    "model.window=5 position.local_base=50 model.full_every=2", "position.bases=[50.0,500.0]")),
-    ("rope_2d", "position.layout=interleaved position.base=500"),
+    "model.window=5 position.local_base=50 model.full_every=2")),
+    ("rope_2d", "position.layout=interleaved position.base=500"), ("rope_2d", "position.prompt=9"),
     ("sinusoidal_qk", "position.layout=half position.base=500"), ("repo", "position.base=500"),
     ("sinusoidal_qk", "position.sine_alone=true position.base=500"),
     *(("p_rope", f"position.p={p} position.base=500") for p in (0.0, 0.2, 0.3, 1.0)),
@@ -325,7 +330,7 @@ def test_logits_are_the_formula(name: str, overrides: str, monkeypatch) -> None:
             monkeypatch.setattr(module, constant, PIECES[constant])
     if name not in TERMS:
         pytest.skip("write its formula in TERMS; where its angles are fp32, add it to TOLERANCE")
-    c, tolerance = Case(name, overrides, n_axes=2 if name == "rope_2d" else 1), TOLERANCE.get(name, 1e-9)
+    c, tolerance = Case(name, overrides), TOLERANCE.get(name, 1e-9)
     found = [c.found(Tq) for Tq in (T, 4, 1)]
     expected, plain = c.expected(TERMS[name]), c.expected(dot)
     assert name in ("none", *EMBEDDED) or "p=0.0" in overrides or (expected - plain).abs().max() > 0.1

@@ -263,10 +263,9 @@ def by_rows(attend_rows: Callable[[slice, slice], Tensor], Tq: int, Tk: int, n_r
     for start in starts:
         rows = slice(start, min(start + n_rows, Tq))
         first = Tk - Tq + start                                         # the index of its first query
+        start_of_chunk = first + 1 - chunk                              # at the earliest, in a document
         if mask.documents is None:
             start_of_chunk = first // chunk * chunk
-        else:
-            start_of_chunk = first + 1 - chunk                          # chunks begin with each document
         keys = slice(max(0, first + 1 - window, start_of_chunk), Tk - Tq + rows.stop)
         blocks.append(attend_rows(rows, keys))
     return torch.cat(blocks, dim=2)

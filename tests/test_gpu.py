@@ -22,6 +22,7 @@ from config import Config, load_config
 from evaluation.extension import EXTENSIONS, extended, parse
 from model import GPT
 from positions import ENCODINGS
+from positions.contract import starts_of
 from positions.scaling import SCALINGS
 from runtime.optimizer import make_optimizer
 
@@ -40,6 +41,8 @@ class Case(NamedTuple):
     overrides: tuple[str, ...] = ()
     is_packed: bool = False         # attention stays within documents
     skips: bool = False             # positions jump ahead, as in PoSE
+    restarts: bool = False          # positions begin anew with each packed document
+    length: int = T                 # tokens
 
 
 SCALED = {
@@ -65,6 +68,14 @@ CASES = {
     "documents": Case(is_packed=True),
     "documents, flex": Case((FLEX,), is_packed=True),
     "t5, documents, flex": Case(("position.encoding=t5", FLEX), is_packed=True),
+    **{f"t5, {n} tokens, flex": Case(("position.encoding=t5", FLEX), length=n) for n in (129, 1000)},
+    **{f"window, sink, {n} tokens, flex": Case(("model.window=50", "model.sink=head", FLEX), length=n)
+       for n in (129, 1000)},
+    "t5, sink, documents, flex": Case(("position.encoding=t5", "model.sink=head", FLEX), is_packed=True),
+    "scale-invariant, flex": Case(("position.scale_invariant=10", FLEX)),
+    "sink": Case(("model.sink=head",)),
+    "documents that restart": Case(is_packed=True, restarts=True),
+    "t5, documents that restart": Case(("position.encoding=t5",), is_packed=True, restarts=True),
     "alibi, skips": Case(("position.encoding=alibi",), skips=True),
     "gpt2's block": Case(("model.norm=layernorm", "model.mlp=gelu", "model.bias=true", "model.tied=true")),
     "relu2": Case(("model.mlp=relu2", "model.qkv_bias=true")),
@@ -120,11 +131,14 @@ def training(case: Case, device: str, dtype: torch.dtype, is_compiled: bool = Fa
     model = make_model(load_config(ROOT / "configs" / "quick.toml", [*SHAPE, *case.overrides])).to(device)
     if dtype == torch.float64:
         model = model.double()
-    ids = tokens((BATCH_SIZE, T + 1), 2, VOCAB_SIZE).to(device)
+    ids = tokens((BATCH_SIZE, case.length + 1), 2, VOCAB_SIZE).to(device)
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    index = torch.arange(T, device=device)
-    given = {"documents": (x < 5).cumsum(-1) if case.is_packed else None,
-             "positions": index + 70 * (index >= 80) if case.skips else None}
+    documents = (x < 5).cumsum(-1) if case.is_packed else None
+    index = torch.arange(case.length, device=device)
+    positions = index + 70 * (index >= 80) if case.skips else None
+    if case.restarts:
+        positions = index - starts_of(documents)
+    given = {"documents": documents, "positions": positions}
     backend = "inductor" if device == "cuda" else "eager"               # minutes of C++ on a CPU
     call = torch.compile(model, dynamic=False, backend=backend) if is_compiled else model
     with torch.autocast(device, dtype, enabled=dtype in LOW):

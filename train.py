@@ -91,14 +91,9 @@ def micro_batches(corpus: Corpus, config: Config, process: Process,
     batch = list(corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size))
     n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
     n_own = [int((y != IGNORED).sum()) for y in batch[1].chunk(t.accumulate)]
-    T = [t.seq_len, *(length for first, length in t.lengths.items() if int(first) <= step)][-1]
-    if t.positions != "plain":
-        short = t.model_copy(update={"seq_len": T, "batch_size": t.batch_size * t.seq_len // T})
-        positions = training_positions(short, step).view(t.batch_size, t.seq_len)       # type: ignore[union-attr]
+    positions = training_positions(t, step)
+    if positions is not None:
         batch.append(positions[process.rank::process.world_size])
-    batch = [x.reshape(-1, T) for x in batch]           # train.lengths cuts the windows: the same tokens
-    if corpus.bos:                                      # a cut window opens as a whole one does
-        batch[0][:, 0] = corpus.meta["eot"]
     if process.device.type not in ("cpu", "mps"):
         batch = [x.pin_memory() for x in batch]         # from there a GPU copies while the CPU goes on
     inputs, targets, *given = (x.to(process.device, non_blocking=True).chunk(t.accumulate) for x in batch)

@@ -25,8 +25,6 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "{config} run.dir={mine}", ["{mine}", "run.dir"]),
     ("train", "{config} train.device=cuda", ["train.device", "cuda"]),
     ("train", "{config} position.rotate_values=true position.heads=[0]", ["unset with rotate_values"]),
-    ("train", "{config} train.lengths={{0=7}}", ["train.lengths", "seq_len"]),
-    ("train", "{config} train.lengths={{0=12,1=32}} --dry-run", ["train.lengths", "which each must divide"]),
     ("train", "{config} train.dtype=float16 train.parallel=fsdp", ["bfloat16 or ddp"]),
     ("train", "{config} --no-such-option", ["--no-such-option"]),
     ("train", "{config} --lr 1e-3", ["train.lr="]),

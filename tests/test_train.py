@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from conftest import ROOT, assert_equal_runs, call, every_encoding_slowly, lively, metrics, slow_except
-from torch import Tensor
 
 import train as train_module
 from base.errors import UserError
@@ -28,7 +27,7 @@ from runtime.device import missing_compiler, should_compile
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
 from runtime.run import Run, git_revision
-from train import learning_rate, micro_batches, train, training_loop, validate
+from train import learning_rate, train, training_loop, validate
 
 CPU = Process(torch.device("cpu"))
 
@@ -278,28 +277,6 @@ def test_an_overflow_halves_the_scale_and_is_not_a_bad_step(tiny, monkeypatch) -
     assert lines[0]["grad_norm"] is None and not any("n_bad" in line for line in lines)
     state = json.loads((Path(config.run.dir) / "checkpoints" / "00000008" / "state.json").read_text())
     assert state["scaler"]["scale"] <= 2.0**39
-
-
-def test_lengths_change_the_windows_not_the_tokens_of_a_step(tiny, tmp_path: Path, monkeypatch) -> None:
-    seen, seeds, forward = [], [], GPT.forward
-
-    def noted(self: GPT, x: Tensor, *arguments: object, **options: object) -> Tensor:
-        seen.extend([x] * self.training)
-        seeds.extend([torch.initial_seed()] * self.training)
-        return forward(self, x, *arguments, **options)
-
-    monkeypatch.setattr(GPT, "forward", noted)
-    assert train(tiny("rope", "train.lengths={0 = 8, 5 = 16, 9 = 32}"), []) == 0
-    shapes = [tuple(x.shape) for x in seen]
-    assert train(tiny("rope", f"run.dir={tmp_path / 'whole'}"), []) == 0
-    assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(seen[:12], seen[12:], strict=True))
-    assert shapes == [(16, 8)] * 5 + [(8, 16)] * 4 + [(4, 32)] * 3
-    assert len({*seeds}) == 12 and seeds[:12] == seeds[12:]             # of dropout: a function of the step
-    config = tiny("rope", "data.bos=true", "train.lengths={0 = 8, 5 = 32}", "train.positions=pose",
-                  "train.position_range=64")
-    corpus, process = Corpus(config.data.dir, bos=True), Process(torch.device("cpu"))
-    (x, _, at, *_), = micro_batches(corpus, config, process, 0)         # a cut window opens as a whole one
-    assert x.shape == at.shape == (16, 8) and (x[:, 0] == 256).all() and (at[:, 0] == 0).all()
 
 
 def test_the_best_checkpoint_is_kept_and_opened(tiny, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -131,9 +131,6 @@ class TrainConfig(Section):
     """micro-batches per step, to save memory; divides batch_size"""
     seq_len: int = Field(256, ge=2)
     """tokens per sequence: the training length L"""
-    lengths: dict[Annotated[str, Field(pattern="^[0-9]+$")], Annotated[int, Field(ge=2)]] = {}
-    """training lengths from a step on, such as { 0 = 128, 2000 = 512 }, the last of them seq_len, which
-    each must divide. A step always has the same tokens: its windows are cut"""
     init_from: str = ""
     """a run or a Hugging Face folder whose weights initialise this run. It also provides [model], [position]
     and seq_len where the config does not set them; a longer seq_len fine-tunes the weights"""
@@ -200,6 +197,7 @@ REMOVED: dict[str, str] = {
     "position.encoding=tapa": "transformer_xl is left",
     "position.encoding=wall": "forgetting and path_fox are left",
     "model.sink=token": "sink = head is left",
+    "train.lengths": "a short run and train.init_from do the same",
 }
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
 
@@ -286,7 +284,6 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     """Rules between keys that the config breaks: section.key, and the rule."""
     d, m, p, t = config.data, config.model, config.position, config.train
     least = 0 if t.positions == "plain" else t.seq_len
-    firsts, lengths = [*map(int, t.lengths)], [*t.lengths.values()]
     kind = ENCODINGS[p.encoding]
     rules = [
         ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
@@ -297,9 +294,6 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
         ("train", "accumulate", t.batch_size % t.accumulate, f"must divide batch_size = {t.batch_size}"),
-        ("train", "lengths", lengths and (firsts != sorted({0, *firsts}) or lengths[-1] != t.seq_len)
-         or any(t.seq_len % length for length in lengths),
-         f"must begin at step 0, rise by step, and end in seq_len = {t.seq_len}, which each must divide"),
         ("train", "dtype", t.dtype == "float16" and t.parallel == "fsdp",
          "is not scaled under parallel = fsdp; use bfloat16 or ddp"),
         ("train", "position_range", t.position_range < least or t.position_range > least == 0,

@@ -51,7 +51,7 @@ from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
 from runtime.checkpoint import open_run
 from runtime.device import dtype_name, set_up_cpu
-from runtime.run import git_revision
+from runtime.run import code_changes, git_revision
 
 TESTED_BY = {name: task.protocols for name, task in TASKS.items() if task.protocols}
 # of --extend all: what needs no options
@@ -168,7 +168,8 @@ def main() -> None:
             "position": config.position.model_dump(mode="json"), "positions": config.train.positions,
             "position_range": config.train.position_range, "seed": settings.seed,
             "dtype": dtype_name(config.train, next(model.parameters()).device),
-            "train_dtype": (run.state or {}).get("dtype") or run.config.train.dtype, "commit": git_revision(),
+            "train_dtype": (run.state and run.state.dtype) or run.config.train.dtype,
+            "commit": git_revision(code_changes()),
             "settings": evaluation.deciding()}
     title = f"{encoding}, {'dropped, ' * model.is_dropped}trained at L = {L}"
     measured = "generated documents"

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import FLEX_DEVICES, Bias, Mask, attend, with_block_masks
-from base.loss import mean_loss
+from base.loss import cross_entropy
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.switches import TEMPERATURES, ScaleInvariant, Temperature, Tempered
@@ -190,6 +190,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
+    With reduction="sum" it returns the sum of the losses.
     `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's.
     `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see one another;
     it excludes a cache. Raises ValueError for wrong positions.
@@ -272,11 +273,13 @@ class GPT(nn.Module):
         return Cache(len(self.blocks))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
-                cache: Cache | None = None, documents: Tensor | None = None) -> Tensor:
+                cache: Cache | None = None, documents: Tensor | None = None,
+                reduction: str = "mean") -> Tensor:
         x = self.hidden(tokens, positions, cache, documents)            # (B, T, C)
         if targets is None:
             return self.logits(x)                                       # (B, T, V)
-        return mean_loss(x.flatten(0, 1), (self.head or self.embedding).weight, targets.flatten())
+        head = (self.head or self.embedding).weight                     # (V, C)
+        return cross_entropy(x.flatten(0, 1), head, targets.flatten(), reduction)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
                documents: Tensor | None = None, last: int | None = None) -> Tensor:

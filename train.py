@@ -10,13 +10,14 @@ limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward U
 
 from __future__ import annotations
 
+import functools
 import math
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -27,92 +28,72 @@ from base.errors import UserError
 from base.files import finite
 from base.loss import IGNORED
 from config import Config, TrainConfig, load_config, to_toml
-from data.loader import Corpus, training_positions
+from data.loader import Corpus
 from data.tokenizer import byte_lengths, tokenizer_of
 from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
 from runtime.device import autocast, dtype_name, missing_compiler, pick_device, set_up_cpu, should_compile
 from runtime.help import help_text
-from runtime.log import Log, say
+from runtime.log import Log, echo
 from runtime.optimizer import make_optimizer, set_learning_rate
 from runtime.parallel import Process
-from runtime.run import Ended, Run, describe, is_finished, make_run, open_corpus, read_summary, resume
+from runtime.run import (
+    EarlyEnd,
+    TrainingRun,
+    code_changes,
+    describe,
+    git_revision,
+    is_finished,
+    make_run,
+    open_corpus,
+    read_summary,
+    resume,
+)
 
 VAL_TOKENS = 16_384         # most tokens in a validation batch
 SIGNALS = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1")     # they save, then end
            if hasattr(signal, f"SIG{name}")]                            # Windows has two of them
 
 
-def training_loop(run: Run) -> None:
-    """Train from the step of the run to the end. Raises Ended after a signal or too many bad steps."""
-    config, t, process = run.config, run.config.train, run.process
+def training_loop(run: TrainingRun) -> None:
+    """Train from the step of the run to the end. Raises EarlyEnd after a signal or too many bad steps."""
+    t, process = run.config.train, run.process
     model, optimizer, scaler = run.parallel_model, run.optimizer, run.scaler
     in_dtype = autocast(t, process.device)
     model.train()
-    for step in range(run.state["step"], t.steps):                      # step counts the updates made
+    for step in range(run.state.step, t.steps):                         # step counts the updates made
         set_learning_rate(optimizer, learning_rate(step, t))
-        # dropout is a function of the step, so that a resumed run draws what an uninterrupted one does
+        # windows and dropout are functions of the step: a resumed run draws what an uninterrupted one does
+        batch = run.corpus.batch(t, step, process.rank, process.world_size).to(process.device)
         torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)
+        # forward and backward, in parts if the whole batch would not fit the memory: gradients add up
         losses = []
-        parts = micro_batches(run.corpus, config, process, step)
-        for part, (x, y, positions, documents, divisor) in enumerate(parts, start=1):
+        for number, part in enumerate(batch.split(t.accumulate), start=1):
             if process.world_size > 1:
-                # gradients add up in each process, and are averaged once, in the last backward pass
-                parallel.sync_gradients(model, is_on=part == t.accumulate)
+                # the processes average their gradients once, in the last backward pass
+                parallel.sync_gradients(model, is_on=number == t.accumulate)
             with in_dtype:                                              # matrix products, perhaps in bfloat16
-                loss = model(x, y, positions, documents=documents) / divisor
+                loss_sum = model(part.inputs, part.targets, part.positions, documents=part.documents,
+                                 reduction="sum")
+            loss = loss_sum / batch.n_scored                            # the share of this part in the mean
             scaler.scale(loss).backward()           # in float16, else it returns the loss itself
             losses.append(loss.detach())
+        # all gradients are there: clip them by their norm, under FSDP2 over all shards
         scaler.unscale_(optimizer)
-        # the norm of all gradients, under FSDP2 of all shards, as it was before clipping
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
         loss = torch.stack(losses).sum()
-        loss_and_norm = torch.stack((loss, grad_norm)) if process.world_size == 1 else (
-            parallel.mean_and_largest(process, loss, grad_norm))
-        # a step that is not finite changes nothing: the optimizer reads this number on the device, as with
-        # GradScaler, so a GPU is not waited for
+        if process.world_size == 1:
+            loss_and_norm = torch.stack((loss, grad_norm))
+        else:
+            loss_and_norm = parallel.mean_and_largest(process, loss, grad_norm)
+        # update the weights; a step that is not finite changes nothing: the optimizer reads this number on
+        # the device, as with GradScaler, so a GPU is not waited for
         optimizer.found_inf = (~loss_and_norm.isfinite().all()).float()  # type: ignore[attr-defined]
         optimizer.step()
         scaler.update()                                                 # lower after an overflow
         optimizer.zero_grad(set_to_none=True)                           # None frees the memory for validation
         run.after_step(loss_and_norm)                                   # log, validate, save, stop
-
-
-def micro_batches(corpus: Corpus, config: Config, process: Process,
-                  step: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]]:
-    """The batch of a step in train.accumulate parts: inputs, targets (b, T), positions, documents, divisor.
-
-    Positions are None if they are plain; documents are None unless attention has to stay within them.
-    With several processes these are the sequences of this one. The mean losses of the parts, each divided by
-    its divisor (train.accumulate, unless a mask leaves out targets), add up to the mean loss of the batch.
-    """
-    t = config.train
-    batch = list(corpus.batch(t.seq_len, t.batch_size, t.seed, step, process.rank, process.world_size))
-    n_scored = corpus.n_scored(t.seq_len, t.batch_size, t.seed, step) / process.world_size
-    n_own = [int((y != IGNORED).sum()) for y in batch[1].chunk(t.accumulate)]
-    T = [t.seq_len, *(length for first, length in t.lengths.items() if int(first) <= step)][-1]
-    if t.positions != "plain":
-        short = t.model_copy(update={"seq_len": T, "batch_size": t.batch_size * t.seq_len // T})
-        positions = training_positions(short, step).view(t.batch_size, t.seq_len)       # type: ignore[union-attr]
-        batch.append(positions[process.rank::process.world_size])
-    batch = [x.reshape(-1, T) for x in batch]           # train.lengths cuts the windows: the same tokens
-    if corpus.bos:                                      # a cut window opens as a whole one does
-        batch[0][:, 0] = corpus.meta["eot"]
-    if process.device.type not in ("cpu", "mps"):
-        batch = [x.pin_memory() for x in batch]         # from there a GPU copies while the CPU goes on
-    inputs, targets, *given = (x.to(process.device, non_blocking=True).chunk(t.accumulate) for x in batch)
-    for part, (x, y, n) in enumerate(zip(inputs, targets, n_own, strict=True)):
-        # without targets the mean is NaN; any others do, since the loss is divided by infinity
-        y, divisor = (y, n_scored / n) if n else (x, math.inf)
-        yield x, y, given[0][part] if given else None, packed_documents(x, config, corpus), divisor
-
-
-def packed_documents(tokens: Tensor, config: Config, corpus: Corpus) -> Tensor | None:
-    """The document number of each token (B, T) if attention must stay within documents, else None."""
-    if config.data.cross_documents != "mask":
-        return None
-    return (tokens == corpus.meta["eot"]).cumsum(dim=-1)        # the separator opens a document
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:
@@ -143,13 +124,14 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
     for first in range(0, len(batches), process.world_size):
         number = first + process.rank
         # FSDP gathers weights in all processes: one without a batch left repeats the last, uncounted
-        inputs, targets = (x.to(device) for x in batches[min(number, len(batches) - 1)])
+        batch = batches[min(number, len(batches) - 1)].to(device)
         with autocast(t, device):
-            loss = model(inputs, targets, documents=packed_documents(inputs, config, corpus))
-        scored = targets[targets != IGNORED]
-        if number < len(batches) and scored.numel():
-            sums[number, 0] = loss.item() * scored.numel()
-            sums[number, 1], sums[number, 2] = scored.numel(), n_bytes_of[scored].sum()
+            loss = model(batch.inputs, batch.targets, documents=batch.documents)
+        if number < len(batches) and batch.n_scored:
+            scored = batch.targets[batch.targets != IGNORED]
+            sums[number, 0] = loss.item() * batch.n_scored
+            sums[number, 1] = batch.n_scored
+            sums[number, 2] = n_bytes_of[scored].sum()
     model.train()
     nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
     return {"val_loss": finite(nll / max(1, n)), "val_bpb": finite(nll / math.log(2) / max(1, n_bytes))}
@@ -173,52 +155,63 @@ def train(config: Config, stop: list[int]) -> int:
 
 def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
     """Start or resume the run in its folder, which this process has locked; return the exit code."""
-    t, is_several = config.train, process.world_size > 1
+    t = config.train
+    is_several = process.world_size > 1
     dtype = dtype_name(t, process.device)
+    # the model and its optimizer
     torch.manual_seed(t.seed)
     model = GPT(config)
     limit = model.encoding.max_length
     if limit and t.position_range > limit:
         raise UserError(f"train.position_range: {config.position.encoding} ends at position {limit} (got "
                         f"{t.position_range}); use train.positions=plain or choose another encoding")
-    parallel_model = parallel.parallelize(model, config, process) if is_several else model.to(process.device)
+    parallel_model: Any = model.to(process.device) if not is_several else (
+        parallel.parallelize(model, config, process))
     optimizer = make_optimizer(model, config)
+    # the state of the newest checkpoint, if there is one, and the folder
+    changes = code_changes()
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
-    state = resume(config, model, optimizer, tokenizer, dtype)
+    state = resume(config, model, optimizer, tokenizer, dtype, git_revision(changes))
     if is_several:      # every process waits here until all have read the folder: now it may change
         parallel.require_agreement(process, {
-            "config": to_toml(config), "corpus": corpus.meta, "code": state["revisions"],
-            "dtype": dtype, "checkpoint": [state[key] for key in ("step", "sha256", "init_sha256")]})
+            "config": to_toml(config), "corpus": corpus.meta, "code": state.revisions, "dtype": dtype,
+            "checkpoint": [state.step, state.sha256, state.init_sha256]})
     if process.rank == 0:
-        make_run(run_dir, config, corpus)
+        make_run(run_dir, config, corpus, changes)
+    # the machine
     is_compiled = should_compile(model, t, process.device)
-    if is_compiled and (missing := missing_compiler(process.device)):
+    missing = missing_compiler(process.device) if is_compiled else ""
+    if missing:
         is_compiled = False
-        say(f"torch.compile needs {missing}, which is not here: training without it, more slowly")
-    devices = f"{process.world_size} x {process.device.type} by {t.parallel}"
-    say(describe(config, corpus, model, f"{devices if is_several else process.device}, {dtype}, compile "
-                                        f"{'on' if is_compiled else 'off'}, seed {t.seed}"))
+        echo(f"torch.compile needs {missing}, which is not here: training without it, more slowly")
+    devices = str(process.device)
+    if is_several:
+        devices = f"{process.world_size} x {process.device.type} by {t.parallel}"
+    compiling = "on" if is_compiled else "off"
+    echo(describe(config, corpus, model, f"{devices}, {dtype}, compile {compiling}, seed {t.seed}"))
     if is_compiled:
-        parallel_model = torch.compile(parallel_model)                  # type: ignore[assignment]
-
+        parallel_model = torch.compile(parallel_model)
     scaler = torch.amp.GradScaler(process.device.type, enabled=dtype == "float16")
-    if state.get("scaler"):
-        scaler.load_state_dict(state["scaler"])
-    n_bytes_of = torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
-    run = Run(config, corpus, model, parallel_model, optimizer, process,
-              lambda: validate(model, corpus, n_bytes_of, config, process), state, stop,
-              Log(run_dir, config, state) if process.rank == 0 else None, scaler)
+    if state.scaler:
+        scaler.load_state_dict(state.scaler)
+    log = Log(run_dir, config, state) if process.rank == 0 else None
+    n_bytes_of = functools.cache(lambda: torch.from_numpy(byte_lengths(tokenizer)).to(process.device))
+    run = TrainingRun(config, corpus, model, parallel_model, optimizer, process,
+                      lambda: validate(model, corpus, n_bytes_of(), config, process),
+                      state, stop, log, scaler)
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing
-    handlers = {number: signal.signal(number, lambda number, frame: stop.append(number))
-                for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}        # by nohup
+    handlers = {}
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:              # as nohup ignores SIGHUP
+            handlers[number] = signal.signal(number, lambda number, frame: stop.append(number))
     try:
         training_loop(run)
-    except Ended as end:
+    except EarlyEnd as end:
         code, message = end.args
         if process.rank == 0 and code == 3:
             print(message, file=sys.stderr)
         elif process.rank == 0:
-            say(message)
+            echo(message)
         return code
     finally:
         for number, handler in handlers.items():

@@ -9,8 +9,8 @@ target. A corpus may have a mask of targets, SPLIT.mask.bin, a byte for each tok
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +25,59 @@ from config import TrainConfig
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
-MIX = 1000      # samples in which each corpus of a mixture has its share exactly
+MIX = 1000      # windows in which each corpus of a mixture has its share exactly
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows of a corpus, as the model takes them.
+
+    `n_scored` is the number of targets in the whole step that are scored, divided by the number of processes.
+    The losses of a step's targets over n_scored, added over its parts and averaged over processes, are the
+    mean loss of the step.
+    """
+
+    inputs: Tensor                          # (B, T)
+    targets: Tensor                         # (B, T); IGNORED where the corpus' mask leaves one out
+    n_scored: float
+    positions: Tensor | None = None         # (B, T); None: 0 ... T - 1
+    documents: Tensor | None = None         # (B, T), a number each; None: attention crosses them
+
+    def split(self, n: int) -> Iterator[Batch]:
+        """The batch in n parts of equal size, each with the n_scored of the whole."""
+        size = len(self.inputs) // n
+        for first in range(0, len(self.inputs), size):
+            rows = slice(first, first + size)
+            positions = None if self.positions is None else self.positions[rows]
+            documents = None if self.documents is None else self.documents[rows]
+            yield Batch(self.inputs[rows], self.targets[rows], self.n_scored, positions, documents)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        is_pinned = device.type not in ("cpu", "mps")   # from there a GPU copies while the CPU goes on
+
+        def copy(x: Any) -> Any:
+            if x is not None and is_pinned:
+                x = x.pin_memory()
+            return x if x is None else x.to(device, non_blocking=True)
+
+        return Batch(copy(self.inputs), copy(self.targets), self.n_scored, copy(self.positions),
+                     copy(self.documents))
 
 
 class Corpus:
     """A prepared corpus; opening it checks sizes and offsets, and ids are checked as they are read.
 
     Raises UserError with the problem and its fix. `cross_documents` "never" keeps windows inside documents;
-    generated documents are windows anyway (`stays_inside`). With a mixture, other corpora have the given
-    shares of the training windows, to the nearest of MIX, and this one the rest; validation is on this one.
-    Windows of the first `mixture_only` steps come from the others alone, in proportion to their shares. With
-    `bos` the first input of each window is the separator. Only the files of the given splits are opened.
+    generated documents are windows anyway (`stays_inside`). With `bos` the first input of each window is the
+    separator. Only the files of the given splits are opened.
     """
 
-    def __init__(self, folder: str | Path, cross_documents: str = "attend",
-                 mixture: Mapping[str, float] | None = None, splits: Sequence[str] = SPLITS,
-                 bos: bool = False, mixture_only: int = 0) -> None:
-        self.folder, self.bos, self.mixture_only = Path(folder), bos, mixture_only
-        twice = lru_cache(maxsize=2)                                    # a batch may straddle two
-        self.epoch, self.mix = twice(self._epoch), twice(self._mix)
-        self.windows = lru_cache(self._windows)
-        self.starts_inside = twice(self._starts_inside)                 # of each split
+    def __init__(self, folder: str | Path, cross_documents: str = "attend", bos: bool = False,
+                 splits: Sequence[str] = SPLITS) -> None:
+        self.folder, self.bos = Path(folder), bos
         self.meta = read_meta(self.folder / "meta.json")
+        self.is_packed = cross_documents == "mask"
         self.stays_inside = cross_documents == "never" or "task" in self.meta
         self.vocab_size: int = self.meta["vocab_size"]
         self.tokens: dict[str, np.ndarray] = {}                         # ids (n_tokens,), memory-mapped
@@ -54,31 +85,24 @@ class Corpus:
         self.masks: dict[str, np.ndarray | None] = {}                   # (n_tokens,) or None: all are scored
         for split in splits:
             self._open(split)
-        mixture = dict(sorted((mixture or {}).items()))     # the order in a config makes no difference
-        self.corpora = [self, *(Corpus(name, cross_documents, splits=splits) for name in mixture)]
-        shares = [round(share * MIX) for share in mixture.values()]
-        self.counts = [MIX - sum(shares), *shares]                      # of each corpus in MIX samples
-        bounds = [round(MIX * part / max(1, sum(shares))) for part in itertools.accumulate([0, *shares])]
-        self.first_counts = [0, *np.diff(bounds).tolist()]              # the same in the first steps
-        for name, share, count in zip([folder, *mixture], [1.0, *mixture.values()], self.counts, strict=True):
-            if count < 1 or share < 1 / MIX:
-                raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to {name}")
-        for name, other in zip(mixture, self.corpora[1:], strict=True):
-            if any(other.meta[key] != self.meta[key] for key in ("tokenizer", "vocab_size", "eot")):
-                names = [corpus.meta["tokenizer"]["name"] for corpus in (other, self)]
-                raise UserError(f"data.mixture {name}: its tokenizer is {names[0]}, data.dir {folder} has "
-                                f"{names[1]}, or another of that name; prepare both with one")
-            self.meta.setdefault("mixture", {})[name] = other.meta
+        # what is slow to compute is kept: windows inside documents, and the newest epoch, by their arguments
+        self.inside: dict[tuple[str, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.newest_epoch: tuple[tuple[int, ...], np.ndarray] = ((), np.array([]))
 
     def _open(self, split: str) -> None:
         """Open the files of a split, after checking their sizes and the documents' bounds."""
-        about, dtype = self.meta["splits"][split], np.dtype(self.meta["dtype"])
+        about = self.meta["splits"][split]
+        dtype = np.dtype(self.meta["dtype"])
         has_mask = f"{split}.mask.bin" in about["sha256"]
+        item_sizes = {f"{split}.bin": dtype.itemsize}
+        if has_mask:
+            item_sizes[f"{split}.mask.bin"] = 1
         try:
-            for name, size in ((f"{split}.bin", dtype.itemsize), (f"{split}.mask.bin", 1))[:1 + has_mask]:
-                found = (self.folder / name).stat().st_size
-                if found != about["tokens"] * size:
-                    raise ValueError(f"{name} has {found:,} bytes, not {about['tokens'] * size:,}")
+            for name, item_size in item_sizes.items():
+                n_bytes = (self.folder / name).stat().st_size
+                expected = about["tokens"] * item_size
+                if n_bytes != expected:
+                    raise ValueError(f"{name} has {n_bytes:,} bytes, not {expected:,}")
             offsets = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False).astype(np.int64)
             if len(offsets) != about["documents"] + 1 or offsets[-1] != about["tokens"]:
                 raise ValueError(f"{split}.idx.npy does not fit {about['documents']:,} documents")
@@ -91,7 +115,8 @@ class Corpus:
     def read(self, split: str, start: int, end: int | None = None) -> np.ndarray:
         """The ids of a split from start to end, after checking that they are in the vocabulary."""
         ids = self.tokens[split][start:end]
-        if (largest := int(ids.max())) >= self.vocab_size:
+        largest = int(ids.max())
+        if largest >= self.vocab_size:
             raise UserError(f"corpus {self.folder}: {split}.bin holds id {largest}, beyond its vocabulary of "
                             f"{self.vocab_size}; prepare it again with data/prepare.py")
         return ids
@@ -101,112 +126,184 @@ class Corpus:
         tokens = self.read(split, 0)
         return [tokens[start:end] for start, end in itertools.pairwise(self.offsets[split])]
 
-    def _windows(self, split: str, seq_len: int) -> int:
+    def windows(self, split: str, seq_len: int) -> int:
         """Number of windows of seq_len inputs and targets; in train, an epoch. Raises UserError if none."""
         n_tokens = len(self.tokens[split])
-        n_windows = (n_tokens - 1) // seq_len
         if self.stays_inside:
             n_windows = len(self.starts_inside(split, seq_len)[0])
+        else:
+            n_windows = (n_tokens - 1) // seq_len
         if n_windows < 1:
             inside = " inside its documents" if self.stays_inside else ""
             raise UserError(f"corpus {self.folder}: {split} has {n_tokens} tokens, too few{inside} for one "
                             f"window of train.seq_len = {seq_len} and a target; shorten it or add text")
-        has_offset = split == "train" and not self.stays_inside         # a random one in each epoch
-        return max(1, n_windows - 1) if has_offset else n_windows
+        if split == "train" and not self.stays_inside:
+            return max(1, n_windows - 1)                # room for a random offset in each epoch
+        return n_windows
 
-    def require_windows(self, seq_len: int) -> None:
-        """Raise UserError unless each corpus can be trained on, and this one validated on."""
-        for corpus in self.corpora:
-            task = corpus.meta.get("task")
-            if task and task["length"] != seq_len:
-                raise UserError(f"corpus {corpus.folder}: its documents are windows of {task['length']} "
-                                f"tokens, but train.seq_len is {seq_len}; set that one, or prepare the "
-                                f"corpus again with --length {seq_len}")
-            corpus.windows("train", seq_len)
-        self.windows("val", seq_len)
+    def starts_inside(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Windows inside documents: their first tokens, their documents; and each document's spare tokens."""
+        key = (split, seq_len)
+        if key not in self.inside:
+            offsets = self.offsets[split]
+            n_windows, n_spare = np.divmod(np.diff(offsets) - 1, seq_len)
+            document = np.repeat(np.arange(len(n_windows)), n_windows)
+            n_before = np.cumsum(n_windows) - n_windows                 # windows of earlier documents
+            within = np.arange(len(document)) - n_before[document]
+            self.inside[key] = (offsets[document] + within * seq_len, document, n_spare)
+        return self.inside[key]
 
-    def batch(self, seq_len: int, batch_size: int, seed: int, step: int,
-              rank: int = 0, world_size: int = 1) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (batch_size / world_size, seq_len) of a step, from the arguments alone."""
-        return self.stack("train", seq_len, self.places(seq_len, batch_size, seed, step, rank, world_size))
+    def require_windows(self, seq_len: int, splits: Sequence[str] = SPLITS) -> None:
+        """Raise UserError unless each split has a window; those of a task are its documents."""
+        task = self.meta.get("task")
+        if task and task["length"] != seq_len:
+            raise UserError(f"corpus {self.folder}: its documents are windows of {task['length']} tokens, "
+                            f"but train.seq_len is {seq_len}; set that one, or prepare the corpus again "
+                            f"with --length {seq_len}")
+        for split in splits:
+            self.windows(split, seq_len)
 
-    def places(self, seq_len: int, batch_size: int, seed: int, step: int,
-               rank: int = 0, world_size: int = 1) -> list[tuple[Corpus, int]]:
-        """Corpus and first token of each window of a batch.
-
-        An epoch of a corpus is a permutation of its windows. The ranks take samples in turn, so that together
-        they have the same batch for any world size. The first steps, in which the other corpora of a mixture
-        are alone, count their samples by themselves.
-        """
-        is_first, places = step < self.mixture_only, []
-        counts = self.first_counts if is_first else self.counts
-        for sample in range(step * batch_size + rank, (step + 1) * batch_size, world_size):
-            number, index = 0, sample if is_first else sample - self.mixture_only * batch_size
-            if len(self.corpora) > 1:       # which one, and how many samples were drawn from it before
-                mix, i = divmod(index, MIX)
-                numbers = self.mix(seed, mix, is_first)
-                number = int(numbers[i])
-                index = mix * counts[number] + int((numbers[:i] == number).sum())
-            corpus = self.corpora[number]
-            epoch, window = divmod(index, corpus.windows("train", seq_len))
-            starts = corpus.epoch(seq_len, seed, epoch, number + is_first * len(self.corpora))
-            places.append((corpus, int(starts[window])))
-        return places
-
-    def n_scored(self, seq_len: int, batch_size: int, seed: int, step: int) -> int:
-        """Number of targets that are scored in the batch of a step, of all ranks."""
-        if all(corpus.masks["train"] is None for corpus in self.corpora):
-            return batch_size * seq_len
-        _, targets = self.batch(seq_len, batch_size, seed, step)
-        return int((targets != IGNORED).sum())
-
-    def stack(self, split: str, seq_len: int, places: Sequence[tuple[Corpus, int]]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T) of windows; targets that a mask leaves out are IGNORED."""
-        ids = np.stack([corpus.read(split, start, start + seq_len + 1) for corpus, start in places])
-        inputs, targets = (torch.from_numpy(part.astype(np.int64)) for part in (ids[:, :-1], ids[:, 1:]))
-        for row, (corpus, start) in enumerate(places):
-            if (mask := corpus.masks[split]) is not None:
-                targets[row][torch.from_numpy(~mask[start + 1:start + seq_len + 1])] = IGNORED
-        if self.bos:
-            inputs[:, 0] = self.meta["eot"]
-        return inputs, targets
-
-    def val_batches(self, seq_len: int, batch_size: int, n_windows: int) -> list[tuple[Tensor, Tensor]]:
-        """Batches of n_windows validation windows (0: all), evenly spaced and always the same."""
-        available = self.windows("val", seq_len)
-        count = min(n_windows or available, available)
-        chosen = np.arange(count) * available // count
-        starts = self.starts_inside("val", seq_len)[0][chosen] if self.stays_inside else chosen * seq_len
-        places = [(self, start) for start in starts.tolist()]
-        return [self.stack("val", seq_len, places[i:i + batch_size]) for i in range(0, count, batch_size)]
-
-    def _epoch(self, seq_len: int, *seed: int) -> np.ndarray:
+    def epoch(self, seq_len: int, *seed: int) -> np.ndarray:
         """First tokens of the windows of an epoch, in the order of training.
 
         Each epoch draws new offsets, one for the corpus or one per document, so that a token has a different
         position in each epoch.
         """
+        key = (seq_len, *seed)
+        if self.newest_epoch[0] == key:                 # training goes forward: no older one is asked again
+            return self.newest_epoch[1]
         rng = np.random.default_rng(seed)
-        n_windows = self.windows("train", seq_len)
-        if not self.stays_inside:
+        if self.stays_inside:
+            starts, document, n_spare = self.starts_inside("train", seq_len)
+            order = rng.permutation(starts + rng.integers(n_spare + 1)[document])
+        else:
+            n_windows = self.windows("train", seq_len)
             offset = int(rng.integers(len(self.tokens["train"]) - n_windows * seq_len))
-            return offset + rng.permutation(n_windows) * seq_len
-        starts, document, n_spare = self.starts_inside("train", seq_len)
-        return rng.permutation(starts + rng.integers(n_spare + 1)[document])
+            order = offset + rng.permutation(n_windows) * seq_len
+        self.newest_epoch = (key, order)
+        return order
 
-    def _starts_inside(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Windows inside documents: their first tokens, their documents; and each document's spare tokens."""
-        offsets = self.offsets[split]
-        n_windows, n_spare = np.divmod(np.diff(offsets) - 1, seq_len)
-        document = np.repeat(np.arange(len(n_windows)), n_windows)
-        before = np.cumsum(n_windows) - n_windows                       # windows of earlier documents
-        within = np.arange(len(document)) - before[document]
-        return offsets[document] + within * seq_len, document, n_spare
+    def start(self, seq_len: int, index: int, seed: int, stream: int = 0) -> int:
+        """First token of window number `index`, counted over all epochs; each stream has other orders."""
+        epoch, window = divmod(index, self.windows("train", seq_len))
+        return int(self.epoch(seq_len, seed, epoch, stream)[window])
 
-    def _mix(self, seed: int, mix: int, is_first: bool) -> np.ndarray:
-        """The numbers of the corpora of MIX samples, each as often as its share, in random order."""
-        order = np.repeat(np.arange(len(self.corpora)), self.first_counts if is_first else self.counts)
-        return np.random.default_rng([seed, mix, MIX + is_first]).permutation(order)
+    def places(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
+        """Corpus and first token of each window of a step: an epoch is a permutation of the windows."""
+        first = step * t.batch_size
+        return [(self, self.start(t.seq_len, index, t.seed)) for index in range(first, first + t.batch_size)]
+
+    def batch(self, t: TrainConfig, step: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """What one of world_size processes trains on in a step, from the arguments alone."""
+        places = self.places(t, step)
+        n_scored = sum(corpus.n_scored("train", start, t.seq_len) for corpus, start in places)
+        positions = training_positions(t, step)
+        # the processes take windows in turn: together they have the same batch, however many they are
+        turn = slice(rank, None, world_size)
+        inputs, targets, documents = self.stack("train", t.seq_len, places[turn])
+        if positions is not None:
+            positions = positions[turn]
+        return Batch(inputs, targets, n_scored / world_size, positions, documents)
+
+    def val_batches(self, seq_len: int, batch_size: int, n_windows: int) -> list[Batch]:
+        """Batches of n_windows validation windows (0: all), evenly spaced and always the same."""
+        available = self.windows("val", seq_len)
+        count = min(n_windows or available, available)
+        starts = np.arange(available) * seq_len
+        if self.stays_inside:
+            starts = self.starts_inside("val", seq_len)[0]
+        starts = starts[np.arange(count) * available // count]
+        batches = []
+        for first in range(0, count, batch_size):
+            places: list[tuple[Corpus, int]] = [(self, int(i)) for i in starts[first:first + batch_size]]
+            inputs, targets, documents = self.stack("val", seq_len, places)
+            n_scored = int((targets != IGNORED).sum())
+            batches.append(Batch(inputs, targets, n_scored, documents=documents))
+        return batches
+
+    def n_scored(self, split: str, start: int, seq_len: int) -> int:
+        """Number of targets that are scored in a window."""
+        mask = self.masks[split]
+        return seq_len if mask is None else int(mask[start + 1:start + seq_len + 1].sum())
+
+    def stack(self, split: str, seq_len: int,
+              places: Sequence[tuple[Corpus, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs, targets and document numbers (B, T) of windows; see Batch."""
+        rows = [corpus.read(split, start, start + seq_len + 1) for corpus, start in places]
+        ids = torch.from_numpy(np.stack(rows).astype(np.int64))         # (B, T + 1)
+        inputs, targets = ids[:, :-1].clone(), ids[:, 1:].clone()
+        for row, (corpus, start) in enumerate(places):
+            mask = corpus.masks[split]
+            if mask is not None:
+                is_left_out = torch.from_numpy(~mask[start + 1:start + seq_len + 1])
+                targets[row][is_left_out] = IGNORED
+        if self.bos:
+            inputs[:, 0] = self.meta["eot"]
+        if not self.is_packed:
+            return inputs, targets, None
+        return inputs, targets, (inputs == self.meta["eot"]).cumsum(dim=-1)     # a separator opens a document
+
+    def n_epochs(self, t: TrainConfig) -> float:
+        """How often training reads each token."""
+        return t.steps * t.batch_size * t.seq_len / len(self.tokens["train"])
+
+
+class Mixture(Corpus):
+    """A corpus, and others that have the given shares of its training windows; validation is on it alone.
+
+    Shares are rounded to a multiple of 1 / MIX. The first `only` steps read the others alone, in proportion
+    to their shares, and count their windows by themselves.
+    """
+
+    def __init__(self, folder: str | Path, shares: Mapping[str, float], cross_documents: str = "attend",
+                 bos: bool = False, only: int = 0) -> None:
+        super().__init__(folder, cross_documents, bos)
+        shares = dict(sorted(shares.items()))           # the order in a config makes no difference
+        self.others = [Corpus(name, cross_documents) for name in shares]
+        self.only = only
+        counts = [round(share * MIX) for share in shares.values()]
+        self.counts = [MIX - sum(counts), *counts]      # windows of each corpus, this one first, in MIX
+        parts = [round(MIX * part / max(1, sum(counts))) for part in itertools.accumulate(counts, initial=0)]
+        self.first_counts = [0, *np.diff(parts).tolist()]               # the same in the first steps
+        for name, count in zip([str(folder), *shares], self.counts, strict=True):
+            if count < 1 or shares.get(name, 1.0) < 1 / MIX:
+                raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to {name}")
+        for name, other in zip(shares, self.others, strict=True):
+            if any(other.meta[key] != self.meta[key] for key in ("tokenizer", "vocab_size", "eot")):
+                raise UserError(f"data.mixture {name}: its tokenizer is {other.meta['tokenizer']['name']}, "
+                                f"data.dir {folder} has {self.meta['tokenizer']['name']}, or another of that "
+                                "name; prepare both with one")
+        metas = [other.meta for other in self.others]
+        self.meta = {**self.meta, "mixture": dict(zip(shares, metas, strict=True))}
+
+    def require_windows(self, seq_len: int, splits: Sequence[str] = SPLITS) -> None:
+        super().require_windows(seq_len, splits)
+        for other in self.others:
+            other.require_windows(seq_len, ["train"])
+
+    def places(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
+        """Corpus and first token of each window of a step: each corpus is read epoch by epoch."""
+        is_first = step < self.only
+        phase = 1 if is_first else 0
+        counts = self.first_counts if is_first else self.counts
+        corpora = [self, *self.others]
+        places: list[tuple[Corpus, int]] = []
+        first = (step if is_first else step - self.only) * t.batch_size
+        for index in range(first, first + t.batch_size):
+            mix, i = divmod(index, MIX)
+            if i == 0 or not places:                    # another MIX windows: which corpus has which of them
+                rng = np.random.default_rng([t.seed, mix, MIX + phase])
+                numbers = rng.permutation(np.repeat(np.arange(len(corpora)), counts))
+            number = int(numbers[i])
+            n_before = mix * counts[number] + int((numbers[:i] == number).sum())    # of this corpus
+            stream = number + phase * len(corpora)
+            start = corpora[number].start(t.seq_len, n_before, t.seed, stream)
+            places.append((corpora[number], start))
+        return places
+
+    def n_epochs(self, t: TrainConfig) -> float:
+        """How often training reads each token of the first corpus."""
+        return super().n_epochs(t) * self.counts[0] / MIX * (1 - self.only / t.steps)
 
 
 def training_positions(t: TrainConfig, step: int) -> Tensor | None:
@@ -220,7 +317,8 @@ def training_positions(t: TrainConfig, step: int) -> Tensor | None:
     """
     if t.positions == "plain":
         return None
-    rng, B, T, M = np.random.default_rng([t.seed, step]), t.batch_size, t.seq_len, t.position_range
+    rng = np.random.default_rng([t.seed, step])
+    B, T, M = t.batch_size, t.seq_len, t.position_range
     if t.positions == "pose":
         first = rng.integers(1, (T + 1) // 2 + 1, size=(B, 1))
         skip = rng.integers(M - T + 1, size=(B, 1))

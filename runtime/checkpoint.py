@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,30 +38,49 @@ MAY_CHANGE = (*(f"model.{key}" for key in ("dropout", "flex", "window", "chunk",
                                   "temperature_layers", "scale_invariant", "drop_at", "lr_scale")))
 
 
-def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict[str, Any],
-         keep: int | None, is_writer: bool = True) -> None:
-    """Write checkpoints/STEP, then delete all but the newest `keep` (None: none). Raises OSError.
+@dataclass
+class State:
+    """What a run remembers besides weights and moments: state.json. Runs of older code lack some keys."""
 
-    Every process must call it, to gather sharded tensors; one of them is the writer.
+    step: int = 0                                       # updates made
+    wall_s: float = 0.0                                 # seconds of training
+    metrics: dict[str, Any] = field(default_factory=dict)       # of the newest step and validation
+    n_bad: int = 0                                      # steps skipped in a row
+    best: tuple[int, float] | None = None               # step and validation loss of run.keep_best
+    scaler: dict[str, Any] = field(default_factory=dict)        # of the loss in float16
+    dtype: str | None = None
+    revisions: list[str] = field(default_factory=list)  # of the code, one for each that has trained it
+    init_sha256: str | None = None                      # of the weights of train.init_from
+    sha256: dict[str, str] = field(default_factory=dict)        # of the files of the checkpoint
+
+
+def save(run_dir: Path, model: GPT, optimizer: Optimizer, state: State, keep: int | None,
+         is_writer: bool = True) -> None:
+    """Write checkpoints/STEP, then delete all but the newest `keep` (None: none).
+
+    Every process must call it, to gather sharded tensors; one of them is the writer. Raises OSError, and
+    UserError if the run's folder was deleted.
     """
     weights = model.state_dict()            # first: under FSDP2 it makes the sharded parameters current
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     moments = {f"{names[p]}/{key}": torch.as_tensor(value)
                for p, values in optimizer.state.items() for key, value in values.items()}
-    files = [{name: parallel.unshard(x.detach()).cpu().contiguous() for name, x in content.items()}
-             for content in (weights, moments)]
+    files = [{name: parallel.unshard(x.detach()).cpu().contiguous() for name, x in tensors.items()}
+             for tensors in (weights, moments)]
     if not is_writer:
         return
     folder = run_dir / "checkpoints"
-    temporary, final = folder / f".tmp-{step:08d}", folder / f"{step:08d}"
+    temporary, final = folder / f".tmp-{state.step:08d}", folder / f"{state.step:08d}"
+    if not (run_dir / "config.toml").exists():
+        raise UserError(f"run {run_dir}: its folder was deleted while it was trained; start again")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        for name, content in zip(FILES, files, strict=True):
-            save_file(content, temporary / name)
-        state = {**state, "step": step, "sha256": {name: sha256_of(temporary / name) for name in FILES}}
-        (temporary / "state.json").write_text(
-            json.dumps({**state, "check": _check(state)}, indent=1), encoding="utf-8")
+        for name, tensors in zip(FILES, files, strict=True):
+            save_file(tensors, temporary / name)
+        content = asdict(replace(state, sha256={name: sha256_of(temporary / name) for name in FILES}))
+        text = json.dumps({**content, "check": _check(content)}, indent=1)
+        (temporary / "state.json").write_text(text, encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
             flush(path)
         shutil.rmtree(final, ignore_errors=True)        # a damaged one that the run did not resume from
@@ -72,53 +92,52 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, step: int, state: dict
         shutil.rmtree(temporary, ignore_errors=True)
     if keep:
         # later ones must be damaged, else the run would have resumed from them: they do not count
-        best = state.get("best", (None,))[0]
-        old = [path for path in checkpoints(run_dir) if int(path.name) <= step][:-keep]
-        old = [path for path in old if int(path.name) != best]
+        old = [path for path in checkpoints(run_dir) if int(path.name) <= state.step][:-keep]
         for path in old:
-            path.rename(path.with_name(f".tmp-{path.name}"))            # so a half-deleted one is never read
+            if state.best is None or int(path.name) != state.best[0]:
+                path.rename(path.with_name(f".tmp-{path.name}"))        # so a half-deleted one is never read
         for path in folder.glob(".tmp-*"):                              # also what a kill left
             shutil.rmtree(path)
 
 
-def intact(run_dir: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def intact(run_dir: Path) -> Iterator[tuple[Path, State]]:
     """The checkpoints whose checksums are right, from new to old, with their states; warns of the others."""
     for folder in reversed(checkpoints(run_dir)):
         try:
-            state = read_json(folder / "state.json")
-            check = state.pop("check")
-            sums = {"state.json": _check(state), **{name: sha256_of(folder / name) for name in FILES}}
-            for name, sha256 in {"state.json": check, **state["sha256"]}.items():
-                if sums[name] != sha256:
+            content = read_json(folder / "state.json")
+            if content.pop("check") != _check(content):
+                raise ValueError("state.json: checksum mismatch")
+            for name in FILES:
+                if content["sha256"][name] != sha256_of(folder / name):
                     raise ValueError(f"{name}: checksum mismatch")
         except (OSError, ValueError, KeyError) as error:
             print(f"warning: checkpoint {folder} is damaged ({error}); trying the one before", flush=True)
             continue
-        # runs of older code lack some keys
-        yield folder, {"n_bad": 0, "revisions": [], "dtype": None, "init_sha256": None, **state}
+        yield folder, State(**{key.name: content[key.name] for key in fields(State) if key.name in content})
 
 
 def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None,
-                which: str = "newest") -> dict[str, Any] | None:
+                which: str = "newest") -> State | None:
     """Read the newest intact checkpoint into model and optimizer; return its state, or None without one.
 
     `which` may name another one: "best", or its step. Raises UserError if it is not there, if all are
     damaged, or if an intact one belongs to another model.
     """
-    found = next(intact(run_dir), None)
-    if found is not None and which != "newest":
-        step = str(found[1].get("best", [which])[0]) if which == "best" else which
-        found = next((one for one in intact(run_dir) if str(one[1]["step"]) == step), None)
-        if found is None:
-            steps = ", ".join(str(int(path.name)) for path in checkpoints(run_dir))
-            raise UserError(f"--checkpoint {which}: {run_dir} has newest, best if run.keep_best was set, and "
-                            f"those of steps {steps}")
-    if found is None:
+    newest = next(intact(run_dir), None)
+    if newest is None:
         if checkpoints(run_dir):
             raise UserError(f"run {run_dir}: every checkpoint is damaged; nothing was deleted; restore one "
                             "from a backup, or train again in another run.dir")
         return None
-    folder, state = found
+    folder, state = newest
+    if which != "newest":
+        step = str(state.best[0]) if which == "best" and state.best else which
+        asked = [pair for pair in intact(run_dir) if str(pair[1].step) == step]
+        if not asked:
+            steps = ", ".join(str(int(path.name)) for path in checkpoints(run_dir))
+            raise UserError(f"--checkpoint {which}: {run_dir} has newest, best if run.keep_best was set, and "
+                            f"those of steps {steps}")
+        folder, state = asked[0]
     weights, moments = (load_file(folder / name) for name in FILES)
     _load_strictly(model, weights, folder)
     if optimizer:
@@ -134,15 +153,16 @@ class Opened(NamedTuple):
     model: GPT
     config: Config
     tokenizer: Tokenizer
-    state: dict[str, Any] | None = None         # of the checkpoint: its step, metrics and checksums
+    state: State | None = None                  # of the checkpoint: its step, metrics and checksums
     corpus: dict[str, Any] | None = None        # meta.json of the corpus that it was trained on
     files_sha256: str | None = None             # of a Hugging Face folder
 
     def origin(self) -> dict[str, Any]:
         """Step and checksum of the checkpoint's weights, and of those that the run began from, or None."""
-        return {"step": self.state and self.state["step"],
-                "checkpoint_sha256": self.state["sha256"][FILES[0]] if self.state else self.files_sha256,
-                "init_sha256": self.state and self.state["init_sha256"]}
+        if self.state is None:
+            return {"step": None, "checkpoint_sha256": self.files_sha256, "init_sha256": None}
+        return {"step": self.state.step, "checkpoint_sha256": self.state.sha256[FILES[0]],
+                "init_sha256": self.state.init_sha256}
 
 
 def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
@@ -166,7 +186,7 @@ def open_run(run_dir: str | Path, which: str = "newest", device: str = "auto") -
     state = load_newest(run_dir, model, which=which)
     if state is None:
         raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")
-    model.set_step(state["step"])
+    model.set_step(state.step)
     return Opened(model.to(place).eval(), config, tokenizer, state, corpus)
 
 
@@ -194,21 +214,25 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
 
 def is_current(run_dir: Path, sha256: str) -> bool:
     """Whether weights with this checksum are the newest intact or the best ones; True if there are none."""
-    found = [state for _, state in intact(run_dir)]
-    steps = [state["step"] for state in found[:1]] + found[0].get("best", [])[:1] if found else []
-    return not found or sha256 in [state["sha256"][FILES[0]] for state in found if state["step"] in steps]
+    states = [state for _, state in intact(run_dir)]
+    if not states:
+        return True
+    newest = states[0]
+    steps = {newest.step, newest.best[0]} if newest.best else {newest.step}
+    return sha256 in [state.sha256[FILES[0]] for state in states if state.step in steps]
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, from old to new."""
-    found = [path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.name.isdigit()]
-    return sorted(found, key=lambda path: int(path.name))
+    folders = [path for path in (run_dir / "checkpoints").glob("[0-9]*") if path.name.isdigit()]
+    return sorted(folders, key=lambda path: int(path.name))
 
 
 def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:
-    own = model.state_dict()
+    current = model.state_dict()        # says how FSDP2 shards each
     try:
-        model.load_state_dict({name: parallel.shard_like(x, own.get(name)) for name, x in tensors.items()})
+        model.load_state_dict({name: parallel.shard_like(x, current.get(name))
+                               for name, x in tensors.items()})
     except RuntimeError as error:   # missing, unexpected or misshapen weights, listed over several lines
         raise UserError(f"checkpoint {folder}: does not fit the model of this config: "
                         + " ".join(str(error).split())) from error

@@ -10,38 +10,51 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from base.files import write_whole
+from base.files import flush, write_whole
 from config import Config
+from runtime.checkpoint import State
 
 
 class Log:
     """Writes the lines of a run. Rank 0 alone has one."""
 
-    def __init__(self, run_dir: Path, config: Config, state: dict[str, Any]) -> None:
-        self.path, self.steps = run_dir / "metrics.jsonl", config.train.steps
+    def __init__(self, run_dir: Path, config: Config, state: State) -> None:
+        self.path = run_dir / "metrics.jsonl"
+        self.steps = config.train.steps
         self.tokens_per_step = config.train.batch_size * config.train.seq_len
-        self.wall_before = state["wall_s"]
+        self.wall_before = state.wall_s
         self.path.touch()
         # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_whole(self.path, "".join(line for line in lines if line.endswith("\n")
-                                       and json.loads(line)["step"] <= state["step"]))
+        write_whole(self.path, "".join(line for line in lines if self.is_before(line, state.step)))
         self.bar: Any = None                # on a terminal, instead of lines
         if sys.stderr.isatty():
             with suppress(ImportError):     # training needs no tqdm
                 from tqdm import tqdm
-                self.bar = tqdm(total=self.steps, initial=state["step"], unit="step", dynamic_ncols=True)
+                self.bar = tqdm(total=self.steps, initial=state.step, unit="step", dynamic_ncols=True)
         self.wandb: Any = None
         if config.run.wandb:
             import wandb  # here: few runs need it
             has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
             mode: Any = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
             id_file = run_dir / "wandb_id"                  # a resumed run goes on as the same run of W&B
+            wandb_id = id_file.read_text() if id_file.exists() else None
             self.wandb = wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),
-                                    config=config.model_dump(), mode=mode, resume="allow",
-                                    id=id_file.read_text() if id_file.exists() else None)
+                                    config=config.model_dump(), mode=mode, resume="allow", id=wandb_id)
             id_file.write_text(str(self.wandb.id))
-        self.start = self.last = state["step"], time.perf_counter()     # a step, and when it was done
+        self.start = self.last = state.step, time.perf_counter()     # a step, and when it was done
+
+    def is_before(self, line: str, last_step: int) -> bool:
+        """Whether a line is of a step up to the last one; says so if it is damaged."""
+        try:
+            return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
+        except (ValueError, TypeError, KeyError):
+            echo(f"warning: {self.path} has a damaged line, which is left out: {line[:40]!r}")
+            return False
+
+    def flush(self) -> None:
+        """Sync the lines to disk."""
+        flush(self.path)
 
     def wall_s(self) -> float:
         """Seconds of training, including those before a resume."""
@@ -50,9 +63,10 @@ class Log:
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the line of a step everywhere."""
         now = time.perf_counter()
-        speed, mean_speed = (self.tokens_per_step * (step - n) / (now - since)
-                             for n, since in (self.last, self.start))
-        n_steps, self.last = step - self.last[0], (step, now)
+        n_steps = step - self.last[0]                       # since the last line
+        speed = self.tokens_per_step * n_steps / (now - self.last[1])
+        mean_speed = self.tokens_per_step * (step - self.start[0]) / (now - self.start[1])
+        self.last = (step, now)
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics,
                 "tokens_per_s": round(speed), "wall_s": round(self.wall_s(), 3)}
         with self.path.open("a", encoding="utf-8") as file:
@@ -61,29 +75,32 @@ class Log:
             self.wandb.log(line, step=step)
         seconds = round((self.steps - step) * self.tokens_per_step / mean_speed)
         eta = f"  ETA {seconds // 60}m{seconds % 60:02}s" if step >= self.steps / 100 else ""
-        text = (f"loss {shown(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
-                f"{shown(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s")
+        text = (f"loss {format_number(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
+                f"{format_number(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s")
         if "n_bad" in metrics:
             text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update(n_steps)
         else:
-            say(f"step {step}/{self.steps}  {text}{eta}")
+            echo(f"step {step}/{self.steps}  {text}{eta}")
         if "val_loss" in metrics:
-            text = (f"  validation {shown(metrics['val_loss'])} nats/token, {shown(metrics['val_bpb'])} "
-                    "bits/byte")
-            say(text) if self.bar is None else self.bar.write(f"step {step}{text}")
+            text = (f"  validation {format_number(metrics['val_loss'])} nats/token, "
+                    f"{format_number(metrics['val_bpb'])} bits/byte")
+            if self.bar is None:
+                echo(text)
+            else:
+                self.bar.write(f"step {step}{text}")
         if self.bar is not None and step >= self.steps:
             self.bar.close()
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """Print, and train on in silence once the terminal or pipe is gone."""
     with suppress(OSError):
         print(text, flush=True)
 
 
-def shown(number: float | None, form: str = ".4f") -> str:
+def format_number(number: float | None, form: str = ".4f") -> str:
     """A measured number for the screen; "nan" for one that was not finite."""
     return "nan" if number is None else format(number, form)

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from base.command import run_command
-from config import Config, load_config
+from config import Config, TrainConfig, load_config
+from data.loader import Corpus
 from data.prepare import prepare
 from model import GPT
 from positions import ENCODINGS
@@ -112,6 +113,20 @@ def tiny(tmp_path: Path, corpus_dir: Path) -> Callable[..., Config]:
         path.write_text(f'[data]\ndir = "{corpus_dir}"\n[position]\nencoding = "{encoding}"\n')
         return load_config(path, [*TINY, "model.vocab_size=257", f"run.dir={tmp_path / 'run'}", *overrides])
     return make
+
+
+def draw(corpus: Corpus, seq_len: int, batch_size: int, seed: int, step: int, rank: int = 0,
+         world_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a training step."""
+    t = TrainConfig(seq_len=seq_len, batch_size=batch_size, seed=seed)
+    batch = corpus.batch(t, step, rank, world_size)
+    return batch.inputs, batch.targets
+
+
+def places_of(corpus: Corpus, seq_len: int, batch_size: int, seed: int,
+              step: int) -> list[tuple[Corpus, int]]:
+    """Corpus and first token of the windows of a training step."""
+    return corpus.places(TrainConfig(seq_len=seq_len, batch_size=batch_size, seed=seed), step)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import words
+from conftest import draw, words
 
 from base.errors import UserError
-from data.loader import Corpus, read_meta
+from data.loader import Corpus, Mixture, read_meta
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 
@@ -76,7 +76,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_when_it_is_read(tmp_path: Path, 
         ids[100] = 257
         ids.tofile(folder / f"{split}.bin")
     corpus = Corpus(folder)
-    for read in (lambda: corpus.batch(32, corpus.windows("train", 32), 0, 0), lambda: corpus.documents("val"),
+    for read in (lambda: draw(corpus, 32, corpus.windows("train", 32), 0, 0), lambda: corpus.documents("val"),
                  lambda: corpus.val_batches(32, 4, 0)):
         with pytest.raises(UserError, match="holds id 257, beyond its vocabulary of 257"):
             read()
@@ -98,24 +98,25 @@ def test_a_share_that_a_mixture_cannot_hold_is_refused(shares: tuple[float, ...]
         mixture[str(tmp_path / str(i))] = share
     if is_refused:
         with pytest.raises(UserError, match="data.mixture: leaves less than 1/1000 of the windows to"):
-            Corpus(corpus_dir, mixture=mixture)
+            Mixture(corpus_dir, mixture)
     else:
-        assert Corpus(corpus_dir, mixture=mixture).counts == [999, 1]
+        assert Mixture(corpus_dir, mixture).counts == [999, 1]
 
 
 def test_a_batch_is_a_function_of_seed_and_step(corpus_dir: Path) -> None:
     a, b = Corpus(corpus_dir), Corpus(corpus_dir)
     for step in (0, 5, 1000, 5):
-        assert torch.equal(torch.stack(a.batch(32, 4, 7, step)), torch.stack(b.batch(32, 4, 7, step)))
-    x, y = a.batch(32, 4, 7, 0)
+        assert torch.equal(torch.stack(draw(a, 32, 4, 7, step)), torch.stack(draw(b, 32, 4, 7, step)))
+    x, y = draw(a, 32, 4, 7, 0)
     assert torch.equal(x[:, 1:], y[:, :-1]) and x.shape == y.shape == (4, 32)
-    assert not torch.equal(x, a.batch(32, 4, 8, 0)[0]) and not torch.equal(x, a.batch(32, 4, 7, 1)[0])
+    assert not torch.equal(x, draw(a, 32, 4, 8, 0)[0]) and not torch.equal(x, draw(a, 32, 4, 7, 1)[0])
 
 
 def test_bos_replaces_the_first_input_of_a_window_and_no_target(corpus_dir: Path) -> None:
     plain, bos = Corpus(corpus_dir), Corpus(corpus_dir, bos=True)
-    pairs = [(plain.batch(32, 4, 7, 3), bos.batch(32, 4, 7, 3))]
-    pairs += zip(plain.val_batches(32, 4, 8), bos.val_batches(32, 4, 8), strict=True)
+    pairs = [(draw(plain, 32, 4, 7, 3), draw(bos, 32, 4, 7, 3))]
+    for a, b in zip(plain.val_batches(32, 4, 8), bos.val_batches(32, 4, 8), strict=True):
+        pairs.append(((a.inputs, a.targets), (b.inputs, b.targets)))
     assert len(pairs) == 3
     for (x, y), (x_bos, y_bos) in pairs:
         assert torch.equal(y, y_bos) and torch.equal(x[:, 1:], x_bos[:, 1:])
@@ -127,7 +128,7 @@ def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
     n = corpus.windows("train", 32)
     seen: list[set[bytes]] = []
     for epoch in range(2):
-        stream = corpus.batch(32, n, 3, epoch)[0]               # a batch the size of an epoch is the epoch
+        stream = draw(corpus, 32, n, 3, epoch)[0]               # a batch the size of an epoch is the epoch
         seen.append({row.tobytes() for row in stream.numpy()})
         text = np.asarray(corpus.tokens["train"]).astype(np.int64)
         assert any({text[o + 32 * w:][:32].tobytes() for w in range(n)} == seen[-1] for o in range(64))
@@ -136,19 +137,19 @@ def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
 
 def test_ranks_share_a_batch_whatever_their_number(corpus_dir: Path) -> None:
     corpus = Corpus(corpus_dir)
-    whole = corpus.batch(32, 8, 0, 3)[0]
+    whole = draw(corpus, 32, 8, 0, 3)[0]
     for world_size in (2, 4):
-        parts = [corpus.batch(32, 8, 0, 3, rank, world_size)[0] for rank in range(world_size)]
+        parts = [draw(corpus, 32, 8, 0, 3, rank, world_size)[0] for rank in range(world_size)]
         assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), whole)
 
 
 def test_validation_windows_are_fixed_spread_and_disjoint(corpus_dir: Path) -> None:
     corpus = Corpus(corpus_dir)
     n = corpus.windows("val", 32)
-    everything = torch.cat([x for x, _ in corpus.val_batches(32, 5, 0)])
+    everything = torch.cat([b.inputs for b in corpus.val_batches(32, 5, 0)])
     assert everything.shape == (n, 32)
     assert torch.equal(everything.flatten(), torch.from_numpy(corpus.tokens["val"][:n * 32].astype(np.int64)))
-    few = torch.cat([x for x, _ in corpus.val_batches(32, 5, 7)])
+    few = torch.cat([b.inputs for b in corpus.val_batches(32, 5, 7)])
     assert torch.equal(few, everything[torch.arange(7) * n // 7])
 
 

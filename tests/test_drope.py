@@ -10,6 +10,7 @@ from conftest import TINY, every_encoding, lively, tokens
 import train as train_module
 from base.errors import UserError
 from config import load_config
+from data.loader import Corpus
 from evaluation.extension import extended, parse
 from hf.pretrained import pretrained_tables
 from model import GPT
@@ -46,11 +47,10 @@ def test_training_uses_it_up_to_that_step_and_the_run_is_loaded_in_its_phase(nam
                                                                              tmp_path: Path) -> None:
     """12 steps, dropped from step 6 on, with a checkpoint after each 4; the drop outlives a checkpoint."""
     seen = []
-    batches = train_module.micro_batches
+    batch = Corpus.batch
     monkeypatch.setattr(train_module, "GPT", lambda config: seen.append(GPT(config)) or seen[-1])
     phases = []
-    monkeypatch.setattr(train_module, "micro_batches",
-                        lambda *given: phases.append(seen[-1].is_dropped) or batches(*given))
+    monkeypatch.setattr(Corpus, "batch", lambda *given: phases.append(seen[-1].is_dropped) or batch(*given))
     config = tiny(name, "position.drop_at=0.5")
     assert train(config, []) == 0
     assert phases == [False] * 6 + [True] * 6

@@ -245,7 +245,7 @@ SHORT = ("--windows", "4", "--tokens", "512")
 def evaluated(run_dir: Path, monkeypatch):
     """evaluated("--lengths", "16") -> the records, without seconds, and arrays of a run after eval.py."""
     monkeypatch.setattr("eval.draw_evaluation", lambda *_: False)
-    monkeypatch.setattr("eval.git_revision", lambda: "this code")
+    monkeypatch.setattr("eval.git_revision", lambda changes: "this code")
 
     def call(*arguments: str) -> tuple[dict, dict]:
         monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), *SHORT, *arguments])

@@ -10,7 +10,7 @@ from test_memory import Memory
 from torch import Tensor
 
 from base import loss
-from base.loss import mean_loss
+from base.loss import cross_entropy
 
 N, C, V = 70, 24, 501
 
@@ -35,9 +35,9 @@ def test_chunks_give_the_loss_and_its_gradients(n_rows: int, monkeypatch) -> Non
     x, head, targets = inputs()
     monkeypatch.setattr(loss, "MAX_LOGITS", n_rows * V + V - 1)
     expected = measured(lambda x, head, y: F.cross_entropy(x @ head.T, y), x, head, targets)
-    torch.testing.assert_close(measured(mean_loss, x, head, targets), expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(measured(cross_entropy, x, head, targets), expected, atol=1e-12, rtol=1e-12)
     with torch.no_grad():
-        torch.testing.assert_close(mean_loss(x, head, targets), expected[0], atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(cross_entropy(x, head, targets), expected[0], atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
@@ -56,13 +56,13 @@ def test_a_model_trains_alike_in_chunks(tied: str, tiny, monkeypatch) -> None:
 
 
 def test_bf16_chunks_are_as_exact_as_bf16_at_once(monkeypatch) -> None:
-    expected = measured(mean_loss, *inputs())
+    expected = measured(cross_entropy, *inputs())
     x, head, targets = inputs(torch.float32)
     errors = []
     for limit in (loss.MAX_LOGITS, 8 * V):
         monkeypatch.setattr(loss, "MAX_LOGITS", limit)
         with torch.autocast("cpu", torch.bfloat16):
-            found = measured(mean_loss, x, head, targets)
+            found = measured(cross_entropy, x, head, targets)
         assert {tensor.dtype for tensor in found} == {torch.float32}
         errors.append([(a - b).abs().mean() / b.abs().mean() for a, b in zip(found, expected, strict=True)])
     for at_once, chunks in zip(*errors, strict=True):

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import every_encoding_slowly, lively, tokens, words
+from conftest import draw, every_encoding_slowly, lively, places_of, tokens, words
 
-from data.loader import MIX, Corpus
+from data.loader import MIX, Corpus, Mixture
 from data.prepare import prepare
 from model import GPT
 from train import train
@@ -52,9 +52,9 @@ def test_training_and_validation_keep_within_documents_when_asked(tiny, tmp_path
     seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     forward = GPT.forward
 
-    def watch(self, x, y=None, positions=None, cache=None, documents=None):
+    def watch(self, x, y=None, positions=None, cache=None, documents=None, reduction="mean"):
         seen.append((x, documents))
-        return forward(self, x, y, positions, cache, documents)
+        return forward(self, x, y, positions, cache, documents, reduction)
 
     monkeypatch.setattr(GPT, "forward", watch)
     long = ("train.steps=2", "train.seq_len=512", "train.accumulate=2")
@@ -65,8 +65,8 @@ def test_training_and_validation_keep_within_documents_when_asked(tiny, tmp_path
     seen.clear()
     train(tiny("rope", "train.steps=2", "data.cross_documents=never", f"run.dir={tmp_path / 'never'}"), [])
     assert all(documents is None for _, documents in seen)
-    inside = Corpus(tiny().data.dir, "never").batch(32, 4, 0, 0)[0]
-    crossing = Corpus(tiny().data.dir).batch(32, 4, 0, 0)[0]
+    inside = draw(Corpus(tiny().data.dir, "never"), 32, 4, 0, 0)[0]
+    crossing = draw(Corpus(tiny().data.dir), 32, 4, 0, 0)[0]
     assert torch.equal(seen[0][0], inside) and not torch.equal(inside, crossing)
 
 
@@ -79,7 +79,7 @@ def test_windows_that_never_cross(seq_len: int, other_dir: Path) -> None:
     assert n == sum((length - 1) // seq_len for length in np.diff(offsets)) > 0
     epochs = []
     for epoch in range(3):
-        places = [start for _, start in corpus.places(seq_len, n, 5, epoch)]
+        places = [start for _, start in places_of(corpus, seq_len, n, 5, epoch)]
         document = np.searchsorted(offsets, places, side="right") - 1
         assert all(start + seq_len < offsets[d + 1] for start, d in zip(places, document, strict=True))
         counts = Counter(document.tolist())
@@ -89,16 +89,16 @@ def test_windows_that_never_cross(seq_len: int, other_dir: Path) -> None:
     assert len({tuple(places) for places in epochs}) == 3               # other orders,
     is_room = ((np.diff(offsets) - 1) % seq_len)[np.diff(offsets) > seq_len].any()
     assert len({tuple(sorted(places)) for places in epochs}) == (3 if is_room else 1)   # and other offsets
-    x, _ = corpus.batch(seq_len, n, 5, 0)
+    x, _ = draw(corpus, seq_len, n, 5, 0)
     assert (x[:, 1:] != EOT).all()
-    val = torch.cat([x for x, _ in corpus.val_batches(seq_len, 2, 0)])
+    val = torch.cat([b.inputs for b in corpus.val_batches(seq_len, 2, 0)])
     assert (val[:, 1:] != EOT).all() and len(val) == corpus.windows("val", seq_len)
 
 
 def test_a_mixture_has_its_shares_and_walks_through_each_corpus(corpus_dir: Path, other_dir: Path) -> None:
-    corpus = Corpus(corpus_dir, mixture={str(other_dir): 0.3})
-    other = corpus.corpora[1]
-    places = [place for step in range(3) for place in corpus.places(32, MIX, 1, step)]
+    corpus = Mixture(corpus_dir, {str(other_dir): 0.3})
+    other = corpus.others[0]
+    places = [place for step in range(3) for place in places_of(corpus, 32, MIX, 1, step)]
     for step in range(3):
         counts = Counter(c.folder for c, _ in places[step * MIX:(step + 1) * MIX])
         assert counts == {corpus_dir: 700, other_dir: 300}
@@ -109,28 +109,28 @@ def test_a_mixture_has_its_shares_and_walks_through_each_corpus(corpus_dir: Path
         for epoch in range(len(starts) // n):
             walk = sorted(starts[epoch * n:(epoch + 1) * n])
             assert len(set(walk)) == n and (np.diff(walk) == 32).all()      # each window once an epoch
-    x, _ = corpus.batch(32, 200, 1, 0)
+    x, _ = draw(corpus, 32, 200, 1, 0)
     upper = ((x >= ord("A")) & (x <= ord("Z"))).any(dim=1).float().mean()
     assert 0.2 < upper < 0.4                                            # the text is the other's, too
-    whole = corpus.batch(32, 8, 0, 3)[0]
-    parts = [corpus.batch(32, 8, 0, 3, rank, 2)[0] for rank in range(2)]
+    whole = draw(corpus, 32, 8, 0, 3)[0]
+    parts = [draw(corpus, 32, 8, 0, 3, rank, 2)[0] for rank in range(2)]
     assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), whole)
-    assert torch.equal(whole, Corpus(corpus_dir, mixture={str(other_dir): 0.3}).batch(32, 8, 0, 3)[0])
+    assert torch.equal(whole, draw(Mixture(corpus_dir, {str(other_dir): 0.3}), 32, 8, 0, 3)[0])
 
 
 def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: Path) -> None:
     """Then the shares are those of the whole mixture, and the walk through each corpus begins anew."""
     mixture = {str(other_dir): 0.3}
-    plain = Corpus(corpus_dir, mixture=mixture)
-    curriculum = Corpus(corpus_dir, mixture=mixture, mixture_only=5)
-    first = [curriculum.places(32, 8, 1, step) for step in range(5)]
+    plain = Mixture(corpus_dir, mixture)
+    curriculum = Mixture(corpus_dir, mixture, only=5)
+    first = [places_of(curriculum, 32, 8, 1, step) for step in range(5)]
     assert {c.folder for places in first for c, _ in places} == {other_dir}
     starts = [start for places in first for _, start in places]
-    n = curriculum.corpora[1].windows("train", 32)
+    n = curriculum.others[0].windows("train", 32)
     assert len(set(starts[:n])) == min(n, len(starts))                  # no window twice in an epoch
     for step in range(3):
-        later = [[(c.folder, start) for c, start in corpus.places(32, 8, 1, at)]
+        later = [[(c.folder, start) for c, start in places_of(corpus, 32, 8, 1, at)]
                  for corpus, at in ((plain, step), (curriculum, 5 + step))]
         assert later[0] == later[1]
-    halves = [start for rank in range(2) for _, start in curriculum.places(32, 8, 1, 2, rank, 2)]
-    assert sorted(halves) == sorted(start for _, start in curriculum.places(32, 8, 1, 2))
+    halves = [draw(curriculum, 32, 8, 1, 2, rank, 2)[0] for rank in range(2)]
+    assert torch.equal(torch.stack(halves, dim=1).flatten(0, 1), draw(curriculum, 32, 8, 1, 2)[0])

@@ -113,7 +113,7 @@ def test_workers_run_at_a_time_with_their_share_of_the_cores(monkeypatch, capsys
 
 def test_jobs_are_configs_times_points_times_seeds_and_all_problems_come_at_once() -> None:
     points = trials.grid_points(["train.lr=1e-3,2e-3", "position.layers=first,[0,1]"])
-    assert len(trials.grid_points(['train.lengths={0=8,9=32},{0=32}'])) == 2
+    assert len(trials.grid_points(['data.mixture={a=0.1,b=0.2},{a=0.3}'])) == 2
     jobs = sweeping.make_jobs({"rope.toml": points}, TINY, [0, 1], Path("a b"), [])
     assert [j.name for j in jobs] == [f"rope-lr-{lr}-layers-{layers}-seed{seed}" for lr in ("1e-3", "2e-3")
                                       for layers in ("first", "_0_1_") for seed in (0, 1)]

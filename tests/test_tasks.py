@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import lively, measured
+from conftest import draw, lively, measured, places_of
 
 from base.errors import UserError
 from data import tasks
@@ -19,7 +19,7 @@ from evaluation.protocols import Evaluation, Settings
 from evaluation.windows import Text
 from model import GPT
 from runtime.parallel import Process
-from train import micro_batches, validate
+from train import validate
 
 BYTES = ByteTokenizer()
 MASKED = [name for name, task in TASKS.items() if task.has_mask]
@@ -155,7 +155,7 @@ def test_a_corpus_has_a_document_a_window_whose_answers_alone_are_targets(name: 
     for split in SPLITS:
         assert set(np.diff(corpus.offsets[split])) == {L + 1}
     seen = set()
-    for x, y in zip(*corpus.batch(L, 60, 0, 0), strict=True):
+    for x, y in zip(*draw(corpus, L, 60, 0, 0), strict=True):
         made = Made(np.append(x[:1], np.where(y == -100, x.roll(-1), y)), np.append(False, y != -100))
         text = text_of(made)
         kind = next(k for k in TASKS[name].protocols if name != "needles" or answer_fits(k, text, made))
@@ -176,7 +176,7 @@ def test_windows_that_are_not_the_documents_are_refused(tmp_path: Path) -> None:
     prepare("needles", tmp_path / "out", "byte")
     with pytest.raises(UserError, match="windows of 128 tokens, but train.seq_len is 64"):
         Corpus(tmp_path / "out", "never").require_windows(64)
-    starts = {int(start) for _, start in Corpus(tmp_path / "out").places(128, 40, 0, 0)}
+    starts = {int(start) for _, start in places_of(Corpus(tmp_path / "out"), 128, 40, 0, 0)}
     assert starts <= {*range(0, 10**7, 129)}                            # whatever data.cross_documents is
     with pytest.raises(UserError, match="needs at least .* tokens, got --length 20"):
         prepare("needles", tmp_path / "short", "byte", Options(length=20))
@@ -207,20 +207,21 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_answers(accumulate: int, world
     corpus, model = Corpus(config.data.dir, "never"), lively(config)
     rng = np.random.default_rng(0)
     mask = rng.random(len(corpus.tokens["train"])) < 0.1
-    places = corpus.places(64, 12, 0, 0)
+    places = places_of(corpus, 64, 12, 0, 0)
     n_first = 12 // accumulate // world_size                            # windows of the first part of rank 0:
     for _, start in places[:n_first * world_size:world_size] if n_first < 12 else ():
         mask[start:start + 65] = False                                  # it has none
     corpus.masks["train"] = mask
-    expected = answer_loss(model, *corpus.batch(64, 12, 0, 0))
+    expected = answer_loss(model, *draw(corpus, 64, 12, 0, 0))
     expected.backward()
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     losses = []
     for rank in range(world_size):
-        process = Process(torch.device("cpu"), rank, world_size)
-        for x, y, _, _, n_parts in micro_batches(corpus, config, process, 0):
-            loss = model(x, y) / n_parts / world_size                   # as DDP averages over processes
+        batch = corpus.batch(config.train, 0, rank, world_size)
+        for part in batch.split(accumulate):
+            loss = model(part.inputs, part.targets, reduction="sum") / batch.n_scored
+            loss = loss / world_size                                    # as DDP averages over processes
             loss.backward()
             losses.append(loss.item())
     assert len(losses) == accumulate * world_size and sum(losses) == pytest.approx(expected.item(), rel=1e-5)
@@ -235,7 +236,8 @@ def test_validation_is_the_mean_over_answers(masked) -> None:
     mask = np.random.default_rng(0).random(len(corpus.tokens["val"])) < 0.1
     mask[:3 * 65] = False                                               # the first batch has no answers
     corpus.masks["val"] = mask
-    x, y = (torch.cat(parts) for parts in zip(*corpus.val_batches(64, 3, 0), strict=True))
+    batches = corpus.val_batches(64, 3, 0)
+    x, y = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
     assert len(x) == 20 and (y != -100).sum() == mask.sum() - mask[::65].sum()
     n_bytes = torch.full((257,), 2)
     found = validate(model, corpus, n_bytes, config, Process(torch.device("cpu")))

@@ -14,33 +14,32 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from conftest import ROOT, assert_equal_runs, call, every_encoding_slowly, lively, metrics, slow_except
-from torch import Tensor
 
 import train as train_module
 from base.errors import UserError
-from config import Config
+from config import Config, TrainConfig
 from data.loader import Corpus
 from data.tokenizer import ByteTokenizer
 from model import GPT
 from runtime import checkpoint
 from runtime import run as run_module
+from runtime.checkpoint import State
 from runtime.device import missing_compiler, should_compile
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
-from runtime.run import Run, git_revision
-from train import learning_rate, micro_batches, train, training_loop, validate
+from runtime.run import TrainingRun, code_changes, git_revision
+from train import learning_rate, train, training_loop, validate
 
 CPU = Process(torch.device("cpu"))
 
 
-def run_loop(config: Config) -> Run:
+def run_loop(config: Config) -> TrainingRun:
     """The training loop alone, from step 0, on a model whose logits are far from zero; nothing is written."""
     model, corpus = lively(config), Corpus(config.data.dir, config.data.cross_documents)
     n_bytes = torch.ones(config.model.vocab_size)
-    run = Run(config, corpus, model, model, make_optimizer(model, config), CPU,
-              lambda: validate(model, corpus, n_bytes, config, CPU),
-              {"step": 0, "wall_s": 0.0, "metrics": {}, "n_bad": 0}, [], log=None,
-              scaler=torch.amp.GradScaler("cpu", enabled=False))
+    run = TrainingRun(config, corpus, model, model, make_optimizer(model, config), CPU,
+                      lambda: validate(model, corpus, n_bytes, config, CPU), State(), [], log=None,
+                      scaler=torch.amp.GradScaler("cpu", enabled=False))
     training_loop(run)
     return run
 
@@ -128,6 +127,32 @@ def test_a_run_of_older_code_resumes_where_a_line_was_cut(tiny, tmp_path: Path) 
     assert json.loads((run_dir / "summary.json").read_text())["wall_s"] > 1000
 
 
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"loss": 1.0}'])
+def test_a_damaged_line_of_the_log_is_skipped_with_a_line(line: str, tiny, tmp_path: Path, capsys) -> None:
+    config, run_dir = tiny(), tmp_path / "run"
+    assert train(config, stop_after(5)) == 130
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    assert train(config, []) == 0
+    assert "metrics.jsonl has a damaged line" in capsys.readouterr().out
+    assert [entry["step"] for entry in metrics(run_dir)] == list(range(1, 13))
+
+
+def test_a_folder_deleted_while_it_is_trained_is_not_remade(tiny, tmp_path: Path, monkeypatch) -> None:
+    """Also if something has made an empty one of that name since."""
+    def delete(n: int, t: TrainConfig) -> float:
+        if n == 5:
+            shutil.rmtree(tmp_path / "run")
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "metrics.jsonl").touch()
+        return learning_rate(n, t)
+
+    monkeypatch.setattr(train_module, "learning_rate", delete)
+    with pytest.raises(UserError, match="its folder was deleted while it was trained"):
+        train(tiny("rope", "run.log_every=100", "run.eval_every=100"), [])
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_a_run_that_reads_its_metrics_late_is_the_same_run(tiny, tmp_path: Path, monkeypatch, spoil) -> None:
     """As on a GPU: the same lines, weights and moments, also when it is stopped, and with skipped steps."""
     spoil(3, 4)
@@ -155,10 +180,10 @@ def test_the_code_of_a_run_is_named_with_its_changes(tmp_path: Path, monkeypatch
     git("init")
     git("add", ".")
     git("commit", "-m", "m")
-    commit, found = git("rev-parse", "HEAD"), [git_revision()]
+    commit, found = git("rev-parse", "HEAD"), [git_revision(code_changes())]
     for name, text in (("model.py", "a = 2\n"), ("model.py", "a = 3\n"), ("new.py", "b = 1\n")):
         (tmp_path / name).write_text(text)
-        found.append(git_revision())
+        found.append(git_revision(code_changes()))
     assert found[0] == commit and len(set(found)) == 4
     assert all(len(one) == len(f"{commit}-dirty-") + 8 for one in found[1:])
     assert b"+a = 3" in run_module.code_changes() and b"+b = 1" in run_module.code_changes()
@@ -207,7 +232,7 @@ def test_accumulation_changes_memory_not_the_gradient(tiny, monkeypatch) -> None
         # no clipping, which would hide a factor
         run = run_loop(tiny("rope", "train.steps=1", f"train.accumulate={parts}", "train.grad_clip=0.0"))
         gradient = torch.cat([p.grad.flatten() for p in run.model.parameters()])
-        figures = [run.state["metrics"][key] for key in ("loss", "grad_norm")]
+        figures = [run.state.metrics[key] for key in ("loss", "grad_norm")]
         results.append(torch.cat((gradient, torch.tensor(figures))))
         torch.testing.assert_close(results[-1], results[0], atol=1e-5, rtol=1e-4)
         assert gradient.norm().item() == pytest.approx(figures[1], rel=1e-3)
@@ -280,28 +305,6 @@ def test_an_overflow_halves_the_scale_and_is_not_a_bad_step(tiny, monkeypatch) -
     assert state["scaler"]["scale"] <= 2.0**39
 
 
-def test_lengths_change_the_windows_not_the_tokens_of_a_step(tiny, tmp_path: Path, monkeypatch) -> None:
-    seen, seeds, forward = [], [], GPT.forward
-
-    def noted(self: GPT, x: Tensor, *arguments: object, **options: object) -> Tensor:
-        seen.extend([x] * self.training)
-        seeds.extend([torch.initial_seed()] * self.training)
-        return forward(self, x, *arguments, **options)
-
-    monkeypatch.setattr(GPT, "forward", noted)
-    assert train(tiny("rope", "train.lengths={0 = 8, 5 = 16, 9 = 32}"), []) == 0
-    shapes = [tuple(x.shape) for x in seen]
-    assert train(tiny("rope", f"run.dir={tmp_path / 'whole'}"), []) == 0
-    assert all(torch.equal(a.flatten(), b.flatten()) for a, b in zip(seen[:12], seen[12:], strict=True))
-    assert shapes == [(16, 8)] * 5 + [(8, 16)] * 4 + [(4, 32)] * 3
-    assert len({*seeds}) == 12 and seeds[:12] == seeds[12:]             # of dropout: a function of the step
-    config = tiny("rope", "data.bos=true", "train.lengths={0 = 8, 5 = 32}", "train.positions=pose",
-                  "train.position_range=64")
-    corpus, process = Corpus(config.data.dir, bos=True), Process(torch.device("cpu"))
-    (x, _, at, *_), = micro_batches(corpus, config, process, 0)         # a cut window opens as a whole one
-    assert x.shape == at.shape == (16, 8) and (x[:, 0] == 256).all() and (at[:, 0] == 0).all()
-
-
 def test_the_best_checkpoint_is_kept_and_opened(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
     losses = iter([3.0, 1.0, 2.0, 1.5])
     monkeypatch.setattr("train.validate", lambda *_: {"val_loss": next(losses), "val_bpb": 1.0})
@@ -309,7 +312,7 @@ def test_the_best_checkpoint_is_kept_and_opened(tiny, tmp_path: Path, monkeypatc
     assert train(config, []) == 0
     folder = Path(config.run.dir)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00000006", "00000012"]
-    found = [checkpoint.open_run(folder, which).state["step"] for which in ("newest", "best", "6", "12")]
+    found = [checkpoint.open_run(folder, which).state.step for which in ("newest", "best", "6", "12")]
     assert found == [12, 6, 6, 12]
     with pytest.raises(UserError, match="--checkpoint 9: .* steps 6, 12"):
         checkpoint.open_run(folder, "9")

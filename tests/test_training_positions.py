@@ -44,8 +44,8 @@ def test_random_positions_are_uniform(tiny) -> None:
 def test_training_uses_them_and_validation_does_not(kind: str, tiny, monkeypatch) -> None:
     config, seen = tiny("rope", *at(kind, 99), "train.accumulate=2", "train.steps=1"), []
     forward = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda self, x, y, at=None, documents=None:
-                        seen.append(at) or forward(self, x, y, at))
+    monkeypatch.setattr(GPT, "forward", lambda self, x, y, at=None, documents=None, reduction="mean":
+                        seen.append(at) or forward(self, x, y, at, reduction=reduction))
     train(config, [])
     assert torch.equal(torch.cat(seen[:2]), training_positions(config.train, 0))
     assert seen[2:] and all(at is None for at in seen[2:])

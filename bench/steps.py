@@ -3,8 +3,8 @@
 `python -m bench.steps [CONTENDER ...] [section.key=value ...] [--shapes T,BATCH ...] [--sizes LAYERSxWIDTH]`
 
 A contender is an encoding, `llama` (of transformers), `x-transformers`, or the path of the model.py in a
-checkout of nanoGPT, with changes if you want: `rope+compile`, `t5+model.flex=true+compile`. `encodings`
-stands for every encoding. A pair section.key=value changes all contenders. The first one is what the others
+checkout of nanoGPT, with changes if you want: `rope+compile`, `rope+cudagraphs`,
+`t5+model.flex=true+compile`. `encodings` stands for every encoding. A pair section.key=value changes all contenders. The first one is what the others
 are divided by, in every shape (length and batch size) and size.
 
 Each contender has a process of its own, some at a time, always with the first among them. They take a step
@@ -46,6 +46,8 @@ from runtime.optimizer import make_optimizer
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quick-adamw.toml"
 DEFAULT = ["rope", "rope+compile", "none", "none+compile", "llama", "llama+compile", "x-transformers",
            "x-transformers+compile"]
+# with CUDA graphs a step's kernels are launched as one
+COMPILE_MODES = {"compile": "default", "cudagraphs": "reduce-overhead"}
 CHANGE = re.compile(r"\w+\.\w+=")       # section.key=value
 AT_A_TIME = {"cpu": 6, "cuda": 10}      # processes beside the first contender's
 
@@ -117,7 +119,7 @@ def config_of(contender: str, overrides: Sequence[str]) -> Config:
                         "nanoGPT's model.py")
     own = [f"position.encoding={name if name in ENCODINGS else 'rope'}", "train.accumulate=1"]
     return load_config(CONFIG, [*own, "model.vocab_size=257", *overrides,
-                                *(change for change in changes if change != "compile")])
+                                *(change for change in changes if change not in COMPILE_MODES)])
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -136,7 +138,10 @@ def serve(pipe: Any, contender: str, overrides: Sequence[str], device: torch.dev
     model = make(config).to(device)
     optimizer = (make_optimizer(model, config) if isinstance(model, GPT)
                  else torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True))
-    call: Any = torch.compile(model) if "compile" in contender.split("+") else model
+    call: Any = model
+    for change in contender.split("+"):
+        if change in COMPILE_MODES:
+            call = torch.compile(model, mode=COMPILE_MODES[change])
     assert config.model.vocab_size
     tokens = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.seq_len + 1),
                            device=device)

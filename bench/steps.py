@@ -4,8 +4,8 @@
 
 A contender is an encoding, `llama` (of transformers), `x-transformers`, or the path of the model.py in a
 checkout of nanoGPT, with changes if you want: `rope+compile`, `rope+cudagraphs`,
-`t5+model.flex=true+compile`. `encodings` stands for every encoding. A pair section.key=value changes all contenders. The first one is what the others
-are divided by, in every shape (length and batch size) and size.
+`t5+model.flex=true+compile`. `encodings` stands for every encoding. A pair section.key=value changes all
+contenders. The first one is what the others are divided by, in every shape (length and batch size) and size.
 
 Each contender has a process of its own, some at a time, always with the first among them. They take a step
 (forward, backward, AdamW, on random tokens) in turn, round after round, so that a noisy machine disturbs all

@@ -87,8 +87,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
     """
     encoding = None if bias is None else bias.encoding
     path = choose_path(q, v.shape[-1], mask, encoding, dropout, sink)
-    if bias is not None and bias.at.temperature is not None:
-        path = EXPLICIT                                                 # `scores` apply it: BAM, TAPA
     if path == FLEX:
         return attend_flex(q, k, v, mask, bias, sink)
     if path == FUSED:
@@ -236,7 +234,7 @@ def add_scores(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecut
     """Logits (B, H, rows, keys) of a block after `scores`."""
     encoding = bias.encoding
     at = bias.at.block(rows, keys, is_consecutive)
-    if encoding.by_distance and is_consecutive and at.temperature is None:
+    if encoding.by_distance and is_consecutive:
         of_distance = bias_at(encoding, toeplitz_distances(at), bias.q, at)      # (H, P), each distance once
         return logits + ToeplitzBias.apply(of_distance, logits.shape[2])
     return encoding.scores(logits, bias.q[:, :, rows], bias.k[:, :, keys], at)

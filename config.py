@@ -17,7 +17,6 @@ from pydantic import Field, SerializeAsAny, ValidationError
 from base.errors import UserError, did_you_mean
 from base.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 from positions import ENCODINGS, Encoding, Options
-from positions.switches import TEMPERATURES
 
 
 class RunConfig(Section):
@@ -307,8 +306,6 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
-        ("train", "positions", t.positions == "random" and TEMPERATURES[p.temperature].by_position,
-         f"random positions are far beyond L, where position.temperature = {p.temperature} grows"),
         *(("position", key, getattr(p, key) != default and not kind.acts_in_layers(),
            f"{p.encoding} does not act in layers; remove this key")
           for key, default in (("layers", "all"), ("skip_every", 0)))]

@@ -35,7 +35,7 @@ def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: floa
     zero = q.new_zeros(())
     q, k = zero.expand(1, H, 1, D), zero.expand(1, H, P, D)
     q_pos = torch.zeros_like(distance[None, :1])
-    at = at._replace(q_pos=q_pos, k_pos=-distance[None], temperature=None)
+    at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=q_pos)
     return encoding.scores(logits, q, k, at)[0, :, 0]
 
 
@@ -260,7 +260,7 @@ class BAM(Encoding):
     """
 
     by_distance = True
-    applies_temperature = True
+    tempers_bias = True
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
@@ -270,7 +270,7 @@ class BAM(Encoding):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         s, beta = (x[at.layer][:, None, None] for x in (self.s, self.beta))     # (H, 1, 1)
         log_distance = (at.distance() + 1e-5).log()                     # (1 or B, 1, Tq, Tk)
-        return at.tempered(logits - (s + beta * log_distance).clamp(max=80).exp())
+        return logits - (s + beta * log_distance).clamp(max=80).exp()
 
 
 class PairMLP(nn.Sequential):

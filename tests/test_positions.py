@@ -109,8 +109,7 @@ def test_only_relative_encodings_ignore_a_shift_of_all_positions(name: str, swit
     x, at = x[:, :T], torch.arange(T)
     change = (model(x, positions=at + shift) - model(x, positions=at)).abs().max()
     is_relative = ENCODINGS[name].is_relative or switch == "dropped"
-    by_position = "llama4" in SWITCHES[switch]
-    assert change < 1e-4 if is_relative and not by_position else change > 1e-2
+    assert change < 1e-4 if is_relative else change > 1e-2
 
 
 @laws

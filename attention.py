@@ -52,7 +52,7 @@ class Mask(NamedTuple):
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
     chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
-    in_order: bool = False  # positions are known to be 0, 1, 2 ... or those that follow the cache's
+    in_order: bool = False  # positions are known to be consecutive, perhaps anew in each document
     block_masks: dict[Limits, Any] = {}  # the same for FlexAttention, where it may be used
 
     def limit(self, Tk: int) -> int | None:

@@ -51,8 +51,11 @@ class DataConfig(Section):
     mixture_only: int = Field(0, ge=0)
     """first steps, in which all windows come from the mixture's corpora alone"""
     cross_documents: Literal["attend", "mask", "never"] = "attend"
-    """windows with several documents. attend: attention crosses them (nanoGPT); mask: it stays within each,
-    positions continue; never: windows are within one document, shorter documents are skipped"""
+    """windows with several documents. attend: attention crosses them (nanoGPT); mask: it stays within each;
+    never: windows are within one document, shorter documents are skipped"""
+    positions: Literal["row", "document"] = "row"
+    """under cross_documents = "mask" the default is document: positions restart in each document, so that it
+    is as if alone. row: they continue"""
     bos: bool = False
     """the separator replaces the first input token of each window"""
 
@@ -213,9 +216,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     """
     path = Path(path)
     default: Tables = {"run": {"dir": f"runs/{path.name.removesuffix('.toml')}"}}
+    is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
+    if is_of_run:       # one that does not say so is from before data.positions
+        default["data"] = {"positions": "row"}
     layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides)]
     folder = merge(layers)[0].get("train", {}).get("init_from")
-    is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
     if pretrained and folder and not is_of_run:
         layers.insert(0, Layer(f"in {folder}", pretrained(str(folder))))
     return config_from(layers, f"in {path}")
@@ -226,6 +231,8 @@ def config_from(layers: Sequence[Layer], place: str) -> Config:
     tables, origin = merge(layers)
     if removed := use_of_removed(tables, origin):
         raise UserError(*removed)
+    if tables.get("data", {}).get("cross_documents") == "mask":
+        tables["data"].setdefault("positions", "document")
     found = list[str]()
     name = tables.setdefault("position", {}).get("encoding")
     if isinstance(name, str) and name not in ENCODINGS:
@@ -292,6 +299,8 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
          "must add up to less than 1 without data.dir, which provides the remaining share"),
         ("data", "mixture_only", d.mixture_only and not (d.mixture and d.mixture_only < t.steps),
          f"needs data.mixture and must be below train.steps = {t.steps}"),
+        ("data", "positions", d.positions == "document" and d.cross_documents != "mask",
+         'needs data.cross_documents = "mask"'),
         ("model", "n_kv_head", m.n_head % (m.n_kv_head or 1), f"must divide model.n_head = {m.n_head}"),
         ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),

@@ -192,7 +192,8 @@ class GPT(nn.Module):
 
     `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's.
     `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see one another;
-    it excludes a cache. Raises ValueError for wrong positions.
+    it excludes a cache. Under data.positions = "document" each of them has the first positions of its row.
+    Raises ValueError for wrong positions.
     """
 
     def __init__(self, config: Config) -> None:
@@ -203,6 +204,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
         self.embedding_scale = math.sqrt(c.n_embd) if c.scaled_embedding else 1.0
         self.dropout, self.flex = nn.Dropout(c.dropout), c.flex
+        self.positions_restart = config.data.positions == "document"
         self.blocks = nn.ModuleList(Block(c, layer in shape.local_layers) for layer in range(c.n_layer))
         self.norm = make_norm(c)
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
@@ -282,6 +284,9 @@ class GPT(nn.Module):
         n_before = torch.arange(k_pos.shape[1], device=tokens.device)[None, -tokens.shape[1]:]
         if documents is not None:
             n_before = n_before - starts_of(documents)                  # (1 or B, T)
+            if self.positions_restart:
+                # each document has the first positions of its row: distances within it stay what they were
+                q_pos = k_pos = q_pos.expand_as(n_before).gather(1, n_before)
         # one set of tables for all layers of an encoding
         tables = {each: each.tables(q_pos, k_pos) for each in dict.fromkeys(self.encodings)}
         mask = Mask(documents=documents, in_order=positions is None)

@@ -339,7 +339,8 @@ class FIRE(Encoding):
         Tq = logits.shape[2]
         n = 0           # rows whose bias depends on the distance alone: it is computed once for each distance
         if at.ahead is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            n = int((at.q_pos[0] < threshold).sum())
+            is_near = (at.q_pos < threshold).all(dim=0)     # in all rows; positions may restart in documents
+            n = int(is_near.cumprod(dim=0).sum())
         biases = []
         with torch.autocast(logits.device.type, enabled=False):         # bf16 would merge far distances
             if n:
@@ -347,7 +348,8 @@ class FIRE(Encoding):
                 distance = toeplitz_distances(rows).clamp(min=0)        # (P,)
                 share = torch.log1p(c * distance) / (torch.log1p(c * threshold) + 1e-6)
                 of_distance = mlp(share[None, None, None])[:, :, 0]     # (1, H, P)
-                biases.append(ToeplitzBias.apply(of_distance, n))
+                of_pair = ToeplitzBias.apply(of_distance, n)            # (1, H, n, Tk)
+                biases.append(of_pair.expand(len(at.q_pos), -1, -1, -1))
             if n < Tq:
                 rows = at._replace(q_pos=at.q_pos[:, n:])
                 longest = torch.maximum(rows.q_pos, threshold)[:, None, :, None]

@@ -37,7 +37,8 @@ class At(NamedTuple):
     tables: Any  # what `tables` returned for this forward
     features: Any = None  # what `mix` returned for all the keys, (B, H, Tk, F), or None
     n_before: Tensor | None = None  # tokens before each query in its document, (1 or B, Tq)
-    ahead: int | None = None  # if all positions are consecutive integers: query i - key j is ahead + i - j
+    # if positions are consecutive integers within each document: query i - key j is ahead + i - j
+    ahead: int | None = None
 
     def distance(self) -> Tensor:
         """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.

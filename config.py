@@ -17,6 +17,7 @@ from pydantic import Field, SerializeAsAny, ValidationError
 from base.errors import UserError, did_you_mean
 from base.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 from positions import ENCODINGS, Encoding, Options
+from positions.rotary import RoPE2DOptions, RoPEOptions
 
 
 class RunConfig(Section):
@@ -294,6 +295,8 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     least = 0 if t.positions == "plain" else t.seq_len
     firsts, lengths = [*map(int, t.lengths)], [*t.lengths.values()]
     kind = ENCODINGS[p.encoding]
+    is_limited = m.window is not None or m.chunk is not None
+    kinds = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
     rules = [
         ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
          "must add up to less than 1 without data.dir, which provides the remaining share"),
@@ -301,6 +304,8 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
          f"needs data.mixture and must be below train.steps = {t.steps}"),
         ("data", "positions", d.positions == "document" and d.cross_documents != "mask",
          'needs data.cross_documents = "mask"'),
+        ("model", "full_every", m.full_every > 0 and not is_limited,
+         "has no effect without model.window or model.chunk"),
         ("model", "n_kv_head", m.n_head % (m.n_kv_head or 1), f"must divide model.n_head = {m.n_head}"),
         ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
@@ -315,6 +320,14 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
+        ("position", "layers", p.layers == [], 'is no layer at all; use encoding = "none"'),
+        ("position", "temperature_layers", p.temperature_layers not in ("all", *kinds),
+         "no layer is of this kind; see position.layers and skip_every"),
+        ("position", "local_base", isinstance(p, RoPEOptions) and p.local_base is not None and not is_limited,
+         "has no effect without model.window or model.chunk"),
+        ("position", "prompt", isinstance(p, RoPE2DOptions) and p.prompt > 0
+         and d.cross_documents == "mask" and d.positions == "row",
+         'would be in the first document of a row alone; use data.positions = "document"'),
         *(("position", key, getattr(p, key) != default and not kind.acts_in_layers(),
            f"{p.encoding} does not act in layers; remove this key")
           for key, default in (("layers", "all"), ("skip_every", 0)))]

@@ -219,8 +219,8 @@ class RoPE2D(RoPE):
 
 class PRoPEOptions(RotaryOptions):
     p: float = Field(
-        0.75, ge=0, le=1, description="share of the pairs that rotate, the fastest; the paper's best: 0.75, "
-                                      "Gemma 4 has 0.25. 1: rope; 0: none")
+        0.75, ge=0, lt=1, description="share of the pairs that rotate, the fastest; the paper's best: 0.75, "
+                                      "Gemma 4 has 0.25. 1 would be rope; 0: none")
 
 
 class PRoPE(RoPE):

@@ -57,7 +57,7 @@ def test_a_packed_document_is_as_if_alone(name: str, option: str, tiny, monkeypa
     monkeypatch.setattr(attention, "MIN_ROWS", 5)
     monkeypatch.setattr(attention, "FUSE_FROM", 1)
     model = lively(tiny(name, option, "data.cross_documents=mask", "train.seq_len=16")).double()
-    limit = min(model.encoding.max_length or 99, 99)
+    limit = model.encoding.max_length or 99
     x, T = tokens((2, 16)), 16
     documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 5 + [1] * 11])
     for positions in (None, torch.arange(T) + (torch.arange(T) > 4) * (limit - T)):
@@ -66,6 +66,12 @@ def test_a_packed_document_is_as_if_alone(name: str, option: str, tiny, monkeypa
             given = None if positions is None else positions[:T - start]
             alone = model(x[row:row + 1, start:], positions=given)
             torch.testing.assert_close(packed[row:row + 1, start:], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_each_packed_document_has_a_prompt_of_its_own(tiny) -> None:
+    model = lively(tiny("rope_2d", "position.prompt=3", "data.cross_documents=mask")).double()
+    x, documents = tokens((1, 16)), torch.tensor([[0] * 7 + [1] * 9])
+    torch.testing.assert_close(model(x, documents=documents)[:, 7:], model(x[:, 7:]), atol=1e-5, rtol=1e-5)
 
 
 def test_training_and_validation_keep_within_documents_when_asked(tiny, tmp_path: Path, monkeypatch) -> None:

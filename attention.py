@@ -52,7 +52,7 @@ class Mask(NamedTuple):
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
     chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
-    in_order: bool = False  # positions are known to be 0, 1, 2 ... or those that follow the cache's
+    in_order: bool = False  # positions are known to be consecutive, perhaps anew in each document
     block_masks: dict[Limits, Any] = {}  # the same for FlexAttention, where it may be used
 
     def limit(self, Tk: int) -> int | None:
@@ -87,8 +87,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
     """
     encoding = None if bias is None else bias.encoding
     path = choose_path(q, v.shape[-1], mask, encoding, dropout, sink)
-    if bias is not None and bias.at.temperature is not None:
-        path = EXPLICIT                                                 # `scores` apply it: BAM, TAPA
     if path == FLEX:
         return attend_flex(q, k, v, mask, bias, sink)
     if path == FUSED:
@@ -236,7 +234,7 @@ def add_scores(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecut
     """Logits (B, H, rows, keys) of a block after `scores`."""
     encoding = bias.encoding
     at = bias.at.block(rows, keys, is_consecutive)
-    if encoding.by_distance and is_consecutive and at.temperature is None:
+    if encoding.by_distance and is_consecutive:
         of_distance = bias_at(encoding, toeplitz_distances(at), bias.q, at)      # (H, P), each distance once
         return logits + ToeplitzBias.apply(of_distance, logits.shape[2])
     return encoding.scores(logits, bias.q[:, :, rows], bias.k[:, :, keys], at)

@@ -17,7 +17,7 @@ from pydantic import Field, SerializeAsAny, ValidationError
 from base.errors import UserError, did_you_mean
 from base.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 from positions import ENCODINGS, Encoding, Options
-from positions.switches import TEMPERATURES
+from positions.rotary import RoPE2DOptions, RoPEOptions
 
 
 class RunConfig(Section):
@@ -52,8 +52,11 @@ class DataConfig(Section):
     mixture_only: int = Field(0, ge=0)
     """first steps, in which all windows come from the mixture's corpora alone"""
     cross_documents: Literal["attend", "mask", "never"] = "attend"
-    """windows with several documents. attend: attention crosses them (nanoGPT); mask: it stays within each,
-    positions continue; never: windows are within one document, shorter documents are skipped"""
+    """windows with several documents. attend: attention crosses them (nanoGPT); mask: it stays within each;
+    never: windows are within one document, shorter documents are skipped"""
+    positions: Literal["row", "document"] = "row"
+    """under cross_documents = "mask" the default is document: positions restart in each document, so that it
+    is as if alone. row: they continue"""
     bos: bool = False
     """the separator replaces the first input token of each window"""
 
@@ -212,9 +215,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     """
     path = Path(path)
     default: Tables = {"run": {"dir": f"runs/{path.name.removesuffix('.toml')}"}}
+    is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
+    if is_of_run:       # one that does not say so is from before data.positions
+        default["data"] = {"positions": "row"}
     layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides)]
     folder = merge(layers)[0].get("train", {}).get("init_from")
-    is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
     if pretrained and folder and not is_of_run:
         layers.insert(0, Layer(f"in {folder}", pretrained(str(folder))))
     return config_from(layers, f"in {path}")
@@ -225,6 +230,8 @@ def config_from(layers: Sequence[Layer], place: str) -> Config:
     tables, origin = merge(layers)
     if removed := use_of_removed(tables, origin):
         raise UserError(*removed)
+    if tables.get("data", {}).get("cross_documents") == "mask":
+        tables["data"].setdefault("positions", "document")
     found = list[str]()
     name = tables.setdefault("position", {}).get("encoding")
     if isinstance(name, str) and name not in ENCODINGS:
@@ -285,11 +292,17 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     d, m, p, t = config.data, config.model, config.position, config.train
     least = 0 if t.positions == "plain" else t.seq_len
     kind = ENCODINGS[p.encoding]
+    is_limited = m.window is not None or m.chunk is not None
+    kinds = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
     rules = [
         ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
          "must add up to less than 1 without data.dir, which provides the remaining share"),
         ("data", "mixture_only", d.mixture_only and not (d.mixture and d.mixture_only < t.steps),
          f"needs data.mixture and must be below train.steps = {t.steps}"),
+        ("data", "positions", d.positions == "document" and d.cross_documents != "mask",
+         'needs data.cross_documents = "mask"'),
+        ("model", "full_every", m.full_every > 0 and not is_limited,
+         "has no effect without model.window or model.chunk"),
         ("model", "n_kv_head", m.n_head % (m.n_kv_head or 1), f"must divide model.n_head = {m.n_head}"),
         ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
@@ -301,8 +314,14 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
-        ("train", "positions", t.positions == "random" and TEMPERATURES[p.temperature].by_position,
-         f"random positions are far beyond L, where position.temperature = {p.temperature} grows"),
+        ("position", "layers", p.layers == [], 'is no layer at all; use encoding = "none"'),
+        ("position", "temperature_layers", p.temperature_layers not in ("all", *kinds),
+         "no layer is of this kind; see position.layers and skip_every"),
+        ("position", "local_base", isinstance(p, RoPEOptions) and p.local_base is not None and not is_limited,
+         "has no effect without model.window or model.chunk"),
+        ("position", "prompt", isinstance(p, RoPE2DOptions) and p.prompt > 0
+         and d.cross_documents == "mask" and d.positions == "row",
+         'would be in the first document of a row alone; use data.positions = "document"'),
         *(("position", key, getattr(p, key) != default and not kind.acts_in_layers(),
            f"{p.encoding} does not act in layers; remove this key")
           for key, default in (("layers", "all"), ("skip_every", 0)))]

@@ -23,7 +23,8 @@ from attention import FLEX_DEVICES, Bias, Mask, attend, with_block_masks
 from base.loss import cross_entropy
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
-from positions.switches import TEMPERATURES, ScaleInvariant, Temperature, Tempered
+from positions.contract import starts_of
+from positions.switches import TEMPERATURES, drop_step, encodings_of
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -125,7 +126,6 @@ class Attention(nn.Module):
         if features is not None:
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
         mask = mask._replace(window=self.window, chunk=self.chunk)
-        encoding, q, at = encoding.tempered(q, at)                      # a temperature, if there is one
         bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         v = encoding.turn_values(v, at) if encoding.rotates_values else v
@@ -193,7 +193,8 @@ class GPT(nn.Module):
     With reduction="sum" it returns the sum of the losses.
     `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's.
     `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see one another;
-    it excludes a cache. Raises ValueError for wrong positions.
+    it excludes a cache. Under data.positions = "document" each of them has the first positions of its row.
+    Raises ValueError for wrong positions.
     """
 
     def __init__(self, config: Config) -> None:
@@ -204,18 +205,19 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
         self.embedding_scale = math.sqrt(c.n_embd) if c.scaled_embedding else 1.0
         self.dropout, self.flex = nn.Dropout(c.dropout), c.flex
+        self.positions_restart = config.data.positions == "document"
         self.blocks = nn.ModuleList(Block(c, layer in shape.local_layers) for layer in range(c.n_layer))
         self.norm = make_norm(c)
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.init_weights(c.n_layer)
         # made last: with equal seeds all other weights are equal under every encoding
-        p, steps = config.position, config.train.steps
+        p = config.position
         self.options = p
-        self.encoding, self.no_encoding = ENCODINGS[p.encoding](shape, p), NoPE(shape, p)
+        self.encoding = ENCODINGS[p.encoding](shape, p)
+        self.no_encoding = NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         self.encoding.clamp()
-        # if it is dropped at all, then at least for the last step
-        self.drop_step = min(round(p.drop_at * steps), steps - 1) if p.drop_at < 1 else math.inf
+        self.drop_step = drop_step(p, config.train.steps)
         self.is_dropped = self.drop_step <= 0
         self.choose_encodings()
 
@@ -256,17 +258,8 @@ class GPT(nn.Module):
         return self.no_encoding if self.is_dropped else self.encoding
 
     def choose_encodings(self) -> None:
-        """Set `encodings`, one per layer: none or `active()`, perhaps wrapped as in positions/switches.py.
-
-        To be called after a change of the temperature.
-        """
-        p, pair = self.options, [self.no_encoding, self.active()]
-        if p.scale_invariant:
-            pair = [ScaleInvariant(each, p.scale_invariant) for each in pair]
-        if type(self.temperature) is not Temperature:
-            pair = [Tempered(each, self.temperature) if p.temperature_layers in ("all", kind) else each
-                    for each, kind in zip(pair, ("unencoded", "encoded"), strict=True)]
-        self.encodings = [pair[p.is_encoded(layer)] for layer in range(len(self.blocks))]
+        """Set `encodings`, one for each layer. To be called after a change of the temperature."""
+        self.encodings = encodings_of(self.options, self.active(), self.temperature, len(self.blocks))
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""
@@ -291,6 +284,12 @@ class GPT(nn.Module):
         assert documents is None or (cache is None and last is None)
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
+        n_before = torch.arange(k_pos.shape[1], device=tokens.device)[None, -tokens.shape[1]:]
+        if documents is not None:
+            n_before = n_before - starts_of(documents)                  # (1 or B, T)
+            if self.positions_restart:
+                # each document has the first positions of its row: distances within it stay what they were
+                q_pos = k_pos = q_pos.expand_as(n_before).gather(1, n_before)
         # one set of tables for all layers of an encoding
         tables = {each: each.tables(q_pos, k_pos) for each in dict.fromkeys(self.encodings)}
         mask = Mask(documents=documents, in_order=positions is None)
@@ -302,9 +301,10 @@ class GPT(nn.Module):
         x = self.dropout(self.active().embed(x, q_pos))                 # (B, T, C)
         for layer, (block, encoding) in enumerate(zip(self.blocks, self.encodings, strict=True)):
             if last and last < tokens.shape[1] and layer == len(self.blocks) - 1:
-                q_pos, mask = q_pos[:, -last:], mask._replace(block_masks={})
+                q_pos, n_before = q_pos[:, -last:], n_before[:, -last:]
+                mask = mask._replace(block_masks={})
                 tables = {encoding: encoding.tables(q_pos, k_pos)}
-            at = At(q_pos, k_pos, layer, tables[encoding], documents=documents)
+            at = At(q_pos, k_pos, layer, tables[encoding], n_before=n_before)
             x = block(x, encoding, at, mask, cache)
         return self.norm(x)
 

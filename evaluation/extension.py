@@ -30,7 +30,7 @@ from model import GPT, Attention, shape_of
 from positions import At, Encoding, NoPE
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
-from positions.switches import Constant, LogN, ScaleInvariant, Temperature, Tempered, Wrapper
+from positions.switches import Constant, LogN, Temperature, Wrapper
 
 
 class Extension(Section):
@@ -115,9 +115,9 @@ class Regrouping(Extension):
         made: dict[Encoding, Encoding] = {}         # layers that share an encoding share the wrapper
 
         def regrouped(encoding: Encoding) -> Encoding:
-            if isinstance(encoding, Tempered):      # a temperature depends on the true positions
-                return Tempered(regrouped(encoding.inner), encoding.temperature)
-            plain = encoding.inner if isinstance(encoding, ScaleInvariant) else encoding
+            plain = encoding
+            while isinstance(plain, Wrapper):
+                plain = plain.inner
             if isinstance(plain, NoPE) and not self.hides:
                 return encoding
             return Regrouped(encoding, self, config.train.seq_len, T)

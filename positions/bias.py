@@ -35,7 +35,7 @@ def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: floa
     zero = q.new_zeros(())
     q, k = zero.expand(1, H, 1, D), zero.expand(1, H, P, D)
     q_pos = torch.zeros_like(distance[None, :1])
-    at = at._replace(q_pos=q_pos, k_pos=-distance[None], temperature=None)
+    at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=q_pos)
     return encoding.scores(logits, q, k, at)[0, :, 0]
 
 
@@ -260,7 +260,7 @@ class BAM(Encoding):
     """
 
     by_distance = True
-    applies_temperature = True
+    tempers_bias = True
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
@@ -270,7 +270,7 @@ class BAM(Encoding):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         s, beta = (x[at.layer][:, None, None] for x in (self.s, self.beta))     # (H, 1, 1)
         log_distance = (at.distance() + 1e-5).log()                     # (1 or B, 1, Tq, Tk)
-        return at.tempered(logits - (s + beta * log_distance).clamp(max=80).exp())
+        return logits - (s + beta * log_distance).clamp(max=80).exp()
 
 
 class PairMLP(nn.Sequential):
@@ -339,7 +339,8 @@ class FIRE(Encoding):
         Tq = logits.shape[2]
         n = 0           # rows whose bias depends on the distance alone: it is computed once for each distance
         if at.ahead is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            n = int((at.q_pos[0] < threshold).sum())
+            is_near = (at.q_pos < threshold).all(dim=0)     # in all rows; positions may restart in documents
+            n = int(is_near.cumprod(dim=0).sum())
         biases = []
         with torch.autocast(logits.device.type, enabled=False):         # bf16 would merge far distances
             if n:
@@ -347,7 +348,8 @@ class FIRE(Encoding):
                 distance = toeplitz_distances(rows).clamp(min=0)        # (P,)
                 share = torch.log1p(c * distance) / (torch.log1p(c * threshold) + 1e-6)
                 of_distance = mlp(share[None, None, None])[:, :, 0]     # (1, H, P)
-                biases.append(ToeplitzBias.apply(of_distance, n))
+                of_pair = ToeplitzBias.apply(of_distance, n)            # (1, H, n, Tk)
+                biases.append(of_pair.expand(len(at.q_pos), -1, -1, -1))
             if n < Tq:
                 rows = at._replace(q_pos=at.q_pos[:, n:])
                 longest = torch.maximum(rows.q_pos, threshold)[:, None, :, None]

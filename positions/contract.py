@@ -36,9 +36,9 @@ class At(NamedTuple):
     layer: int  # 0 is the layer next to the embeddings
     tables: Any  # what `tables` returned for this forward
     features: Any = None  # what `mix` returned for all the keys, (B, H, Tk, F), or None
-    temperature: Tensor | None = None  # factor of each query, (1 or B, 1 or H, Tq, 1): see switches.py
-    documents: Tensor | None = None  # the document of each packed token, (B, Tk)
-    ahead: int | None = None  # if all positions are consecutive integers: query i - key j is ahead + i - j
+    n_before: Tensor | None = None  # tokens before each query in its document, (1 or B, Tq)
+    # if positions are consecutive integers within each document: query i - key j is ahead + i - j
+    ahead: int | None = None
 
     def distance(self) -> Tensor:
         """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
@@ -47,20 +47,13 @@ class At(NamedTuple):
         """
         return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)[:, None]
 
-    def tempered(self, logits: Tensor) -> Tensor:
-        """Logits times the temperature, if it is given; masked ones stay -inf."""
-        if self.temperature is None:
-            return logits
-        hidden = logits.isneginf()      # times a factor of 0 or less they would not stay hidden
-        return (logits.masked_fill(hidden, 0) * self.temperature).masked_fill(hidden, -torch.inf)
-
     def block(self, rows: slice, keys: slice, is_consecutive: bool = False) -> At:
         """The same for a block of queries and the keys that they may see, with the tables as they are."""
         ahead = rows.start - keys.start if is_consecutive else None
         features = None if self.features is None else self.features[:, :, keys]
-        temperature = None if self.temperature is None else self.temperature[:, :, rows]
+        n_before = None if self.n_before is None else self.n_before[:, rows]
         return self._replace(q_pos=self.q_pos[:, rows], k_pos=self.k_pos[:, keys], features=features,
-                             temperature=temperature, ahead=ahead)
+                             n_before=n_before, ahead=ahead)
 
 
 class Options(BaseModel):
@@ -75,9 +68,10 @@ class Options(BaseModel):
     skip_every: int = Field(
         0, ge=0, description="k: every k-th layer has no encoding, from the k-th on (SmolLM3: 4); 0: none")
     temperature: Literal["none", "log_n", "ssmax", "llama4", "affine"] = Field(
-        "none", description="factor on the query at position m that sees n keys. log_n: max(1, ln n / ln L) "
-                            "(Su); ssmax: s ln n, with a learned s for each layer and head (Nakanishi 2025); "
-                            "llama4: 1 + 0.1 ln(1 + floor((m + 1) / L)); affine: s ln n + b, learned for "
+        "none", description="factor on the query of a document's token m, from 0, that sees n keys. log_n: "
+                            "max(1, ln n / ln L) (Su); ssmax: s ln n, with a learned s for each layer and "
+                            "head (Nakanishi 2025); llama4: 1 + 0.1 ln(1 + floor((m + 1) / L)); affine: s "
+                            "ln n + b, learned for "
                             "each layer and head, s = 0 and b = 1 at first (Mistral Large 4)")
     temperature_layers: Literal["all", "encoded", "unencoded"] = Field(
         "all", description="layers in which a temperature, also one of --extend, acts: all, those with the "
@@ -142,14 +136,14 @@ class Encoding(nn.Module):
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
     # of parameters: their least and largest value, None for no limit. `clamp` keeps them there
     bounds: ClassVar[dict[str, tuple[float | None, float | None]]] = {}
-    # `scores` adds f(head, layer, distance), then applies at.temperature if given: attention may compute it
-    # once for each distance, and FlexAttention may serve it
+    # `scores` adds f(head, layer, distance): attention may compute it once for each distance, and
+    # FlexAttention may serve it
     by_distance: bool = False
     # `scores` multiplies logits by f(distance), then adds as `by_distance` does: FlexAttention may serve it
     scales_by_distance: bool = False
     fold_rows: int = 0  # queries that `fold` takes at a time, at most; 0: attention does not call it
-    # do its hooks apply at.temperature themselves? If not, it multiplies q: wrong if they are not linear in q
-    applies_temperature: bool = False
+    # `scores` adds what does not depend on the logits, and a temperature multiplies that too, not q alone
+    tempers_bias: bool = False
     rotates_values: bool = False    # are values and results rotated too, by `turn_values` and `turn_back`?
 
     def __init__(self, shape: Shape, options: Any) -> None:
@@ -186,10 +180,6 @@ class Encoding(nn.Module):
         """
         return features
 
-    def tempered(self, q: Tensor, at: At) -> tuple[Encoding, Tensor, At]:
-        """The encoding to go on with, its queries (B, H, Tq, D) and its `at`. See switches.Tempered."""
-        return self, q, at
-
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         """Queries (B, H, Tq, D) and keys (B, G, Tk, D) -> the factors of q k^T, both (..., D) or both wider.
 
@@ -211,8 +201,8 @@ class Encoding(nn.Module):
 
         Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
         there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,
-        Tq, D) and k (B, H, Tk, D) are unrotated. Attention is then an explicit softmax in blocks of queries,
-        not the fused kernel.
+        Tq, D), times the temperature if there is one, and k (B, H, Tk, D) are unrotated. Attention is then an
+        explicit softmax in blocks of queries, not the fused kernel.
         """
         return logits
 
@@ -237,12 +227,11 @@ class Encoding(nn.Module):
     @classmethod
     def acts_in_layers(cls) -> bool:
         """Whether it acts in the layers, not only on the embeddings, so that `layers` has an effect."""
-        return cls.rotate is not Encoding.rotate or cls.has_scores()
+        return cls.rotate is not Encoding.rotate or cls.scores is not Encoding.scores
 
-    @classmethod
-    def has_scores(cls) -> bool:
-        """Whether it overrides `scores`."""
-        return cls.scores is not Encoding.scores
+    def has_scores(self) -> bool:
+        """Whether `scores` changes the logits."""
+        return type(self).scores is not Encoding.scores
 
 
 class NoPE(Encoding):

@@ -219,8 +219,8 @@ class RoPE2D(RoPE):
 
 class PRoPEOptions(RotaryOptions):
     p: float = Field(
-        0.75, ge=0, le=1, description="share of the pairs that rotate, the fastest; the paper's best: 0.75, "
-                                      "Gemma 4 has 0.25. 1: rope; 0: none")
+        0.75, ge=0, lt=1, description="share of the pairs that rotate, the fastest; the paper's best: 0.75, "
+                                      "Gemma 4 has 0.25. 1 would be rope; 0: none")
 
 
 class PRoPE(RoPE):
@@ -293,12 +293,10 @@ class PoPE(RoPE):
     an angle from the position alone: f_c = base^(-c / D), and q and k are twice as wide in their product.
 
     delta (n_layer, H, D) is learned and starts at 0, as in the paper's experiments on longer contexts. In the
-    authors' code each head of keys has one, here each head of queries. It is clamped to [-2 pi, 0]. A
-    temperature multiplies the logits, since a factor on q would change the radius.
+    authors' code each head of keys has one, here each head of queries. It is clamped to [-2 pi, 0].
     """
 
     Options = PoPEOptions
-    applies_temperature = True
     bounds: ClassVar = {"delta": (-2 * math.pi, 0.0)}
 
     def __init__(self, shape: Shape, options: PoPEOptions) -> None:
@@ -309,8 +307,6 @@ class PoPE(RoPE):
         q_cos, q_sin, k_cos, k_sin = self.of_layer(at)
         precise = torch.promote_types(q.dtype, torch.float32)
         q_radius, k_radius = F.softplus(q.to(precise)), F.softplus(k.to(precise))
-        if at.temperature is not None:
-            q_radius = q_radius * at.temperature
         delta = self.delta[at.layer][:, None]                           # (H, 1, D)
         q_wide = torch.cat((q_radius * delta.cos(), -q_radius * delta.sin()), dim=-1)       # at angle -delta
         k_wide = torch.cat((k_radius * k_cos, k_radius * k_sin), dim=-1)        # (B, G, Tk, 2 D)

@@ -1,8 +1,8 @@
 """What acts under any encoding: query temperatures and scale-invariant attention.
 
 Softmax over more keys is flatter. A temperature, a factor on a query, multiplies all its logits before any
-bias. It depends on n, the number of keys that the query sees, or on its position m, and then logits change if
-all positions shift.
+bias. It depends on n, the number of keys that the query sees, or on m, the number of tokens before it in its
+document, never on positions: logits stay the same if all positions shift.
 
 Legend: B batch, T time (Tq queries, Tk keys), H = n_head, L = train.seq_len.
 """
@@ -10,36 +10,34 @@ Legend: B batch, T time (Tq queries, Tk keys), H = n_head, L = train.seq_len.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from positions.contract import At, Encoding, Shape, starts_of
+from positions.contract import At, Encoding, NoPE, Options, Shape
 
 
 class Temperature(nn.Module):
     """No factor. Override `forward` to return one."""
-
-    by_position: ClassVar[bool] = False     # does it depend on the position, not on the number of keys?
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
 
     def n_keys(self, at: At) -> Tensor:
-        """n, the keys that each query sees, (1 or B, T): of its document, its window or chunk, up to it."""
-        T, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
-        before = torch.arange(Tk - T, Tk, device=at.q_pos.device)[None]
-        if at.documents is not None:
-            before = before - starts_of(at.documents)
+        """n, the keys that each query sees, (1 or B, Tq): of its document, its window or chunk, up to it."""
+        n_before = at.n_before
+        assert n_before is not None
         if at.layer in self.shape.local_layers:
-            before = (before % (self.shape.chunk or Tk)).clamp(max=(self.shape.window or Tk) - 1)
-        return before + 1
+            if self.shape.chunk:
+                n_before = n_before % self.shape.chunk
+            if self.shape.window:
+                n_before = n_before.clamp(max=self.shape.window - 1)
+        return n_before + 1
 
-    def forward(self, at: At) -> Tensor | None:
-        """The factor on q, (1 or B, 1 or H, T, 1), or None."""
-        return None
+    def forward(self, at: At) -> Tensor:
+        """The factor on q, (1 or B, 1 or H, Tq, 1)."""
+        raise NotImplementedError
 
 
 class LogN(Temperature):
@@ -76,7 +74,7 @@ class SSMax(Temperature):
         self.s = nn.Parameter(torch.full((shape.n_layer, shape.n_head), 0.43))
 
     def forward(self, at: At) -> Tensor:
-        log_n = self.n_keys(at).log()                                   # (1 or B, T)
+        log_n = self.n_keys(at).log()                                   # (1 or B, Tq)
         return self.s[at.layer][:, None, None] * log_n[:, None, :, None]
 
 
@@ -95,13 +93,13 @@ class Affine(SSMax):
 class Llama4(Temperature):
     """q *= 1 + 0.1 ln(1 + floor((m + 1) / L)): steps at multiples of L. Llama 4's code, 2025.
 
-    There L is 8192, and it acts in the layers without an encoding alone. Below L it is 1.
+    There L is 8192, and it acts in the layers without an encoding alone. Below L it is 1. As there, m is the
+    token's number in its document, whatever its position.
     """
 
-    by_position = True
-
     def forward(self, at: At) -> Tensor:
-        steps = ((at.q_pos + 1) / self.shape.seq_len).floor().clamp(min=0)
+        assert at.n_before is not None
+        steps = ((at.n_before + 1) / self.shape.seq_len).floor()
         return (1 + 0.1 * steps.log1p())[:, None, :, None]
 
 
@@ -114,11 +112,15 @@ class Wrapper(Encoding):
 
     def __init__(self, inner: Encoding) -> None:
         nn.Module.__init__(self)
-        self.inner, self.is_relative, self.max_length = inner, inner.is_relative, inner.max_length
-        self.applies_temperature = inner.applies_temperature
-        self.embed, self.features, self.mix = inner.embed, inner.features, inner.mix    # type: ignore
+        self.inner = inner
+        self.is_relative = inner.is_relative
+        self.max_length = inner.max_length
+        self.embed = inner.embed                    # type: ignore[method-assign]
+        self.features = inner.features              # type: ignore[method-assign]
+        self.mix = inner.mix                        # type: ignore[method-assign]
         self.rotates_values = inner.rotates_values
-        self.turn_values, self.turn_back = inner.turn_values, inner.turn_back           # type: ignore
+        self.turn_values = inner.turn_values        # type: ignore[method-assign]
+        self.turn_back = inner.turn_back            # type: ignore[method-assign]
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> object:
         return self.inner.tables(q_pos, k_pos)
@@ -128,20 +130,36 @@ class Wrapper(Encoding):
 
 
 class Tempered(Wrapper):
-    """An encoding whose queries are multiplied by a temperature, or whose logits: `applies_temperature`.
+    """An encoding whose rotated queries are multiplied by a temperature, and so all products with them.
 
-    It is outermost. Attention calls `tempered`, and then the hooks of the encoding inside.
+    What `scores` adds is not multiplied, except for its own products with q, and under `tempers_bias`.
     """
 
     def __init__(self, inner: Encoding, temperature: Temperature) -> None:
         super().__init__(inner)
         self.temperature = temperature
+        # a bias times the temperature depends on more than the distance
+        self.by_distance = inner.by_distance and not inner.tempers_bias
+        self.scales_by_distance = inner.scales_by_distance
+        self.fold_rows = inner.fold_rows
+        self.fold = inner.fold                      # type: ignore[method-assign]
 
-    def tempered(self, q: Tensor, at: At) -> tuple[Encoding, Tensor, At]:
-        factor = self.temperature(at)
-        if self.applies_temperature:    # PoPE, BAM: by themselves
-            return self.inner, q, at._replace(temperature=factor)
-        return self.inner, (q * factor).to(q.dtype), at
+    def has_scores(self) -> bool:
+        return self.inner.has_scores()
+
+    def scaled(self, q: Tensor, at: At) -> Tensor:
+        """Queries (B, H, Tq, D) times the temperature."""
+        return (q * self.temperature(at)).to(q.dtype)
+
+    def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        q, k = self.inner.rotate(q, k, at)
+        return self.scaled(q, at), k
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        if self.inner.tempers_bias:
+            bias = self.inner.scores(logits.new_zeros(()), q, k, at)
+            return logits + self.temperature(at) * bias
+        return self.inner.scores(logits, self.scaled(q, at), k, at)
 
 
 class ScaleInvariant(Wrapper):
@@ -169,3 +187,29 @@ def factor_and_bias(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     """The a and m of `ScaleInvariant` at distances of a floating-point type, in that type and shape."""
     m = -2 * torch.log1p(distance / tau)
     return (1 - m).sqrt(), m
+
+
+def encodings_of(options: Options, encoding: Encoding, temperature: Temperature,
+                 n_layer: int) -> list[Encoding]:
+    """The encoding of each layer: this one or none, inside what acts under any encoding.
+
+    Layers of the same kind share one, so that its tables are computed once.
+    """
+    def wrapped(inner: Encoding, kind: str) -> Encoding:
+        is_tempered = type(temperature) is not Temperature
+        if is_tempered and options.temperature_layers in ("all", kind):
+            inner = Tempered(inner, temperature)
+        if options.scale_invariant:
+            inner = ScaleInvariant(inner, options.scale_invariant)
+        return inner
+
+    encoded = wrapped(encoding, "encoded")
+    unencoded = wrapped(NoPE(temperature.shape, options), "unencoded")
+    return [encoded if options.is_encoded(layer) else unencoded for layer in range(n_layer)]
+
+
+def drop_step(options: Options, n_steps: int) -> float:
+    """The first of a run's steps without the encoding, by position.drop_at."""
+    if options.drop_at == 1:
+        return math.inf
+    return min(round(options.drop_at * n_steps), n_steps - 1)       # if at all, then at least the last one

@@ -16,9 +16,8 @@ from config import Config, load_config
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 
-# a temperature multiplies these logits, not the queries
-AFTER_THEIR_SCORES = {"pope", "bam", *(
-    name for name, encoding in ENCODINGS.items() if encoding.applies_temperature)}
+# a temperature multiplies all that these add to the logits, not the queries alone
+TEMPERED_BIASES = {"bam", *(name for name, encoding in ENCODINGS.items() if encoding.tempers_bias)}
 
 
 @cache
@@ -40,9 +39,11 @@ def causal(Tq: int, Tk: int) -> Tensor:
 
 
 def logits_of(encoding: Encoding, q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Tensor, x: Tensor | None = None,
-              layer: int = 1, documents: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+              layer: int = 1, documents: Tensor | None = None, seen: Tensor | None = None,
+              factor: Tensor | float = 1.0) -> Tensor:
     """Logits (B, H, Tq, Tk) of q (B, H, Tq, D) and k (B, G, Tk, D), before any switch; -inf where masked.
 
+    A temperature's `factor` multiplies all products with q.
     x (B, Tk, C) is the layer's input, which `features` gets; `seen` (Tq, Tk) is causal by default.
     """
     features = None if x is None else encoding.features(x, layer)
@@ -55,16 +56,17 @@ def logits_of(encoding: Encoding, q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Te
     turned_q, turned_k = encoding.rotate(q, k, at)
     k, turned_k = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, turned_k))
     hidden = ~(causal(q.shape[2], k.shape[2]) if seen is None else seen)
-    logits = (turned_q @ turned_k.mT / math.sqrt(q.shape[3])).masked_fill(hidden, -torch.inf)
-    after = encoding.scores(logits, q, k, at)
+    logits = (turned_q @ turned_k.mT / math.sqrt(q.shape[3]) * factor).masked_fill(hidden, -torch.inf)
+    after = encoding.scores(logits, q * factor, k, at)
     assert torch.equal(after.isneginf(), hidden.expand_as(after)) and not after.isnan().any()
     return after
 
 
-def temperature_of(model: GPT, config: Config, layer: int, q_pos: Tensor, seen: Tensor) -> Tensor:
-    """The factor of each query, (B, 1 or H, Tq, 1), from the formulas; a query sees some keys (Tq, Tk)."""
-    m, L = q_pos[:, None, :, None].double(), config.train.seq_len
-    n, own = seen.sum(-1)[:, None].double(), dict(model.named_parameters())
+def temperature_of(model: GPT, config: Config, layer: int, seen: Tensor, documents: Tensor | None) -> Tensor:
+    """The factor of each query, (1, 1 or H, T, 1), from the formulas; a query sees some keys (T, T)."""
+    m, L = torch.arange(len(seen)), config.train.seq_len
+    m = (m if documents is None else m - torch.searchsorted(documents, documents)).double()[:, None]
+    n, own = seen.sum(-1)[None, None, :, None].double(), dict(model.named_parameters())
     return {"none": lambda: torch.ones_like(n),
             "log_n": lambda: (n.log() / math.log(L)).clamp(min=1),
             "ssmax": lambda: own["temperature.s"][layer, :, None, None] * n.log(),
@@ -121,13 +123,17 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
     is_encoded = layer in encoded and p.drop_at > 0
     encoding = model.encoding if is_encoded else ENCODINGS["none"](None, config_of("none").position)
     seen = visible(config, layer, x.shape[1], None if documents is None else documents[0])
-    factor = temperature_of(model, config, layer, pos, seen) if layer in tempered else torch.ones(())
-    q, after = (q, factor) if is_encoded and name in AFTER_THEIR_SCORES else (q * factor, 1)
-    logits = logits_of(encoding, q, k, pos, pos, x, layer, documents, seen)
+    factor, after = torch.ones(()), torch.ones(())
+    if layer in tempered:
+        factor = temperature_of(model, config, layer, seen, None if documents is None else documents[0])
+    if is_encoded and name in TEMPERED_BIASES:
+        factor, after = after, factor
+    logits = logits_of(encoding, q, k, pos, pos, x, layer, documents, seen, factor)
     distance = (pos[:, :, None] - pos[:, None]).clamp(min=0)[:, None]
     if farthest is not None:
         far = torch.full_like(pos, farthest), torch.zeros_like(pos)
-        logits = logits.where(distance < farthest, logits_of(encoding, q, k, *far, x, layer, documents, seen))
+        of_far = logits_of(encoding, q, k, *far, x, layer, documents, seen, factor)
+        logits = logits.where(distance < farthest, of_far)
         distance = distance.clamp(max=farthest)
     logits = logits.masked_fill(~seen, 0) * after
     if p.scale_invariant:

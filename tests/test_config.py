@@ -214,3 +214,19 @@ def test_what_was_removed_is_one_line_that_names_the_tag_unless_it_is_off(tmp_pa
         assert line.startswith(f"{name} on the command line: was removed") and "before-air" in line
         if not value:       # the config.toml of an old run has it, off
             assert load_config(path, [f"{name}=false"]) == load_config(path)
+
+
+def test_positions_restart_by_default_where_documents_are_masked(tiny, tmp_path: Path) -> None:
+    """But a run from before the key went on without."""
+    assert tiny("rope").data.positions == "row"
+    config = tiny("rope", "data.cross_documents=mask")
+    assert config.data.positions == "document"
+    assert tiny("rope", "data.cross_documents=mask", "data.positions=row").data.positions == "row"
+    with pytest.raises(UserError, match="data.positions .*: needs data.cross_documents"):
+        tiny("rope", "data.positions=document")
+    (tmp_path / "corpus.json").write_text("{}")
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config))
+    assert load_config(path) == config
+    path.write_text(to_toml(config).replace('positions = "document"\n', ""))
+    assert load_config(path).data.positions == "row"

@@ -222,7 +222,7 @@ def test_two_methods_at_once_are_both_applied(tiny) -> None:
         assert (both - under(alone, model, config, x)).abs().max() > 1e-3
     with extended(model, config, parse("log_n+yarn+rerope").methods, 100):
         assert model.encoding.scaling.factor == 100 / L
-        factor = model.temperature(At(m[None], m[None], 0, None)).flatten()
+        factor = model.temperature(At(m[None], m[None], 0, None, n_before=m[None])).flatten()
     torch.testing.assert_close(factor, ((m + 1).double().log() / math.log(L)).clamp(min=1).float())
 
 

@@ -68,11 +68,11 @@ def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tin
             f"{tensor} in fp64 (is a parameter cast to fp32?): {text}"))
     n_windows = sum(bool(block.attention.window or block.attention.chunk) for block in model.blocks)
     has_sink = model.blocks[0].attention.sink is not None
-    is_always = ENCODINGS[name].by_distance or packed or has_sink or model.options.scale_invariant
-    if name == "bam" and model.options.temperature != "none":           # its scores multiply by a temperature
-        assert n_taken == 0
-        return
-    assert n_none == 0 and n_taken == (2 if is_always else n_windows)
+    n_served = 2 if packed or has_sink else n_windows
+    encoding = model.encodings[0]
+    if encoding.has_scores():   # a temperature makes the bias of bam one of more than the distance
+        n_served = 2 * (encoding.by_distance or encoding.scales_by_distance)
+    assert (n_none, n_taken) == (0, n_served)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import attention
 from config import Config
 from evaluation.extension import EXTENSIONS, Extension, Regrouping, extended
 from model import GPT
-from positions import ENCODINGS
+from positions import ENCODINGS, Encoding
 
 SWITCHES = [("rope", "position.temperature=ssmax"), ("rope", "position.scale_invariant=10"),
             ("rope", "model.window=100"), ("t5", "model.chunk=100"), ("rope", "model.n_kv_head=1")]
@@ -97,7 +97,7 @@ def test_a_method_that_scores_pairs_again_does_not_hold_all_of_them(name: str, t
 @pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope", "t5", "alibi", "forgetting"))
 def test_what_training_keeps_grows_with_T_not_its_square(name: str, tiny, monkeypatch) -> None:
     """On the path of long texts; in blocks what is computed again is the same, also with dropout."""
-    in_blocks = ENCODINGS[name].has_scores() and name not in ("alibi", "forgetting")
+    in_blocks = ENCODINGS[name].scores is not Encoding.scores and name not in ("alibi", "forgetting")
     config = tiny(name, "model.n_layer=1", "train.seq_len=512", *["model.dropout=0.2"] * in_blocks)
     model, found, sizes = lively(config).double().train(), [], []
     monkeypatch.setattr(attention, "MAX_BLOCK", 2**14)

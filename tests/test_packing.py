@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import draw, every_encoding_slowly, lively, places_of, tokens, words
 
+import attention
 from data.loader import MIX, Corpus, Mixture
 from data.prepare import prepare
 from model import GPT
@@ -46,6 +47,31 @@ def test_a_packed_document_is_as_if_alone_at_its_positions(name: str, option: st
     # forgetting subtracts sums that began in the documents before: equal but for rounding
     leaked = model(changed, documents=documents)[:, 8:] - packed[:, 8:]
     assert leaked.abs().max() < 1e-9
+
+
+@every_encoding_slowly
+@pytest.mark.parametrize("option", ["train.steps=1", "model.chunk=5", "position.temperature=llama4"])
+def test_a_packed_document_is_as_if_alone(name: str, option: str, tiny, monkeypatch) -> None:
+    """At consecutive positions and at those of train.positions, also on the paths of long rows."""
+    monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 16 * 5)
+    monkeypatch.setattr(attention, "MIN_ROWS", 5)
+    monkeypatch.setattr(attention, "FUSE_FROM", 1)
+    model = lively(tiny(name, option, "data.cross_documents=mask", "train.seq_len=16")).double()
+    limit = model.encoding.max_length or 99
+    x, T = tokens((2, 16)), 16
+    documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 5 + [1] * 11])
+    for positions in (None, torch.arange(T) + (torch.arange(T) > 4) * (limit - T)):
+        packed = model(x, positions=positions, documents=documents)
+        for row, start in ((0, 7), (1, 5)):
+            given = None if positions is None else positions[:T - start]
+            alone = model(x[row:row + 1, start:], positions=given)
+            torch.testing.assert_close(packed[row:row + 1, start:], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_each_packed_document_has_a_prompt_of_its_own(tiny) -> None:
+    model = lively(tiny("rope_2d", "position.prompt=3", "data.cross_documents=mask")).double()
+    x, documents = tokens((1, 16)), torch.tensor([[0] * 7 + [1] * 9])
+    torch.testing.assert_close(model(x, documents=documents)[:, 7:], model(x[:, 7:]), atol=1e-5, rtol=1e-5)
 
 
 def test_training_and_validation_keep_within_documents_when_asked(tiny, tmp_path: Path, monkeypatch) -> None:

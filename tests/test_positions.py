@@ -109,8 +109,7 @@ def test_only_relative_encodings_ignore_a_shift_of_all_positions(name: str, swit
     x, at = x[:, :T], torch.arange(T)
     change = (model(x, positions=at + shift) - model(x, positions=at)).abs().max()
     is_relative = ENCODINGS[name].is_relative or switch == "dropped"
-    by_position = "llama4" in SWITCHES[switch]
-    assert change < 1e-4 if is_relative and not by_position else change > 1e-2
+    assert change < 1e-4 if is_relative else change > 1e-2
 
 
 @laws
@@ -258,8 +257,8 @@ def test_some_encodings_read_no_positions() -> None:
 
 
 @pytest.mark.parametrize(("name", "overrides", "other", "tolerance"), [
-    ("p_rope", "position.p=1", "rope", 0), ("p_rope", "position.p=0", "none", 0),
-    ("xpos", "position.scale_base=1e30", "rope", 0), ("rope", "position.layers=[]", "none", 0),
+    ("p_rope", "position.p=0", "none", 0),
+    ("xpos", "position.scale_base=1e30", "rope", 0),
     ("rope", "position.drop_at=0", "none", 0), ("t5", "position.skip_every=1", "none", 0),
     ("rope", "position.scale_invariant=0", "rope", 0), ("rope", "model.window=32", "rope", 1e-9),
     *(("rope", f"position.temperature={kind} train.seq_len={L}", "rope", 0)     # ln L / ln L is not 1 at 49
@@ -366,7 +365,13 @@ def test_positions_beyond_a_limit_are_refused() -> None:
     ("rope", "position.scale_invariant=-1", "scale_invariant"),
     ("rope", "position.scale_invariant=true", "scale_invariant"),
     ("rope", "position.fraction=0.1", "must rotate an even number of the 16 channels"),
-    ("rope", "position.spectrum=hope position.local_base=9", "local_base.*needs spectrum = geometric"),
+    ("rope", "position.spectrum=hope position.local_base=9 model.window=5", "local_base.*needs spectrum"),
+    # keys without effect
+    ("p_rope", "position.p=1", "position.p "), ("rope", "position.layers=[]", 'use encoding = "none"'),
+    ("rope", "position.temperature_layers=unencoded", "temperature_layers .*no layer is of this kind"),
+    ("rope", "position.temperature_layers=encoded position.skip_every=1", "no layer is of this kind"),
+    ("rope", "model.full_every=2", "full_every .*no effect"), ("rope", "position.local_base=9", "no effect"),
+    ("rope_2d", "position.prompt=3 data.cross_documents=mask data.positions=row", "prompt .*data.positions"),
     ("rope_2d", "model.n_head=1 model.n_embd=6", "multiple of 4 channels"),
     ("rope", "model.head_dim=7", "even number"),
     ("sinusoidal", "model.n_head=1 model.n_embd=7", "even model.n_embd"),

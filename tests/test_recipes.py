@@ -54,7 +54,7 @@ def mixed(name: str, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Ten
                 turned = rope.rotate(turned, rope.angles(
                     positions[i] - positions[keys], rope.inv_freq(12, base, dtype=torch.float64)))
             logits = (turned * k[keys, h // 2]).sum(-1) / math.sqrt(12)
-            logits = logits * (temperature(name, int(positions[i]), len(keys)) if is_tempered else 1.0)
+            logits = logits * (temperature(name, i % 17, len(keys)) if is_tempered else 1.0)
             weights = logits.softmax(0) if sink is None else torch.cat((logits, sink[h:h + 1])).softmax(0)
             found[i, h] = weights[:len(keys)] @ v[keys, h // 2]
     return found.flatten(1)

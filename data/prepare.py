@@ -47,7 +47,7 @@ from data import sources
 from data import tokenizer as tokenizers
 from data.loader import SPLITS, read_meta
 from data.sources import Document, Options
-from data.tasks import TASKS, Made
+from data.tasks import TASKS, TaskDocument
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, pieces
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
@@ -117,7 +117,7 @@ class Writer:
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
         """The ids of a document, the separator first, and which of them are answers."""
-        if isinstance(document.text, Made):
+        if isinstance(document.text, TaskDocument):
             return document.text.ids.astype(np.uint32), document.text.is_answer
         text = document.text or b""
         try:

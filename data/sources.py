@@ -29,7 +29,7 @@ from urllib.request import url2pathname, urlretrieve
 from base.errors import UserError
 from base.files import sha256_of
 from data.loader import SPLITS
-from data.tasks import TASKS, Made
+from data.tasks import TASKS, TaskDocument
 from data.tokenizer import Tokenizer
 
 FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single file
@@ -77,12 +77,12 @@ class Source(NamedTuple):
 
 class Document(NamedTuple):
     split: str
-    text: bytes | Made | None   # None: a row without text
+    text: bytes | TaskDocument | None   # None: a row without text
     name: str                   # for messages
 
 
-def checked(text: Any) -> bytes | Made | None:
-    if not isinstance(text, str | bytes | Made | None):
+def checked(text: Any) -> bytes | TaskDocument | None:
+    if not isinstance(text, str | bytes | TaskDocument | None):
         raise TypeError("the text must be a string; name its column with --text-column")
     return text.encode() if isinstance(text, str) else text
 

@@ -77,7 +77,7 @@ def toeplitz_distances(at: At) -> Tensor:
     return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x, in fp32 or fp64, rounded to what `dtype`, of 16 bits, holds; without a gradient.
 
     By its bits: torch.compile leaves out a cast there and back, and the rounding with it.
@@ -142,7 +142,7 @@ class ALiBi(Encoding):
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
         slope = at.tables.to(dtype) * q.shape[-1]**0.5                  # (H, 1, 1)
-        high = rounded(slope, torch.bfloat16)
+        high = round_to(slope, torch.bfloat16)
         j = (at.k_pos - at.k_pos.min())[:, None, :, None]               # (1 or B, 1, Tk, 1)
 
         # channels: each of the two pieces, times each of the three digits

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP, rounded
+from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP, round_to
 from positions.contract import At, Encoding, Options, Shape
 
 
@@ -77,7 +77,7 @@ class Forgetting(Encoding):
         pieces = []
         rest = sums
         for _ in range(3):
-            high = rounded(rest, dtype)
+            high = round_to(rest, dtype)
             piece = rest + (high - rest).detach()                       # high, with the gradient of rest
             pieces.append(piece.to(dtype))
             rest = rest.detach() - high

@@ -200,14 +200,20 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
     v = for_each_head(v, H)
     if bias is not None:
         bias = bias._replace(k=for_each_head(bias.k, H))
+    # A bias or a sink needs logits in fp32. Without them the product has rounded the logits already, and a
+    # softmax in its dtype, which sums in fp32, gives the same weights (to the bit if sqrt(D) is a power of
+    # two) in half the time. Backward then keeps them once, not also in fp32.
+    logits_dtype = q.dtype
+    if bias is not None or sink is not None:
+        logits_dtype = torch.promote_types(q.dtype, torch.float32)
     parts = mask.parts()
     is_consecutive = mask.in_order and Tq == Tk                         # no cache, which may have gaps
 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
         seen = visible_in(rows, keys, Tk - Tq, mask, parts, q.device)
-        unseen = torch.where(seen, 0.0, -torch.inf)
+        unseen = torch.where(seen, 0.0, -torch.inf).to(logits_dtype)
         logits = q[:, :, rows] @ k[:, :, keys].mT                       # (B, H, rows, keys)
-        logits = torch.add(unseen, logits, alpha=scale)                 # masked, scaled and fp32, in one pass
+        logits = torch.add(unseen, logits, alpha=scale)                 # masked and scaled in one pass
         if bias is not None:
             logits = add_scores(logits, bias, rows, keys, is_consecutive)
         weights = logits.softmax(dim=-1)

@@ -47,7 +47,7 @@ from data import sources
 from data import tokenizer as tokenizers
 from data.loader import SPLITS, read_meta
 from data.sources import Document, Options
-from data.tasks import TASKS, Made
+from data.tasks import TASKS, TaskDocument
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, pieces
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
@@ -70,10 +70,10 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     return None if tokenizers.size_of(name) else tokenizers.load_tokenizer(name)
 
 
-def learn_from(found: Iterable[Document]) -> Iterator[bytes]:
+def learn_from(documents: Iterable[Document]) -> Iterator[bytes]:
     """Text to learn a vocabulary from: the first LEARN_BYTES of the train split."""
     n_bytes = 0
-    for document in found:
+    for document in documents:
         if document.split == "train" and isinstance(document.text, bytes):
             yield from pieces(document.text, LEARN_PIECE)
             n_bytes += len(document.text)
@@ -97,9 +97,9 @@ class Writer:
     def n_tokens(self, split: str) -> int:
         return self.files[f"{split}.bin"].tell() // self.dtype.itemsize
 
-    def write(self, found: Iterator[Document], limit: int, pool: Executor, bar: tqdm) -> None:
+    def write(self, documents: Iterator[Document], limit: int, pool: Executor, bar: tqdm) -> None:
         """Append documents, which are encoded on all cores, until the train split has `limit` tokens."""
-        while group := list(itertools.islice(found, TOGETHER)):
+        while group := list(itertools.islice(documents, TOGETHER)):
             for document, (ids, mask) in zip(group, pool.map(self.encode, group), strict=True):
                 split = document.split
                 room = limit - self.n_tokens("train") if split == "train" else len(ids)
@@ -117,7 +117,7 @@ class Writer:
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
         """The ids of a document, the separator first, and which of them are answers."""
-        if isinstance(document.text, Made):
+        if isinstance(document.text, TaskDocument):
             return document.text.ids.astype(np.uint32), document.text.is_answer
         text = document.text or b""
         try:
@@ -191,11 +191,11 @@ def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, 
     `before` is that of the corpus to replace, if it must be the same. Raises UserError.
     """
     task = TASKS.get(source)
-    found = sources.open_source(source, out, given, options)
+    text_source = sources.open_source(source, out, given, options)
     file = given.file if given else ""
     if given is None:
-        print(f"learning {tokenizer_name} from {found.name}", flush=True)
-        texts = learn_from(sources.documents(found.parts, options.val_share))
+        print(f"learning {tokenizer_name} from {text_source.name}", flush=True)
+        texts = learn_from(sources.documents(text_source.parts, options.val_share))
         file = tokenizers.learn(texts, tokenizers.size_of(tokenizer_name) or 0)
     if file:
         write_whole(folder / TOKENIZER_FILE, file)
@@ -203,20 +203,20 @@ def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, 
     require_same(out, before, tokenizer)
     corpus = Writer(folder, tokenizer, task is not None and task.has_mask)
     with ThreadPoolExecutor() as pool, tqdm(        # threads: tiktoken releases the interpreter's lock
-            desc="preparing", total=found.n_bytes, unit="B", unit_scale=True, disable=None) as bar:
+            desc="preparing", total=text_source.n_bytes, unit="B", unit_scale=True, disable=None) as bar:
         for is_val in (False, True):        # of a dataset with a split val, all of it, whatever the limit
-            parts = [part for part in found.parts if (part.split == "val") == is_val]
+            parts = [part for part in text_source.parts if (part.split == "val") == is_val]
             corpus.write(sources.documents(parts, options.val_share), options.limit_tokens or sys.maxsize,
                          pool, bar)
     if corpus.n_null:
-        print(f"left out of {found.name}: {corpus.n_null:,} rows without text (null)", flush=True)
+        print(f"left out of {text_source.name}: {corpus.n_null:,} rows without text (null)", flush=True)
     for split in SPLITS:
         if not corpus.n_tokens(split):
-            raise UserError(f"source {found.name}: no text for {split}; add text ({sources.KINDS}), or "
+            raise UserError(f"source {text_source.name}: no text for {split}; add text ({sources.KINDS}), or "
                             "change --val-share if a hash of each document chooses its split")
     changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
     meta = {
-        "format_version": 1, "source": found.name, "revision": found.revision,
+        "format_version": 1, "source": text_source.name, "revision": text_source.revision,
         "dtype": corpus.dtype.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
         **({"options": changed} if changed else {}),

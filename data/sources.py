@@ -29,7 +29,7 @@ from urllib.request import url2pathname, urlretrieve
 from base.errors import UserError
 from base.files import sha256_of
 from data.loader import SPLITS
-from data.tasks import TASKS, Made
+from data.tasks import TASKS, TaskDocument
 from data.tokenizer import Tokenizer
 
 FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single file
@@ -77,12 +77,12 @@ class Source(NamedTuple):
 
 class Document(NamedTuple):
     split: str
-    text: bytes | Made | None   # None: a row without text
+    text: bytes | TaskDocument | None   # None: a row without text
     name: str                   # for messages
 
 
-def checked(text: Any) -> bytes | Made | None:
-    if not isinstance(text, str | bytes | Made | None):
+def checked(text: Any) -> bytes | TaskDocument | None:
+    if not isinstance(text, str | bytes | TaskDocument | None):
         raise TypeError("the text must be a string; name its column with --text-column")
     return text.encode() if isinstance(text, str) else text
 
@@ -145,7 +145,7 @@ def open_packages(val_share: float) -> Source:
 
     Packages whose names start with the same word are on the same side of the split. Raises UserError.
     """
-    found: list[tuple[str, bytes]] = []
+    packages: list[tuple[str, bytes]] = []
     for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", CONSTRAINTS.read_text(), re.MULTILINE):
         try:
             package = importlib.metadata.distribution(name)
@@ -163,11 +163,12 @@ def open_packages(val_share: float) -> Source:
             if len(text) + len(more) < PACKAGE_BYTES.stop:
                 text += more
         if len(text) in PACKAGE_BYTES:
-            found.append((name, text))
+            packages.append((name, text))
     parts = [Part(name, "val" if rank(re.split(r"[-_.\d]", name)[0].encode()) < val_share else "train",
-                  partial(list, [text])) for name, text in found]
+                  partial(list, [text])) for name, text in packages]
     sha256 = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()
-    return Source("packages", f"constraints.txt sha256 {sha256}", parts, sum(len(text) for _, text in found))
+    n_bytes = sum(len(text) for _, text in packages)
+    return Source("packages", f"constraints.txt sha256 {sha256}", parts, n_bytes)
 
 
 def rank(text: bytes) -> float:
@@ -226,9 +227,10 @@ def open_local(source: str, column: str, val_share: float) -> Source:
 
 def refuse_partial(source: str, paths: Iterable[str]) -> None:
     """Raise UserError for a folder in which the hub keeps the first gigabytes of a dataset it converted."""
-    if found := re.search(r"/(partial-[^/\0]*)/", "\0".join(paths)):
-        raise UserError(f"source {source}: its folder {found[1]} holds only a part of the dataset; give "
-                        "a copy that has all of it, or rename the folder to train on the part")
+    partial_folder = re.search(r"/(partial-[^/\0]*)/", "\0".join(paths))
+    if partial_folder:
+        raise UserError(f"source {source}: its folder {partial_folder[1]} holds only a part of the dataset; "
+                        "give a copy that has all of it, or rename the folder to train on the part")
 
 
 def split_by_hash(root: Path, paths: Sequence[Path], val_share: float) -> list[Part]:
@@ -302,23 +304,27 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
     except Exception as error:  # the client raises the exceptions of three HTTP libraries
         raise UserError(f"source {source}: cannot be opened ({type(error).__name__}: {error}); check the "
                         "name, the configuration and the network; scripts are not run: give files") from error
-    found = {str(key): list(map(str, urls)) for key, urls in (builder.config.data_files or {}).items()}
-    urls = list(itertools.chain(*found.values()))
+    data_files = builder.config.data_files or {}
+    urls_of_split = {str(key): list(map(str, urls)) for key, urls in data_files.items()}
+    urls = list(itertools.chain(*urls_of_split.values()))
     refuse_partial(source, urls)
     if odd := [url for url in urls if not (url.lower().endswith(SUFFIXES) or LINES.fullmatch(url))]:
         raise UserError(f"source {source}: cannot read {odd[0]}; give the dataset as {KINDS} files")
-    first = split or (next(iter(found)) if len(found) == 1 else "train")
-    if first not in found:
+    first = split or (next(iter(urls_of_split)) if len(urls_of_split) == 1 else "train")
+    if first not in urls_of_split:
         raise UserError(f"source {source}: no configuration or split {first!r}; configurations are "
-                        f"{', '.join(configs)}, splits {', '.join(found)}; give hf:NAME:CONFIG:SPLIT")
-    val = None if split else next((name for name in VALIDATION if name in found and name != first), None)
+                        f"{', '.join(configs)}, splits {', '.join(urls_of_split)}; give hf:NAME:CONFIG:SPLIT")
+    val = None
+    if not split:
+        others = [name for name in VALIDATION if name in urls_of_split and name != first]
+        val = others[0] if others else None
     parts: list[Part] = []
     for of_split, key in (("train", first), ("val", val)) if val else ((None, first),):
-        reads = [partial(read, url, column) for url in found[key]]
+        reads = [partial(read, url, column) for url in urls_of_split[key]]
         if has_lines:
             parts.append(Part(f"{source} [{key}]", of_split, partial(articles, reads)))
         else:
-            parts += map(Part, found[key], itertools.repeat(of_split), reads)
+            parts += map(Part, urls_of_split[key], itertools.repeat(of_split), reads)
     return Source(source, revision, parts, builder.info.dataset_size)
 
 

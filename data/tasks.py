@@ -49,14 +49,14 @@ N_CHAINS, N_CHAIN = 2, 3                # variables: chains, and variables in ea
 READ_OR_WRITE = 0.2                     # flip_flop: share of these instructions, as in Liu et al. 2023
 
 
-class Made(NamedTuple):
+class TaskDocument(NamedTuple):
     """A document: its ids, the separator first, and which of them are answers, both (n,)."""
 
     ids: np.ndarray
     is_answer: np.ndarray
 
 
-Part = tuple[Sequence[str], bool]       # pieces of text, each encoded on its own; whether they are an answer
+Segment = tuple[Sequence[str], bool]    # pieces of text, each encoded on its own; whether they are an answer
 
 
 @lru_cache(maxsize=4096)
@@ -70,13 +70,15 @@ def encode(tokenizer: Tokenizer, pieces: Iterable[str]) -> list[int]:
     return [token for piece in pieces for token in piece_ids(tokenizer, piece)]     # type: ignore[arg-type]
 
 
-def joined(tokenizer: Tokenizer, parts: Iterable[Part]) -> Made:
-    """A document of the separator and these parts."""
-    ids, is_answer = [tokenizer.eot], [False]
-    for pieces, answers in parts:
-        ids += encode(tokenizer, pieces)
-        is_answer += [answers] * (len(ids) - len(is_answer))
-    return Made(np.array(ids), np.array(is_answer))
+def join(tokenizer: Tokenizer, segments: Iterable[Segment]) -> TaskDocument:
+    """A document of the separator and these segments."""
+    ids = [tokenizer.eot]
+    is_answer = [False]
+    for pieces, is_segment_answer in segments:
+        segment_ids = encode(tokenizer, pieces)
+        ids += segment_ids
+        is_answer += [is_segment_answer] * len(segment_ids)
+    return TaskDocument(np.array(ids), np.array(is_answer))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ class Hidden(NamedTuple):
     """Hidden groups of facts that stay in their order; the end of the document asks for the first."""
 
     groups: list[list[list[str]]]       # facts in pieces
-    question: Sequence[Part]
+    question: Sequence[Segment]
 
 
 def numbers(rng: Generator, n: int) -> list[list[str]]:
@@ -104,20 +106,29 @@ def passkey(rng: Generator) -> Hidden:
 def facts(rng: Generator, n: int, n_asked: int) -> Hidden:
     """Facts such as " apple=482.", of which n_asked are asked for, in random order."""
     words = [f" {WORDS[i]}" for i in rng.choice(len(WORDS), size=n, replace=False)]
-    hidden = [[word, "=", *number, "."] for word, number in zip(words, numbers(rng, n), strict=True)]
-    question = [part for i in rng.permutation(n_asked)
-                for part in ((hidden[i][:2], False), (hidden[i][2:], True))]
-    return Hidden([[fact] for fact in hidden], question)
+    hidden_facts = []
+    for word, number in zip(words, numbers(rng, n), strict=True):
+        hidden_facts.append([word, "=", *number, "."])
+
+    question: list[Segment] = []
+    for i in rng.permutation(n_asked):
+        fact = hidden_facts[i]
+        question += [(fact[:2], False), (fact[2:], True)]
+    return Hidden([[fact] for fact in hidden_facts], question)
 
 
 def multi_value(rng: Generator) -> Hidden:
     """Words with several numbers: " apple=482." ... " apple=913." The question " apple=": "482,913."."""
-    asked, other = (f" {WORDS[i]}" for i in rng.choice(len(WORDS), size=2, replace=False))
+    asked, distractor = (f" {WORDS[i]}" for i in rng.choice(len(WORDS), size=2, replace=False))
     values = numbers(rng, 2 * N_VALUES)
-    groups = [[[word, "=", *number, "."] for number in values[i:i + N_VALUES]]
-              for word, i in ((asked, 0), (other, N_VALUES))]
-    answer = [piece for number in values[:N_VALUES] for piece in (",", *number)][1:]
-    return Hidden(groups, [([asked, "="], False), ([*answer, "."], True)])
+    asked_facts = [[asked, "=", *number, "."] for number in values[:N_VALUES]]
+    distracting_facts = [[distractor, "=", *number, "."] for number in values[N_VALUES:]]
+
+    answer: list[str] = []
+    for number in values[:N_VALUES]:
+        answer += [*number, ","]
+    answer[-1] = "."
+    return Hidden([asked_facts, distracting_facts], [([asked, "="], False), (answer, True)])
 
 
 def variables(rng: Generator) -> Hidden:
@@ -125,8 +136,11 @@ def variables(rng: Generator) -> Hidden:
     names = [f" {letter}" for letter in rng.permutation(list(LETTERS.upper()))[:N_CHAINS * N_CHAIN]]
     chains = [names[i:i + N_CHAIN] for i in range(0, len(names), N_CHAIN)]
     values = numbers(rng, N_CHAINS)
-    groups = [[[chain[0], "=", *value, "."], *([b, "=", a, "."] for a, b in pairwise(chain))]
-              for chain, value in zip(chains, values, strict=True)]
+    groups = []
+    for chain, value in zip(chains, values, strict=True):
+        assignments = [[chain[0], "=", *value, "."]]
+        assignments += [[variable, "=", before, "."] for before, variable in pairwise(chain)]
+        groups.append(assignments)
     return Hidden(groups, [([" ", *values[0], ":"], False), ([*chains[0], "."], True)])
 
 
@@ -141,7 +155,8 @@ RETRIEVAL: dict[str, Callable[[Generator], Hidden]] = {
 NEEDLES = ("needle", "multi_key", "multi_query", "multi_value")
 
 
-def retrieval(kind: str, tokenizer: Tokenizer, length: int, depth: float, rng: Generator) -> Made:
+def retrieval(kind: str, tokenizer: Tokenizer, length: int, depth: float,
+              rng: Generator) -> TaskDocument:
     """A document of `length` ids: the separator, filler with hidden facts, and the question with its answer.
 
     `depth` is the share of the filler before the first fact of the group that is asked for: 0 puts it at the
@@ -149,79 +164,109 @@ def retrieval(kind: str, tokenizer: Tokenizer, length: int, depth: float, rng: G
     The same rng gives the same facts at every length and depth. Raises ValueError if the length is too small.
     """
     hidden = RETRIEVAL[kind](rng)
-    places = [np.sort(rng.random(len(group))) for group in hidden.groups[1:]]
-    later = depth + (1 - depth) * np.sort(rng.random(len(hidden.groups[0]) - 1))
-    where = [depth, *later, *(place for group in places for place in group)]
-    hidden_facts = [encode(tokenizer, fact) for group in hidden.groups for fact in group]
-    # stable: at one place, a group keeps its order
-    placed = sorted(zip(where, hidden_facts, strict=True), key=lambda fact: fact[0])
-    ending = joined(tokenizer, hidden.question)
-    n_filler = length - len(ending.ids) - sum(len(fact) for _, fact in placed)
+    asked_group, *distracting_groups = hidden.groups
+
+    # each fact's place, as a share of the filler before it
+    distracting_places = [np.sort(rng.random(len(group))) for group in distracting_groups]
+    later_places = depth + (1 - depth) * np.sort(rng.random(len(asked_group) - 1))
+    places = np.concatenate(([depth], later_places, *distracting_places))
+
+    # the facts in the order of their places; stable: at one place, a group keeps its order
+    fact_ids = [encode(tokenizer, fact) for group in hidden.groups for fact in group]
+    placed_facts = sorted(zip(places, fact_ids, strict=True), key=lambda placed: placed[0])
+
+    # what is left of the length is filler
+    ending = join(tokenizer, hidden.question)
+    n_filler = length - len(ending.ids) - sum(map(len, fact_ids))
     if n_filler < 0:
         raise ValueError(f"this {kind} document needs at least {length - n_filler} tokens, got {length}")
-    sentences = [encode(tokenizer, [text]) for text in FILLER]          # in random order, the last one cut
-    n_sentences = n_filler // min(map(len, sentences)) + 1              # enough even if all are the shortest
-    order = rng.integers(len(FILLER), size=n_sentences)
-    filler = [token for i in order for token in sentences[i]][:n_filler]
-    ids, end = [tokenizer.eot], 0
-    for place, fact in placed:
-        start, end = end, round(place * n_filler)
-        ids += [*filler[start:end], *fact]
-    ids += [*filler[end:], *ending.ids[1:]]
-    is_answer = np.concatenate((np.zeros(length - len(ending.ids), dtype=bool), ending.is_answer))
-    return Made(np.array(ids), is_answer)
+
+    # sentences in random order, the last one cut; enough of them even if all are the shortest
+    sentences = [encode(tokenizer, [text]) for text in FILLER]
+    n_sentences = n_filler // min(map(len, sentences)) + 1
+    filler: list[int] = []
+    for i in rng.integers(len(FILLER), size=n_sentences):
+        filler += sentences[i]
+    filler = filler[:n_filler]
+
+    # filler up to each fact's place, and the fact; then the rest, and the question
+    ids = [tokenizer.eot]
+    start = 0
+    for place, fact in placed_facts:
+        end = round(place * n_filler)
+        ids += filler[start:end]
+        ids += fact
+        start = end
+    ids += filler[start:]
+    ids += ending.ids[1:].tolist()
+    is_answer = np.zeros(length, dtype=bool)
+    is_answer[-len(ending.ids):] = ending.is_answer
+    return TaskDocument(np.array(ids), is_answer)
 
 
 def shortest(kind: str, tokenizer: Tokenizer, rng: Generator) -> int:
     """Ids of the document that `retrieval` makes with this rng, if it has no filler."""
     hidden = RETRIEVAL[kind](rng)
-    n_facts = len(encode(tokenizer, [piece for group in hidden.groups for fact in group for piece in fact]))
-    return n_facts + len(joined(tokenizer, hidden.question).ids)
+    n = len(join(tokenizer, hidden.question).ids)
+    for group in hidden.groups:
+        n += sum(len(encode(tokenizer, fact)) for fact in group)
+    return n
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Algorithms: n symbols -> parts of a document of at most 4 n + 1 ids for n of at least 4
+# Algorithms: n symbols -> segments of a document of at most 4 n + 1 ids for n of at least 4
 
 
-def of_letters(answer: Callable[[str], str], n: int, rng: Generator) -> list[Part]:
+def letters(answer: Callable[[str], str], n: int, rng: Generator) -> list[Segment]:
     """Letters and the answer that they determine: "hello=" "olleh."."""
     text = "".join(LETTERS[i] for i in rng.integers(len(LETTERS), size=n))
     return [(text + "=", False), (answer(text) + ".", True)]
 
 
-def addition(n: int, rng: Generator) -> list[Part]:
+def addition(n: int, rng: Generator) -> list[Segment]:
     """"321+987=" "8011." is 123 + 789 = 0912, from the lowest digit on; the sum has n + 1 digits."""
     digits = rng.integers(10, size=(2, n))
     a, b = ("".join(map(str, row)) for row in digits)
     total = int(a[::-1]) + int(b[::-1])
-    return [(f"{a}+{b}=", False), (f"{total:0{n + 1}}"[::-1] + ".", True)]
+    total_digits = f"{total:0{n + 1}}"
+    return [(f"{a}+{b}=", False), (total_digits[::-1] + ".", True)]
 
 
-def parity(n: int, rng: Generator) -> list[Part]:
+def parity(n: int, rng: Generator) -> list[Segment]:
     """"10110=" "1.": whether the number of ones is odd."""
     bits = rng.integers(2, size=n)
-    return [("".join(map(str, bits)) + "=", False), (f"{bits.sum() % 2}.", True)]
+    text = "".join(map(str, bits))
+    return [(text + "=", False), (f"{bits.sum() % 2}.", True)]
 
 
-def flip_flop(n: int, rng: Generator) -> list[Part]:
+def flip_flop(n: int, rng: Generator) -> list[Segment]:
     """Instructions with a bit each: w1 writes, i0 does nothing, r1 reads; the bits that are read are answers.
 
     The first instruction writes, the last one reads, and of the others a share of READ_OR_WRITE does either.
     """
     shares = READ_OR_WRITE / 2, READ_OR_WRITE / 2, 1 - READ_OR_WRITE
     kinds = ["w", *rng.choice(list("wri"), size=max(0, n - 2), p=shares), "r"]
-    written, parts = "", list[Part]()
-    for kind, bit in zip(kinds, map(str, rng.integers(2, size=len(kinds))), strict=True):
-        written = bit if kind == "w" else written
-        parts += [(kind, False), (written if kind == "r" else bit, kind == "r")]
-    return parts
+    bits = rng.integers(2, size=len(kinds))
+    segments: list[Segment] = []
+    written = ""
+    for kind, bit in zip(kinds, map(str, bits), strict=True):
+        segments.append((kind, False))
+        if kind == "w":
+            written = bit
+        if kind == "r":
+            segments.append((written, True))
+        else:
+            segments.append((bit, False))
+    return segments
 
 
-ALGORITHMS: dict[str, Callable[[int, Generator], list[Part]]] = {
-    "copying": partial(of_letters, lambda text: text),
-    "reversal": partial(of_letters, lambda text: text[::-1]),
-    "sorting": partial(of_letters, lambda text: "".join(sorted(text))),
-    "addition": addition, "parity": parity, "flip_flop": flip_flop,
+ALGORITHMS: dict[str, Callable[[int, Generator], list[Segment]]] = {
+    "copying": partial(letters, lambda text: text),
+    "reversal": partial(letters, lambda text: text[::-1]),
+    "sorting": partial(letters, lambda text: "".join(sorted(text))),
+    "addition": addition,
+    "parity": parity,
+    "flip_flop": flip_flop,
 }
 
 
@@ -230,54 +275,67 @@ def n_symbols(length: int) -> int:
     return length // 4
 
 
-def algorithm(name: str, tokenizer: Tokenizer, n: int, rng: Generator) -> Made:
+def algorithm(name: str, tokenizer: Tokenizer, n: int, rng: Generator) -> TaskDocument:
     """A document with n symbols, each encoded on its own."""
-    return joined(tokenizer, ALGORITHMS[name](n, rng))
+    return join(tokenizer, ALGORITHMS[name](n, rng))
 
 
 # -----------------------------------------------------------------------------------------------------------
 # Documents to train on, each a function of its number
 
 
-def padded(made: Made, length: int, tokenizer: Tokenizer) -> Made:
+def pad(document: TaskDocument, length: int, tokenizer: Tokenizer) -> TaskDocument:
     """The document and separators, `length` ids in all."""
-    rest = length - len(made.ids)
-    return Made(np.append(made.ids, [tokenizer.eot] * rest), np.append(made.is_answer, [False] * rest))
+    n_missing = length - len(document.ids)
+    ids = np.append(document.ids, [tokenizer.eot] * n_missing)
+    is_answer = np.append(document.is_answer, [False] * n_missing)
+    return TaskDocument(ids, is_answer)
 
 
-def train_retrieval(kinds: Sequence[str], tokenizer: Tokenizer, length: int, number: int) -> Made:
+def train_retrieval(kinds: Sequence[str], tokenizer: Tokenizer, length: int,
+                    number: int) -> TaskDocument:
     """The kinds in turn, with up to `length` inputs: half of the documents have as many, at any depth."""
-    kind, most = kinds[number % len(kinds)], length + 1
-    rng, facts_seed = np.random.default_rng([number, 2, 1]), [number, 3, 1]
+    kind = kinds[number % len(kinds)]
+    most = length + 1
+    rng = np.random.default_rng([number, 2, 1])
+    facts_seed = [number, 3, 1]
     least = shortest(kind, tokenizer, np.random.default_rng(facts_seed))
     if least > most:
         raise ValueError(f"a {kind} document needs at least {least - 1} tokens, got --length {length}")
-    size = most if rng.random() < 0.5 else int(rng.integers(least, most + 1))
-    made = retrieval(kind, tokenizer, size, rng.random(), np.random.default_rng(facts_seed))
-    return padded(made, most, tokenizer)
+
+    size = most
+    if rng.random() >= 0.5:
+        size = int(rng.integers(least, most + 1))
+    depth = rng.random()
+    document = retrieval(kind, tokenizer, size, depth, np.random.default_rng(facts_seed))
+    return pad(document, most, tokenizer)
 
 
-def train_algorithm(name: str, tokenizer: Tokenizer, length: int, number: int) -> Made:
+def train_algorithm(name: str, tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
     """1 ... n symbols, n being a quarter of `length`, and separators up to length + 1 ids."""
-    if n_symbols(length) < 4:
+    most = n_symbols(length)
+    if most < 4:
         raise ValueError(f"needs --length 16 at least, got {length}")
     rng = np.random.default_rng([number, 2, 1])
-    made = algorithm(name, tokenizer, int(rng.integers(1, n_symbols(length) + 1)), rng)
-    return padded(made, length + 1, tokenizer)
+    n = int(rng.integers(1, most + 1))
+    document = algorithm(name, tokenizer, n, rng)
+    return pad(document, length + 1, tokenizer)
 
 
-def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> Made:
+def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
     """In one document of four a key in 24 ... `length` + 1 tokens, otherwise a repeated string."""
     rng = np.random.default_rng([number, 1])
     if number % 4 == 0:
-        size, depth = int(rng.integers(24, length + 1)), rng.random()
+        size = int(rng.integers(24, length + 1))
+        depth = rng.random()
         return retrieval("passkey", tokenizer, size, depth, rng)
     string = encode(tokenizer, rng.choice(list(CHARACTERS), size=rng.integers(8, 40)))
-    repeats = np.tile(string, 3)[:rng.integers(2 * len(string), 3 * len(string))]
-    return Made(np.append(tokenizer.eot, repeats), np.ones(len(repeats) + 1, dtype=bool))
+    n = rng.integers(2 * len(string), 3 * len(string))
+    ids = np.append(tokenizer.eot, np.tile(string, 3)[:n])
+    return TaskDocument(ids, np.ones(len(ids), dtype=bool))
 
 
-def train_repeats(tokenizer: Tokenizer, length: int, number: int) -> Made:
+def train_repeats(tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
     """A window of strings of random ids, each repeated two to three times, with a separator before each.
 
     A string has 3 ... length / 4 ids; short ones are more frequent. Most of a text can be predicted without
@@ -285,19 +343,22 @@ def train_repeats(tokenizer: Tokenizer, length: int, number: int) -> Made:
     (data.cross_documents = "mask"), a small model learns within hundreds of steps to look for the first copy,
     because there are few other tokens to see.
     """
-    rng, ids = np.random.default_rng([number, 4]), list[int]()
+    rng = np.random.default_rng([number, 4])
+    ids: list[int] = []
     while len(ids) <= length:
         n = round(math.exp(rng.uniform(math.log(3), math.log(length / 4))))
         string = rng.integers(tokenizer.vocab_size - 1, size=n)
         string += string >= tokenizer.eot                               # any id but the separator
-        ids += [tokenizer.eot, *np.tile(string, 3)[:rng.integers(2 * n, 3 * n + 1)].tolist()]
-    return Made(np.array(ids[:length + 1]), np.ones(length + 1, dtype=bool))
+        n_repeated = rng.integers(2 * n, 3 * n + 1)
+        ids.append(tokenizer.eot)
+        ids += np.tile(string, 3)[:n_repeated].tolist()
+    return TaskDocument(np.array(ids[:length + 1]), np.ones(length + 1, dtype=bool))
 
 
 class Task(NamedTuple):
     """A corpus of generated documents."""
 
-    make: Callable[[Tokenizer, int, int], Made]     # tokenizer, length, number of the document
+    make: Callable[[Tokenizer, int, int], TaskDocument]     # tokenizer, length, number of the document
     length: int                                     # default of data/prepare.py --length
     has_windows: bool                               # a document is a window of `length` inputs
     has_mask: bool                                  # answers alone are targets

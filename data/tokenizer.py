@@ -254,10 +254,10 @@ def learn(texts: Iterable[bytes], size: int) -> str:
     trainer = trainers.BpeTrainer(vocab_size=size - 1, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator((text.decode("utf-8", errors="ignore") for text in texts), trainer)
-    found = tokenizer.get_vocab_size() + 1
-    if found < size:
-        raise UserError(f"tokenizer bpe:{size}: the text has pairs for only {found} ids; use --tokenizer "
-                        f"bpe:{found} or less, or more text")
+    n_ids = tokenizer.get_vocab_size() + 1
+    if n_ids < size:
+        raise UserError(f"tokenizer bpe:{size}: the text has pairs for only {n_ids} ids; use --tokenizer "
+                        f"bpe:{n_ids} or less, or more text")
     tokenizer.add_special_tokens([AddedToken(SEPARATOR, special=True)])
     return json.dumps(json.loads(tokenizer.to_str()))
 

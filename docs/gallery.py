@@ -26,7 +26,7 @@ from torch import Tensor
 import rope
 from base.command import argument_parser, run_command
 from base.errors import UserError
-from docs.properties import HOOKS, SHAPE, added, biases, logits, make, overridden, properties
+from docs.properties import HOOKS, SHAPE, biases, hooks_of, logits, make, position_vectors, properties
 from evaluation.pictures import DASHES, STYLES
 from positions import ENCODINGS, Encoding
 
@@ -51,7 +51,7 @@ def draw_embed(figure: Any, encoding: Encoding) -> None:
     n = 4 * L
     n_defined = min(n, encoding.max_length or n)
     values = torch.full((n, SHAPE.n_embd), torch.nan)
-    values[:n_defined] = added(encoding, n_defined)
+    values[:n_defined] = position_vectors(encoding, n_defined)
     used = int(values[:n_defined].any(dim=0).nonzero().max()) + 1       # the channels after it hold zeros
     axis = figure.subplots(gridspec_kw=MARGINS | {"right": 1.05})       # the color bar needs room
     image = axis.imshow(values[:, :used].T.numpy(), aspect="auto", interpolation="nearest", cmap="viridis")
@@ -76,8 +76,9 @@ def draw_scores(figure: Any, encoding: Encoding) -> None:
 
 def draw_by_distance(figure: Any, far: Tensor, near: Tensor | None, label: str) -> None:
     """A line per head (H, n), to L / 2 on the left and to 8 L on the right; `near` is drawn thin."""
-    heads = ["all heads"] if torch.allclose(far, far[:1].expand_as(far)) else [
-        f"head {head}" for head in range(1, len(far) + 1)]
+    heads = [f"head {head}" for head in range(1, len(far) + 1)]
+    if torch.allclose(far, far[:1].expand_as(far)):
+        heads = ["all heads"]
     axes = figure.subplots(1, 2, gridspec_kw=MARGINS | {"wspace": 0.25})
     far = far.where(far >= far.amax(dim=1).min() - LOWEST, torch.nan)
     for axis, until, title in zip(axes, (L // 2, 8 * L), ("near: to L / 2", "far: to 8 L"), strict=True):
@@ -85,8 +86,8 @@ def draw_by_distance(figure: Any, far: Tensor, near: Tensor | None, label: str) 
             style = LINES[head % len(LINES)]
             axis.plot(far[head, :until + 1], **style, label=name)
             if near is not None:
-                axis.plot(near[head, :until + 1], **style, linewidth=0.7,
-                          label=None if head else "thin: query at L")
+                label_of_near = "thin: query at L" if head == 0 else None
+                axis.plot(near[head, :until + 1], **style, linewidth=0.7, label=label_of_near)
         axis.set(xlabel="distance (tokens)", ylabel=label, xlim=(0, until), title=title)
         axis.grid(alpha=0.3)
     mark(axis)
@@ -106,11 +107,14 @@ def mark(axis: Axes, **style: Any) -> None:
 def draw(name: str, folder: Path) -> None:
     """NAME.png: a row for each hook that the encoding overrides; of `none` what it adds to the logits, 0."""
     encoding = make(name)
-    rows = [DRAW[hook] for hook in overridden(type(encoding))] or [draw_scores]
+    rows = [DRAW[hook] for hook in hooks_of(type(encoding))]
+    if not rows:
+        rows = [draw_scores]
     figure = Figure(figsize=(10, 5.2 * len(rows)))                      # 2 pixels for each of 192 channels
     figure.suptitle(name, fontweight="bold")
-    for row, part in zip(rows, figure.subfigures(len(rows), squeeze=False)[:, 0], strict=True):
-        row(part, encoding)
+    subfigures = figure.subfigures(len(rows), squeeze=False)[:, 0]
+    for draw_row, subfigure in zip(rows, subfigures, strict=True):
+        draw_row(subfigure, encoding)
     save(figure, folder / f"{name}.png")
 
 
@@ -122,18 +126,22 @@ def draw_decay(folder: Path) -> None:
     figure = Figure(figsize=(10, 8))
     distance = torch.arange(10_001)
     edges = torch.logspace(0, 4, 61).round().long().unique()
-    axes = figure.subplots(2, 3, sharex=True, sharey="row",
-                           gridspec_kw=MARGINS | {"bottom": 0.08, "top": 0.9, "wspace": 0.05})
+    margins = MARGINS | {"bottom": 0.08, "top": 0.9, "wspace": 0.05}
+    axes = figure.subplots(2, 3, sharex=True, sharey="row", gridspec_kw=margins)
     for (is_bound, i), axis in np.ndenumerate(axes):
         dim = (32, 64, 128)[i]
         for base, style in zip((100, 10_000, 500_000), LINES, strict=False):
             angle = rope.angles(distance, rope.inv_freq(dim, base))
-            sums = torch.polar(torch.ones_like(angle), angle).cumsum(dim=-1).abs().mean(dim=-1)
-            curve = sums / sums[0] if is_bound else angle.cos().mean(dim=-1)
+            if is_bound:
+                waves = torch.polar(torch.ones_like(angle), angle)
+                sums = waves.cumsum(dim=-1).abs().mean(dim=-1)
+                curve = sums / sums[0]
+            else:
+                curve = angle.cos().mean(dim=-1)
             mean = [curve[a:b].mean() for a, b in zip(edges, edges[1:], strict=False)]
             axis.plot(distance[1:], curve[1:], color=style["color"], alpha=0.25, linewidth=0.5)
-            axis.plot((edges[:-1] * edges[1:]).sqrt(), mean, **style,
-                      label=f"base {base:,}".replace(",", " "))
+            middles = (edges[:-1] * edges[1:]).sqrt()
+            axis.plot(middles, mean, **style, label=f"base {base:,}".replace(",", " "))
         axis.set(xscale="log", title="" if is_bound else f"{dim} rotated channels")
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("logit of q = k = 1 / logit at distance 0")
@@ -147,7 +155,8 @@ def draw_decay(folder: Path) -> None:
 def save(figure: Figure, path: Path) -> None:
     """1,000 pixels wide, in 256 colours: a third of the bytes and no visible difference."""
     figure.savefig(path)
-    Image.open(path).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(path)
+    image = Image.open(path).convert("RGB")
+    image.quantize(256, Image.Quantize.MAXCOVERAGE).save(path)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -164,25 +173,31 @@ def contents() -> str:
     """The list of sections, with what each encoding acts on and the first sentence of its docstring."""
     rows = []
     for name, encoding in ENCODINGS.items():
-        sentence = re.split(r"(?<=[^\s.])\.\s", (encoding.__doc__ or "").strip() + " ")[0]
-        acts_on = " and ".join(HOOKS[hook] for hook in overridden(encoding)) or "nothing"
+        docstring = (encoding.__doc__ or "").strip() + " "
+        sentence = re.split(r"(?<=[^\s.])\.\s", docstring)[0]
+        acts_on = " and ".join(HOOKS[hook] for hook in hooks_of(encoding)) or "nothing"
         rows.append([f"[`{name}`](#{name})", acts_on, sentence.replace("|", "\\|").replace("*", "\\*")])
     return table(["encoding", "acts on", "what it does"], rows, "---")
 
 
 def property_table() -> str:
     """Properties; without the numbers of rounding errors, which differ between machines."""
-    yes, rows = {True: "yes", False: "no"}, []
+    yes = {True: "yes", False: "no"}
+    rows = []
     for name in ENCODINGS:
         p = properties(name)
-        linear, change = ("-" if x is None else "yes" if x < ROUNDING else f"no, {x:.1g}"
-                          for x in (p.residual, p.change))
         unique = f"yes, {p.gap:.1g}" if p.gap else "no"
+        linear = "-" if p.residual is None else zero_or(p.residual)
         rows.append([f"[`{name}`](#{name})", unique, f"{p.step:.1g}", linear, yes[p.is_defined],
-                     yes[p.is_fixed], change, f"{p.n_parameters:,}"])
+                     yes[p.is_fixed], zero_or(p.change), f"{p.n_parameters:,}"])
     head = ["encoding", "unique", "largest step", "linear", "defined at 8 L", "fixed", "distance alone",
             "parameters"]
     return table(head, rows)
+
+
+def zero_or(x: float) -> str:
+    """"yes" if x is 0 up to rounding errors, otherwise "no" and x."""
+    return "yes" if x < ROUNDING else f"no, {x:.1g}"
 
 
 def section(name: str) -> str:
@@ -191,8 +206,8 @@ def section(name: str) -> str:
     path = Path(inspect.getfile(ENCODINGS[name])).relative_to(ROOT).as_posix()
     sources = [f"[arXiv:{number}](https://arxiv.org/abs/{number})"
                for number in dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{4,5})", text))]
-    where = ", ".join([f"[{path}](../{path})", *sources])
-    return f"{where}\n\n```text\n{text}\n```\n\n![{name}](../results/gallery/{name}.png)"
+    links = [f"[{path}](../{path})", *sources]
+    return f"{', '.join(links)}\n\n```text\n{text}\n```\n\n![{name}](../results/gallery/{name}.png)"
 
 
 def update(text: str, blocks: dict[str, str]) -> str:
@@ -216,8 +231,9 @@ def main() -> None:
     for name in ENCODINGS:
         draw(name, PICTURES)
     draw_decay(PICTURES)
-    blocks = {"contents": contents(), "properties": property_table(),
-              **{name: section(name) for name in ENCODINGS}}
+    blocks = {"contents": contents(), "properties": property_table()}
+    for name in ENCODINGS:
+        blocks[name] = section(name)
     GUIDE.write_text(update(GUIDE.read_text(encoding="utf-8"), blocks), encoding="utf-8")
     print(f"wrote docs/encodings.md and {len(ENCODINGS) + 1} pictures in results/gallery")
 

@@ -43,7 +43,7 @@ def make(name: str, *overrides: str) -> Encoding:
     return encoding
 
 
-def overridden(encoding: type[Encoding]) -> list[str]:
+def hooks_of(encoding: type[Encoding]) -> list[str]:
     """The hooks that a class overrides."""
     return [hook for hook in HOOKS if getattr(encoding, hook) is not getattr(Encoding, hook)]
 
@@ -55,21 +55,28 @@ def random(*shape: int) -> Tensor:
 
 def at(encoding: Encoding, q_pos: Tensor) -> At:
     """Queries at these positions, all keys up to the last, in layer 0. All tokens are one random vector."""
-    q_pos, k_pos = q_pos[None], torch.arange(int(q_pos[-1]) + 1)[None]
-    features = encoding.features(random(1, 1, SHAPE.n_embd).expand(1, k_pos.shape[1], -1), 0)
-    return At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos),
-              None if features is None else encoding.mix(features, 0, None))
+    Tk = int(q_pos[-1]) + 1
+    q_pos = q_pos[None]
+    k_pos = torch.arange(Tk)[None]
+    x = random(1, 1, SHAPE.n_embd).expand(1, Tk, -1)
+    features = encoding.features(x, 0)
+    if features is not None:
+        features = encoding.mix(features, 0, None)
+    return At(q_pos, k_pos, 0, encoding.tables(q_pos, k_pos), features)
 
 
-def added(encoding: Encoding, n: int) -> Tensor:
+def position_vectors(encoding: Encoding, n: int) -> Tensor:
     """The vectors that `embed` adds to token embeddings at positions 0 ... n - 1, (n, C)."""
-    return encoding.embed(torch.zeros(1, n, SHAPE.n_embd, dtype=torch.float64), torch.arange(n)[None])[0]
+    x = torch.zeros(1, n, SHAPE.n_embd, dtype=torch.float64)
+    positions = torch.arange(n)[None]
+    return encoding.embed(x, positions)[0]
 
 
-def turned(encoding: Encoding, n: int) -> Tensor:
+def rotated_query(encoding: Encoding, n: int) -> Tensor:
     """One random query after `rotate` at each of the positions 0 ... n - 1, (n, D)."""
     q = random(1, 1, 1, SHAPE.head_dim).expand(1, SHAPE.n_head, n, -1)
-    return encoding.rotate(q, q, at(encoding, torch.arange(n)))[0][0, 0]
+    q, _ = encoding.rotate(q, q, at(encoding, torch.arange(n)))
+    return q[0, 0]
 
 
 def logits(encoding: Encoding, last: int) -> Tensor:
@@ -87,7 +94,8 @@ def biases(encoding: Encoding, last: int) -> Tensor:
     q, k = random(2, 1, SHAPE.n_head, 1, SHAPE.head_dim)
     k = k.expand(-1, -1, last + 1, -1)
     plain = q @ k.mT / SHAPE.head_dim**0.5                              # (1, H, 1, n)
-    return (encoding.scores(plain, q, k, at(encoding, torch.tensor([last]))) - plain)[0, :, 0].flip(-1)
+    changed = encoding.scores(plain, q, k, at(encoding, torch.tensor([last])))
+    return (changed - plain)[0, :, 0].flip(-1)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -108,22 +116,30 @@ class Properties(NamedTuple):
 
 def properties(name: str) -> Properties:
     """The properties of one encoding."""
-    encoding, n = make(name), 4 * SHAPE.seq_len + 1
-    code = codes(encoding, n)
-    vectors = [points for hook, points in code.items() if hook != "scores"]
-    model, tokens = lively(name), torch.randint(257, (1, 8 * 32), generator=torch.Generator().manual_seed(0))
+    encoding = make(name)
+    code = codes(encoding, 4 * SHAPE.seq_len + 1)
+    gaps = [smallest_gap(points) for points in code.values()]
+    steps = [largest_step(points) for points in code.values()]
+    residuals = [linear_residual(points) for hook, points in code.items() if hook != "scores"]
+
+    # a small model at 8 times its training length
+    model = random_model(name)
+    tokens = torch.randint(257, (1, 8 * 32), generator=torch.Generator().manual_seed(0))
     try:
         is_defined = bool(model(tokens).isfinite().all())
     except ValueError:                                                  # positions beyond max_length
         is_defined = False
-    position, few = torch.arange(20), tokens[:, :20]
-    here, there = model(few, positions=position), model(few, positions=position + 11)
-    return Properties(gap=max((smallest_gap(points) for points in code.values()), default=0.0),
-                      step=max((largest_step(points) for points in code.values()), default=0.0),
-                      residual=max((linear_residual(points) for points in vectors), default=None),
-                      is_defined=is_defined, is_fixed=not encoding.state_dict(),
-                      change=((there - here).abs().max() / here.std()).item(),
-                      n_parameters=sum(p.numel() for p in encoding.parameters()))
+
+    # its logits where all positions are shifted by 11
+    few = tokens[:, :20]
+    positions = torch.arange(20)
+    here = model(few, positions=positions)
+    shifted = model(few, positions=positions + 11)
+    change = (shifted - here).abs().max() / here.std()
+    return Properties(
+        gap=max(gaps, default=0.0), step=max(steps, default=0.0), residual=max(residuals, default=None),
+        is_defined=is_defined, is_fixed=not encoding.state_dict(), change=change.item(),
+        n_parameters=sum(p.numel() for p in encoding.parameters()))
 
 
 def codes(encoding: Encoding, n: int) -> dict[str, Tensor]:
@@ -132,9 +148,15 @@ def codes(encoding: Encoding, n: int) -> dict[str, Tensor]:
     `embed`: the vector added. `rotate`: a random query, rotated. `scores`: the biases of all heads.
     """
     n = min(n, encoding.max_length or n)
-    ways = {"embed": lambda: added(encoding, n), "rotate": lambda: turned(encoding, n),
-            "scores": lambda: biases(encoding, n - 1).T}
-    return {hook: ways[hook]() for hook in overridden(type(encoding))}
+    code = {}
+    for hook in hooks_of(type(encoding)):
+        if hook == "embed":
+            code[hook] = position_vectors(encoding, n)
+        elif hook == "rotate":
+            code[hook] = rotated_query(encoding, n)
+        else:
+            code[hook] = biases(encoding, n - 1).T
+    return code
 
 
 def smallest_gap(points: Tensor) -> float:
@@ -145,7 +167,9 @@ def smallest_gap(points: Tensor) -> float:
 
 def largest_step(points: Tensor) -> float:
     """Largest distance between neighbouring rows (n, numbers), over that of any two; 0 if all are equal."""
-    return (points.diff(dim=0).norm(dim=1).max() / torch.pdist(points).max().clamp(min=1e-9)).item()
+    steps = points.diff(dim=0).norm(dim=1)
+    largest_distance = torch.pdist(points).max().clamp(min=1e-9)
+    return (steps.max() / largest_distance).item()
 
 
 def linear_residual(points: Tensor) -> float:
@@ -153,14 +177,16 @@ def linear_residual(points: Tensor) -> float:
 
     W_k is fitted at even p and judged at odd p, because fewer positions than channels always fit.
     """
-    def residual(k: int) -> float:
+    residuals = []
+    for k in SHIFTS:
         before, after = points[:-k], points[k:]
         W = torch.linalg.lstsq(before[::2], after[::2], rcond=1e-7, driver="gelsd").solution
-        return ((after - before @ W)[1::2].norm() / after[1::2].norm()).item()
-    return max(map(residual, SHIFTS))
+        error = (after - before @ W)[1::2]
+        residuals.append((error.norm() / after[1::2].norm()).item())
+    return max(residuals)
 
 
-def lively(name: str) -> GPT:
+def random_model(name: str) -> GPT:
     """A small fp64 model with large random parameters, which make every effect visible."""
     torch.manual_seed(0)
     model = GPT(quick(name, *SMALL)).eval().double().requires_grad_(False)

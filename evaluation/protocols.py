@@ -26,7 +26,7 @@ from base.files import finite
 from config import Config, TrainConfig
 from data import tasks
 from data.loader import Corpus
-from data.tasks import ALGORITHMS, RETRIEVAL, Made
+from data.tasks import ALGORITHMS, RETRIEVAL, TaskDocument
 from data.tokenizer import Tokenizer, byte_lengths
 from evaluation.extension import Extend, Rescaled, extended, parse
 from evaluation.measures import ANSWERS, BY_POSITION, PERPLEXITY, REPETITION, Form
@@ -404,7 +404,7 @@ class Answering(Protocol):
 
     form, deciding, needs_text = ANSWERS, ("windows",), False
 
-    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[Made]]]:
+    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[TaskDocument]]]:
         """Of each record: what it names besides, and its documents. None if they do not fit."""
         raise NotImplementedError
 
@@ -436,7 +436,7 @@ class Retrieval(Answering):
 
     title = "Retrieval, {}"
 
-    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[Made]]]:
+    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[TaskDocument]]]:
         """One record for each depth, with the same facts at every length and depth."""
         def draws() -> list[np.random.Generator]:
             trials = range(max(1, e.settings.windows // 4))
@@ -456,7 +456,7 @@ class Algorithm(Answering):
 
     title = "Algorithm, {}"
 
-    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[Made]]]:
+    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[TaskDocument]]]:
         n, trials = tasks.n_symbols(length), range(e.settings.windows)
         rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in trials]
         made = [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs if n]

@@ -335,8 +335,10 @@ class Gemma3(Llama):
                 "rope_local_base_freq": 10_000.0}
 
     def obstacles(self, config: Config) -> list[str]:
-        found = [text for text in super().obstacles(config) if "full_every" not in text]
-        return found + ["model.window = None"] * (config.model.window is None)
+        obstacles = [text for text in super().obstacles(config) if "full_every" not in text]
+        if config.model.window is None:
+            obstacles.append("model.window = None")
+        return obstacles
 
     def positions_json(self, config: Config) -> Fields:
         fields = super().positions_json(config)

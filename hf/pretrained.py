@@ -52,13 +52,13 @@ def pulled(run: str) -> str:
     commit = folder / ".commit"
     if not commit.exists() or commit.read_text() != cached.name:
         for file in (file for file in cached.rglob("*") if file.is_file()):
-            own = folder / file.relative_to(cached)
-            own.parent.mkdir(parents=True, exist_ok=True)
-            own.unlink(missing_ok=True)
-            if own.suffix == ".safetensors" and os.name == "posix":
-                own.symlink_to(file.resolve())      # large, and nobody edits it
+            target = folder / file.relative_to(cached)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)
+            if target.suffix == ".safetensors" and os.name == "posix":
+                target.symlink_to(file.resolve())      # large, and nobody edits it
             else:
-                shutil.copyfile(file, own)
+                shutil.copyfile(file, target)
         commit.write_text(cached.name)
     return str(folder)
 

@@ -87,9 +87,9 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         for name in ("bos_token", "eos_token"):
             token = settings.get(name) or ""                            # a string, or a table
             content = token["content"] if isinstance(token, dict) else token
-            for found in (library.token_to_id(content or ""), config.get(f"{name}_id")):
-                if found is not None:
-                    return found[0] if isinstance(found, list) else found
+            for ids in (library.token_to_id(content or ""), config.get(f"{name}_id")):
+                if ids is not None:
+                    return ids[0] if isinstance(ids, list) else ids
         raise UserError(f"{path}: has neither bos_token nor eos_token, and each document must open with one; "
                         "add one")
 
@@ -103,7 +103,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
 def eos_ids(folder: Path) -> set[int]:
     """The ids that end a text, from generation_config.json or else config.json; empty for other folders."""
     for name in ("generation_config.json", "config.json"):
-        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if found is not None:
-            return set(found if isinstance(found, list) else [found])
+        ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if ids is not None:
+            return set(ids if isinstance(ids, list) else [ids])
     return set()

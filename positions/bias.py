@@ -62,7 +62,8 @@ class ToeplitzBias(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         n, m = grad.shape[-2:]
-        P, width = n + m - 1, m + 2 * n - 2
+        P = n + m - 1
+        width = m + 2 * n - 2
         wide = F.pad(grad, (n - 1, n - 1)).reshape(-1, n, width)        # element p of f is (i, p + i)
         diagonals = wide.as_strided((len(wide), n, P), (n * width, width + 1, 1))
         sums = diagonals.sum(dim=1)
@@ -76,7 +77,7 @@ def toeplitz_distances(at: At) -> Tensor:
     return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x, in fp32 or fp64, rounded to what `dtype`, of 16 bits, holds; without a gradient.
 
     By its bits: torch.compile leaves out a cast there and back, and the rounding with it.
@@ -107,8 +108,10 @@ class ALiBi(Encoding):
 
     def __init__(self, shape: Shape, options: ALiBiOptions) -> None:
         super().__init__(shape, options)
-        self.n_head, slopes = shape.n_head, self.slopes(shape.n_head)
-        self.log_slopes = nn.Parameter(slopes.log()) if options.learned else None       # (H,)
+        self.n_head = shape.n_head
+        self.log_slopes = None                                          # (H,)
+        if options.learned:
+            self.log_slopes = nn.Parameter(self.slopes(shape.n_head).log())
         # the gradients of folded slopes would be small differences of large sums, lost in bf16
         self.fold_rows = 0 if options.learned else ALiBi.fold_rows
 
@@ -120,7 +123,8 @@ class ALiBi(Encoding):
         """
         P = 2 ** (n_head.bit_length() - 1)
         slopes = [2 ** (-8 * (h + 1) / P) for h in range(P)]
-        return torch.tensor(slopes + [2 ** (-4 * (2 * h + 1) / P) for h in range(n_head - P)])
+        slopes += [2 ** (-4 * (2 * h + 1) / P) for h in range(n_head - P)]
+        return torch.tensor(slopes)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         slopes = self.slopes(self.n_head) if self.log_slopes is None else self.log_slopes.exp()
@@ -136,13 +140,22 @@ class ALiBi(Encoding):
         digit's power is in q, so that fp16 holds both. Slopes are two pieces, with a relative error of 2^-16.
         The kernel sums in fp32: an error of 2^-24 slope j.
         """
-        slope = at.tables.to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1]**0.5    # (H, 1, 1)
-        high = rounded(slope, torch.bfloat16)
-        pieces = torch.cat([piece * 16**n for piece in (high, slope - high) for n in range(3)], dim=-1)
-        j = (at.k_pos - at.k_pos.min())[:, None, :, None]     # (1 or B, 1, Tk, 1)
-        digits = torch.cat([j // 256**n % 256 * 16**n for _ in range(2) for n in range(3)], dim=-1)
-        return (torch.cat((q, pieces.to(q.dtype).expand(*q.shape[:3], -1)), dim=-1),
-                torch.cat((k, digits.to(k.dtype).expand(*k.shape[:3], -1)), dim=-1))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        slope = at.tables.to(dtype) * q.shape[-1]**0.5                  # (H, 1, 1)
+        high = round_to(slope, torch.bfloat16)
+        j = (at.k_pos - at.k_pos.min())[:, None, :, None]               # (1 or B, 1, Tk, 1)
+
+        # channels: each of the two pieces, times each of the three digits
+        pieces, digits = [], []
+        for piece in (high, slope - high):
+            for n in range(3):
+                pieces.append(piece * 16**n)
+                digits.append(j // 256**n % 256 * 16**n)
+        of_q = torch.cat(pieces, dim=-1).to(q.dtype)                    # (H, 1, 6)
+        of_k = torch.cat(digits, dim=-1).to(k.dtype)                    # (1 or B, 1, Tk, 6)
+        q = torch.cat((q, of_q.expand(*q.shape[:3], -1)), dim=-1)
+        k = torch.cat((k, of_k.expand(*k.shape[:3], -1)), dim=-1)
+        return q, k
 
 
 class T5Options(Options):
@@ -216,7 +229,8 @@ class Kerple(Encoding):
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
-        self.p, self.a = (nn.Parameter(top * torch.rand(shape.n_head)) for top in (2, 1))       # (H,) each
+        self.p = nn.Parameter(2 * torch.rand(shape.n_head))             # (H,)
+        self.a = nn.Parameter(torch.rand(shape.n_head))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
         return self.p[:, None, None], self.a[:, None, None]             # (H, 1, 1) each
@@ -381,9 +395,11 @@ class Sandwich(Encoding):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         f = rope.inv_freq(self.dim, device=q.device).to(rope.widest(q.device))  # many terms cancel
-        angles = (rope.angles(positions, f) for positions in (at.q_pos, at.k_pos))
+        q_angle = rope.angles(at.q_pos, f)                              # (1 or B, Tq, dim/2)
+        k_angle = rope.angles(at.k_pos, f)
         # cos(a - b) = cos a cos b + sin a sin b: one matrix product for any distances
-        q_wave, k_wave = (torch.cat((a.cos(), a.sin()), dim=-1) for a in angles)    # (1 or B, T, dim)
+        q_wave = torch.cat((q_angle.cos(), q_angle.sin()), dim=-1)      # (1 or B, Tq, dim)
+        k_wave = torch.cat((k_angle.cos(), k_angle.sin()), dim=-1)
         total = (q_wave @ k_wave.mT)[:, None]                           # (1 or B, 1, Tq, Tk)
         ratio = 8 / self.n_head * torch.arange(1, self.n_head + 1, device=q.device)
         return logits + total.to(logits.dtype) / ratio[:, None, None]

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP, rounded
+from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP, round_to
 from positions.contract import At, Encoding, Options, Shape
 
 
@@ -62,18 +62,26 @@ class Forgetting(Encoding):
         c = at.features.cumsum(dim=2, dtype=rope.widest(q.device))      # (B, H, Tk, 1)
         c = (c - c[:, :, -Tq + Tq // 2, None]) * D**0.5
 
-        def channels(rest: Tensor) -> Tensor:
-            pieces = []
-            for _ in range(3 if q.dtype.itemsize == 2 else 1):
-                high = rounded(rest, q.dtype) if q.dtype.itemsize == 2 else rest
-                pieces.append((rest + (high - rest).detach()).to(q.dtype))      # the gradient is that of rest
-                rest = rest.detach() - high
-            return torch.cat(pieces, dim=-1)                            # (B, H, T, 1 or 3)
-
         # each with casts of its own: one gradient in 16 bits would round their difference once more
-        of_q, of_k = channels(c[:, :, -Tq:]), channels(-c)
-        return (torch.cat((q, of_q, torch.ones_like(of_q)), dim=-1),
-                torch.cat((k, torch.ones_like(of_k), of_k), dim=-1))
+        of_q = self.channels(c[:, :, -Tq:], q.dtype)                    # (B, H, Tq, 1 or 3)
+        of_k = self.channels(-c, q.dtype)                               # (B, H, Tk, 1 or 3)
+        q = torch.cat((q, of_q, torch.ones_like(of_q)), dim=-1)
+        k = torch.cat((k, torch.ones_like(of_k), of_k), dim=-1)
+        return q, k
+
+    @staticmethod
+    def channels(sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sums (B, H, T, 1) in fp64 as channels of this dtype that add up to them, (B, H, T, 1 or 3)."""
+        if dtype.itemsize > 2:
+            return sums.to(dtype)
+        pieces = []
+        rest = sums
+        for _ in range(3):
+            high = round_to(rest, dtype)
+            piece = rest + (high - rest).detach()                       # high, with the gradient of rest
+            pieces.append(piece.to(dtype))
+            rest = rest.detach() - high
+        return torch.cat(pieces, dim=-1)
 
 
 class GRAPEAPOptions(Options):

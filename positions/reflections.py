@@ -24,13 +24,15 @@ def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Te
 
     The last weight is that of the token itself.
     """
-    T, n = x.shape[2], weight.shape[-1]
+    T = x.shape[2]
+    n = weight.shape[-1]
     weight = weight[..., None, :, :]                                    # (H, 1, F, n)
     out = x * weight[..., -1]
     for back in range(1, min(n, T)):
         earlier = F.pad(x, (0, 0, back, -back))                         # the token `back` before, else 0
         if documents is not None:
-            is_same = F.pad(documents, (back, -back), value=-1) == documents
+            document_of_earlier = F.pad(documents, (back, -back), value=-1)
+            is_same = document_of_earlier == documents                  # (B, T)
             earlier = earlier * is_same[:, None, :, None]
         out = out + earlier * weight[..., -1 - back]
     return out
@@ -38,13 +40,15 @@ def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Te
 
 def uniform(*shape: int, fan_in: int) -> nn.Parameter:
     """A parameter that is uniform in -fan_in^-0.5 ... fan_in^-0.5, as PyTorch's linear layers start."""
-    return nn.Parameter(fan_in**-0.5 * (2 * torch.rand(shape) - 1))
+    x = 2 * torch.rand(shape) - 1
+    return nn.Parameter(fan_in**-0.5 * x)
 
 
 def in_chunks(x: Tensor, n: int) -> Tensor:
     """Tokens of x (B, H, T, F) in n chunks, (B, H, n, c, F), the last of which zeros fill."""
     n_missing = n * CHUNK - x.shape[2]
-    return F.pad(x, (0, 0, 0, n_missing)).unflatten(2, (n, CHUNK))
+    x = F.pad(x, (0, 0, 0, n_missing))
+    return x.unflatten(2, (n, CHUNK))
 
 
 class PaTHOptions(Options):
@@ -70,15 +74,17 @@ class PaTH(Encoding):
     def __init__(self, shape: Shape, options: PaTHOptions) -> None:
         super().__init__(shape, options)
         n_layer, H, C, D = shape.n_layer, shape.n_head, shape.n_embd, shape.head_dim
-        self.down = nn.Parameter(0.02 * torch.randn(n_layer, options.rank, C))
-        self.up = nn.Parameter(0.02 * torch.randn(n_layer, H * D, options.rank))
+        R = options.rank
+        self.down = nn.Parameter(0.02 * torch.randn(n_layer, R, C))
+        self.up = nn.Parameter(0.02 * torch.randn(n_layer, H * D, R))
         self.convolution = uniform(n_layer, H, D, 3, fan_in=3)
         self.u = nn.Parameter(0.02 * torch.randn(n_layer, H, C))
         self.b = nn.Parameter(torch.zeros(n_layer, H))
 
     def features(self, x: Tensor, layer: int) -> Tensor:
         H = self.b.shape[1]
-        w = F.linear(F.linear(x, self.down[layer]), self.up[layer])     # (B, T, H D)
+        low_rank = F.linear(x, self.down[layer])                        # (B, T, R)
+        w = F.linear(low_rank, self.up[layer])                          # (B, T, H D)
         w = w.unflatten(-1, (H, -1))
         beta = F.linear(x, self.u[layer], self.b[layer])                # (B, T, H)
         features = torch.cat((w, beta[..., None]), dim=-1)              # (B, T, H, D + 1)
@@ -86,10 +92,15 @@ class PaTH(Encoding):
 
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
         features = features.to(torch.promote_types(features.dtype, torch.float32))
-        w, beta = features[..., :-1], features[..., -1:]
-        w = F.silu(short_convolution(w, self.convolution[layer], documents))
+        w = features[..., :-1]
+        beta = features[..., -1:]
+
+        # neighbours mixed, and w of length 1
+        w = short_convolution(w, self.convolution[layer], documents)
+        w = F.silu(w)
         squared_length = w.square().sum(-1, keepdim=True)
         w = w * (squared_length + 1e-6).rsqrt()
+
         beta = 2 * beta.sigmoid()
         return torch.cat((w, beta), dim=-1)
 
@@ -105,30 +116,39 @@ class PaTH(Encoding):
 
             # Of each chunk M w and M (w k_j for t > j). The solver takes a unit diagonal for granted, so I
             # need not be added.
-            products = beta * (w @ torch.cat((w, k), dim=3).mT)         # (B, H, n, c, 2 c)
+            w_and_k = torch.cat((w, k), dim=3)
+            products = beta * (w @ w_and_k.mT)                          # (B, H, n, c, 2 c)
             w_w, w_k = products.split(CHUNK, dim=-1)
-            w_w, w_k = w_w.tril(-1), w_k.tril(-1)
-            right = torch.cat((beta * w, w_k), dim=-1)
-            solved = torch.linalg.solve_triangular(w_w, right, upper=False, unitriangular=True)
-            m_w, m_wk = solved.split((D, CHUNK), dim=-1)
+            w_w = w_w.tril(-1)
+            w_k = w_k.tril(-1)
+            right_side = torch.cat((beta * w, w_k), dim=-1)
+            solution = torch.linalg.solve_triangular(w_w, right_side, upper=False, unitriangular=True)
+            m_w, m_wk = solution.split((D, CHUNK), dim=-1)
 
             # A reflection acts only on the queries from its own token on.
             i = torch.arange(Tk - Tq, Tk, device=q.device)
             t = torch.arange(n * CHUNK, device=q.device).view(n, CHUNK)
             is_later = t[:, None] > i[:, None]                          # (n, Tq, c)
 
+            # unbind, since the gradient of each index would be a tensor of all chunks
+            w_of = w.unbind(2)
+            k_of = k.unbind(2)
+            m_w_of = m_w.unbind(2)
+            m_wk_of = m_wk.unbind(2)
+
             # From the last chunk to the first: r is q_i^T times all reflections of the chunks after this one.
             r = q.to(logits.dtype)                                      # (B, H, Tq, D)
             blocks = []
-            by_chunk = [x.unbind(2) for x in (w, k, m_w, m_wk, is_later[None, None])]
-            for w, k, m_w, m_wk, is_later in reversed([*zip(*by_chunk, strict=True)]):
-                r_w = (r @ w.mT).masked_fill(is_later, 0)               # (B, H, Tq, c)
-                blocks.append(r @ k.mT - r_w @ m_wk)
-                r = r - r_w @ m_w
+            for chunk in reversed(range(n)):
+                r_w = r @ w_of[chunk].mT                                # (B, H, Tq, c)
+                r_w = r_w.masked_fill(is_later[chunk], 0)
+                block = r @ k_of[chunk].mT - r_w @ m_wk_of[chunk]
+                blocks.append(block)
+                r = r - r_w @ m_w_of[chunk]
             blocks.reverse()
-            products = torch.cat(blocks, dim=-1)[..., :Tk]
-            products = products / D**0.5
-        return products.masked_fill(logits.isneginf(), -torch.inf)
+            reflected = torch.cat(blocks, dim=-1)[..., :Tk]             # (B, H, Tq, Tk)
+            reflected = reflected / D**0.5
+        return reflected.masked_fill(logits.isneginf(), -torch.inf)
 
 
 class PaTHFoX(PaTH):
@@ -147,11 +167,12 @@ class PaTHFoX(PaTH):
         return torch.cat((reflections.to(gates.dtype), gates), dim=-1)
 
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
-        reflections, gates = features[..., :-1], features[..., -1:]
-        reflections = super().mix(reflections, layer, documents)
+        gates = features[..., -1:]
+        reflections = super().mix(features[..., :-1], layer, documents)
         return torch.cat((reflections, gates.to(reflections.dtype)), dim=-1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        reflections, gates = at.features[..., :-1], at.features[..., -1:]
+        reflections = at.features[..., :-1]
+        gates = at.features[..., -1:]
         logits = super().scores(logits, q, k, at._replace(features=reflections))
         return self.gates.scores(logits, q, k, at._replace(features=gates))

@@ -112,6 +112,28 @@ def test_on_a_cpu_bf16_trains_in_blocks_and_evaluates_in_the_kernel(name: str, t
     assert path(torch.bfloat16, True) == {"attend_fused"}
 
 
+def test_bf16_training_keeps_attention_weights_once() -> None:
+    """Without a bias no T x T numbers are kept in fp32; the output equals that of a softmax in fp32."""
+    T, width = 48, 64
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, H, T, width, generator=generator).bfloat16().requires_grad_() for _ in range(3))
+    kept: list[torch.dtype] = []
+
+    def note(x: Tensor) -> Tensor:
+        if x.shape[-2:] == (T, T):
+            kept.append(x.dtype)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        y = attend_in_blocks(q, k, v, Mask())
+    assert set(kept) == {torch.bfloat16}
+
+    logits = (q @ k.mT).float() / math.sqrt(width)
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    weights = logits.masked_fill(future, -torch.inf).softmax(dim=-1)
+    assert torch.equal(y, weights.bfloat16() @ v)
+
+
 def grads(attend, dtype: torch.dtype, encoding, pos: Tensor, *features: Tensor) -> list[Tensor]:
     """Output and gradients of q, k, v and at.features if given, computed in this dtype, as fp64."""
     q, k, v = (x.bfloat16().to(dtype).requires_grad_() for x in inputs(pos.shape[1]))

@@ -35,7 +35,7 @@ def test_sinusoids_and_rotations_are_linear_and_other_vectors_are_not() -> None:
     assert all(found(name).residual < 1e-4 for name in ("sinusoidal", "rope", "p_rope", "xpos"))
     assert all(found(name).residual > 0.05 for name in ("learned", "integer", "integer_normalised", "binary"))
     assert all(found(name).residual is None for name in ("none", "alibi", "cope"))
-    sines = measured.added(measured.make("sinusoidal", "position.sine_alone=true"), 4 * L + 1)
+    sines = measured.position_vectors(measured.make("sinusoidal", "position.sine_alone=true"), 4 * L + 1)
     assert measured.linear_residual(sines) > 0.3
 
 

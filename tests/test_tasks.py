@@ -13,7 +13,7 @@ from base.errors import UserError
 from data import tasks
 from data.loader import SPLITS, Corpus
 from data.prepare import Options, prepare
-from data.tasks import ALGORITHMS, RETRIEVAL, TASKS, Made
+from data.tasks import ALGORITHMS, RETRIEVAL, TASKS, TaskDocument
 from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer
 from evaluation.protocols import Evaluation, Settings
 from evaluation.windows import Text
@@ -42,12 +42,12 @@ def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.sources.TASK_DOCUMENTS", {"train": range(20, 80), "val": range(20)})
 
 
-def text_of(made: Made, tokenizer: Tokenizer = BYTES) -> str:
+def text_of(made: TaskDocument, tokenizer: Tokenizer = BYTES) -> str:
     assert made.ids[0] == tokenizer.eot and not made.is_answer[0]
     return decode(tokenizer, made.ids.tolist())
 
 
-def answer_of(made: Made, tokenizer: Tokenizer = BYTES) -> str:
+def answer_of(made: TaskDocument, tokenizer: Tokenizer = BYTES) -> str:
     return decode(tokenizer, made.ids[made.is_answer].tolist())
 
 
@@ -156,7 +156,8 @@ def test_a_corpus_has_a_document_a_window_whose_answers_alone_are_targets(name: 
         assert set(np.diff(corpus.offsets[split])) == {L + 1}
     seen = set()
     for x, y in zip(*draw(corpus, L, 60, 0, 0), strict=True):
-        made = Made(np.append(x[:1], np.where(y == -100, x.roll(-1), y)), np.append(False, y != -100))
+        is_scored = y != -100
+        made = TaskDocument(np.append(x[:1], np.where(is_scored, y, x.roll(-1))), np.append(False, is_scored))
         text = text_of(made)
         kind = next(k for k in TASKS[name].protocols if name != "needles" or answer_fits(k, text, made))
         solved = solve_retrieval(kind, text) if kind in RETRIEVAL else solve_algorithm(name, text)
@@ -165,7 +166,7 @@ def test_a_corpus_has_a_document_a_window_whose_answers_alone_are_targets(name: 
     assert len(seen) > 5                                                # of many lengths
 
 
-def answer_fits(kind: str, text: str, made: Made) -> bool:
+def answer_fits(kind: str, text: str, made: TaskDocument) -> bool:
     try:
         return solve_retrieval(kind, text) == answer_of(made)
     except (KeyError, IndexError):

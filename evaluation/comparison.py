@@ -15,7 +15,7 @@ import pandas as pd
 
 from base.errors import UserError
 from config import differences
-from evaluation.intervals import LEVEL, Estimate, Prior, holm, prior_of, two_way, two_way_share, units_of
+from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, units_of
 from evaluation.measures import CONTROLLED, FOUND, GAIN, Form
 from evaluation.protocols import EVERY, Floor
 from evaluation.report import Cell, Cells, Table
@@ -157,21 +157,13 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     pretrained = [curve.label for curve in curves if is_pretrained(curve.runs[0].path)]
     units: dict[str, None] = {}                     # what intervals are over, in order
     n_seeds: set[int] = set()
-    is_moderated = False
     both = [*curves, *([baseline] if baseline else [])]
-    # those of --extend are of the same runs, so that their variances are one, and no prior follows from them
-    plain = [curve.label for curve in curves if not curve.extend]
     places = {column_of(r): r["length"] for curve in both for r in curve.runs[0].records
               if (r["extend"], r["protocol"]) == (curve.extend, protocol)}
     for (_, column), length in sorted(places.items()):
         scored = {curve.label: one for curve in both if (one := windows_of(protocol, form, length, curve))}
         if baseline and baseline.label not in scored:
             continue
-        ratios = [d.sum(axis=1) / columns[form.score.per].sum() for label, (d, columns) in scored.items()
-                  if len(d) > 1 and label in plain]
-        prior = None if form.score is FOUND else prior_of([float(x.var(ddof=1)) for x in ratios],
-                                                          [len(x) - 1 for x in ratios])
-        is_moderated |= prior is not None
         found: dict[str, Estimate] = {}
         seeds_of: dict[str, int] = {}
         for curve in curves:
@@ -179,8 +171,7 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
                 d, columns = scored[curve.label]
                 other = scored[baseline.label][0] if baseline else None
                 is_same = baseline is not None and curve.runs is baseline.runs      # methods of --extend
-                own = prior if curve.label in plain and not is_same else None
-                found[curve.label], name = estimated(form, d, columns, other, is_same, own)
+                found[curve.label], name = estimated(form, d, columns, other, is_same)
                 seeds_of[curve.label] = min(len(d), len(d if other is None else other))
                 units[name] = None
         n_seeds |= {*seeds_of.values()}
@@ -196,8 +187,6 @@ def compared(protocol: str, form: Form, curves: Sequence[Curve],
     how = f"95 % intervals over {'; '.join(units)}; number of seeds: {counts}."
     if 1 in n_seeds:
         how += " With 1 seed, an interval covers the text alone, not how training varies."
-    if is_moderated:
-        how += " The variance between seeds is moderated by that of all curves."
     return rows, how
 
 
@@ -213,7 +202,7 @@ def windows_of(protocol: str, form: Form, length: int,
 
 
 def estimated(form: Form, d: np.ndarray, columns: dict[str, np.ndarray], other: np.ndarray | None = None,
-              is_same: bool = False, prior: Prior | None = None) -> tuple[Estimate, str]:
+              is_same: bool = False) -> tuple[Estimate, str]:
     """The estimate from the scores of windows (seeds, windows), and what its interval is over.
 
     `other` are the baseline's, which are of the same runs or of others.
@@ -227,7 +216,7 @@ def estimated(form: Form, d: np.ndarray, columns: dict[str, np.ndarray], other: 
     few = ", since documents are too few: other documents are not covered" if units.name == "windows" else ""
     if form.score is FOUND:
         return two_way_share(sums, per, others, is_same), f"{units.n} trials{few}"
-    return two_way(sums, per, prior, others, is_same), f"{units.n} {units.name}{few}"
+    return two_way(sums, per, others, is_same), f"{units.n} {units.name}{few}"
 
 
 class Gate(NamedTuple):

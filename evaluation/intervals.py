@@ -15,14 +15,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 LEVEL = 0.05                # intervals are of 1 - LEVEL
 DRAWS = 10_000              # of the error's distribution
 ENOUGH_DOCUMENTS = 5        # to be the units of text; with fewer, windows are
 ENOUGH_WINDOWS = 8          # for any interval: fewer cannot show how much they vary
-ENOUGH_CURVES = 6           # for a prior of their variances
-DEGREES = np.geomspace(0.5, 200, 600)   # among which the prior's degrees of freedom are looked up
 
 
 class Estimate(NamedTuple):
@@ -32,13 +29,6 @@ class Estimate(NamedTuple):
     low: float | None = None
     high: float | None = None
     p: float | None = None
-
-
-class Prior(NamedTuple):
-    """What many curves tell of how the seeds of one of them vary: as much as df + 1 more seeds would."""
-
-    variance: float
-    df: float
 
 
 class Units(NamedTuple):
@@ -63,27 +53,7 @@ def units_of(document: np.ndarray) -> Units | None:
     return None
 
 
-def prior_of(variances: Sequence[float], df: Sequence[int]) -> Prior | None:
-    """The empirical-Bayes prior of several curves' variances s^2, each with df degrees of freedom.
-
-    s^2 is distributed as prior.variance F(df, prior.df). So log s^2 has the mean log prior.variance + a(df) -
-    a(prior.df), where a(x) = psi(x / 2) - log(x / 2), and the variance psi'(df / 2) + psi'(prior.df / 2).
-    Both are solved for the prior. None if there are fewer than ENOUGH_CURVES.
-
-    Smyth 2004, Statistical Applications in Genetics and Molecular Biology 3, article 3 (limma).
-    """
-    pairs = [(s2, n) for s2, n in zip(variances, df, strict=True) if s2 > 0]
-    if len(pairs) < ENOUGH_CURVES:
-        return None
-    s2, n, prior = (torch.tensor(x, dtype=torch.float64) / 2 for x in (*zip(*pairs, strict=True), DEGREES))
-    log = (2 * s2).log() - (n.digamma() - n.log())
-    excess = float(log.var() - torch.polygamma(1, n).mean())    # how much the true variances differ
-    half = np.interp(-excess, -torch.polygamma(1, prior).numpy(), prior.numpy())
-    return Prior(float(np.exp(log.mean().item() + torch.digamma(torch.tensor(half)).item() - np.log(half))),
-                 2 * float(half))
-
-
-def two_way(d: np.ndarray, weight: np.ndarray, prior: Prior | None = None, other: np.ndarray | None = None,
+def two_way(d: np.ndarray, weight: np.ndarray, other: np.ndarray | None = None,
             is_paired: bool = False) -> Estimate:
     """Estimate of sum(d) / sum(weight) from sums d (S, U) and weights (U,), such as nats and tokens.
 
@@ -91,8 +61,6 @@ def two_way(d: np.ndarray, weight: np.ndarray, prior: Prior | None = None, other
     of the same ones. The error is drawn as se_text t(n - 1) + se_seed t(S - 1), and for other runs their
     se_seed t(S' - 1) too: independent Student's t.
       se_seed^2  variance of the seeds' ratios / S. It holds the rest too, which is also independent by seed.
-                 With a prior, the mean of both variances by degrees of freedom, and S - 1 + prior.df of them.
-                 That of `other` has none: a wrong one would be in the differences of all curves to it.
       se_text^2  delete-one jackknife over units of the seeds' mean, less the rest.
       n          (sum weight)^2 / sum weight^2: units of unequal weight count as fewer.
     A sum of such t (Behrens and Fisher) covers at least at its rate even with 2 seeds, where the usual
@@ -101,27 +69,38 @@ def two_way(d: np.ndarray, weight: np.ndarray, prior: Prior | None = None, other
     Robinson 1976, Annals of Statistics 4, 963; Owen 2007, Annals of Applied Statistics 1, 386 (crossed
     seeds and texts); Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 11 (jackknife).
     """
-    total, share, U = weight.sum(), weight / weight.sum(), len(weight)
+    total = weight.sum()
+    share = weight / total                                              # (U,)
+    U = len(weight)
     if other is not None and is_paired:
-        d, other = d - other, None
-    nothing = Prior(0.0, 0.0)
-    samples = [(d, prior or nothing), *([] if other is None else [(-other, nothing)])]
-    value, rest, error, common = 0.0, 0.0, np.zeros(DRAWS), np.zeros(U)
-    for stream, (x, more) in enumerate(samples, start=1):
-        S, ratios = len(x), x.sum(axis=1) / total                       # (S,)
-        residual = (x - ratios[:, None] * weight) / total               # (S, U), each row sums to 0
-        value, common = value + float(ratios.mean()), common + residual.mean(axis=0)
+        d = d - other
+        other = None
+    samples = [d] if other is None else [d, -other]
+
+    value = 0.0
+    seed_error = np.zeros(DRAWS)
+    rest = 0.0                          # variance of what varies with seed and unit together
+    residual = np.zeros(U)              # mean over seeds, of both samples
+    for stream, x in enumerate(samples, start=1):
+        S = len(x)
+        ratios = x.sum(axis=1) / total                                  # (S,)
+        value += float(ratios.mean())
+        residuals = (x - ratios[:, None] * weight) / total              # (S, U), each row sums to 0
+        mean = residuals.mean(axis=0)
+        residual += mean
         if S > 1:
-            df = S - 1 + more.df
-            seeds = ((S - 1) * ratios.var(ddof=1) + more.df * more.variance) / df / S
-            error = error + seeds**0.5 * student_draws(df, stream)
-            rest += float(((residual - residual.mean(axis=0))**2).sum()) * U / (U - 1) / (S * (S - 1))
-    text = max(0.0, float(((common / (1 - share))**2).sum()) * (U - 1) / U - rest)
+            se_seed = (ratios.var(ddof=1) / S)**0.5
+            seed_error += se_seed * student_draws(S - 1, stream)
+            rest += float(((residuals - mean)**2).sum()) * U / (U - 1) / (S * (S - 1))
+
+    # the jackknife's variance holds the rest, which the seeds' variance holds already
+    jackknife = float(((residual / (1 - share))**2).sum()) * (U - 1) / U
+    se_text = max(0.0, jackknife - rest)**0.5
     n = 1 / float((share**2).sum())
-    error = np.abs(text**0.5 * student_draws(max(n - 1, 1.0), 0) + error)
-    half = float(np.quantile(error, 1 - LEVEL))
-    p = (1 + int((error >= abs(value)).sum())) / (1 + DRAWS)
-    return Estimate(value, value - half, value + half, p)
+    error = np.abs(se_text * student_draws(max(n - 1, 1.0), 0) + seed_error)
+    half_width = float(np.quantile(error, 1 - LEVEL))
+    n_larger = int((error >= abs(value)).sum())
+    return Estimate(value, value - half_width, value + half_width, (1 + n_larger) / (1 + DRAWS))
 
 
 def two_way_share(found: np.ndarray, trials: np.ndarray, other: np.ndarray | None = None,

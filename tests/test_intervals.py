@@ -5,7 +5,7 @@ import pytest
 from conftest import slow_except
 
 from evaluation import intervals
-from evaluation.intervals import Prior, holm, prior_of, student, two_way, two_way_share, units_of
+from evaluation.intervals import holm, student, two_way, two_way_share, units_of
 
 TRUTH = 0.3
 NOISES = {
@@ -61,70 +61,14 @@ def test_intervals_cover_the_truth_at_their_rate(S: int, documents: int, noise: 
     assert (0.85 if noise == "skewed" else 0.91) <= rate <= highest, rate
 
 
-DRAWS = {**NOISES, "bimodal": lambda rng, shape: (rng.random(shape) < 0.7) - 0.7}     # does a head form?
-
-
-def moderated(noise: str, S: int, spread: float) -> tuple[float, float, float, float]:
-    """Coverage and median width over 300 studies of 11 curves, without and with the prior of all curves."""
-    rng, found, ones = np.random.default_rng(1), {False: [], True: []}, np.ones(10)
-    for _ in range(300):
-        seeds = DRAWS[noise](rng, (11, S)) * np.exp(spread * rng.normal(size=(11, 1)))
-        prior = prior_of(seeds.var(axis=1, ddof=1), [S - 1] * 11)
-        for row in seeds:
-            for is_moderated, es in found.items():
-                es.append(two_way(np.tile(row[:, None], 10), ones, prior if is_moderated else None))
-    return tuple(number for es in found.values() for number in (
-        np.mean([e.low <= 0 <= e.high for e in es]), np.median([e.high - e.low for e in es])))
-
-
-@pytest.mark.parametrize(("noise", "S", "spread"), slow_except(
-    [(noise, S, spread) for noise in DRAWS for S in (3, 5) for spread in (0.0, 0.5, 1.0)],
-    ("normal", 3, 0.5)))
-def test_moderated_intervals_are_narrower_and_cover_as_often(noise: str, S: int, spread: float) -> None:
-    """Curves whose seeds vary by factors of exp(spread). Bimodal seeds are covered too seldom, if less so."""
-    plain, wide, covered, narrow = moderated(noise, S, spread)
-    if noise == "bimodal":
-        assert plain < 0.85 and covered > plain + 0.02
-    else:
-        assert covered > min(0.925, plain - 0.025) and narrow < (0.75 if S == 3 else 0.9) * wide
-
-
-def moderated_differences(S: int, ours: float, theirs: float) -> tuple[float, float]:
-    """Of 100 studies of 11 curves: how many differences to a baseline are covered, and how many find any."""
-    rng, ones, covered, wrong = np.random.default_rng(2), np.ones(10), [], []
-    for _ in range(100):
-        curves, baseline = ours * rng.normal(size=(11, S)), np.tile(theirs * rng.normal(size=(3, 1)), 10)
-        prior = prior_of(curves.var(axis=1, ddof=1), [S - 1] * 11)
-        es = [two_way(np.tile(row[:, None], 10), ones, prior, baseline) for row in curves]
-        covered += [e.low <= 0 <= e.high for e in es]
-        wrong.append(min(holm([e.p for e in es])) < 0.05)
-    return np.mean(covered), np.mean(wrong)
-
-
-@pytest.mark.parametrize(("S", "ours", "theirs"), slow_except(
-    [(S, *sds) for S in (3, 5) for sds in ((1, 0), (1, 1), (1, 3), (0.1, 1))], (3, 1, 3)))
-def test_differences_to_a_baseline_whose_seeds_vary_more_are_covered(S: int, ours: float,
-                                                                     theirs: float) -> None:
-    """All differences share the baseline's error, so its variance must not be that of the other curves."""
-    covered, wrong = moderated_differences(S, ours, theirs)
-    assert covered > 0.91 and wrong <= 0.09
-
-
-def test_the_prior_is_that_from_which_variances_were_drawn() -> None:
-    rng = np.random.default_rng(0)
-    true = 4.0 / (rng.chisquare(6, 40_000) / 6)                         # prior.variance 4, prior.df 6
-    prior = prior_of(true * rng.chisquare(2, 40_000) / 2, [2] * 40_000)
-    assert prior.variance == pytest.approx(4, rel=0.03) and prior.df == pytest.approx(6, rel=0.1)
-    equal = prior_of(rng.chisquare(2, 40_000) / 2, [2] * 40_000)
-    assert equal.df > 50 and equal.variance == pytest.approx(1, rel=0.03)
-    assert prior_of([1.0] * 5, [2] * 5) is None and prior_of([1.0] * 5 + [0.0], [2] * 6) is None
-
-
-def test_a_prior_adds_its_degrees_of_freedom() -> None:
-    d = np.tile(np.array([[0.0], [1.0], [2.0]]), 10)                    # variance 1 with 2 of them, no text
-    found = two_way(d, np.ones(10), Prior(4.0, 6.0))
-    half = 2.306004 * ((2 * 1 + 6 * 4) / 8 / 3)**0.5                    # t of 8 degrees of freedom
-    assert np.allclose([found.low, found.high], [1 - half, 1 + half], rtol=1e-3)
+@pytest.mark.parametrize(("S", "expected"), [(3, 0.62), (5, 0.83)])
+def test_an_effect_of_all_or_nothing_is_covered_too_seldom(S: int, expected: float) -> None:
+    """70 % of the runs learn something, the others do not: the rates that docs/comparing.md warns of."""
+    rng = np.random.default_rng(1)
+    seeds = (rng.random((3_000, S)) < 0.7) - 0.7
+    found = [two_way(np.tile(row[:, None], 10), np.ones(10)) for row in seeds]
+    rate = np.mean([e.low <= 0 <= e.high for e in found])
+    assert rate == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.parametrize(("S", "trials", "share"), slow_except(

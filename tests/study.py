@@ -242,6 +242,25 @@ def gpu() -> str:
                   "repeat at L", "over another at 16 L"], rows)
 
 
+def gpu_60m() -> str:
+    """A row for each run of 60 M tokens: loss at L on prose, what longer contexts gain, and use of a copy."""
+    lengths = [512 * 2**n for n in range(6)]
+    rows = []
+    for folder in sorted((GPU / "study-60m").iterdir()):
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        records = json.loads((folder / "eval" / "gpu-books.json").read_text(encoding="utf-8"))["records"]
+        fixed = {r["length"]: r for r in records if r["protocol"] == "fixed"}
+        repeat = {r["length"]: r for r in records if r["protocol"] == "repeat"}
+        at_L = fixed[512]
+        gains = [f"{fixed[n]['gain']:+.2f}" if n in fixed else "-" for n in lengths[1:]]
+        uses = [f"{repeat[n]['use']:+.2f}" if n in repeat else "-" for n in (512, 8192, 16384)]
+        loss = at_L["nll_sum"] / at_L["tokens"]
+        rows.append([folder.name.partition("-lr-")[0], f"{summary['val_loss']:.3f}", f"{loss:.3f}", *gains, *uses])
+    rows.sort(key=lambda row: row[1])
+    return table(["encoding", "validation", "loss at L", "gain of 2 L", "of 4 L", "of 8 L", "of 16 L", "of 32 L",
+                  "use of a copy at L", "at 16 L", "at 32 L"], rows)
+
+
 def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
     """A table of compare.py in Markdown."""
     curves, shown = curves_of(data), tables_of(data)[key]
@@ -254,6 +273,7 @@ def blocks() -> Iterator[tuple[str, str]]:
     """Name -> each generated part of the page."""
     yield "overview", overview()
     yield "gpu", gpu()
+    yield "gpu 60m", gpu_60m()
     yield "control", control()
     yield "needles", needles()
     yield "needles methods", methods_on_needles()

@@ -28,22 +28,41 @@ from positions.switches import TEMPERATURES, drop_step, encodings_of
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu, "geglu": partial(F.gelu, approximate="tanh"), "relu2": lambda x: F.relu(x).square(),
-    "gelu": partial(F.gelu, approximate="tanh"), "gelu_exact": F.gelu}
+    "swiglu": F.silu,
+    "geglu": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+    "gelu": partial(F.gelu, approximate="tanh"),
+    "gelu_exact": F.gelu,
+}
 
 
 def shape_of(config: Config) -> Shape:
     """The sizes from which an encoding and a temperature are made."""
     c = config.model
-    layers = range(c.n_layer) if c.window or c.chunk else ()
-    local = frozenset(n for n in layers if not c.full_every or (n + 1) % c.full_every)
-    return Shape(c.n_layer, c.n_head, c.n_embd, c.head_width, config.train.seq_len, local, c.window, c.chunk)
+    local_layers: set[int] = set()
+    if c.window or c.chunk:
+        local_layers = set(range(c.n_layer))
+    if c.full_every:
+        local_layers -= set(range(c.full_every - 1, c.n_layer, c.full_every))
+    return Shape(
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        n_embd=c.n_embd,
+        head_dim=c.head_width,
+        seq_len=config.train.seq_len,
+        local_layers=frozenset(local_layers),
+        window=c.window,
+        chunk=c.chunk,
+    )
 
 
 def hidden_width(config: ModelConfig) -> int:
     """Width inside the MLP: n_hidden, by default 4 C, or with a gate 8/3 C rounded up to a multiple of 64."""
-    gated_width = 64 * math.ceil(8 * config.n_embd / 3 / 64)
-    return config.n_hidden or (gated_width if config.mlp in GATED else 4 * config.n_embd)
+    if config.n_hidden:
+        return config.n_hidden
+    if config.mlp in GATED:
+        return 64 * math.ceil(8 * config.n_embd / 3 / 64)
+    return 4 * config.n_embd
 
 
 def make_norm(config: ModelConfig, is_on: bool = True) -> nn.Module:
@@ -62,6 +81,16 @@ class PreciseRMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
+def by_heads(x: Tensor, head_dim: int) -> Tensor:
+    """(B, T, n D) -> (B, n, T, D)."""
+    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def last_tokens(x: Tensor, n: int) -> Tensor:
+    """The last n tokens of x (B, T, C): x itself if it has no more, since a slice adds a copy in backward."""
+    return x if x.shape[1] == n else x[:, -n:]
+
+
 class Cache:
     """Keys (before `rotate`), values and positions of all tokens so far, so that each is computed only once.
 
@@ -74,16 +103,21 @@ class Cache:
 
     def append_positions(self, positions: Tensor) -> Tensor:
         """Add the positions of new tokens. -> the positions of all keys."""
-        known = [] if self.positions is None else [self.positions]
-        self.positions = torch.cat((*known, positions), dim=1)
-        return self.positions
+        if self.positions is not None:
+            positions = torch.cat((self.positions, positions), dim=1)
+        self.positions = positions
+        return positions
 
     def append(self, layer: int, *new: Tensor | None) -> list[Any]:
         """Add a layer's keys, values (B, G, T, D), features (B, H, T, F) or None. -> those of all tokens."""
         old = self.layers[layer]
-        self.layers[layer] = made = list(new) if old is None else [
-            x if x is None else torch.cat((past, x), dim=2) for past, x in zip(old, new, strict=True)]
-        return made
+        joined = list(new)
+        if old is not None:
+            for n, x in enumerate(new):
+                if x is not None:
+                    joined[n] = torch.cat((old[n], x), dim=2)
+        self.layers[layer] = joined
+        return joined
 
 
 class Attention(nn.Module):
@@ -101,12 +135,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, is_local: bool) -> None:
         super().__init__()
-        C, H, G, D = config.n_embd, config.n_head, config.n_kv_head or config.n_head, config.head_width
-        self.head_dim, self.dropout = D, config.dropout
-        self.window, self.chunk = (config.window, config.chunk) if is_local else (None, None)
-        self.q = nn.Linear(C, H * D, bias=config.bias or config.qkv_bias)
-        self.k = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
-        self.v = nn.Linear(C, G * D, bias=config.bias or config.qkv_bias)
+        C, D = config.n_embd, config.head_width
+        H = config.n_head
+        G = config.n_kv_head or H
+        self.head_dim = D
+        self.dropout = config.dropout
+        self.window = config.window if is_local else None
+        self.chunk = config.chunk if is_local else None
+        has_bias = config.bias or config.qkv_bias
+        self.q = nn.Linear(C, H * D, bias=has_bias)
+        self.k = nn.Linear(C, G * D, bias=has_bias)
+        self.v = nn.Linear(C, G * D, bias=has_bias)
         self.o = nn.Linear(H * D, C, bias=config.bias)
         self.gate = nn.Linear(C, H * D, bias=False) if config.gate else None
         self.sink = nn.Parameter(torch.zeros(H)) if config.sink == "head" else None
@@ -128,24 +167,28 @@ class Attention(nn.Module):
         mask = mask._replace(window=self.window, chunk=self.chunk)
         bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
-        v = encoding.turn_values(v, at) if encoding.rotates_values else v
+        v = encoding.turn_values(v, at)
         dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, mask, bias, dropout, self.sink)             # (B, H, Tq, D)
-        y = encoding.turn_back(y, at) if encoding.rotates_values else y
+        y = encoding.turn_back(y, at)
         y = y.transpose(1, 2).flatten(2)                                # (B, Tq, H D)
-        return self.o(y if self.gate is None else y * torch.sigmoid(self.gate(x[:, -y.shape[1]:])))
+        if self.gate is not None:
+            y = y * torch.sigmoid(self.gate(last_tokens(x, y.shape[1])))
+        return self.o(y)
 
     def project(self, x: Tensor, Tq: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of the last Tq tokens, keys and values of all x (B, T, C), by heads."""
-        # x itself where all tokens are queries: a slice would add a copy in backward
-        queried = x if x.shape[1] == Tq else x[:, -Tq:]
-        q, k, v = self.q(queried), self.k(x), self.v(x)
+        q = self.q(last_tokens(x, Tq))
+        k = self.k(x)
         if self.is_whole:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = by_heads(q, self.head_dim)
+        k = by_heads(k, self.head_dim)
         if not self.is_whole:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        return q, k, by_heads(self.v(x), self.head_dim)
 
 
 class MLP(nn.Module):
@@ -160,9 +203,12 @@ class MLP(nn.Module):
         self.down = nn.Linear(width, C, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.up(x) if self.gate is None else self.gate(x)
-        hidden = ACTIVATIONS[self.kind](gate)                           # (B, T, width)
-        return self.down(hidden if self.gate is None else hidden * self.up(x))
+        activation = ACTIVATIONS[self.kind]
+        if self.gate is None:
+            hidden = activation(self.up(x))                             # (B, T, width)
+        else:
+            hidden = activation(self.gate(x)) * self.up(x)
+        return self.down(hidden)
 
 
 class Block(nn.Module):
@@ -174,17 +220,21 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, is_local: bool) -> None:
         super().__init__()
         self.is_parallel = config.parallel
-        self.attention_norm, self.attention = make_norm(config, config.pre_norm), Attention(config, is_local)
-        self.mlp_norm, self.mlp = make_norm(config, config.pre_norm), MLP(config)
-        self.attention_post_norm, self.mlp_post_norm = (make_norm(config, config.post_norm) for _ in range(2))
+        self.attention_norm = make_norm(config, config.pre_norm)
+        self.attention = Attention(config, is_local)
+        self.mlp_norm = make_norm(config, config.pre_norm)
+        self.mlp = MLP(config)
+        self.attention_post_norm = make_norm(config, config.post_norm)
+        self.mlp_post_norm = make_norm(config, config.post_norm)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, cache: Cache | None) -> Tensor:
         y = self.attention(self.attention_norm(x), encoding, at, mask, cache)
-        x = x if x.shape == y.shape else x[:, -y.shape[1]:]            # (B, Tq, C)
+        x = last_tokens(x, y.shape[1])                                         # (B, Tq, C)
         after = x + self.dropout(self.attention_post_norm(y))
         read = x if self.is_parallel else after
-        return after + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(read))))
+        y = self.mlp(self.mlp_norm(read))
+        return after + self.dropout(self.mlp_post_norm(y))
 
 
 class GPT(nn.Module):
@@ -199,14 +249,18 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        c, shape = config.model, shape_of(config)
+        c = config.model
+        shape = shape_of(config)
         if not c.vocab_size:
             raise ValueError("model.vocab_size: unset; set it, as prepared corpora do")
         self.embedding = nn.Embedding(c.vocab_size, c.n_embd)
         self.embedding_scale = math.sqrt(c.n_embd) if c.scaled_embedding else 1.0
-        self.dropout, self.flex = nn.Dropout(c.dropout), c.flex
+        self.dropout = nn.Dropout(c.dropout)
+        self.flex = c.flex
         self.positions_restart = config.data.positions == "document"
-        self.blocks = nn.ModuleList(Block(c, layer in shape.local_layers) for layer in range(c.n_layer))
+        self.blocks = nn.ModuleList()
+        for layer in range(c.n_layer):
+            self.blocks.append(Block(c, is_local=layer in shape.local_layers))
         self.norm = make_norm(c)
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.init_weights(c.n_layer)
@@ -271,8 +325,7 @@ class GPT(nn.Module):
         x = self.hidden(tokens, positions, cache, documents)            # (B, T, C)
         if targets is None:
             return self.logits(x)                                       # (B, T, V)
-        head = (self.head or self.embedding).weight                     # (V, C)
-        return cross_entropy(x.flatten(0, 1), head, targets.flatten(), reduction)
+        return cross_entropy(x.flatten(0, 1), self.output_matrix(), targets.flatten(), reduction)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,
                documents: Tensor | None = None, last: int | None = None) -> Tensor:
@@ -281,10 +334,11 @@ class GPT(nn.Module):
         With `last` only that of the last tokens, (B, last, C): the last layer skips the others' queries and
         MLP. It excludes documents.
         """
+        T = tokens.shape[1]
         assert documents is None or (cache is None and last is None)
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
-        n_before = torch.arange(k_pos.shape[1], device=tokens.device)[None, -tokens.shape[1]:]
+        n_before = torch.arange(k_pos.shape[1], device=tokens.device)[None, -T:]
         if documents is not None:
             n_before = n_before - starts_of(documents)                  # (1 or B, T)
             if self.positions_restart:
@@ -295,13 +349,17 @@ class GPT(nn.Module):
         mask = Mask(documents=documents, in_order=positions is None)
         if self.flex and mask.in_order and cache is None and tokens.device.type in FLEX_DEVICES:
             limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
-            mask = with_block_masks(mask, limits, tokens.shape[1], tokens.device)
+            mask = with_block_masks(mask, limits, T, tokens.device)
         x = self.embedding(tokens)
-        x = x * self.embedding_scale if self.embedding_scale != 1 else x
-        x = self.dropout(self.active().embed(x, q_pos))                 # (B, T, C)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        x = self.active().embed(x, q_pos)
+        x = self.dropout(x)                                             # (B, T, C)
         for layer, (block, encoding) in enumerate(zip(self.blocks, self.encodings, strict=True)):
-            if last and last < tokens.shape[1] and layer == len(self.blocks) - 1:
-                q_pos, n_before = q_pos[:, -last:], n_before[:, -last:]
+            is_last_layer = layer == len(self.blocks) - 1
+            if last and last < T and is_last_layer:
+                q_pos = q_pos[:, -last:]
+                n_before = n_before[:, -last:]
                 mask = mask._replace(block_masks={})
                 tables = {encoding: encoding.tables(q_pos, k_pos)}
             at = At(q_pos, k_pos, layer, tables[encoding], n_before=n_before)
@@ -310,22 +368,31 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Output of `hidden` (..., C) -> logits (..., V)."""
-        return F.linear(x, (self.head or self.embedding).weight)
+        return F.linear(x, self.output_matrix())
+
+    def output_matrix(self) -> Tensor:
+        """(V, C); the embedding's, if they are tied."""
+        return (self.head or self.embedding).weight
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
         """The given positions, or those that follow the cache's, (1 or B, T); checked."""
-        limit, (B, T) = self.active().max_length, tokens.shape
+        limit = self.active().max_length
+        B, T = tokens.shape
         if positions is None:
-            first = 0 if cache is None or cache.positions is None else int(cache.positions.max()) + 1
+            first = 0
+            if cache is not None and cache.positions is not None:
+                first = int(cache.positions.max()) + 1
             positions = torch.arange(first, first + T, device=tokens.device)
-            lowest, highest = first, first + T - 1
+            lowest = first
+            highest = first + T - 1
         elif limit:
             lowest, highest = map(int, positions.aminmax())             # waits for the device
         if limit and not 0 <= lowest <= highest < limit:
             name = type(self.active()).__name__
-            raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, "
-                             f"got {lowest if lowest < 0 else highest}")
-        positions = positions[None] if positions.dim() == 1 else positions
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, got {wrong}")
+        if positions.dim() == 1:
+            positions = positions[None]
         if positions.shape not in ((1, T), (B, T)):
             raise ValueError(f"give a position for each of the tokens {(B, T)}, got {tuple(positions.shape)}")
         return positions

@@ -144,7 +144,7 @@ class Encoding(nn.Module):
     fold_rows: int = 0  # queries that `fold` takes at a time, at most; 0: attention does not call it
     # `scores` adds what does not depend on the logits, and a temperature multiplies that too, not q alone
     tempers_bias: bool = False
-    rotates_values: bool = False    # are values and results rotated too, by `turn_values` and `turn_back`?
+    rotates_values: bool = False    # do `turn_values` and `turn_back` change anything?
 
     def __init__(self, shape: Shape, options: Any) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position].
@@ -189,11 +189,11 @@ class Encoding(nn.Module):
         return q, k
 
     def turn_values(self, v: Tensor, at: At) -> Tensor:
-        """Values (B, G, Tk, D) before attention; called if `rotates_values`."""
+        """Values (B, G, Tk, D) before attention. See rotates_values."""
         return v
 
     def turn_back(self, y: Tensor, at: At) -> Tensor:
-        """The results (B, H, Tq, D) after it; called if `rotates_values`."""
+        """The results (B, H, Tq, D) of attention."""
         return y
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:

@@ -171,12 +171,16 @@ class RoPE(Encoding):
         return rope.turn(q, q_cos, q_sin, self.layout), rope.turn(k, k_cos, k_sin, self.layout)
 
     def turn_values(self, v: Tensor, at: At) -> Tensor:
-        """Rotate values (B, G, Tk, D) as keys."""
+        """Rotate values (B, G, Tk, D) as keys, under rotate_values."""
+        if not self.rotates_values:
+            return v
         _, _, cos, sin = self.of_layer(at)
         return rope.turn(v, cos, sin, self.layout)
 
     def turn_back(self, y: Tensor, at: At) -> Tensor:
-        """Rotate the results (B, H, Tq, D) back from the positions of their queries."""
+        """Rotate the results (B, H, Tq, D) back from the positions of their queries, under rotate_values."""
+        if not self.rotates_values:
+            return y
         cos, sin, _, _ = self.of_layer(at)
         square = cos**2 + sin**2                # a scaling's factor squared: values and results have one each
         return rope.turn(y, cos / square, -sin / square, self.layout)

@@ -255,10 +255,12 @@ def gpu_60m() -> str:
         gains = [f"{fixed[n]['gain']:+.2f}" if n in fixed else "-" for n in lengths[1:]]
         uses = [f"{repeat[n]['use']:+.2f}" if n in repeat else "-" for n in (512, 8192, 16384)]
         loss = at_L["nll_sum"] / at_L["tokens"]
-        rows.append([folder.name.partition("-lr-")[0], f"{summary['val_loss']:.3f}", f"{loss:.3f}", *gains, *uses])
+        name = folder.name.partition("-lr-")[0]
+        rows.append([name, f"{summary['val_loss']:.3f}", f"{loss:.3f}", *gains, *uses])
     rows.sort(key=lambda row: row[1])
-    return table(["encoding", "validation", "loss at L", "gain of 2 L", "of 4 L", "of 8 L", "of 16 L", "of 32 L",
-                  "use of a copy at L", "at 16 L", "at 32 L"], rows)
+    gain_heads = ["gain of 2 L", "of 4 L", "of 8 L", "of 16 L", "of 32 L"]
+    use_heads = ["use of a copy at L", "at 16 L", "at 32 L"]
+    return table(["encoding", "validation", "loss at L", *gain_heads, *use_heads], rows)
 
 
 def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:

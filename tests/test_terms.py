@@ -307,7 +307,7 @@ VARIANTS = [*((name, "") for name in ENCODINGS), *(("rope", options) for options
     ("rope_2d", "position.layout=interleaved position.base=500"), ("rope_2d", "position.prompt=9"),
     ("sinusoidal_qk", "position.layout=half position.base=500"), ("repo", "position.base=500"),
     ("sinusoidal_qk", "position.sine_alone=true position.base=500"),
-    *(("p_rope", f"position.p={p} position.base=500") for p in (0.0, 0.2, 0.3, 1.0)),
+    *(("p_rope", f"position.p={p} position.base=500") for p in (0.0, 0.2, 0.3, 0.9)),
     ("p_rope", "position.p=0.5 position.layout=interleaved"), ("xpos", "position.scale_base=20"),
     ("xpos", "position.layout=interleaved"), ("pope", "position.base=500"), ("fope", "train.seq_len=4096"),
     ("fope", "train.seq_len=6"), ("fope", "position.layout=interleaved"), ("alibi", "position.learned=true"),

@@ -14,7 +14,7 @@ Legend: B batch, T time (Tq queries, Tk keys), H heads of queries, G of keys and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ FUSED, EXPLICIT, FLEX = "fused", "explicit softmax", "FlexAttention"
 
 MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
 MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
-FUSE_FROM = 1024        # queries: with fewer, folded biases and bfloat16 training use blocks on a CPU
+FUSE_FROM = 1024        # below this many queries a CPU is faster in blocks: folded biases, bfloat16 training
 MIN_ROWS = 256          # smallest number of queries that share the keys of a window
 RECOMPUTE_FROM = 2048   # queries: from here on training does not keep explicit weights: O(T) memory
 
@@ -57,7 +57,7 @@ class Mask(NamedTuple):
 
     def limit(self, Tk: int) -> int | None:
         """The most keys that a query sees by its window and its chunk, if that is fewer than Tk."""
-        most = min(self.window or Tk, self.chunk or Tk)         # torch.compile takes no min of a generator
+        most = min(self.window or Tk, self.chunk or Tk)
         return most if most < Tk else None
 
     def parts(self) -> Tensor | None:
@@ -70,7 +70,7 @@ class Mask(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What changes the logits: an encoding with `scores`, and what these get."""
+    """An encoding that changes the logits, and the arguments of its `scores`: q and k before the rotation."""
 
     encoding: Encoding
     q: Tensor  # not rotated, (B, H, Tq, D)
@@ -82,8 +82,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None
            dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D) + bias) v.
 
-    Rotated q (B, H, Tq, D or wider), k (B, G, Tk, as wide) and v (B, G, Tk, D) -> (B, H, Tq, D). `sink` (H,)
-    is the logit of one more key for each head, whose value is zero.
+    Rotated q (B, H, Tq, D, or wider if the encoding adds channels), k (B, G, Tk, as wide) and v (B, G, Tk, D)
+    -> (B, H, Tq, D). `sink` (H,) is the logit of one more key for each head, whose value is zero.
     """
     encoding = None if bias is None else bias.encoding
     path = choose_path(q, v.shape[-1], mask, encoding, dropout, sink)
@@ -99,9 +99,9 @@ def choose_path(q: Tensor, head_dim: int, mask: Mask, encoding: Encoding | None,
     """FLEX, FUSED or EXPLICIT. Of q only length, dtype and device matter; encoding: that of the bias."""
     limits = (mask.window, mask.chunk)
     if limits in mask.block_masks and head_dim >= FLEX_WIDTH and not dropout:
-        is_causal_alone = limits == (None, None) and mask.documents is None and sink is None
+        is_plain_causal = limits == (None, None) and mask.documents is None and sink is None
         if encoding is None:
-            is_served = not is_causal_alone                             # there the fused kernel is faster
+            is_served = not is_plain_causal                             # there the fused kernel is faster
         else:
             is_served = encoding.by_distance or encoding.scales_by_distance
         if is_served:
@@ -142,14 +142,15 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
     v = for_each_head(v, H)
     kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
 
-    # a bias becomes further channels of q and k: all at once, or of each block if its sums lose digits
+    # A bias becomes further channels of q and k. Where these hold sums over tokens (forgetting), long sums
+    # lose digits: then each block of at most fold_rows queries has sums of its own.
     is_folded_by_block = bias is not None and Tq > bias.encoding.fold_rows
     if bias is not None and not is_folded_by_block:
         q, k = bias.encoding.fold(q, k, bias.at)
 
     limit = mask.limit(Tk)
-    is_causal_alone = limit is None and mask.documents is None and Tq in (1, Tk)
-    if is_causal_alone and not is_folded_by_block:
+    kernel_masks_itself = limit is None and mask.documents is None and Tq in (1, Tk)
+    if kernel_masks_itself and not is_folded_by_block:
         if Tq == 1:     # a single query is the last: it sees all
             return kernel(q, k, as_wide_as(q, v))[..., :D]
         return kernel(q, k, as_wide_as(q, v), is_causal=True)[..., :D]
@@ -174,7 +175,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
         n_rows = Tq
     if Tq < Tk:     # in blocks, mask and products cost no more than what is seen
         n_rows = min(n_rows, max(MIN_ROWS, most_logits(q.device) // Tk))
-    # recomputed: otherwise each block's mask would be kept
+    # recomputed: otherwise the wider q and k, and the mask, of each block would be kept for backward
     is_recomputed = is_folded_by_block and Tq >= RECOMPUTE_FROM
     return by_rows(attend_rows, Tq, Tk, n_rows, mask, is_recomputed, dropout)
 
@@ -211,9 +212,9 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
         seen = visible_in(rows, keys, Tk - Tq, mask, parts, q.device)
-        unseen = torch.where(seen, 0.0, -torch.inf).to(logits_dtype)
+        mask_term = torch.where(seen, 0.0, -torch.inf).to(logits_dtype)
         logits = q[:, :, rows] @ k[:, :, keys].mT                       # (B, H, rows, keys)
-        logits = torch.add(unseen, logits, alpha=scale)                 # masked and scaled in one pass
+        logits = torch.add(mask_term, logits, alpha=scale)           # mask_term + scale * logits, in one pass
         if bias is not None:
             logits = add_scores(logits, bias, rows, keys, is_consecutive)
         weights = logits.softmax(dim=-1)
@@ -263,13 +264,16 @@ def by_rows(attend_rows: Callable[[slice, slice], Tensor], Tq: int, Tk: int, n_r
     window = mask.window or Tk
     chunk = mask.chunk or Tk
     blocks = []
-    starts = range(0, Tq, n_rows) if n_rows < Tq else [0]               # a range would fix a compiled length
+    starts: Sequence[int] = [0]
+    if n_rows < Tq:             # only then a range: with one, torch.compile compiles for each length anew
+        starts = range(0, Tq, n_rows)
     for start in starts:
         rows = slice(start, min(start + n_rows, Tq))
         first = Tk - Tq + start                                         # the index of its first query
-        start_of_chunk = first + 1 - chunk                              # at the earliest, in a document
         if mask.documents is None:
             start_of_chunk = first // chunk * chunk
+        else:                   # chunks begin with documents: at most chunk - 1 keys before the first query
+            start_of_chunk = first + 1 - chunk
         keys = slice(max(0, first + 1 - window, start_of_chunk), Tk - Tq + rows.stop)
         blocks.append(attend_rows(rows, keys))
     return torch.cat(blocks, dim=2)
@@ -304,7 +308,7 @@ def visible_in(rows: slice, keys: slice, offset: int, mask: Mask, parts: Tensor 
 def with_block_masks(mask: Mask, limits: set[Limits], T: int, device: torch.device) -> Mask:
     """A mask that lets layers with these limits use FlexAttention: which blocks of keys see which queries.
 
-    Made once per forward pass, not once per layer. It holds no T x T numbers either.
+    Made once per forward pass, not once per layer. It takes O(T) memory too.
     """
     n_pad = -T % FLEX_BLOCK
     create = flex_function("create_block_mask", device)

@@ -28,9 +28,8 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
     """Frequency of each pair: f_i = base^(-2i / dim), i = 0 ... dim/2 - 1. Radians per position, (dim/2,).
 
     From 1 (a full turn every 2 pi positions) down to nearly 1 / base. RoFormer, section 3.2.2, where f is
-    called theta. i counts from 0: counted from 1, dim = 8 would have 0.1 ... 1e-4 instead of 1 ... 1e-3. The
-    order of operations is that of Hugging Face and other libraries: at large positions the last bit of f
-    makes a visible difference.
+    called theta. i counts from 0, as in its code, not from 1. The order of operations is that of Hugging Face
+    and other libraries: at large positions the last bit of f makes a visible difference.
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"rotary dimension must be a positive even number, got {dim}")
@@ -38,14 +37,14 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
     return 1.0 / base ** (two_i / dim)
 
 
-def stop_unfinished(inv_freq: Tensor, L: int) -> Tensor:
-    """Stop the pairs that make less than one turn in L positions. -> (R/2,).
+def stop_unfinished(f: Tensor, L: int) -> Tensor:
+    """Set the frequency of pairs that make less than one full circle in L positions to 0. -> (R/2,).
 
     HoPE, Chen et al. 2024, arXiv:2410.21216: beyond L these pairs would reach angles never seen in training.
     FoPE, Hua et al. 2024, arXiv:2412.17739, drops the same ones.
     """
-    is_unfinished = L * inv_freq < 2 * math.pi
-    return inv_freq.masked_fill(is_unfinished, 0.0)
+    is_unfinished = L * f < 2 * math.pi
+    return f.masked_fill(is_unfinished, 0.0)
 
 
 def inv_freq_within(dim: int, L: int, *, device: torch.device | str | None = None) -> Tensor:
@@ -149,17 +148,18 @@ def _half_order(n_rows: int, n_head: int, rotary_dim: int | None) -> Tensor:
 
 
 def to_half(weight: Tensor, n_head: int, rotary_dim: int | None = None) -> Tensor:
-    """Convert a query or key projection trained with interleaved rotation for half rotation: same logits.
+    """Permute the rows of a query or key projection from the interleaved to the half layout: same logits.
 
-    `weight` is (H * D, C), or a bias (H * D,), or a norm over the head dimension (D,) with n_head=1. Only the
-    first rotary_dim channels of each head are permuted (default: all). Do not convert the value projection.
+    `weight` is (n_head * D, C), or a bias (n_head * D,), or a norm over the head dimension (D,), n_head = 1.
+    n_head counts the heads of this projection: of keys, the key heads. Only the first rotary_dim channels of
+    each head are permuted (default: all). Do not convert the value projection.
     """
     order = _half_order(len(weight), n_head, rotary_dim)
     return weight[order.to(weight.device)]
 
 
 def to_interleaved(weight: Tensor, n_head: int, rotary_dim: int | None = None) -> Tensor:
-    """Convert a query or key projection trained with half rotation for interleaved; inverse of `to_half`."""
+    """Permute them from the half to the interleaved layout; inverse of `to_half`."""
     order = _half_order(len(weight), n_head, rotary_dim)
     inverse = order.argsort()
     return weight[inverse.to(weight.device)]

@@ -27,7 +27,11 @@ MOST_HIDDEN_GPU = 2**26     # on other devices: 256 MB, in few large kernels
 
 
 def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: float = 0.0) -> Tensor:
-    """`scores` of equal logits of q (B, H, Tq, D) at distances (P,), (H, P): what `by_distance` adds to 0."""
+    """The bias of an encoding at each of P distances (P,), -> (H, P).
+
+    It is what `scores` makes of logits that all equal `logit`. Of q (B, H, Tq, D) only H, D, dtype and device
+    are used.
+    """
     H, D, P = q.shape[1], q.shape[3], len(distance)
     dtype = torch.promote_types(q.dtype, torch.float32)
     # one query at position 0, and a key at minus each distance, all of zeros
@@ -35,7 +39,7 @@ def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: floa
     zero = q.new_zeros(())
     q, k = zero.expand(1, H, 1, D), zero.expand(1, H, P, D)
     q_pos = torch.zeros_like(distance[None, :1])
-    at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=q_pos)
+    at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=torch.zeros_like(q_pos))
     return encoding.scores(logits, q, k, at)[0, :, 0]
 
 
@@ -53,7 +57,10 @@ class ToeplitzBias(torch.autograd.Function):
         rows = f[..., None, :].expand(*f.shape[:-1], n, width)
         if n == 1:
             return rows
-        # read in rows that are one element shorter, each row begins one column further
+        # n = 3, f = f0 f1 f2 f3: written three times, cut to [2:-1] and read in rows of 3, it is
+        #   f2 f3 f0
+        #   f1 f2 f3
+        #   f0 f1 f2    and the first m = 2 columns are the matrix
         flat = rows.flatten(-2)[..., n - 1:-1]
         moved = flat.unflatten(-1, (n, width - 1))
         return moved[..., :width + 1 - n]
@@ -63,9 +70,10 @@ class ToeplitzBias(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         n, m = grad.shape[-2:]
         P = n + m - 1
-        width = m + 2 * n - 2
-        wide = F.pad(grad, (n - 1, n - 1)).reshape(-1, n, width)        # element p of f is (i, p + i)
-        diagonals = wide.as_strided((len(wide), n, P), (n * width, width + 1, 1))
+        # row i, column c of `wide` is the gradient of f[c - i]: that of f[p] runs down a diagonal
+        padded_width = m + 2 * n - 2
+        wide = F.pad(grad, (n - 1, n - 1)).reshape(-1, n, padded_width)
+        diagonals = wide.as_strided((len(wide), n, P), (n * padded_width, padded_width + 1, 1))
         sums = diagonals.sum(dim=1)
         return sums.view(*grad.shape[:-2], P), None
 
@@ -78,9 +86,9 @@ def toeplitz_distances(at: At) -> Tensor:
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x, in fp32 or fp64, rounded to what `dtype`, of 16 bits, holds; without a gradient.
+    """Round x, in fp32 or fp64, to the digits of a 16-bit dtype; keeps x's dtype, and has no gradient.
 
-    By its bits: torch.compile leaves out a cast there and back, and the rounding with it.
+    It rounds the bits, because torch.compile removes a cast to the dtype and back.
     """
     bits = x.detach().contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int64)
     n = round(torch.finfo(dtype).eps / torch.finfo(x.dtype).eps)
@@ -97,8 +105,8 @@ class ALiBi(Encoding):
 
     No parameters, any T. The slopes are the paper's, see `slopes`. With `learned` their logarithms are
     trained, which keeps them positive (as in x-transformers and McGill's length-generalization). The paper
-    found that learned slopes extrapolate worse. A logarithm that moves by train.lr a step changes a slope by
-    a factor of two in a short run; lr_scale lets it change by more.
+    found that learned slopes extrapolate worse. Adam moves a logarithm by about train.lr a step: in a short
+    run a slope could change by a factor of two only, hence lr_scale.
     """
 
     Options = ALiBiOptions
@@ -117,13 +125,13 @@ class ALiBi(Encoding):
 
     @staticmethod
     def slopes(n_head: int) -> Tensor:
-        """2^(-8 (h + 1) / H) if H is a power of two, else the slopes for P heads and every second for 2 P.
+        """2^(-8 (h + 1) / H) if H is a power of two; else those of P heads, then the 1st, 3rd ... of 2 P.
 
         P is the largest power of two up to H: the rule of the authors' code, also of BLOOM's and MPT's.
         """
         P = 2 ** (n_head.bit_length() - 1)
         slopes = [2 ** (-8 * (h + 1) / P) for h in range(P)]
-        slopes += [2 ** (-4 * (2 * h + 1) / P) for h in range(n_head - P)]
+        slopes += [2 ** (-8 * (2 * h + 1) / (2 * P)) for h in range(n_head - P)]
         return torch.tensor(slopes)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -134,14 +142,15 @@ class ALiBi(Encoding):
         return logits - at.tables * at.distance()
 
     def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """-slope (i - j) is slope j up to a constant along the row: a slope in q times a position in k.
+        """-slope (i - j) = slope j - slope i, and the softmax ignores slope i, which all keys share.
 
-        Positions, relative to the first key's, are three digits to base 256, exact up to 2^24. Half of a
-        digit's power is in q, so that fp16 holds both. Slopes are two pieces, with a relative error of 2^-16.
-        The kernel sums in fp32: an error of 2^-24 slope j.
+        So the slope becomes a channel of q, and the position j, relative to the first key's, one of k. In 16
+        bits one channel holds neither exactly. Therefore j has three digits to base 256, exact up to 2^24,
+        and the slope two pieces, with a relative error of 2^-16: six channels. The kernel sums in fp32, with
+        an error of 2^-24 slope j.
         """
         dtype = torch.promote_types(q.dtype, torch.float32)
-        slope = at.tables.to(dtype) * q.shape[-1]**0.5                  # (H, 1, 1)
+        slope = at.tables.to(dtype) * q.shape[-1]**0.5              # (H, 1, 1); the kernel divides by sqrt(D)
         high = round_to(slope, torch.bfloat16)
         j = (at.k_pos - at.k_pos.min())[:, None, :, None]               # (1 or B, 1, Tk, 1)
 
@@ -149,8 +158,9 @@ class ALiBi(Encoding):
         pieces, digits = [], []
         for piece in (high, slope - high):
             for n in range(3):
-                pieces.append(piece * 16**n)
-                digits.append(j // 256**n % 256 * 16**n)
+                half_power = 16**n              # 256^n is its square: one half in q, one in k, for fp16
+                pieces.append(piece * half_power)
+                digits.append((j // 256**n % 256) * half_power)
         of_q = torch.cat(pieces, dim=-1).to(q.dtype)                    # (H, 1, 6)
         of_k = torch.cat(digits, dim=-1).to(k.dtype)                    # (1 or B, 1, Tk, 6)
         q = torch.cat((q, of_q.expand(*q.shape[:3], -1)), dim=-1)
@@ -180,8 +190,8 @@ class T5(Encoding):
     omits the 1 / sqrt(D) on q k^T and starts with smaller queries; here the factor stays, as everywhere.
     x-transformers and KERPLE's GPT-NeoX multiply the bias by sqrt(D); neither the paper nor T5's code does.
 
-    A useful bias is of size 1 to 10, and Adam moves it by at most train.lr a step: lr_scale. T5 had a rate of
-    0.01 for ten thousand steps and trained for half a million (3.1.2).
+    Adam moves a number by about train.lr a step, so in a short run a bias could not reach the sizes that are
+    useful, 1 to 10; hence lr_scale. T5 itself trained for half a million steps (3.1.2).
     """
 
     Options = T5Options

@@ -14,6 +14,8 @@
 #                prepare the public corpus, train its config on a GPU and evaluate it: hours, and network
 # make row CONFIG=configs/rows/mine.toml
 #                a row of the study for an encoding of yours, in an hour and a half: docs/benchmark.md
+# make study-data
+#                the text of the study, from the package index: data/study, study-docs and study-code
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 # make lock      pin what pip finds now for the ranges of pyproject.toml -> constraints.txt; needs the network
 SHELL := bash
@@ -23,7 +25,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row enwik8 wikitext103 pg19
+.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row study-data enwik8 wikitext103 pg19
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -99,6 +101,11 @@ row: .venv/.installed
 	for text in books packages; do $(PY) compare.py results/extrapolation/runs/* results/rows/$(ROW)/*-seed? \
 	    --baseline rope-lr-1.3e-2 --data $$text --out runs/row/$$text; done
 
+SDISTS := sdists:configs/study/sdists.csv
+study-data: .venv/.installed-study
+	$(PY) data/prepare.py $(SDISTS) --tokenizer bpe:2048 --out data/study
+	for kind in docs code; do $(PY) data/prepare.py $(SDISTS):$$kind --tokenizer data/study --out data/study-$$kind || exit; done
+
 gallery: .venv/.installed
 	$(PY) -m docs.gallery
 
@@ -123,4 +130,8 @@ data/stdlib/meta.json: | .venv/.installed
 
 .venv/.installed-test: .venv/.installed
 	$(INSTALL) -e '.[test]'
+	touch $@
+
+.venv/.installed-study: .venv/.installed
+	$(INSTALL) -e '.[study]'
 	touch $@

@@ -4,6 +4,9 @@ Several SOURCEs become one corpus. Each is one of
   stdlib      the source text of this Python's standard library: always available, no download
   packages    the Python source of the packages that constraints.txt pins, a document per package: code that
               everybody can rebuild, split by package. First `make test`, which installs them all
+  sdists:LIST[:docs|:code]    the source distributions that a CSV file lists (name, version, sha256, split),
+              such as configs/study/sdists.csv; downloaded once by pypi-simple, which the extra [study]
+              installs. A document of documentation and one of code per project, or only one of these kinds
   TASK        generated documents, described in data/tasks.py: repeats, passkey, needles, variables, copying,
               reversal, sorting, addition, parity or flip_flop
   FILE        .txt: one text, its last tenth is for validation. .jsonl, .jsonl.gz, .jsonl.zst: a document per
@@ -27,7 +30,7 @@ import os
 import shutil
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,8 @@ from base.files import flush, sha256_of, write_whole
 from data import sources
 from data import tokenizer as tokenizers
 from data.loader import SPLITS, read_meta
-from data.sources import Document, Options
+from data.sdists import PASSAGE, count_shared
+from data.sources import Document, Options, Part
 from data.tasks import TASKS, TaskDocument
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, pieces
 from hf.pretrained import is_pretrained, read_config
@@ -215,6 +219,7 @@ def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, 
             raise UserError(f"source {text_source.name}: no text for {split}; add text ({sources.KINDS}), or "
                             "change --val-share if a hash of each document chooses its split")
     changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
+    splits = {split: corpus.finish(split) for split in SPLITS}
     meta = {
         "format_version": 1, "source": text_source.name, "revision": text_source.revision,
         "dtype": corpus.dtype.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
@@ -222,17 +227,36 @@ def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, 
         **({"options": changed} if changed else {}),
         **({"task": {"name": source, "length": options.length or task.length}}
            if task and task.has_windows else {}),
-        "splits": {split: corpus.finish(split) for split in SPLITS},
+        "splits": splits,
     }
+    if source.startswith("sdists:"):
+        meta["shared_passages"] = shared_passages(corpus, text_source.parts)
     write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     return meta
 
 
+def shared_passages(corpus: Writer, parts: Sequence[Part]) -> dict[str, tuple[int, int]]:
+    """For each part of val, its passages that train has too, and all its passages; also printed.
+
+    A passage is PASSAGE consecutive tokens of the corpus. Each part has one document.
+    """
+    documents = {}
+    for split in SPLITS:
+        tokens = np.fromfile(corpus.folder / f"{split}.bin", corpus.dtype)
+        documents[split] = np.split(tokens, np.array(corpus.starts[split][1:], np.int64))
+    names = [part.name for part in parts if part.split == "val"]
+    report = dict(zip(names, count_shared(documents["train"], documents["val"]), strict=True))
+    print(f"passages of {PASSAGE} tokens of val that train has too:")
+    for name, (n_shared, n_passages) in report.items():
+        print(f"  {name}: {n_shared:,} of {n_passages:,}")
+    return report
+
+
 def default_out(source: str) -> Path:
     """data/ and the source's name without .txt, .zip ...; for "." and "..", the name of that folder."""
-    name = Path(urlsplit(source).path if "://" in source else
-                os.path.abspath(source.removeprefix("hf:").split(":")[0])).name
-    for suffix in (*sources.SUFFIXES, ".zip"):              # not the stem: books-0.5 and books-0.75 differ
+    path = source.removeprefix("hf:").removeprefix("sdists:").split(":")[0]
+    name = Path(urlsplit(source).path if "://" in source else os.path.abspath(path)).name
+    for suffix in (*sources.SUFFIXES, ".zip", ".csv"):      # not the stem: books-0.5 and books-0.75 differ
         name = name.removesuffix(suffix)
     return Path("data") / name
 

@@ -29,6 +29,8 @@ from urllib.request import url2pathname, urlretrieve
 from base.errors import UserError
 from base.files import sha256_of
 from data.loader import SPLITS
+from data.sdists import KINDS as SDIST_KINDS
+from data.sdists import read_texts
 from data.tasks import TASKS, TaskDocument
 from data.tokenizer import Tokenizer
 
@@ -133,6 +135,8 @@ def open_source(source: str, out: Path, tokenizer: Tokenizer | None, options: Op
                       sum(path.stat().st_size for path in paths))
     if source == "packages":
         return open_packages(options.val_share or PACKAGES_VAL_SHARE)
+    if source.startswith("sdists:"):
+        return open_sdists(source, out.parent / ".downloads")
     if source.startswith("hf:"):
         return open_dataset(source, column, options.revision)
     if source.startswith(("http://", "https://", "file://")):
@@ -169,6 +173,20 @@ def open_packages(val_share: float) -> Source:
     sha256 = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()
     n_bytes = sum(len(text) for _, text in packages)
     return Source("packages", f"constraints.txt sha256 {sha256}", parts, n_bytes)
+
+
+def open_sdists(source: str, cache: Path) -> Source:
+    """Open `sdists:LIST[:docs|:code]`: for each project of a list, a document of docs and one of code.
+
+    A kind chooses among the same documents, whose code is cut as if both were read. Raises UserError.
+    """
+    path, _, kind = source.removeprefix("sdists:").rpartition(":")
+    if kind not in SDIST_KINDS:
+        path, kind = source.removeprefix("sdists:"), ""
+    texts = [text for text in read_texts(Path(path), cache) if kind in ("", text.kind)]
+    parts = [Part(f"{text.project} {text.kind}", text.split, partial(list, [text.content])) for text in texts]
+    return Source(source, f"list sha256 {sha256_of(Path(path))}", parts,
+                  sum(len(text.content) for text in texts))
 
 
 def rank(text: bytes) -> float:

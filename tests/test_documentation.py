@@ -82,8 +82,8 @@ RULES = [                                       # pattern, replacement; all of t
     (r"-m pytest -k", r"-m pytest -q tests/test_positions.py -k"),
 ]
 SKIPPED = "|".join((
-    r"^make (test|lint|gallery|compare|bench|lock|row)|pytest tests/|documentation|-m bench",       # minutes
-    r"https?://|hf:|tinyshakespeare|^pip |^hf |-m (venv|pip)",                      # need the network
+    r"^make (test|lint|gallery|compare|bench|lock|row|study)|pytest tests/|documentation|-m bench", # minutes
+    r"https?://|hf:|sdists:|tinyshakespeare|^pip |^hf |-m (venv|pip)",                      # need the network
     r"gpt2-124m|-m gpu|--nnodes|--submitit|^for |^done|CUDA",                       # need GPUs or a cluster
     r"models?/|smol|\bMODEL\b|^lm_eval",                # need a pretrained model; tests of hf/ have one
     r"^\.venv/bin/python (train|eval)|--grid|--trials|configs/none.toml --seeds"))  # `checkout`, other tests

@@ -259,7 +259,7 @@ def test_a_limit_of_tokens_is_exact(limit: int | str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("source", "name"), [
     ("hf:Org/Name:config:train", "Name"), ("hf:./folder/", "folder"), ("dir/a.b.txt", "a.b"),
     ("x.jsonl.zst", "x"), ("stdlib", "stdlib"), ("https://host.org/deep/input.txt?raw=1", "input"),
-    ("http://host.org/enwik8.zip", "enwik8")])
+    ("http://host.org/enwik8.zip", "enwik8"), ("sdists:lists/a.csv:docs", "a")])
 def test_a_corpus_is_named_after_its_source(source: str, name: str) -> None:
     assert default_out(source) == Path("data") / name
 

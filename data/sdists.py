@@ -1,0 +1,231 @@
+"""Text of source distributions: the projects of a list, downloaded from the package index and read.
+
+A list is a CSV file with the columns name, version, sha256, split. Nothing of a project is built, run or
+unpacked: archives are read in memory, and a member's name is only compared and sorted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tarfile
+import zipfile
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from base.errors import UserError
+from base.files import sha256_of
+from data.loader import SPLITS
+
+KINDS = ("docs", "code")
+AT_ONCE = 4                     # downloads
+TIMEOUT = 60                    # seconds without an answer
+FILE_BYTES = 500_000            # longer files are tables, or generated
+DOCS = re.compile(r"(.*/)?(docs?|documentation)/.*\.(rst|md|txt)", re.IGNORECASE)
+CODE = re.compile(r".*\.py")
+LEFT_OUT = re.compile(          # tests, copies of other packages, translations
+    r"(.*/)?((tests?|testing|test_?data|_?vendor(ed)?|_distutils|third_party|extern(als?)?|locales?"
+    r"|node_modules)/.*|(test_[^/]*|[^/]*_test|conftest)\.py)", re.IGNORECASE)
+DOCS_LEFT_OUT = re.compile(     # change logs, licences, lists of people and of requirements
+    r"(.*/)?((change(s|log)?|releases?|release[-_]?notes|whats_?new|news|history)/.*"
+    r"|(change|release|whats_?new|news|history|licen[cs]e|copying|copyright|notice|author|contributor|require)"
+    r"[^/]*)", re.IGNORECASE)
+ROW = re.compile(r"[\w.-]+,[\w.!+-]+,[0-9a-f]{64},(train|val)", re.ASCII)
+PASSAGE = 32                    # tokens
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)      # odd: 2^64 / golden ratio
+
+
+class Project(NamedTuple):
+    """A row of a list."""
+
+    name: str
+    version: str
+    sha256: str                 # of the archive
+    split: str
+
+
+class Text(NamedTuple):
+    """A document: the documentation of a project, or its code."""
+
+    project: str
+    split: str
+    kind: str
+    content: bytes
+
+
+def read_list(path: Path) -> list[Project]:
+    """The projects of a list. Raises UserError."""
+    try:
+        header, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"sdists {path}: cannot be read ({error}); give configs/study/sdists.csv") from error
+    if header != ",".join(Project._fields):
+        raise UserError(f"sdists {path}: its columns are {header or 'missing'}; they must be "
+                        f"{','.join(Project._fields)}")
+    for number, line in enumerate(lines, 2):
+        if not ROW.fullmatch(line):
+            raise UserError(f"sdists {path}, line {number}: {line!r} is not a name, a version, a sha256 and "
+                            "train or val; correct it")
+    return [Project(*line.split(",")) for line in lines]
+
+
+def fetch(project: Project, cache: Path) -> Path:
+    """The archive of a project in the cache, downloaded if it is not there yet. Raises UserError.
+
+    It gets its name when it is whole and has the sha256 of the list, so that an interrupted run continues
+    with the archive it was at. The index is that of PIP_INDEX_URL, as for pip, else pypi-simple's default.
+    """
+    path = cache / f"{project.name}-{project.version}-{project.sha256[:12]}"
+    if path.exists():
+        return path
+    try:
+        import pypi_simple
+    except ImportError as error:
+        raise UserError("sdists: pypi-simple is not installed; run "
+                        ".venv/bin/python -m pip install -c constraints.txt -e '.[study]'") from error
+    what = f"sdists: {project.name} {project.version}"
+    endpoint = os.environ.get("PIP_INDEX_URL") or pypi_simple.PYPI_SIMPLE_ENDPOINT
+    partial_path = path.with_name(f"{path.name}.part")
+    try:
+        with pypi_simple.PyPISimple(endpoint) as index:
+            packages = index.get_project_page(project.name, timeout=TIMEOUT).packages
+            sdists = [package for package in packages
+                      if package.package_type == "sdist" and package.version == project.version]
+            # a version may have a .tar.gz and a .zip: the one of the list comes last
+            sdists.sort(key=lambda package: package.digests.get("sha256") == project.sha256)
+            index.download_package(sdists[-1], partial_path, verify=False, timeout=TIMEOUT)
+    except (OSError, LookupError, ValueError, pypi_simple.NoSuchProjectError) as error:
+        raise UserError(f"{what}: cannot be downloaded ({type(error).__name__}); check the network and "
+                        "PIP_INDEX_URL, then give the same command again: it continues") from error
+    found = sha256_of(partial_path)
+    if found != project.sha256:
+        partial_path.unlink()
+        raise UserError(f"{what}: its sha256 is {found}, not {project.sha256} as in the list; correct the "
+                        "list, or use another index")
+    partial_path.replace(path)
+    return path
+
+
+def members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files of an archive that may be text, without the folder around them."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if not entry.is_dir() and entry.file_size <= FILE_BYTES:
+                    name = path_inside(entry.filename)
+                    if kind_of(name):
+                        yield name, archive.read(entry)
+        return
+    with tarfile.open(path) as tar:
+        for member in tar:
+            name = path_inside(member.name)
+            if member.isfile() and member.size <= FILE_BYTES and kind_of(name):    # no links
+                file = tar.extractfile(member)
+                assert file is not None
+                yield name, file.read()
+
+
+def path_inside(name: str) -> str:
+    """The path of a member in the folder that the archive holds; empty if it is outside of it."""
+    parts = name.removeprefix("./").split("/")
+    is_outside = parts[0] == "" or ".." in parts
+    return "" if is_outside else "/".join(parts[1:])
+
+
+def kind_of(name: str) -> str | None:
+    """Whether a file is docs or code; None if it is left out."""
+    if LEFT_OUT.fullmatch(name):
+        return None
+    if DOCS.fullmatch(name) and not DOCS_LEFT_OUT.fullmatch(name):
+        return "docs"
+    return "code" if CODE.fullmatch(name) else None
+
+
+def read_project(project: Project, cache: Path) -> list[tuple[str, bytes]]:
+    """Kinds and texts of the files of a project, in the order of their paths. Raises UserError.
+
+    Files that are empty, not UTF-8 or have U+FFFD are left out. Lines end in LF, and a text in one of them.
+    """
+    path = fetch(project, cache)
+    try:
+        contents = sorted(members(path))
+    except (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile, ValueError) as error:
+        raise UserError(f"sdists: {project.name} {project.version}: its archive cannot be read ({error}); "
+                        f"delete {path}, or choose another version") from error
+    texts = []
+    for name, content in contents:
+        kind = kind_of(name)
+        text = content.replace(b"\r\n", b"\n").rstrip() + b"\n"
+        is_text = b"\0" not in text and "\ufffd" not in text.decode("utf-8", errors="replace")
+        if is_text and kind and len(text) > 1:
+            texts.append((kind, text))
+    return texts
+
+
+def read_texts(path: Path, cache: Path) -> list[Text]:
+    """The documents of a list: for each project its documentation, then its code, if it has any.
+
+    Of files with the same text, the first in the order of the list is kept, whatever its project or split.
+    In each split, the code of every project is cut to the same number of bytes, at the end of a line: the
+    most for which there is no more code than documentation. Raises UserError.
+    """
+    projects = read_list(path)
+    cache.mkdir(parents=True, exist_ok=True)
+    seen: set[bytes] = set()
+    texts = []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        contents = pool.map(partial(read_project, cache=cache), projects)
+        for project, files in zip(projects, contents, strict=True):
+            kept: dict[str, list[bytes]] = {kind: [] for kind in KINDS}
+            for kind, content in files:
+                digest = hashlib.sha256(content).digest()
+                if digest not in seen:
+                    seen.add(digest)
+                    kept[kind].append(content)
+            texts += [Text(project.name, project.split, kind, b"".join(kept[kind])) for kind in KINDS]
+    for split in SPLITS:
+        limit = code_limit([text for text in texts if text.split == split])
+        for place, text in enumerate(texts):
+            if text.split == split and text.kind == "code" and len(text.content) > limit:
+                end = text.content.rfind(b"\n", 0, limit) + 1
+                texts[place] = text._replace(content=text.content[:end])
+    return [text for text in texts if text.content]
+
+
+def code_limit(texts: Sequence[Text]) -> int:
+    """The most bytes of code a project for which there is no more code than documentation."""
+    n_docs = sum(len(text.content) for text in texts if text.kind == "docs")
+    sizes = [len(text.content) for text in texts if text.kind == "code"]
+    limits = range(max(sizes, default=0) + 1)
+    return bisect_right(limits, n_docs, key=lambda limit: sum(min(size, limit) for size in sizes)) - 1
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What training shares with evaluation
+
+
+def passages(ids: np.ndarray) -> np.ndarray:
+    """A hash of each PASSAGE consecutive ids, (max(0, n - PASSAGE + 1),) uint64."""
+    n_passages = max(0, len(ids) - PASSAGE + 1)
+    hashes = np.zeros(n_passages, np.uint64)
+    for start in range(PASSAGE):
+        hashes = hashes * MULTIPLIER + ids[start:start + n_passages].astype(np.uint64)
+    return hashes
+
+
+def count_shared(train: Sequence[np.ndarray], val: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    """For each document of val, its passages that train has too, and all its passages.
+
+    A passage is PASSAGE consecutive tokens of a document, without its separator.
+    """
+    hashes = [passages(ids[1:]) for ids in val]
+    known = np.concatenate([passages(ids[1:]) for ids in train])
+    shared = np.intersect1d(known, np.concatenate(hashes))
+    return [(int(np.isin(one, shared).sum()), len(one)) for one in hashes]

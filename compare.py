@@ -13,6 +13,9 @@ Writes DIR/report.html (one page, opens offline), report.csv (every record) and 
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
+
 import math
 from pathlib import Path
 

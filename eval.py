@@ -26,6 +26,9 @@ which documents and targets are used, so to add shorter lengths later, pass the 
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
+
 import argparse
 from pathlib import Path
 

@@ -12,6 +12,9 @@ chat template and generation_config.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
+
 from pathlib import Path
 
 from base.command import run_command, run_parser

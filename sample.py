@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
+
 from collections.abc import Collection
 from pathlib import Path
 

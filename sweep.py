@@ -23,6 +23,9 @@ Exit codes: 0 done, 1 a run failed, 2 a mistake in the call, 128 + n stopped by 
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
+
 import argparse
 import shlex
 import sys

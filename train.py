@@ -10,6 +10,9 @@ limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward U
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
+
 import functools
 import math
 import signal

@@ -25,7 +25,10 @@ def run_command(main: Callable[[], int | None]) -> None:
     def interrupt(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt(number)
 
-    for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:      # Windows lacks one
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP"):                                       # Windows has none
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:              # nohup ignores SIGHUP
             signal.signal(number, interrupt)
     code, lines = 2, []

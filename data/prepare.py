@@ -36,8 +36,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-if __name__ == "__main__" and not __package__:      # `python data/prepare.py` searches data/ for modules
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":
+    if not __package__:             # `python data/prepare.py` searches data/ for modules
+        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
 
 import numpy as np
 from filelock import FileLock, Timeout

@@ -119,6 +119,10 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     The parameters of the encoding and the temperature have the rate train.lr * position.lr_scale and do not
     decay: a bias on the logits has to reach sizes of 1 to 10 that a weight of std 0.02 never needs, and decay
     would pull a distance that is rarely seen towards "no preference".
+
+    An optimizer that you add here has to skip a step that is not finite: before each step the loop sets its
+    attribute `found_inf`, a scalar on the device. If that is not 0, step() must change neither parameters nor
+    state. PyTorch's optimizers with fused=True do so; Muon above shows how, without waiting for a GPU.
     """
     t = config.train
     own = {p for name, p in model.named_parameters() if name.startswith(("encoding.", "temperature."))}

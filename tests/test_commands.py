@@ -1,11 +1,12 @@
 """Help, dry runs and samples. What goes wrong is in test_mistakes.py and test_promises.py."""
 
+import signal
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, lively, python, tokens
+from conftest import ROOT, call, lively, python, slow_except, tokens
 
 from config import to_toml
 from model import GPT
@@ -46,6 +47,16 @@ def test_top_k_and_temperature(tiny) -> None:
     assert torch.equal(generate(model, x, 9, 5.0, seed=3), generate(model, x, 9, 5.0, seed=3))
     draws = {generate(model, x, 1, 5.0, top_k=3, seed=seed)[0, -1].item() for seed in range(40)}
     assert draws == set(model(x)[0, -1].topk(3).indices.tolist())
+
+
+@pytest.mark.parametrize("name", slow_except(
+    ["train", "eval", "compare", "sweep", "sample", "export", "data/prepare"], "train", "data/prepare"))
+def test_ctrl_c_during_the_imports_prints_no_traceback(name: str, tmp_path: Path) -> None:
+    """It comes while torch is imported: here a torch that sends it. A shell reports this end as 130."""
+    path = tmp_path / "torch.py"
+    path.write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    ended = python(ROOT / f"{name}.py", "--help", PYTHONPATH=str(tmp_path))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.slow

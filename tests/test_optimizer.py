@@ -1,11 +1,13 @@
 """Muon and AdamW: what moves which parameter, by how much, and that processes and stops change nothing."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from conftest import every_encoding
 
+from config import TrainConfig
 from model import GPT
 from runtime.optimizer import Muon, make_optimizer, orthogonal, set_learning_rate
 
@@ -33,6 +35,33 @@ def test_every_parameter_is_in_one_group(name: str, optimizer: str, tiny) -> Non
         assert rates[p] == 0.5 * (8 if is_own else 1), path
         assert (p in by_muon) == (optimizer == "muon" and path.startswith("blocks.") and p.dim() == 2), path
         assert (p in decayed) == (p.dim() == 2 and not is_own), path
+
+
+@pytest.mark.parametrize("name", get_args(TrainConfig.model_fields["optimizer"].annotation))
+def test_a_step_that_is_not_finite_changes_neither_parameters_nor_state(name: str, tiny) -> None:
+    """Neither moments nor counts of steps, and also before a first step has made them."""
+    config = tiny("rope", f"train.optimizer={name}", "train.weight_decay=0.1")
+    model = GPT(config)
+    optimizer = make_optimizer(model, config)
+    generator = torch.Generator().manual_seed(0)
+
+    def step(is_finite: bool) -> list[torch.Tensor]:
+        """Parameters and state after a step; of the state only what is not 0, as it is before any step."""
+        optimizer.found_inf = torch.tensor(0.0 if is_finite else 1.0)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+            if not is_finite:
+                p.grad.view(-1)[0] = math.nan
+        optimizer.step()
+        state = [x for p in model.parameters() for x in optimizer.state[p].values() if x.any()]
+        return [x.detach().clone() for x in (*model.parameters(), *state)]
+
+    before = [p.detach().clone() for p in model.parameters()]
+    for is_finite in (False, True, False):
+        after = step(is_finite)
+        is_same = len(before) == len(after) and all(map(torch.equal, before, after))
+        assert is_same != is_finite
+        before = after
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

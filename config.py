@@ -202,6 +202,34 @@ REMOVED: dict[str, str] = {
     "model.sink=token": "sink = head is left",
     "train.lengths": "a short run and train.init_from do the same",
 }
+# what may differ between two configs: section, for all of its keys, or section.key
+MAY_DIFFER: dict[str, tuple[str, ...]] = {
+    # runtime/run.py, to resume a run: its folder and intervals, the machine, the place of the corpus
+    "resume": ("run", "train.device", "train.compile", "data.dir"),
+    # runtime/checkpoint.py, to begin with the weights of another run: what has no part in their shapes
+    "init_from": (
+        "run", "data", "train",
+        "model.dropout", "model.flex", "model.window", "model.chunk", "model.full_every",
+        "position.scaling", "position.base", "position.layers", "position.skip_every", "position.temperature",
+        "position.temperature_layers", "position.scale_invariant", "position.drop_at", "position.lr_scale"),
+    # evaluation/comparison.py, to be seeds of one curve; the runs that they began from may also be two seeds
+    "seeds": ("run", "train.seed", "train.init_from", "train.device", "train.compile", "data.dir"),
+    # evaluation/trials.py, between the configs of sweep.py --choose, besides the keys of the trials
+    "tuned": ("run", "position"),
+}
+# what must be the same
+MUST_AGREE: dict[str, tuple[str, ...]] = {
+    # evaluation/trials.py, in all trials of a config: tokens, their order, the loss. How section.key begins
+    "trials": ("data", "run", "train.steps", "train.batch_size", "train.seq_len", "train.seed",
+               "train.val_windows", "train.init_from", "train.position"),
+    # evaluation/results.py, to merge two evaluations: keys of the JSON
+    "merge": ("checkpoint_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed",
+              "dtype", "train_dtype", "commit"),
+    # evaluation/runs.py, to compare two runs: keys of the JSON
+    "compare": ("seq_len", "tokenizer", "data", "data_sha256", "seed"),
+    # evaluation/runs.py, to compare two runs: columns of the .npz, which name the targets
+    "targets": ("document", "end", "tokens", "bytes", "trials"),
+}
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from base.errors import UserError
-from config import differences
+from config import MAY_DIFFER, differences
 from evaluation.intervals import LEVEL, Estimate, holm, two_way, two_way_share, units_of
 from evaluation.measures import CONTROLLED, FOUND, GAIN, Form
 from evaluation.protocols import EVERY, Floor
@@ -27,7 +27,6 @@ from hf.pretrained import is_pretrained
 SUMS = {"nll": "nll_sum", "truncated_nll": "truncated_nll_sum", "first_nll": "first_nll_sum",
         "control_nll": "control_nll_sum", "tokens": "tokens", "correct": "correct", "trials": "trials"}
 LEAST_GAIN = 0.3    # nats per token on a passage repeated inside L; a model below it does not look back
-MAY_DIFFER = ("run", "train.seed", "train.init_from", "train.device", "train.compile", "data.dir")
 TRUNCATION = ("Loss with the context truncated to L minus loss with all of it, on the same targets: positive "
               "where longer context helps, 0 where it is ignored, negative where it breaks the model.")
 CONTROL = ("How much better the second occurrence is predicted than with another passage in place of the "
@@ -58,7 +57,7 @@ def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
         for run in group:
             pair = f"runs {group[0].path} and {run.path}, both {name!r}"
             before, after = (without_seed(x.config.train.init_from) for x in (group[0], run))
-            changes = differences(group[0].config, run.config, MAY_DIFFER)
+            changes = differences(group[0].config, run.config, MAY_DIFFER["seeds"])
             if changes or before != after:
                 raise UserError(f"{pair}: differ in {', '.join(changes) or 'train.init_from'}; runs of one "
                                 "name must differ only in their seed, so give each run a --label")

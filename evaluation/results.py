@@ -19,10 +19,9 @@ from filelock import FileLock, Timeout
 
 from base.errors import UserError
 from base.files import flush, read_json, write_whole
+from config import MUST_AGREE
 
 WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "trigram")      # perplexities of windows
-SAME = ("checkpoint_sha256", "data_sha256", "tokenizer", "encoding", "seq_len", "position", "seed", "dtype",
-        "train_dtype", "commit")                            # keys of the JSON that must agree
 EXTENDED = "-extended"              # after the text's name in the file of eval.py --extend all
 Record = dict[str, Any]
 
@@ -62,7 +61,7 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
         return Results({"settings": {}}, [], {})
     earlier = read(path)
     remedy = "give --json FILE to keep both, or --replace to discard the old one"
-    for key in SAME:
+    for key in MUST_AGREE["merge"]:
         if earlier.head.get(key) != head[key]:
             raise UserError(f"{path}: holds an evaluation with another {key}; {remedy}")
     flags: dict[str, None] = {}

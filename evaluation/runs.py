@@ -11,16 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from base.errors import UserError
-from config import Config, load_config
+from config import MUST_AGREE, Config, load_config
 from data.loader import read_meta
 from evaluation import results
 from evaluation.results import Record
 from hf.pretrained import files_sha256, is_pretrained, pretrained_config
 from runtime.checkpoint import is_current
-
-SAME = {"seq_len": "training length", "tokenizer": "tokenizer", "data": "evaluation data",
-        "data_sha256": "evaluated text", "seed": "evaluation seed"}     # keys of the JSON
-TARGETS = ("document", "end", "tokens", "bytes", "trials")      # columns of the .npz that name the targets
 
 
 class Run(NamedTuple):
@@ -86,11 +82,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
     first, known, trained_on = runs[0], dict[str, tuple[Run, Any]](), list[Any]()
     for run in runs:
         pair = f"runs {first.path} and {run.path}"
-        for key, what in SAME.items():
+        for key in MUST_AGREE["compare"]:
             before, after = first.head.get(key), run.head.get(key)
             if before != after and None not in (before, after):
-                raise UserError(f"{pair}: {what} differs, {before!r} and {after!r}; compare runs where it is "
-                                "the same")
+                raise UserError(f"{pair}: {key} of their evaluations differs, {before!r} and {after!r}; "
+                                "compare runs where it is the same")
         if not is_pretrained(run.path):
             meta = read_meta(run.path / "corpus.json")
             trained_on.append([about["splits"] for about in (meta, *meta.get("mixture", {}).values())])
@@ -99,7 +95,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
         counts = {f"{r['protocol']}/{r['length']}/{column_of(r)}/{r.get('depth')}": [r.get(key) for key in (
             "tokens", "bytes", "documents", "trials")] for r in run.records}
         columns = {"/".join(key.rsplit("/", 3)[1:]): array.tolist() for key, array in run.windows.items()
-                   if key.endswith(TARGETS)}
+                   if key.endswith(MUST_AGREE["targets"])}
         for place, targets in {**counts, **columns}.items():
             other, wanted = known.setdefault(place, (run, targets))
             if targets != wanted:

@@ -21,7 +21,7 @@ from torch import nn
 
 from base.errors import UserError, did_you_mean
 from base.files import read_json, write_whole
-from config import differences, load_config, toml_value
+from config import MAY_DIFFER, MUST_AGREE, differences, load_config, toml_value
 from evaluation.sweeping import DIVERGED, Job, Point, Points
 from hf.pretrained import pretrained_tables
 from model import shape_of
@@ -29,8 +29,6 @@ from positions import ENCODINGS
 from positions.switches import TEMPERATURES
 
 OTHERS = "others"       # in a file of trials: the configs that have no entry of their own
-EQUAL = ("data", "run", "train.steps", "train.batch_size", "train.seq_len", "train.seed", "train.val_windows",
-         "train.init_from", "train.position")    # no trial may change these: tokens, their order, the loss
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -87,7 +85,7 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
     for config, own in points.items():
         keys = {override.partition("=")[0] for point in own for override in point}
         for key in sorted(keys):
-            if key.startswith(EQUAL):
+            if key.startswith(MUST_AGREE["trials"]):
                 raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
                                 f"be comparable; give {key}=VALUE for all instead")
         resolved = load_config(config, overrides, pretrained_tables)
@@ -99,7 +97,7 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
         if "position.lr_scale" in keys and not is_trained:
             raise UserError(f"--choose: position.lr_scale has no effect on {config}, which has no parameters "
                             "of position; give it as many trials over train.lr by --trials")
-        lines = differences(first, resolved, ["run", "position", *keys])
+        lines = differences(first, resolved, [*MAY_DIFFER["tuned"], *keys])
         unequal += [f"{Path(config).stem}: {line}" for line in lines]
     return unequal
 

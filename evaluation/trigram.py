@@ -14,49 +14,64 @@ from __future__ import annotations
 import numpy as np
 
 
-class Counts:
-    """Of one order: counts of n-grams, and of each context its total and its number of n-grams."""
+class Order:
+    """N-grams of one length, sorted, with their counts; and each context's total and number of n-grams."""
 
     def __init__(self, grams: np.ndarray, counts: np.ndarray, V: int) -> None:
-        self.grams, self.counts, self.V = grams, counts, V
-        ones, twos = (counts == 1).sum(), (counts == 2).sum()
-        self.discount = ones / (ones + 2 * twos) if ones else 0.5
+        self.grams = grams
+        self.counts = counts
+        self.V = V
+        # a context is an n-gram without its last token; the n-grams of one context are neighbours
         self.contexts, first = np.unique(grams // V, return_index=True)
         self.totals = np.add.reduceat(counts, first)
-        self.kinds = np.diff(first, append=len(grams))
+        self.n_grams = np.diff(first, append=len(grams))
+        # what is taken from each count, for the n-grams that never occurred
+        n1 = (counts == 1).sum()
+        n2 = (counts == 2).sum()
+        self.discount = n1 / (n1 + 2 * n2) if n1 else 0.5
 
     def mix(self, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
         """Probability of the last token of each n-gram after the others, given that of one order less."""
-        def found(keys: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
-            place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-            return np.where(keys[place] == wanted, values[place], 0)
+        contexts = grams // self.V
+        total = look_up(self.contexts, self.totals, contexts)
+        n_grams = look_up(self.contexts, self.n_grams, contexts)
+        count = look_up(self.grams, self.counts, grams)
+        discounted = np.maximum(count - self.discount, 0)
+        # what the discounts took from a context is shared out as the lower order says
+        taken = self.discount * n_grams
+        mixed = (discounted + taken * lower) / np.maximum(total, 1)
+        return np.where(total > 0, mixed, lower)                        # of an unknown context: the lower one
 
-        total = found(self.contexts, grams // self.V, self.totals)
-        own = np.maximum(found(self.grams, grams, self.counts) - self.discount, 0)
-        left = self.discount * found(self.contexts, grams // self.V, self.kinds)
-        return np.where(total > 0, (own + left * lower) / np.maximum(total, 1), lower)
+
+def look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The value of each wanted key, 0 where it is not among the sorted keys."""
+    place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+    return np.where(keys[place] == wanted, values[place], 0)
 
 
 class Trigram:
-    """The model of a text, given as token ids (n,)."""
+    """The model of a text, given as token ids (n,). An n-gram is a number with its tokens as digits."""
 
     def __init__(self, ids: np.ndarray, V: int) -> None:
         self.V = V
-        grams, counts = np.unique(self.grams(ids), return_counts=True)
-        self.orders = [Counts(grams, counts, V)]
-        for n in (2, 1):            # of a lower order, each longer n-gram that ends in it counts once
-            grams, counts = np.unique(grams % V**n, return_counts=True)
-            self.orders.insert(0, Counts(grams, counts, V))
+        grams, counts = np.unique(self.trigrams(ids), return_counts=True)
+        trigrams = Order(grams, counts, V)
+        # in a lower order, an n-gram counts once for each different token before it
+        grams, counts = np.unique(grams % V**2, return_counts=True)
+        bigrams = Order(grams, counts, V)
+        grams, counts = np.unique(grams % V, return_counts=True)
+        self.orders = [Order(grams, counts, V), bigrams, trigrams]
 
-    def grams(self, ids: np.ndarray) -> np.ndarray:
+    def trigrams(self, ids: np.ndarray) -> np.ndarray:
         """Each three neighbours of ids (n,) as one number, (n - 2,)."""
         ids = ids.astype(np.int64)
-        return (ids[:-2] * self.V + ids[1:-1]) * self.V + ids[2:]
+        contexts = ids[:-2] * self.V + ids[1:-1]
+        return contexts * self.V + ids[2:]
 
     def losses(self, ids: np.ndarray) -> np.ndarray:
         """Loss in nats of ids (n,) from the third on, (n - 2,)."""
-        grams = self.grams(ids)
-        p = np.full(len(grams), 1 / self.V)
-        for n, order in enumerate(self.orders, 1):
-            p = order.mix(grams % self.V**n, p)
+        trigrams = self.trigrams(ids)
+        p = np.full(len(trigrams), 1 / self.V)
+        for n, order in enumerate(self.orders, start=1):
+            p = order.mix(trigrams % self.V**n, p)
         return -np.log(p)

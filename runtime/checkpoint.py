@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from base.errors import UserError
 from base.files import flush, read_json, sha256_of
-from config import Config, differences, load_config
+from config import MAY_DIFFER, Config, differences, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
 from hf.pretrained import files_sha256, is_pretrained, load_pretrained
@@ -32,10 +32,6 @@ from runtime import parallel
 from runtime.device import pick_device
 
 FILES = ("model.safetensors", "optimizer.safetensors")
-# keys of [model] and [position] that may change when a run begins from another one's weights
-MAY_CHANGE = (*(f"model.{key}" for key in ("dropout", "flex", "window", "chunk", "full_every")), *(
-    f"position.{key}" for key in ("scaling", "base", "layers", "skip_every", "temperature",
-                                  "temperature_layers", "scale_invariant", "drop_at", "lr_scale")))
 
 
 @dataclass
@@ -196,7 +192,7 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
     Returns their checksum. An encoding whose formula contains L (fire, integer_normalised) uses the new L.
     """
     source, source_config, source_tokenizer, *_ = opened = open_run(run_dir)
-    changes = differences(source_config, config, ["run", "data", "train", *MAY_CHANGE])
+    changes = differences(source_config, config, MAY_DIFFER["init_from"])
     if source_tokenizer.sha256 != tokenizer.sha256:
         changes.append(f"tokenizer: {source_tokenizer.name} -> {tokenizer.name}")
     if changes:

@@ -19,7 +19,7 @@ from torch import Tensor
 from attention import Mask, describe_paths
 from base.errors import UserError
 from base.files import finite, read_json, write_whole
-from config import Config, differences, load_config, to_toml
+from config import MAY_DIFFER, Config, differences, load_config, to_toml
 from data.loader import Corpus, Mixture, read_meta
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from model import GPT
@@ -29,8 +29,6 @@ from runtime.device import pick_device, pick_dtype
 from runtime.log import Log, echo, format_number
 from runtime.parallel import Process
 
-# what may change while a run is trained: its folder and intervals, the machine, the place of the corpus
-MAY_CHANGE_ON_RESUME = ("run", "train.device", "train.compile", "data.dir")
 RUNS_AHEAD = ("cuda", "mps")        # devices that are not waited for at each step
 
 
@@ -179,7 +177,7 @@ def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
         if names - {"corpus.json", TOKENIZER_FILE, "code.diff"}:
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         return False
-    changes = differences(load_config(run_dir / "config.toml"), config, MAY_CHANGE_ON_RESUME)
+    changes = differences(load_config(run_dir / "config.toml"), config, MAY_DIFFER["resume"])
     if content_of(read_meta(run_dir / "corpus.json")) != content_of(corpus.meta):
         changes.append(f"another corpus than {config.data.dir} now holds")
     longer = ""

@@ -346,12 +346,12 @@ def test_a_curve_that_sees_nothing_beyond_L_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("other", "arguments", "expected"), [
-    ({"tokenizer": "gpt2"}, [], "tokenizer differs, 'byte' and 'gpt2'"),
-    ({"data": "books"}, [], "evaluation data differs"),
-    ({"data_sha256": "1" * 64}, [], "evaluated text differs"),
+    ({"tokenizer": "gpt2"}, [], "tokenizer of their evaluations differs, 'byte' and 'gpt2'"),
+    ({"data": "books"}, [], "data of their evaluations differs"),
+    ({"data_sha256": "1" * 64}, [], "data_sha256 of their evaluations differs"),
     ({"corpus": {**CORPUS, "mixture": {"data/more": CORPUS}}}, [], "trained on different text"),
     ({"corpus": OTHER}, [], "trained on different text"),
-    ({"seq_len": 64}, [], "training length differs, 128 and 64"),
+    ({"seq_len": 64}, [], "seq_len of their evaluations differs, 128 and 64"),
     ({"documents": 5}, [], "nonoverlap at 64: different targets"),
     ({"lengths": (64, 128), "path": "rope-seed1", "encoding": "rope", "seed": 1}, [],
      "evaluated differently"),

@@ -119,6 +119,25 @@ def test_one_seed_is_the_t_test_of_equal_documents() -> None:
     assert np.allclose([found.low, found.high], [d.mean() - half, d.mean() + half], rtol=1e-3)
 
 
+def test_the_text_error_is_what_documents_share_less_what_varies_with_the_seed_too() -> None:
+    """The analysis of variance: (MS of documents - MS of rest) / (S U), where all seeds have the same mean."""
+    rng = np.random.default_rng(0)
+    shared = 2 * rng.normal(size=10)
+    d, other = rng.normal(size=(3, 10)) + shared, 0.5 * rng.normal(size=(2, 10))
+    d -= d.mean(axis=1, keepdims=True)
+    other -= other.mean(axis=1, keepdims=True)
+
+    def rest_of(x: np.ndarray) -> float:
+        """The variance that the rest adds to the mean over seeds of a document."""
+        return x.var(axis=0, ddof=1).sum() / 9 / len(x)
+
+    for estimated, mean, rest in [
+            (two_way(d, np.ones(10)), d.mean(axis=0), rest_of(d)),
+            (two_way(d, np.ones(10), other), d.mean(axis=0) - other.mean(axis=0), rest_of(d) + rest_of(other))]:
+        text_error = ((mean.var(ddof=1) - rest) / 10)**0.5
+        assert estimated.high == pytest.approx(2.262157 * text_error, rel=1e-3)
+
+
 def test_quantiles_of_student_are_those_of_tables() -> None:
     """At 97.5 %: of 1,000 degrees of freedom nearly the normal distribution's 1.96."""
     known = {1: 12.7062, 2: 4.30265, 4: 2.77645, 9: 2.26216, 30: 2.04227, 1000: 1.96234}

@@ -290,7 +290,8 @@ class GPT(nn.Module):
         last_matrices: list[nn.Module] = []
         for block in self.blocks:
             assert isinstance(block, Block)
-            last_matrices += [block.attention.o, block.mlp.down]
+            last_matrices.append(block.attention.o)
+            last_matrices += [module.down for module in block.modules() if isinstance(module, MLP)]
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 is_last = any(module is matrix for matrix in last_matrices)

@@ -127,7 +127,8 @@ class Encoding(nn.Module):
     serves all layers: parameters that differ among layers have an axis 0 of n_layer, indexed by at.layer, and
     one per query head (H), not per key head (G, which may be fewer). A subclass of RoPE in
     positions/rotary.py gets every scaling and every method of --extend; it overrides `rotate`, or
-    `frequencies`, to change what super().frequencies returns, and its options subclass RotaryOptions.
+    `frequencies`, to change what super().frequencies(k_pos, is_extended) returns, or, if layers differ,
+    `tables` and `of_layer`. Its options subclass RotaryOptions.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -184,7 +185,8 @@ class Encoding(nn.Module):
         """Queries (B, H, Tq, D) and keys (B, G, Tk, D) -> the factors of q k^T, both (..., D) or both wider.
 
         The product is divided by sqrt(D) of the input, even if the result is wider. k has G heads, but under
-        some methods of --extend H: read k.shape[1], and apply what differs among heads to q.
+        some methods of --extend H: read k.shape[1]. Apply what differs among heads to q; if keys must differ
+        too, return for_each_head(k, H), changed.
         """
         return q, k
 

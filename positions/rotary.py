@@ -143,7 +143,7 @@ class RoPE(Encoding):
             return Kind(kind.base, "extended")
         return kind
 
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> dict[Kind, tuple[Any, ...]]:
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
         """For each kind of layer its `cos_and_sin`."""
         tables = {}
         for kind in dict.fromkeys(map(self.table_of, range(len(self.kinds)))):

@@ -178,8 +178,8 @@ class Corpus:
                 offsets = rng.integers(n_spare + 1)     # of each document
                 order = rng.permutation(starts + offsets[document])
             else:
-                n_spare = len(self.tokens["train"]) - n_windows * seq_len
-                offset = int(rng.integers(n_spare))
+                n_offsets = len(self.tokens["train"]) - n_windows * seq_len
+                offset = int(rng.integers(n_offsets))
                 order = offset + rng.permutation(n_windows) * seq_len
             self.newest_epoch = (key, order)
         return int(self.newest_epoch[1][number])

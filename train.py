@@ -18,7 +18,7 @@ import math
 import signal
 import sys
 import textwrap
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,9 @@ from runtime.run import (
 )
 
 VAL_TOKENS = 16_384         # most tokens in a validation batch
-SIGNALS = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "USR1")     # they save, then end
-           if hasattr(signal, f"SIG{name}")]                            # Windows has two of them
+SIGNALS = [signal.SIGINT, signal.SIGTERM]           # training saves, then ends
+if hasattr(signal, "SIGHUP"):                       # Windows lacks these two
+    SIGNALS += [signal.SIGHUP, signal.SIGUSR1]
 
 
 def training_loop(run: TrainingRun) -> None:
@@ -67,34 +68,36 @@ def training_loop(run: TrainingRun) -> None:
     model.train()
     for step in range(run.state.step, t.steps):                         # step counts the updates made
         set_learning_rate(optimizer, learning_rate(step, t))
-        # windows and dropout are functions of the step: a resumed run draws what an uninterrupted one does
+        # the batch and the seed of dropout depend on the step alone: a resumed run draws the same
         batch = run.corpus.batch(t, step, process.rank, process.world_size).to(process.device)
         torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)
-        # forward and backward, in parts if the whole batch would not fit the memory: gradients add up
+        # forward and backward pass, in train.accumulate parts if the batch does not fit in memory: the
+        # gradients of the parts add up to those of the mean loss of the whole batch
         losses = []
         for number, part in enumerate(batch.split(t.accumulate), start=1):
             if process.world_size > 1:
                 # the processes average their gradients once, in the last backward pass
                 parallel.sync_gradients(model, is_on=number == t.accumulate)
-            with in_dtype:                                              # matrix products, perhaps in bfloat16
+            with in_dtype:                                              # matrix products in train.dtype
                 loss_sum = model(part.inputs, part.targets, part.positions, documents=part.documents,
                                  reduction="sum")
             loss = loss_sum / batch.n_scored                            # the share of this part in the mean
-            scaler.scale(loss).backward()           # in float16, else it returns the loss itself
+            scaler.scale(loss).backward()           # larger in float16, so that small gradients are not 0
             losses.append(loss.detach())
-        # all gradients are there: clip them by their norm, under FSDP2 over all shards
+        # all gradients are there: undo the scale, clip them by their norm (grad_clip 0: only measure it)
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
+        # the loss and gradient norm of the whole step, over all processes; they stay on the device
         loss = torch.stack(losses).sum()
         if process.world_size == 1:
             loss_and_norm = torch.stack((loss, grad_norm))
         else:
             loss_and_norm = parallel.mean_and_largest(process, loss, grad_norm)
-        # update the weights; a step that is not finite changes nothing: the optimizer reads this number on
-        # the device, as with GradScaler, so a GPU is not waited for
+        # update the weights, unless the step is not finite: the optimizer reads found_inf on the device, so
+        # that the CPU need not wait for a GPU
         optimizer.found_inf = (~loss_and_norm.isfinite().all()).float()  # type: ignore[attr-defined]
         optimizer.step()
-        scaler.update()                                                 # lower after an overflow
+        scaler.update()                                                 # a smaller scale after an overflow
         optimizer.zero_grad(set_to_none=True)                           # None frees the memory for validation
         run.after_step(loss_and_norm)                                   # log, validate, save, stop
 
@@ -149,8 +152,11 @@ def train(config: Config, stop: list[int]) -> int:
         print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
         return 0
     run_dir.mkdir(parents=True, exist_ok=True)
+    lock: AbstractContextManager[Any] = nullcontext()
+    if process.rank == 0:
+        lock = FileLock(run_dir / ".lock", timeout=0)
     try:
-        with FileLock(run_dir / ".lock", timeout=0) if process.rank == 0 else nullcontext():
+        with lock:
             return train_in(run_dir, config, corpus, process, stop)
     except Timeout as error:
         raise UserError(f"{run_dir}: another process trains it; stop it or give another run.dir") from error
@@ -168,10 +174,12 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     if limit and t.position_range > limit:
         raise UserError(f"train.position_range: {config.position.encoding} ends at position {limit} (got "
                         f"{t.position_range}); use train.positions=plain or choose another encoding")
-    parallel_model: Any = model.to(process.device) if not is_several else (
-        parallel.parallelize(model, config, process))
+    if is_several:
+        parallel_model: Any = parallel.parallelize(model, config, process)
+    else:
+        parallel_model = model.to(process.device)
     optimizer = make_optimizer(model, config)
-    # the state of the newest checkpoint, if there is one, and the folder
+    # read the newest checkpoint, if there is one; only then make the folder of a new run
     changes = code_changes()
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
     state = resume(config, model, optimizer, tokenizer, dtype, git_revision(changes))
@@ -181,7 +189,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
             "checkpoint": [state.step, state.sha256, state.init_sha256]})
     if process.rank == 0:
         make_run(run_dir, config, corpus, changes)
-    # the machine
+    # compile the model if that pays and the machine can; say what is going to be trained
     is_compiled = should_compile(model, t, process.device)
     missing = missing_compiler(process.device) if is_compiled else ""
     if missing:
@@ -198,15 +206,20 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     if state.scaler:
         scaler.load_state_dict(state.scaler)
     log = Log(run_dir, config, state) if process.rank == 0 else None
+    # computed when validation first needs them
     n_bytes_of = functools.cache(lambda: torch.from_numpy(byte_lengths(tokenizer)).to(process.device))
     run = TrainingRun(config, corpus, model, parallel_model, optimizer, process,
                       lambda: validate(model, corpus, n_bytes_of(), config, process),
                       state, stop, log, scaler)
+
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing
+    def note(number: int, frame: Any) -> None:
+        stop.append(number)
+
     handlers = {}
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:              # as nohup ignores SIGHUP
-            handlers[number] = signal.signal(number, lambda number, frame: stop.append(number))
+        if signal.getsignal(number) is not signal.SIG_IGN:              # nohup ignores SIGHUP
+            handlers[number] = signal.signal(number, note)
     try:
         training_loop(run)
     except EarlyEnd as end:
@@ -245,12 +258,15 @@ def main() -> int:
                         help="check config and corpus, print them and the model's size, and exit")
     args = parser.parse_intermixed_args()
     if args.help is not None:
-        print(help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}")
+        page = help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}"
+        print(page)
         return 0
     if args.config is None:
         raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
     config = load_config(args.config, args.overrides, pretrained_tables)
-    return dry_run(config) if args.dry_run else train(config, [])
+    if args.dry_run:
+        return dry_run(config)
+    return train(config, stop=[])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +47,21 @@ class Batch:
         """The batch in n parts of equal size, each with the n_scored of the whole."""
         size = len(self.inputs) // n
         for first in range(0, len(self.inputs), size):
-            rows = slice(first, first + size)
-            positions = None if self.positions is None else self.positions[rows]
-            documents = None if self.documents is None else self.documents[rows]
-            yield Batch(self.inputs[rows], self.targets[rows], self.n_scored, positions, documents)
+            rows: dict[str, Any] = {}
+            for name, x in vars(self).items():
+                if isinstance(x, Tensor):
+                    rows[name] = x[first:first + size]
+            yield replace(self, **rows)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        is_pinned = device.type not in ("cpu", "mps")   # from there a GPU copies while the CPU goes on
-
-        def copy(x: Any) -> Any:
-            if x is not None and is_pinned:
-                x = x.pin_memory()
-            return x if x is None else x.to(device, non_blocking=True)
-
-        return Batch(copy(self.inputs), copy(self.targets), self.n_scored, copy(self.positions),
-                     copy(self.documents))
+        moved: dict[str, Any] = {}
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                if device.type not in ("cpu", "mps"):
+                    x = x.pin_memory()                  # from there a GPU copies while the CPU goes on
+                moved[name] = x.to(device, non_blocking=True)
+        return replace(self, **moved)
 
 
 class Corpus:
@@ -163,41 +162,48 @@ class Corpus:
         for split in splits:
             self.windows(split, seq_len)
 
-    def epoch(self, seq_len: int, *seed: int) -> np.ndarray:
-        """First tokens of the windows of an epoch, in the order of training.
-
-        Each epoch draws new offsets, one for the corpus or one per document, so that a token has a different
-        position in each epoch.
-        """
-        key = (seq_len, *seed)
-        if self.newest_epoch[0] == key:                 # training goes forward: no older one is asked again
-            return self.newest_epoch[1]
-        rng = np.random.default_rng(seed)
-        if self.stays_inside:
-            starts, document, n_spare = self.starts_inside("train", seq_len)
-            order = rng.permutation(starts + rng.integers(n_spare + 1)[document])
-        else:
-            n_windows = self.windows("train", seq_len)
-            offset = int(rng.integers(len(self.tokens["train"]) - n_windows * seq_len))
-            order = offset + rng.permutation(n_windows) * seq_len
-        self.newest_epoch = (key, order)
-        return order
-
     def start(self, seq_len: int, index: int, seed: int, stream: int = 0) -> int:
-        """First token of window number `index`, counted over all epochs; each stream has other orders."""
-        epoch, window = divmod(index, self.windows("train", seq_len))
-        return int(self.epoch(seq_len, seed, epoch, stream)[window])
+        """First token of window number `index`, counted over all epochs; each stream has other orders.
+
+        An epoch is a permutation of the windows. Each draws new offsets, one for the corpus or one per
+        document, so that a token has a different position in each epoch.
+        """
+        n_windows = self.windows("train", seq_len)
+        epoch, number = divmod(index, n_windows)
+        key = (seq_len, seed, epoch, stream)
+        if self.newest_epoch[0] != key:                 # training goes forward: an older one is not needed
+            rng = np.random.default_rng([seed, epoch, stream])
+            if self.stays_inside:
+                starts, document, n_spare = self.starts_inside("train", seq_len)
+                offsets = rng.integers(n_spare + 1)     # of each document
+                order = rng.permutation(starts + offsets[document])
+            else:
+                n_offsets = len(self.tokens["train"]) - n_windows * seq_len
+                offset = int(rng.integers(n_offsets))
+                order = offset + rng.permutation(n_windows) * seq_len
+            self.newest_epoch = (key, order)
+        return int(self.newest_epoch[1][number])
 
     def places(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
-        """Corpus and first token of each window of a step: an epoch is a permutation of the windows."""
+        """Corpus and first token of each window of a step, for all processes."""
         first = step * t.batch_size
-        return [(self, self.start(t.seq_len, index, t.seed)) for index in range(first, first + t.batch_size)]
+        places: list[tuple[Corpus, int]] = []
+        for index in range(first, first + t.batch_size):
+            places.append((self, self.start(t.seq_len, index, t.seed)))
+        return places
 
     def batch(self, t: TrainConfig, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """What one of world_size processes trains on in a step, from the arguments alone."""
         places = self.places(t, step)
-        n_scored = sum(corpus.n_scored("train", start, t.seq_len) for corpus, start in places)
         positions = training_positions(t, step)
+        # count the targets of the whole step: its mean loss is over all of them
+        n_scored = 0
+        for corpus, start in places:
+            mask = corpus.masks["train"]
+            if mask is None:
+                n_scored += t.seq_len
+            else:
+                n_scored += int(mask[start + 1:start + t.seq_len + 1].sum())
         # the processes take windows in turn: together they have the same batch, however many they are
         turn = slice(rank, None, world_size)
         inputs, targets, documents = self.stack("train", t.seq_len, places[turn])
@@ -209,29 +215,26 @@ class Corpus:
         """Batches of n_windows validation windows (0: all), evenly spaced and always the same."""
         available = self.windows("val", seq_len)
         count = min(n_windows or available, available)
-        starts = np.arange(available) * seq_len
         if self.stays_inside:
-            starts = self.starts_inside("val", seq_len)[0]
-        starts = starts[np.arange(count) * available // count]
+            starts, _, _ = self.starts_inside("val", seq_len)
+        else:
+            starts = np.arange(available) * seq_len
+        chosen = np.arange(count) * available // count
+        places: list[tuple[Corpus, int]] = [(self, int(start)) for start in starts[chosen]]
         batches = []
         for first in range(0, count, batch_size):
-            places: list[tuple[Corpus, int]] = [(self, int(i)) for i in starts[first:first + batch_size]]
-            inputs, targets, documents = self.stack("val", seq_len, places)
+            inputs, targets, documents = self.stack("val", seq_len, places[first:first + batch_size])
             n_scored = int((targets != IGNORED).sum())
             batches.append(Batch(inputs, targets, n_scored, documents=documents))
         return batches
-
-    def n_scored(self, split: str, start: int, seq_len: int) -> int:
-        """Number of targets that are scored in a window."""
-        mask = self.masks[split]
-        return seq_len if mask is None else int(mask[start + 1:start + seq_len + 1].sum())
 
     def stack(self, split: str, seq_len: int,
               places: Sequence[tuple[Corpus, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Inputs, targets and document numbers (B, T) of windows; see Batch."""
         rows = [corpus.read(split, start, start + seq_len + 1) for corpus, start in places]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64))         # (B, T + 1)
-        inputs, targets = ids[:, :-1].clone(), ids[:, 1:].clone()
+        inputs = ids[:, :-1].clone()
+        targets = ids[:, 1:].clone()
         for row, (corpus, start) in enumerate(places):
             mask = corpus.masks[split]
             if mask is not None:
@@ -239,9 +242,11 @@ class Corpus:
                 targets[row][is_left_out] = IGNORED
         if self.bos:
             inputs[:, 0] = self.meta["eot"]
-        if not self.is_packed:
-            return inputs, targets, None
-        return inputs, targets, (inputs == self.meta["eot"]).cumsum(dim=-1)     # a separator opens a document
+        documents = None
+        if self.is_packed:
+            is_first = inputs == self.meta["eot"]       # a separator opens a document
+            documents = is_first.cumsum(dim=-1)
+        return inputs, targets, documents
 
     def n_epochs(self, t: TrainConfig) -> float:
         """How often training reads each token."""
@@ -262,9 +267,12 @@ class Mixture(Corpus):
         self.others = [Corpus(name, cross_documents) for name in shares]
         self.only = only
         counts = [round(share * MIX) for share in shares.values()]
-        self.counts = [MIX - sum(counts), *counts]      # windows of each corpus, this one first, in MIX
-        parts = [round(MIX * part / max(1, sum(counts))) for part in itertools.accumulate(counts, initial=0)]
-        self.first_counts = [0, *np.diff(parts).tolist()]               # the same in the first steps
+        total = sum(counts)
+        self.counts = [MIX - total, *counts]            # windows of each corpus, this one first, in MIX
+        # the same in the first steps: sums are rounded, so that the counts add up to MIX
+        sums = itertools.accumulate(counts, initial=0)
+        parts = [round(MIX * n / max(1, total)) for n in sums]
+        self.first_counts = [0, *np.diff(parts).tolist()]
         for name, count in zip([str(folder), *shares], self.counts, strict=True):
             if count < 1 or shares.get(name, 1.0) < 1 / MIX:
                 raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to {name}")
@@ -283,19 +291,26 @@ class Mixture(Corpus):
 
     def places(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
         """Corpus and first token of each window of a step: each corpus is read epoch by epoch."""
-        is_first = step < self.only
-        phase = 1 if is_first else 0
-        counts = self.first_counts if is_first else self.counts
         corpora = [self, *self.others]
+        if step < self.only:
+            phase = 1
+            counts = self.first_counts
+        else:
+            phase = 0
+            counts = self.counts
+            step -= self.only                           # both phases count their windows from 0
+        first = step * t.batch_size
         places: list[tuple[Corpus, int]] = []
-        first = (step if is_first else step - self.only) * t.batch_size
         for index in range(first, first + t.batch_size):
             mix, i = divmod(index, MIX)
             if i == 0 or not places:                    # another MIX windows: which corpus has which of them
                 rng = np.random.default_rng([t.seed, mix, MIX + phase])
-                numbers = rng.permutation(np.repeat(np.arange(len(corpora)), counts))
+                in_order = np.repeat(np.arange(len(corpora)), counts)
+                numbers = rng.permutation(in_order)     # (MIX,)
             number = int(numbers[i])
-            n_before = mix * counts[number] + int((numbers[:i] == number).sum())    # of this corpus
+            # windows that this corpus had before: in earlier mixes, and in this one
+            n_before = mix * counts[number]
+            n_before += int((numbers[:i] == number).sum())
             stream = number + phase * len(corpora)
             start = corpora[number].start(t.seq_len, n_before, t.seed, stream)
             places.append((corpora[number], start))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from base.files import flush, write_whole
+from base.files import write_whole
 from config import Config
 from runtime.checkpoint import State
 
@@ -51,10 +51,6 @@ class Log:
         except (ValueError, TypeError, KeyError):
             echo(f"warning: {self.path} has a damaged line, which is left out: {line[:40]!r}")
             return False
-
-    def flush(self) -> None:
-        """Sync the lines to disk."""
-        flush(self.path)
 
     def wall_s(self) -> float:
         """Seconds of training, including those before a resume."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention import Mask, describe_paths
 from base.errors import UserError
-from base.files import finite, read_json, write_whole
+from base.files import finite, flush, read_json, write_whole
 from config import MAY_DIFFER, Config, differences, load_config, to_toml
 from data.loader import Corpus, Mixture, read_meta
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -104,12 +104,12 @@ class TrainingRun:
             state.n_bad = state.n_bad + 1 if is_bad else 0
             state.metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
             if state.n_bad >= self.config.train.max_bad_steps:
-                newest = checkpoint.checkpoints(Path(self.config.run.dir))[-1:]
+                saved = checkpoint.checkpoints(Path(self.config.run.dir))
+                newest = saved[-1] if saved else "none"
                 raise EarlyEnd(3, f"error: training diverged at step {state.step}: "
                                   f"loss {format_number(loss)}, gradient norm {format_number(grad_norm)}, "
                                   f"lr {lr:.3g}; train.max_bad_steps in a row were not applied; "
-                                  "last good checkpoint: "
-                                  f"{newest[0] if newest else 'none'}; lower train.lr in another run.dir")
+                                  f"last good checkpoint: {newest}; lower train.lr in another run.dir")
             if is_bad and i < len(unread):
                 self.write_line()
 
@@ -125,7 +125,7 @@ class TrainingRun:
         if self.log:
             self.state.wall_s = self.log.wall_s()
             self.state.scaler = self.scaler.state_dict()
-            self.log.flush()                # a resume does not write the lines before its checkpoint again
+            flush(self.log.path)            # a resume does not write the lines before its checkpoint again
         keep = None if self.state.n_bad else self.config.run.keep
         checkpoint.save(run_dir, self.model, self.optimizer, self.state, keep, is_writer=bool(self.log))
 

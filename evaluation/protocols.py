@@ -93,7 +93,7 @@ class Evaluation:
             self.records, self.per_window = list(known.records), dict(known.windows)
         done = {(r["extend"], r["protocol"], r["length"]) for r in self.records}
         for extend, name in itertools.product(self.extends, self.settings.protocols):
-            self.extend, protocol = extend, EVERY[name]
+            self.extend, protocol = extend, PROTOCOLS[name]
             for length in self.possible[-1:] if protocol.is_at_longest else self.possible:
                 if (spec_of(extend), name, length) not in done:
                     found = protocol.records(self, length)
@@ -102,7 +102,7 @@ class Evaluation:
 
     def deciding(self) -> dict[str, dict[str, int | None]]:
         """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
-        deciding = {name: {key: getattr(self.settings, key) for key in EVERY[name].deciding}
+        deciding = {name: {key: getattr(self.settings, key) for key in PROTOCOLS[name].deciding}
                     for name in self.settings.protocols}
         if "position" in deciding:              # its buckets depend on the longest
             deciding["position"]["length"] = max(self.possible, default=None)
@@ -463,7 +463,7 @@ class Algorithm(Answering):
         return [({"symbols": n}, made)] if n else []
 
 
-EVERY: dict[str, Protocol] = {name: kind(name) for name, kind in {
+PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {
     "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed, "trigram": Floor,
     "position": Position, "repeat": Repeat, "copy": Copy,
     **dict.fromkeys(RETRIEVAL, Retrieval), **dict.fromkeys(ALGORITHMS, Algorithm)}.items()}
@@ -472,7 +472,7 @@ EVERY: dict[str, Protocol] = {name: kind(name) for name, kind in {
 def describe_protocols() -> str:
     """Every protocol, for --help."""
     names: dict[str, list[str]] = {}
-    for protocol in EVERY.values():
+    for protocol in PROTOCOLS.values():
         names.setdefault(protocol.note, []).append(protocol.name)
     return "\n".join(["protocols:", *(textwrap.fill(f"{', '.join(same)}: {note}", 100, initial_indent="  ",
                                                     subsequent_indent="      ")

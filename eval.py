@@ -133,7 +133,7 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
         raise UserError(f"--longest {longest}: must be in {needed} ... {available}, from the longest of "
                         f"--lengths{' and L' * needs_L} to the longest document of {text.name}")
     targets = args.targets or max(1, min(256, L // 4))
-    uses_targets = any("targets" in PROTOCOLS[protocol].deciding for protocol in protocols)
+    uses_targets = any("targets" in PROTOCOLS[protocol].target_settings for protocol in protocols)
     if uses_targets and targets > min(lengths) or args.seed < 0:
         raise UserError(f"--targets {targets} --seed {args.seed}: --targets must be at most the shortest "
                         f"length, {min(lengths)}, and the seed at least 0")
@@ -170,7 +170,7 @@ def main() -> None:
             "dtype": dtype_name(config.train, next(model.parameters()).device),
             "train_dtype": (run.state and run.state.dtype) or run.config.train.dtype,
             "commit": git_revision(code_changes()),
-            "settings": evaluation.deciding()}
+            "settings": evaluation.target_settings()}
     title = f"{encoding}, {'dropped, ' * model.is_dropped}trained at L = {L}"
     measured = "generated documents"
     if needs_text:

@@ -442,7 +442,7 @@ def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corp
 
     before = targets()
     for name, value in {"longest": 160, "targets": 4, "windows": 12, "tokens": 256, "stride": 4}.items():
-        if name not in PROTOCOLS[protocol].deciding:
+        if name not in PROTOCOLS[protocol].target_settings:
             assert targets(**{name: value}) == before, name
     losses = [[r["nll_sum"] for r in measured(Evaluation(model, config, ByteTokenizer(), text, Settings(
         **plain, seed=seed)))] for seed in (0, 1)]

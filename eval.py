@@ -178,24 +178,24 @@ def main() -> None:
         measured = f"{text.name}: {n_documents} documents of more than {settings.longest} tokens"
     print(f"{args.run}: {title}, on {measured}, in {head['dtype']}", flush=True)
     path = args.json or Path(args.run) / "eval" / f"{text.name}{EXTENDED * args.is_all}.json"
-    with results.claimed(path):
-        found = results.read_mergeable(path, head, args.replace)
-        for _ in evaluation.measure(found):         # after each place: an interruption loses no more
-            found = results.merge(found, Results(head, evaluation.records, evaluation.per_window))
-            if found.records:
-                results.write(path, found)
+    with results.lock(path):
+        saved = results.read_mergeable(path, head, args.replace)
+        for _ in evaluation.measure(saved):         # after each place: an interruption loses no more
+            saved = results.combine(saved, Results(head, evaluation.records, evaluation.per_window))
+            if saved.records:
+                results.write(path, saved)
     wanted = [spec_of(extend) for extend in evaluation.extends]
-    records = [r for r in found.records if r["extend"] in wanted and r["length"] in evaluation.lengths
+    records = [r for r in saved.records if r["extend"] in wanted and r["length"] in evaluation.lengths
                and r["protocol"] in protocols]
     if not records:
         raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: no window of "
                         f"{', '.join(protocols)} fits; give longer lengths or longer documents")
-    print(*(advice(found, evaluation) if args.is_all else table(records, evaluation.lengths, L)), sep="\n")
+    print(*(advice(saved, evaluation) if args.is_all else table(records, evaluation.lengths, L)), sep="\n")
     limit = model.active().max_length
     if limit and limit < max(evaluation.lengths):
         print(f"{encoding} is not defined beyond position {limit - 1}: empty cells")
     title += f", evaluated on {text.name}"
-    is_drawn = draw_evaluation(found.records, title, L, path.with_suffix(".png"))
+    is_drawn = draw_evaluation(saved.records, title, L, path.with_suffix(".png"))
     print(f"wrote {path}, .npz and .png" if is_drawn else f"wrote {path} and .npz")
 
 

@@ -421,7 +421,7 @@ def test_records_of_another_model_or_code_and_damaged_ones_are_refused(change: d
 
 
 def test_a_second_eval_on_the_same_file_is_refused(evaluated, run_dir: Path) -> None:
-    with results.claimed(run_dir / "eval" / "words.json"), pytest.raises(UserError, match="another eval.py"):
+    with results.lock(run_dir / "eval" / "words.json"), pytest.raises(UserError, match="another eval.py"):
         evaluated("--lengths", "32", "--protocol", "fixed")
 
 

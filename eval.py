@@ -41,7 +41,7 @@ from evaluation.extension import EXTENSIONS, describe_extensions
 from evaluation.pictures import draw_evaluation
 from evaluation.protocols import (
     DEFAULT_PROTOCOLS,
-    EVERY,
+    PROTOCOLS,
     Evaluation,
     Settings,
     describe_protocols,
@@ -63,7 +63,7 @@ MOST_SYMBOLS = 8        # algorithms: the default lengths have up to as many tim
 
 
 def parse_arguments() -> argparse.Namespace:
-    known = ",".join((*EVERY, "needles"))
+    known = ",".join((*PROTOCOLS, "needles"))
     parser = run_parser(__doc__, f"{describe_protocols()}\n\n{describe_extensions()}")
     parser.add_argument("--lengths", action="append",
                         help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L, as far as "
@@ -107,7 +107,7 @@ def parse_arguments() -> argparse.Namespace:
         if "fixed" not in args.protocol.split(","):
             raise UserError(f"--protocol {args.protocol}: --extend all needs fixed among them; add it")
     for protocol in args.protocol.split(",") if args.protocol is not None else ():
-        if protocol not in (*EVERY, *TESTED_BY):
+        if protocol not in (*PROTOCOLS, *TESTED_BY):
             raise UserError(f"--protocol {protocol}: unknown; choose from {known}")
     if args.json and args.json.suffix != ".json":       # .npz and .png are written beside it
         raise UserError(f"--json {args.json}: must end in .json, such as {args.json}.json")
@@ -125,7 +125,7 @@ def choose_protocols(wanted: str | None, run: str) -> list[str]:
 def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text: Text) -> Settings:
     """The arguments with their defaults for this training length and text. Raises UserError."""
     generated = 0                               # if no protocol needs the text: the largest multiple of L
-    if not any(EVERY[protocol].needs_text for protocol in protocols):
+    if not any(PROTOCOLS[protocol].needs_text for protocol in protocols):
         generated = MOST_SYMBOLS if set(protocols) & set(ALGORITHMS) else MULTIPLES[-1]
     needs_L = "fixed" in protocols              # for truncated
     multiples = (1, 2, 4) if args.is_all else MULTIPLES
@@ -136,7 +136,7 @@ def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text
         raise UserError(f"--longest {longest}: must be in {needed} ... {available}, from the longest of "
                         f"--lengths{' and L' * needs_L} to the longest document of {text.name}")
     targets = args.targets or max(1, min(256, L // 4))
-    uses_targets = any("targets" in EVERY[protocol].deciding for protocol in protocols)
+    uses_targets = any("targets" in PROTOCOLS[protocol].target_settings for protocol in protocols)
     if uses_targets and targets > min(lengths) or args.seed < 0:
         raise UserError(f"--targets {targets} --seed {args.seed}: --targets must be at most the shortest "
                         f"length, {min(lengths)}, and the seed at least 0")
@@ -153,7 +153,7 @@ def main() -> None:
         key: value for key, value in (("seq_len", args.train_length), ("dtype", args.dtype)) if value})})
     encoding, L = config.position.encoding, config.train.seq_len
     protocols = choose_protocols(args.protocol, args.run)
-    needs_text = any(EVERY[protocol].needs_text for protocol in protocols)
+    needs_text = any(PROTOCOLS[protocol].needs_text for protocol in protocols)
     text = Text("tasks", []) if not (needs_text or args.data or config.data.dir) else \
         open_text(args.data, config.data.dir, tokenizer, run.corpus)
     if "trigram" in protocols and (run.corpus is None or run.corpus["splits"]["train"] != read_meta(
@@ -173,7 +173,7 @@ def main() -> None:
             "dtype": dtype_name(config.train, next(model.parameters()).device),
             "train_dtype": (run.state and run.state.dtype) or run.config.train.dtype,
             "commit": git_revision(code_changes()),
-            "settings": evaluation.deciding()}
+            "settings": evaluation.target_settings()}
     title = f"{encoding}, {'dropped, ' * model.is_dropped}trained at L = {L}"
     measured = "generated documents"
     if needs_text:
@@ -181,24 +181,24 @@ def main() -> None:
         measured = f"{text.name}: {n_documents} documents of more than {settings.longest} tokens"
     print(f"{args.run}: {title}, on {measured}, in {head['dtype']}", flush=True)
     path = args.json or Path(args.run) / "eval" / f"{text.name}{EXTENDED * args.is_all}.json"
-    with results.claimed(path):
-        found = results.read_mergeable(path, head, args.replace)
-        for _ in evaluation.measure(found):         # after each place: an interruption loses no more
-            found = results.merge(found, Results(head, evaluation.records, evaluation.per_window))
-            if found.records:
-                results.write(path, found)
+    with results.lock(path):
+        saved = results.read_mergeable(path, head, args.replace)
+        for _ in evaluation.measure(saved):         # after each place: an interruption loses no more
+            saved = results.combine(saved, Results(head, evaluation.records, evaluation.per_window))
+            if saved.records:
+                results.write(path, saved)
     wanted = [spec_of(extend) for extend in evaluation.extends]
-    records = [r for r in found.records if r["extend"] in wanted and r["length"] in evaluation.lengths
+    records = [r for r in saved.records if r["extend"] in wanted and r["length"] in evaluation.lengths
                and r["protocol"] in protocols]
     if not records:
         raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: no window of "
                         f"{', '.join(protocols)} fits; give longer lengths or longer documents")
-    print(*(advice(found, evaluation) if args.is_all else table(records, evaluation.lengths, L)), sep="\n")
+    print(*(advice(saved, evaluation) if args.is_all else table(records, evaluation.lengths, L)), sep="\n")
     limit = model.active().max_length
     if limit and limit < max(evaluation.lengths):
         print(f"{encoding} is not defined beyond position {limit - 1}: empty cells")
     title += f", evaluated on {text.name}"
-    is_drawn = draw_evaluation(found.records, title, L, path.with_suffix(".png"))
+    is_drawn = draw_evaluation(saved.records, title, L, path.with_suffix(".png"))
     print(f"wrote {path}, .npz and .png" if is_drawn else f"wrote {path} and .npz")
 
 

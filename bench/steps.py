@@ -108,7 +108,7 @@ PEERS = {"llama": llama, "x-transformers": x_transformers}
 def named(contender: str) -> list[str]:
     """The contenders that `encodings`, also with changes, stands for."""
     name, plus, changes = contender.partition("+")
-    return [each + plus + changes for each in ENCODINGS] if name == "encodings" else [contender]
+    return [encoding + plus + changes for encoding in ENCODINGS] if name == "encodings" else [contender]
 
 
 def config_of(contender: str, overrides: Sequence[str]) -> Config:
@@ -200,13 +200,13 @@ def contestants(names: Sequence[str], *arguments: Any) -> Iterator[list[Contesta
         with ThreadPoolExecutor(len(names) if arguments[-1].type == "cuda" else 1) as pool:
             for _ in range(2):
                 list(pool.map(Contestant.step, started))
-        for each in started:
-            each.seconds.clear()
+        for contestant in started:
+            contestant.seconds.clear()
         yield started
     finally:
-        for each in started:
-            each.process.kill()
-            each.process.join()
+        for contestant in started:
+            contestant.process.kill()
+            contestant.process.join()
 
 
 def measure(names: Sequence[str], overrides: Sequence[str], rounds: int,
@@ -216,18 +216,20 @@ def measure(names: Sequence[str], overrides: Sequence[str], rounds: int,
     for group in [names[first:first + n] for first in range(1, len(names), n)] or [()]:
         with contestants([base, *group], overrides, device) as started:
             for number in range(rounds):
-                for each in started if number % 2 == 0 else started[::-1]:
-                    each.step()
+                order = started if number % 2 == 0 else started[::-1]
+                for contestant in order:
+                    contestant.step()
         if started[0].problem:
             raise UserError(f"{base} {started[0].problem}: its last lines are above")
-        for each in started:
-            if each.problem:
-                cells[each.name] = each.problem, ""
+        for x in started:
+            if x.problem:
+                cells[x.name] = x.problem, ""
                 continue
-            ratio = statistics.median(a / b for a, b in zip(each.seconds, started[0].seconds, strict=True))
-            fastest, median = 1e3 * min(each.seconds), 1e3 * statistics.median(each.seconds)
-            cells[each.name] = (f"{ratio:.2f} ({fastest:.0f}, {median:.0f})",
-                                f"{each.peak / started[0].peak:.2f} ({each.peak / 1e6:.0f})")
+            ratio = statistics.median(a / b for a, b in zip(x.seconds, started[0].seconds, strict=True))
+            fastest = 1e3 * min(x.seconds)
+            median = 1e3 * statistics.median(x.seconds)
+            cells[x.name] = (f"{ratio:.2f} ({fastest:.0f}, {median:.0f})",
+                             f"{x.peak / started[0].peak:.2f} ({x.peak / 1e6:.0f})")
     return [cells[name] for name in names]
 
 
@@ -245,7 +247,7 @@ def main() -> None:
         raise UserError("--device cuda: this machine has no CUDA device; leave it out to measure on the CPU")
     device, changes = torch.device(args.device), [text for text in args.contenders if CHANGE.match(text)]
     names = [text for text in args.contenders if text not in changes] or DEFAULT
-    names = list(dict.fromkeys(each for name in names for each in named(name)))
+    names = list(dict.fromkeys(contender for name in names for contender in named(name)))
     columns, rows = ["encoding"], [[name] for name in names]
     for size, shape in itertools.product(args.sizes, args.shapes):
         (n_layer, n_embd), (T, batch_size) = size.split("x"), shape.split(",")

@@ -93,20 +93,21 @@ class Evaluation:
             self.records, self.per_window = list(known.records), dict(known.windows)
         done = {(r["extend"], r["protocol"], r["length"]) for r in self.records}
         for extend, name in itertools.product(self.extends, self.settings.protocols):
-            self.extend, protocol = extend, EVERY[name]
+            self.extend, protocol = extend, PROTOCOLS[name]
             for length in self.possible[-1:] if protocol.is_at_longest else self.possible:
                 if (spec_of(extend), name, length) not in done:
-                    found = protocol.records(self, length)
-                    self.records += found
-                    yield found
+                    records = protocol.records(self, length)
+                    self.records += records
+                    yield records
 
-    def deciding(self) -> dict[str, dict[str, int | None]]:
+    def target_settings(self) -> dict[str, dict[str, int | None]]:
         """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
-        deciding = {name: {key: getattr(self.settings, key) for key in EVERY[name].deciding}
+        values = self.settings._asdict()
+        settings = {name: {key: values[key] for key in PROTOCOLS[name].target_settings}
                     for name in self.settings.protocols}
-        if "position" in deciding:              # its buckets depend on the longest
-            deciding["position"]["length"] = max(self.possible, default=None)
-        return deciding
+        if "position" in settings:              # its buckets depend on the longest
+            settings["position"]["length"] = max(self.possible, default=None)
+        return settings
 
     def forward(self, protocol: str, length: int, batches: Sequence[Any],
                 do: Callable[[Any], Any]) -> tuple[list[Any], float]:
@@ -123,14 +124,16 @@ class Evaluation:
         Windows of one shape share a forward pass.
         """
         def losses_of(batch: Sequence[Window]) -> np.ndarray:           # (B, n_scored)
-            rows = self.opened(np.stack([self.text.documents[w.document][w.start:w.end + 1] for w in batch]))
-            scored = np.arange(rows.shape[1] - batch[0].n_scored, rows.shape[1])
-            return losses_at(self.model, self.config.train, rows, scored)[0]
+            rows = np.stack([self.text.documents[w.document][w.start:w.end + 1] for w in batch])
+            rows = self.with_bos(rows)
+            at = np.arange(rows.shape[1] - batch[0].n_scored, rows.shape[1])
+            return losses_at(self.model, self.config.train, rows, at)[0]
 
         batches = []
         for (n, _), group in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
-            alike, size = list(group), max(1, TOKENS_PER_FORWARD // n)
-            batches += [alike[i:i + size] for i in range(0, len(alike), size)]
+            same_shape = list(group)
+            size = max(1, TOKENS_PER_FORWARD // n)
+            batches += [same_shape[i:i + size] for i in range(0, len(same_shape), size)]
         losses, seconds = self.forward(protocol, length, batches, losses_of)
         return [row for batch in losses for row in batch], seconds
 
@@ -150,14 +153,15 @@ class Evaluation:
     def probe(self, protocol: str, length: int, tokens: np.ndarray,
               at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], float]:
         """Losses of tokens (n, length) at the places `at`, whether each ranks first, and the seconds."""
-        tokens, size = self.opened(tokens), max(1, TOKENS_PER_FORWARD // length)
-        scored, seconds = self.forward(
-            protocol, length, [tokens[i:i + size] for i in range(0, len(tokens), size)],
-            lambda batch: losses_at(self.model, self.config.train, batch, at))
-        losses, is_top = (np.concatenate(parts) for parts in zip(*scored, strict=True))
-        return (losses, is_top), seconds
+        tokens = self.with_bos(tokens)
+        size = max(1, TOKENS_PER_FORWARD // length)
+        batches = [tokens[i:i + size] for i in range(0, len(tokens), size)]
+        pairs, seconds = self.forward(
+            protocol, length, batches, lambda batch: losses_at(self.model, self.config.train, batch, at))
+        losses, is_top = zip(*pairs, strict=True)
+        return (np.concatenate(losses), np.concatenate(is_top)), seconds
 
-    def opened(self, rows: np.ndarray) -> np.ndarray:
+    def with_bos(self, rows: np.ndarray) -> np.ndarray:
         """Windows of ids (B, T); with data.bos, as in training, the separator replaces the first of each."""
         if not self.config.data.bos:
             return rows
@@ -207,7 +211,7 @@ class Protocol:
 
     title: str
     form: ClassVar[Form] = PERPLEXITY
-    deciding: ClassVar[tuple[str, ...]]         # settings that decide its targets, besides text and seed
+    target_settings: ClassVar[tuple[str, ...]]  # what decides its targets, besides text and seed
     is_at_longest: ClassVar[bool] = False       # measured at the longest length alone
     needs_text: ClassVar[bool] = True
 
@@ -222,8 +226,10 @@ class Protocol:
     def records(self, e: Evaluation, length: int) -> list[Record]:
         """The records at one length, under e.extend: by default one, of `windows` if there are any."""
         windows = self.windows(e.text, e.settings, length)
-        return [e.record_windows(self.name, length, windows, *e.score(self.name, length, windows))] \
-            if windows else []
+        if not windows:
+            return []
+        losses, seconds = e.score(self.name, length, windows)
+        return [e.record_windows(self.name, length, windows, losses, seconds)]
 
 
 class Nonoverlap(Protocol):
@@ -233,16 +239,20 @@ class Nonoverlap(Protocol):
     that ignores distant context.
     """
 
-    title, deciding = "Perplexity, nonoverlap", ("longest", "tokens")
+    title, target_settings = "Perplexity, nonoverlap", ("longest", "tokens")
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         stretches = [(d, start) for d, document in enumerate(text.documents)
                      for start in range(0, (len(document) - 1) // s.longest * s.longest, s.longest)]
         order = np.random.default_rng(s.seed).permutation(len(stretches))
         chosen = sorted(stretches[i] for i in order[:max(1, s.tokens // s.longest)])
-        return [Window(d, block, end, end - block) for d, start in chosen
-                for block in range(start, start + s.longest, length)
-                for end in [min(block + length, start + s.longest)]]    # the last block may be shorter
+        windows = []
+        for d, start in chosen:
+            stop = start + s.longest
+            for block in range(start, stop, length):
+                end = min(block + length, stop)                         # the last block may be shorter
+                windows.append(Window(d, block, end, end - block))
+        return windows
 
 
 class Rolling(Protocol):
@@ -251,12 +261,16 @@ class Rolling(Protocol):
     The tokens left at the end of a document are scored at the end of a full window.
     """
 
-    title, deciding = "Perplexity, rolling", ("longest",)
+    title, target_settings = "Perplexity, rolling", ("longest",)
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
-        sizes = [len(document) - 1 for document in text.documents]
-        return [Window(d, max(0, end - length), end, end - start) for d, size in enumerate(sizes)
-                for start in range(0, size, length) for end in [min(start + length, size)]]
+        windows = []
+        for d, document in enumerate(text.documents):
+            size = len(document) - 1
+            for start in range(0, size, length):
+                end = min(start + length, size)
+                windows.append(Window(d, max(0, end - length), end, end - start))
+        return windows
 
 
 class Sliding(Protocol):
@@ -265,7 +279,7 @@ class Sliding(Protocol):
     Each target has at least length - S tokens before it. S = 1 is exact, at a forward pass per token.
     """
 
-    title, deciding = "Perplexity, sliding", ("longest", "tokens", "stride")
+    title, target_settings = "Perplexity, sliding", ("longest", "tokens", "stride")
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         piece = max(1, s.longest // 4)                                  # targets in a row, whole strides
@@ -285,14 +299,15 @@ class Fixed(Protocol):
     """
 
     title = "Perplexity, fixed targets"
-    deciding: ClassVar[tuple[str, ...]] = ("longest", "targets", "windows")
+    target_settings: ClassVar[tuple[str, ...]] = ("longest", "targets", "windows")
 
     def records(self, e: Evaluation, length: int) -> list[Record]:
         """One record, with the truncated control, the plain model at L, and the gain over it."""
         known = (column for name, column in e.per_window.items() if name.endswith("/truncated_nll"))
         truncated = next(known, None)                                   # (blocks,)
         if truncated is None:                                           # without a method, which comes first
-            truncated = np.array([x.sum() for x in self.in_blocks(e, e.L, e.score_ended(e.L)[0])[1]])
+            losses_at_L, _ = e.score_ended(e.L)
+            truncated = np.array([x.sum() for x in self.in_blocks(e, e.L, losses_at_L)[1]])
         losses, seconds = e.score_ended(length)
         blocks, losses = self.in_blocks(e, length, losses)
         total = float(truncated.sum())
@@ -311,7 +326,7 @@ class Fixed(Protocol):
         return windows, [x[-k:][start:stop] for x in losses for start, stop in bounds]
 
 
-class Floor(Fixed):
+class TrigramReference(Fixed):
     """A Kneser-Ney trigram of the run's training split, on the targets of fixed.
 
     A model whose loss at L is not below this one's has not learned, and nothing follows from its curve.
@@ -323,20 +338,23 @@ class Floor(Fixed):
         """One record, at L: it depends on no length."""
         if length != e.L or e.extend is not PLAIN:
             return []
-        began, corpus = time.perf_counter(), Corpus(e.config.data.dir, splits=("train",))
+        began = time.perf_counter()
+        corpus = Corpus(e.config.data.dir, splits=("train",))
         trigram = Trigram(corpus.read("train", 0), corpus.vocab_size)
         first = -e.settings.targets - 2         # a loss needs two tokens before: a second separator at first
-        losses = [trigram.losses(np.append(e.tokenizer.eot, e.text.documents[d][:end + 1])[first:])
-                  for d, end in e.ends]
-        return [e.record_windows(self.name, length, *self.in_blocks(e, length, losses),
-                                 time.perf_counter() - began)]
+        losses = []
+        for d, end in e.ends:
+            ids = np.append(e.tokenizer.eot, e.text.documents[d][:end + 1])
+            losses.append(trigram.losses(ids[first:]))
+        windows, losses = self.in_blocks(e, length, losses)
+        return [e.record_windows(self.name, length, windows, losses, time.perf_counter() - began)]
 
 
 class Position(Protocol):
     """Loss by position in one forward pass over the longest windows: shows where the model breaks."""
 
     title, form, is_at_longest = "Loss by position", BY_POSITION, True
-    deciding = ("longest", "targets", "windows")
+    target_settings = ("longest", "targets", "windows")
 
     def records(self, e: Evaluation, length: int) -> list[Record]:
         """One record for each bucket of positions."""
@@ -344,10 +362,12 @@ class Position(Protocol):
         targets = np.stack([e.text.documents[d][end + 1 - length:end + 1] for d, end in e.ends])
         n_bytes = e.byte_lengths[targets].sum(axis=0)                   # (longest,)
         n_documents = len({d for d, _ in e.ends})
-        return [e.record("position", length, nll, nll.size, int(n_bytes[start:end].sum()), n_documents,
-                         seconds, bucket=[start, end])
-                for start, end in position_buckets(length)
-                for nll in [np.array([x[start:end] for x in losses])]]  # (windows, bucket)
+        records = []
+        for start, end in position_buckets(length):
+            nll = np.array([x[start:end] for x in losses])              # (windows, bucket)
+            records.append(e.record("position", length, nll, nll.size, int(n_bytes[start:end].sum()),
+                                    n_documents, seconds, bucket=[start, end]))
+        return records
 
 
 class Repeat(Protocol):
@@ -358,7 +378,7 @@ class Repeat(Protocol):
     window's passage in place of the first.
     """
 
-    title, form, deciding = "Repeated text", REPETITION, ("longest", "targets", "windows")
+    title, form, target_settings = "Repeated text", REPETITION, ("longest", "targets", "windows")
 
     def stretches(self, e: Evaluation) -> list[np.ndarray]:
         """The tokens of each window, at least `longest`."""
@@ -402,30 +422,31 @@ class Answering(Protocol):
     would write the same answer, and no other.
     """
 
-    form, deciding, needs_text = ANSWERS, ("windows",), False
+    form, target_settings, needs_text = ANSWERS, ("windows",), False
 
     def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[TaskDocument]]]:
         """Of each record: what it names besides, and its documents. None if they do not fit."""
         raise NotImplementedError
 
     def records(self, e: Evaluation, length: int) -> list[Record]:
-        found, kept = [], []
-        for about, made in self.documents(e, length):
-            is_answer = np.stack([document.is_answer for document in made])     # (trials, length)
+        records, kept = [], []
+        for about, documents in self.documents(e, length):
+            is_answer = np.stack([document.is_answer for document in documents])        # (trials, length)
             at = np.flatnonzero(is_answer.any(axis=0))
             asked = is_answer[:, at]                                    # (trials, n)
-            (losses, is_top), seconds = e.probe(self.name, length, np.stack([x.ids for x in made]), at)
+            ids = np.stack([document.ids for document in documents])
+            (losses, is_top), seconds = e.probe(self.name, length, ids, at)
             correct = (is_top | ~asked).all(axis=1).astype(int)
             columns = {"nll": np.where(asked, losses, 0).sum(axis=1), "tokens": asked.sum(axis=1),
-                       "correct": correct, "trials": np.ones(len(made), dtype=int),
-                       "document": np.arange(len(made))}
+                       "correct": correct, "trials": np.ones(len(documents), dtype=int),
+                       "document": np.arange(len(documents))}
             kept.append(columns)
-            found.append(e.record(self.name, length, columns["nll"], int(asked.sum()), None, None, seconds,
-                                  **about, correct=int(correct.sum()), trials=len(made)))
+            records.append(e.record(self.name, length, columns["nll"], int(asked.sum()), None, None, seconds,
+                                    **about, correct=int(correct.sum()), trials=len(documents)))
         if kept:
             e.keep(self.name, length, {key: np.concatenate([columns[key] for columns in kept])
                                        for key in kept[0]})
-        return found
+        return records
 
 
 class Retrieval(Answering):
@@ -457,22 +478,23 @@ class Algorithm(Answering):
     title = "Algorithm, {}"
 
     def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[TaskDocument]]]:
-        n, trials = tasks.n_symbols(length), range(e.settings.windows)
-        rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in trials]
-        made = [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs if n]
-        return [({"symbols": n}, made)] if n else []
+        n = tasks.n_symbols(length)
+        if not n:
+            return []
+        rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in range(e.settings.windows)]
+        return [({"symbols": n}, [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs])]
 
 
-EVERY: dict[str, Protocol] = {name: kind(name) for name, kind in {
-    "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed, "trigram": Floor,
-    "position": Position, "repeat": Repeat, "copy": Copy,
+PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {
+    "nonoverlap": Nonoverlap, "rolling": Rolling, "sliding": Sliding, "fixed": Fixed,
+    "trigram": TrigramReference, "position": Position, "repeat": Repeat, "copy": Copy,
     **dict.fromkeys(RETRIEVAL, Retrieval), **dict.fromkeys(ALGORITHMS, Algorithm)}.items()}
 
 
 def describe_protocols() -> str:
     """Every protocol, for --help."""
     names: dict[str, list[str]] = {}
-    for protocol in EVERY.values():
+    for protocol in PROTOCOLS.values():
         names.setdefault(protocol.note, []).append(protocol.name)
     return "\n".join(["protocols:", *(textwrap.fill(f"{', '.join(same)}: {note}", 100, initial_indent="  ",
                                                     subsequent_indent="      ")
@@ -497,15 +519,15 @@ def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
     """
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    found = []
+    chunks = []
     with autocast(train, device):
         x = model.hidden(ids[:, :-1], last=ids.shape[1] - int(at.min()))        # what predicts at.min() on
         x = x[:, at - at.min()].flatten(0, 1)                                   # (B n, C)
         for some, wanted in zip(x.split(CHUNK), ids[:, at].flatten().split(CHUNK), strict=True):
             logits = model.logits(some).float()                                 # (CHUNK, V)
             losses = F.cross_entropy(logits, wanted, reduction="none")
-            found.append(torch.stack((losses, logits.argmax(dim=-1) == wanted)))
-    losses, is_top = torch.cat(found, dim=1).view(2, len(tokens), len(at)).cpu().double().numpy()
+            chunks.append(torch.stack((losses, logits.argmax(dim=-1) == wanted)))
+    losses, is_top = torch.cat(chunks, dim=1).view(2, len(tokens), len(at)).cpu().double().numpy()
     return losses, is_top.astype(bool)
 
 

@@ -76,7 +76,7 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
     return earlier
 
 
-def merge(earlier: Results, new: Results) -> Results:
+def combine(earlier: Results, new: Results) -> Results:
     """Both evaluations in one; the new one replaces records that both have."""
     def place(r: Record) -> tuple[Any, ...]:
         return r["extend"], r["protocol"], r["length"], *(str(r.get(key)) for key in ("bucket", "depth"))
@@ -90,7 +90,7 @@ def merge(earlier: Results, new: Results) -> Results:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def lock(path: Path) -> Iterator[None]:
     """Find out before hours of computing that FILE can be written; no other eval.py writes it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -20,23 +20,26 @@ def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator
     """Lines with the results at each length, and of each probe; "-" where nothing was measured."""
     for extend in dict.fromkeys(r["extend"] for r in records):
         same = [r for r in records if r["extend"] == extend]
-        found = {(r["protocol"], r["length"]): r for r in same}
+        places = {(r["protocol"], r["length"]): r for r in same}
         if extend:
             yield f"\n--extend {extend}"
         cells: dict[tuple[str, str], dict[str, str]] = {}               # (protocol, number) -> length -> text
         for protocol, length in itertools.product(WINDOWED, lengths):
-            if r := found.get((protocol, length)):
+            if r := places.get((protocol, length)):
                 ppl = math.inf if r["ppl"] is None else r["ppl"]
-                row = {"ppl": f"{ppl:.4g}"} | ({"bits/byte": f"{r['bpb']:.4g}"} if r["bpb"] else {})
+                row = {"ppl": f"{ppl:.4g}"}
+                if r["bpb"]:
+                    row["bits/byte"] = f"{r['bpb']:.4g}"
                 if protocol == "fixed":
                     truncated = perplexity(r["truncated_nll_sum"] / r["tokens"])
-                    row |= {"truncated ppl": f"{truncated:.4g}", "gain (nats/token)": f"{r['gain']:+z.4f}"}
+                    row["truncated ppl"] = f"{truncated:.4g}"
+                    row["gain (nats/token)"] = f"{r['gain']:+z.4f}"
                 heading = f"{length} = L" if length == L else str(length)
                 for name, text in row.items():
                     cells.setdefault((protocol, name), {})[heading] = text
         if cells:
             yield pd.DataFrame(cells).to_string(na_rep="-")
-        for (protocol, length), r in found.items():
+        for (protocol, length), r in places.items():
             if "distance" in r:
                 use = f", over the control {r['use']:+z.3f}" if "use" in r else ""     # not in older records
                 yield (f"{protocol:11} {r['distance']:6} tokens apart: gain on the second copy "
@@ -49,25 +52,29 @@ def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator
                 yield f"{protocol:11} {length:6} tokens: correct, by depth: {depths}"
 
 
-def advice(found: Results, e: Evaluation) -> Iterator[str]:
+def advice(results: Results, e: Evaluation) -> Iterator[str]:
     """The lines of --extend all: how each method does beyond L, the lowest loss first."""
     rows = []
-    for length, extend in ((length, extend) for length in e.possible if length > e.L for extend in e.extends):
-        here = [r for r in found.records if (r["extend"], r["length"]) == (spec_of(extend), length)]
+    beyond = [length for length in e.possible if length > e.L]
+    for length, extend in itertools.product(beyond, e.extends):
+        here = [r for r in results.records if (r["extend"], r["length"]) == (spec_of(extend), length)]
         fixed = next(r for r in here if r["protocol"] == "fixed")
-        nll, truncated, tokens, document = (found.windows[f"{extend.spec}/fixed/{length}/{name}"]
+        nll, truncated, tokens, document = (results.windows[f"{extend.spec}/fixed/{length}/{name}"]
                                             for name in ("nll", "truncated_nll", "tokens", "document"))
+        worse = Estimate(-fixed["gain"])        # without an interval
         units = units_of(document)
-        worse = Estimate(-fixed["gain"]) if units is None else \
-            two_way(units.sums((nll - truncated)[None]), units.sums(tokens.astype(float)))
-        asked = [r for r in here if r["protocol"] == "passkey"]
-        method = extend.methods[0] if len(extend.methods) == 1 else None
-        fields = rope_fields(e.config, method.scaling(e.model, e.config, length), length) \
-            if isinstance(method, Rescaled) else None
+        if units is not None:
+            worse = two_way(units.sums((nll - truncated)[None]), units.sums(tokens.astype(float)))
+        passkeys = [r for r in here if r["protocol"] == "passkey"]
+        # what config.json would say: for one method that changes frequencies alone
+        fields = None
+        if len(extend.methods) == 1 and isinstance(extend.methods[0], Rescaled):
+            scaling = extend.methods[0].scaling(e.model, e.config, length)
+            fields = rope_fields(e.config, scaling, length)
         rows.append({
             "length": length, "method": extend.spec, "loss - truncated": worse.value,
             "95 % interval": "" if worse.low is None else f"{worse.low:+.4f} ... {worse.high:+.4f}",
-            "passkey": "/".join(str(sum(r[key] for r in asked)) for key in ("correct", "trials")),
+            "passkey": "/".join(str(sum(r[key] for r in passkeys)) for key in ("correct", "trials")),
             "seconds": f"{fixed['seconds']:.1f}", "p": 1.0 if worse.p is None else worse.p,
             "config.json": json.dumps(fields)})
     if not rows:
@@ -78,8 +85,8 @@ def advice(found: Results, e: Evaluation) -> Iterator[str]:
     yield frame.drop(columns=["p", "config.json"]).to_string(index=False, float_format="{:+.4f}".format)
     for length, best in frame.groupby("length").first().iterrows():
         beats = best["loss - truncated"] < 0 and best["p"] < LEVEL      # corrected for the number of methods
-        yield (f"at {length} tokens {best['method']} has the lowest loss"
-               + (", and beats" if beats else "; it is not shown that it beats")
-               + f" truncation to the last {e.L} tokens")
+        claim = ", and beats" if beats else "; it is not shown that it beats"
+        yield (f"at {length} tokens {best['method']} has the lowest loss{claim} truncation to the last "
+               f"{e.L} tokens")
         if beats and best["config.json"] != "null":
             yield f"  in config.json: {best['config.json']}"

@@ -17,8 +17,7 @@ from base.command import run_command
 from base.errors import UserError
 from evaluation import comparison as compare
 from evaluation import pictures, report
-from evaluation.measures import GAIN, PERPLEXITY
-from evaluation.protocols import EVERY
+from evaluation.measures import ANSWERS, GAIN, PERPLEXITY
 from evaluation.runs import check_comparable, read_run
 
 SPLIT = {"tokens": 9, "bytes": 9, "documents": 1, "sha256": {"val.bin": "a"}}
@@ -262,9 +261,9 @@ def test_a_report_says_where_the_trials_share_few_documents(tmp_path: Path) -> N
         columns = {"correct": np.arange(5 * n) % 2, "trials": np.ones(5 * n),
                    "document": np.arange(5 * n) % n}
         curve.runs[0].windows.update({f"plain/passkey/256/{name}": x for name, x in columns.items()})
-        form = EVERY["passkey"].form
-        scored = compare.windows_of("passkey", form, 256, curve)
-        assert compare.estimated(form, *scored)[1] == expected
+        form = ANSWERS
+        scores = compare.scores_of("passkey", form, 256, curve)
+        assert compare.estimate_one(form, *scores)[1] == expected
 
 
 # -----------------------------------------------------------------------------------------------------------

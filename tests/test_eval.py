@@ -19,7 +19,7 @@ from data.tokenizer import ByteTokenizer
 from eval import ALL, main
 from evaluation import protocols, results, windows
 from evaluation.extension import EXTENSIONS, Extend, parse
-from evaluation.protocols import EVERY, Evaluation, Settings, losses_at
+from evaluation.protocols import PROTOCOLS, Evaluation, Settings, losses_at
 from evaluation.show import advice
 from evaluation.windows import (
     Text,
@@ -65,7 +65,7 @@ def scored(windows) -> list[tuple[int, int]]:
 def windows_of(protocol: str, text: Text, longest: int, length: int, tokens: int = 10**9,
                stride: int | None = None) -> list[Window]:
     settings = Settings([protocol], [length], longest, 8, tokens=tokens, stride=stride)
-    return EVERY[protocol].windows(text, settings, length)
+    return PROTOCOLS[protocol].windows(text, settings, length)
 
 
 @pytest.mark.parametrize("longest", [64, 100, 256])
@@ -421,11 +421,11 @@ def test_records_of_another_model_or_code_and_damaged_ones_are_refused(change: d
 
 
 def test_a_second_eval_on_the_same_file_is_refused(evaluated, run_dir: Path) -> None:
-    with results.claimed(run_dir / "eval" / "words.json"), pytest.raises(UserError, match="another eval.py"):
+    with results.lock(run_dir / "eval" / "words.json"), pytest.raises(UserError, match="another eval.py"):
         evaluated("--lengths", "32", "--protocol", "fixed")
 
 
-@pytest.mark.parametrize("protocol", slow_except(EVERY, "fixed", "sliding"))
+@pytest.mark.parametrize("protocol", slow_except(PROTOCOLS, "fixed", "sliding"))
 def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corpus_dir: Path) -> None:
     """A setting that a protocol does not record changes none of its counts and targets."""
     config = tiny("rope", "model.n_layer=1")
@@ -442,7 +442,7 @@ def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corp
 
     before = targets()
     for name, value in {"longest": 160, "targets": 4, "windows": 12, "tokens": 256, "stride": 4}.items():
-        if name not in EVERY[protocol].deciding:
+        if name not in PROTOCOLS[protocol].target_settings:
             assert targets(**{name: value}) == before, name
     losses = [[r["nll_sum"] for r in measured(Evaluation(model, config, ByteTokenizer(), text, Settings(
         **plain, seed=seed)))] for seed in (0, 1)]

@@ -120,7 +120,7 @@ def test_one_seed_is_the_t_test_of_equal_documents() -> None:
 
 
 def test_the_text_error_is_what_documents_share_less_what_varies_with_the_seed_too() -> None:
-    """The analysis of variance: (MS of documents - MS of rest) / (S U), all seeds having the same mean."""
+    """The analysis of variance: (MS of documents - MS of rest) / (S U), if all seeds have the same mean."""
     rng = np.random.default_rng(0)
     shared = 2 * rng.normal(size=10)
     d, other = rng.normal(size=(3, 10)) + shared, 0.5 * rng.normal(size=(2, 10))
@@ -131,12 +131,13 @@ def test_the_text_error_is_what_documents_share_less_what_varies_with_the_seed_t
         """The variance that the rest adds to the mean over seeds of a document."""
         return x.var(axis=0, ddof=1).sum() / 9 / len(x)
 
-    difference = d.mean(axis=0) - other.mean(axis=0)
-    for estimated, mean, rest in [
-            (two_way(d, np.ones(10)), d.mean(axis=0), rest_of(d)),
-            (two_way(d, np.ones(10), other), difference, rest_of(d) + rest_of(other))]:
-        text_error = ((mean.var(ddof=1) - rest) / 10)**0.5
-        assert estimated.high == pytest.approx(2.262157 * text_error, rel=1e-3)
+    def half_width(mean: np.ndarray, rest: float) -> float:
+        return 2.262157 * ((mean.var(ddof=1) - rest) / 10)**0.5         # t of 9 degrees of freedom
+
+    mean, mean_other = d.mean(axis=0), other.mean(axis=0)
+    assert two_way(d, np.ones(10)).high == pytest.approx(half_width(mean, rest_of(d)), rel=1e-3)
+    difference = half_width(mean - mean_other, rest_of(d) + rest_of(other))
+    assert two_way(d, np.ones(10), other).high == pytest.approx(difference, rel=1e-3)
 
 
 def test_quantiles_of_student_are_those_of_tables() -> None:

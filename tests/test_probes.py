@@ -9,7 +9,7 @@ from conftest import lively, measured, tokens
 
 from data.tokenizer import ByteTokenizer
 from evaluation import protocols, windows
-from evaluation.protocols import EVERY, Evaluation, Settings
+from evaluation.protocols import PROTOCOLS, Evaluation, Settings
 from evaluation.windows import open_text
 
 BYTES = ByteTokenizer()
@@ -59,7 +59,7 @@ def test_losses_at_are_those_of_the_tokens_named(tiny) -> None:
 def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path) -> None:
     """What is repeated has the text's tokens in another order, so that the first copy alone can help."""
     found = evaluation(lively(tiny()), tiny(), corpus_dir, ["copy"])
-    taken = EVERY["copy"].stretches(found)
+    taken = PROTOCOLS["copy"].stretches(found)
     assert len(taken) == len(found.ends)
     for stretch, (d, _) in zip(taken, found.ends, strict=True):
         text = bytes(found.text.documents[d][1:].astype(np.uint8))

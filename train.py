@@ -66,7 +66,7 @@ def training_loop(run: TrainingRun) -> None:
     model, optimizer, scaler = run.parallel_model, run.optimizer, run.scaler
     in_dtype = autocast(t, process.device)
     model.train()
-    for step in range(run.state.step, t.steps):                         # step counts the updates made
+    for step in range(run.state.step, t.steps):                         # steps so far, skipped ones too
         set_learning_rate(optimizer, learning_rate(step, t))
         # the batch and the seed of dropout depend on the step alone: a resumed run draws the same
         batch = run.corpus.batch(t, step, process.rank, process.world_size).to(process.device)
@@ -81,7 +81,7 @@ def training_loop(run: TrainingRun) -> None:
             with in_dtype:                                              # matrix products in train.dtype
                 loss_sum = model(part.inputs, part.targets, part.positions, documents=part.documents,
                                  reduction="sum")
-            loss = loss_sum / batch.n_scored                            # the share of this part in the mean
+            loss = loss_sum / batch.loss_divisor                        # the share of this part in the mean
             scaler.scale(loss).backward()           # larger in float16, so that small gradients are not 0
             losses.append(loss.detach())
         # all gradients are there: undo the scale, clip them by their norm (grad_clip 0: only measure it)
@@ -123,7 +123,7 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
     """
     t, device = config.train, process.device
     model.eval()
-    # at most a training micro-batch, and small enough that its logits do not fill a GPU
+    # the same for any number of processes; a micro-batch of one process, unless its logits would fill a GPU
     batch_size = min(t.batch_size // t.accumulate, max(1, VAL_TOKENS // t.seq_len))
     batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64)            # nats, tokens, bytes
@@ -133,10 +133,10 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
         batch = batches[min(number, len(batches) - 1)].to(device)
         with autocast(t, device):
             loss = model(batch.inputs, batch.targets, documents=batch.documents)
-        if number < len(batches) and batch.n_scored:
+        if number < len(batches) and batch.loss_divisor:
             scored = batch.targets[batch.targets != IGNORED]
-            sums[number, 0] = loss.item() * batch.n_scored
-            sums[number, 1] = batch.n_scored
+            sums[number, 0] = loss.item() * batch.loss_divisor
+            sums[number, 1] = batch.loss_divisor
             sums[number, 2] = n_bytes_of[scored].sum()
     model.train()
     nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
@@ -241,7 +241,7 @@ def dry_run(config: Config) -> int:
     config, corpus = open_corpus(config)
     with torch.device("meta"):                          # shapes without memory
         model = GPT(config)
-    is_finished(Path(config.run.dir), config, corpus)
+    is_finished(Path(config.run.dir), config, corpus)   # raises UserError if the folder has another run
     print(textwrap.indent(describe(config, corpus, model, str(pick_device(config.train.device))), "# "))
     print(to_toml(config), end="")
     return 0

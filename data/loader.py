@@ -32,19 +32,19 @@ MIX = 1000      # windows in which each corpus of a mixture has its share exactl
 class Batch:
     """Windows of a corpus, as the model takes them.
 
-    `n_scored` is the number of targets in the whole step that are scored, divided by the number of processes.
-    The losses of a step's targets over n_scored, added over its parts and averaged over processes, are the
-    mean loss of the step.
+    `loss_divisor` is the number of scored targets of the whole step over the number of processes; in a batch
+    for validation, of its own targets. The losses of a step's targets over loss_divisor, added over its parts
+    and averaged over processes, are the mean loss of the step.
     """
 
     inputs: Tensor                          # (B, T)
     targets: Tensor                         # (B, T); IGNORED where the corpus' mask leaves one out
-    n_scored: float
+    loss_divisor: float
     positions: Tensor | None = None         # (B, T); None: 0 ... T - 1
     documents: Tensor | None = None         # (B, T), a number each; None: attention crosses them
 
     def split(self, n: int) -> Iterator[Batch]:
-        """The batch in n parts of equal size, each with the n_scored of the whole."""
+        """The batch in n parts of equal size, each with the loss_divisor of the whole."""
         size = len(self.inputs) // n
         for first in range(0, len(self.inputs), size):
             rows: dict[str, Any] = {}

@@ -22,8 +22,9 @@ from runtime import parallel
 from runtime.device import pick_dtype
 
 STACK = 2**24           # most elements that are orthogonalised at a time, unless one matrix has more
-# coefficients of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
-COEFFICIENTS, N_ITERATIONS = (3.4445, -4.7750, 2.0315), 5
+# of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+N_ITERATIONS = 5
 
 
 class Muon(Optimizer):
@@ -63,7 +64,8 @@ class Muon(Optimizer):
         found_inf = torch.zeros((), device=weights[0].device) if self.found_inf is None else self.found_inf
         is_skipped = found_inf > 0
 
-        # a skipped step averages the average with itself: it stays as it is
+        # If the step is skipped, the average replaces the gradient, which may be NaN: a lerp between equal
+        # numbers changes nothing.
         average = torch.stack(averages)                                 # (N, rows, columns)
         grad = torch.where(is_skipped, average, torch.stack(grads))
         average = average.lerp(grad, 1 - group["momentum"])
@@ -91,7 +93,8 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(dtype if dtype == torch.bfloat16 else torch.float32)       # float16 would lose small values
     for _ in range(N_ITERATIONS):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)       # b G + c G G
+        x = torch.baddbmm(x, polynomial, x, beta=a)                         # a x + (b G + c G G) x
     return x.mT if is_tall else x
 
 
@@ -125,19 +128,29 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     state. PyTorch's optimizers with fused=True do so; Muon above shows how, without waiting for a GPU.
     """
     t = config.train
-    own = {p for name, p in model.named_parameters() if name.startswith(("encoding.", "temperature."))}
-    hidden = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear) and t.optimizer == "muon"}
-    matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)} - hidden - own
-    rest = set(model.parameters()) - hidden - matrices - own
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if p in members], "weight_decay": decay, "lr_scale": scale}
-        for members, decay, scale in ((hidden, t.weight_decay, 1.0), (matrices, t.weight_decay, 1.0),
-                                      (rest, 0.0, 1.0), (own, 0.0, config.position.lr_scale))]
-    adamw = AdamW(groups[1:], lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
-    if not hidden:
+    of_position = {p for name, p in model.named_parameters()
+                   if name.startswith(("encoding.", "temperature."))}
+    of_muon: set[Any] = set()
+    if t.optimizer == "muon":
+        of_muon = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)}
+    matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
+    matrices -= of_muon | of_position
+    rest = set(model.parameters()) - of_muon - matrices - of_position
+
+    def group(members: set[Any], weight_decay: float, lr_scale: float = 1.0) -> dict[str, Any]:
+        """A group of an optimizer, its parameters in the order of the model."""
+        in_order = [p for p in model.parameters() if p in members]
+        return {"params": in_order, "weight_decay": weight_decay, "lr_scale": lr_scale}
+
+    adamw = AdamW([group(matrices, t.weight_decay), group(rest, 0.0),
+                   group(of_position, 0.0, config.position.lr_scale)],
+                  lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+    if t.optimizer == "adamw":
         return adamw
-    dtype = pick_dtype(t.dtype, next(iter(hidden)).device)
-    return CombinedOptimizer(Muon(groups[:1], {"lr": t.lr, "momentum": t.beta1, "dtype": dtype}), adamw)
+    assert t.optimizer == "muon", "a new optimizer needs a branch here"
+    dtype = pick_dtype(t.dtype, model.embedding.weight.device)
+    muon = Muon([group(of_muon, t.weight_decay)], {"lr": t.lr, "momentum": t.beta1, "dtype": dtype})
+    return CombinedOptimizer(muon, adamw)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

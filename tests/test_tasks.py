@@ -221,7 +221,7 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_answers(accumulate: int, world
     for rank in range(world_size):
         batch = corpus.batch(config.train, 0, rank, world_size)
         for part in batch.split(accumulate):
-            loss = model(part.inputs, part.targets, reduction="sum") / batch.n_scored
+            loss = model(part.inputs, part.targets, reduction="sum") / batch.loss_divisor
             loss = loss / world_size                                    # as DDP averages over processes
             loss.backward()
             losses.append(loss.item())

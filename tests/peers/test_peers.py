@@ -85,7 +85,7 @@ def test_xpos(library: str) -> None:
     same(logits(encoding_of("xpos", "position.layout=interleaved"), q, k), (peer[0] @ peer[1].mT / 4).tril())
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.25, 0.3, 0.5, 0.75, 0.9, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.25, 0.3, 0.5, 0.75, 0.9, 0.99])
 @pytest.mark.parametrize("dim", [16, 20, 64])
 def test_the_frequencies_of_p_rope(p: float, dim: int) -> None:
     peer, factor = rope_init("proportional", dim, 10_000.0, 2048, partial_rotary_factor=p)

@@ -76,8 +76,10 @@ class Muon(Optimizer):
         rate = torch.where(is_skipped, 0.0, -group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape)))
         whole = parallel.unshard_stack(update, matrices[0])             # U and V^T are of whole matrices
         steps = orthogonal(whole, group["dtype"]).to(update.dtype) * rate
+        pairs = zip(steps, matrices, strict=True)
+        shards = [parallel.local(parallel.shard_like(step, p)) for step, p in pairs]
         torch._foreach_mul_(weights, decay)
-        torch._foreach_add_(weights, parallel.shard_stack(steps, matrices[0]).unbind())
+        torch._foreach_add_(weights, shards)
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:

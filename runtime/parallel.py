@@ -148,11 +148,3 @@ def unshard_stack(shards: Tensor, parameter: Any) -> Tensor:
                                shape=torch.Size((len(shards), *parameter.shape)),
                                stride=(parameter.numel(), parameter.shape[1], 1))
     return whole.full_tensor()
-
-
-def shard_stack(matrices: Tensor, parameter: Any) -> Tensor:
-    """The rows of whole matrices (N, rows, columns) that this process holds of the parameter."""
-    if not hasattr(parameter, "full_tensor"):
-        return matrices
-    from torch.distributed.tensor import Shard, distribute_tensor
-    return distribute_tensor(matrices, parameter.device_mesh, [Shard(1)], src_data_rank=None).to_local()

@@ -1,15 +1,19 @@
-"""Reading a prepared corpus: checks, memory-mapped tokens, document bounds, batches as pure functions.
+"""From a prepared corpus to batches, each a pure function of the step.
 
 A corpus is a folder with, for each split (train, val), SPLIT.bin (token ids, uint16 or uint32) and
 SPLIT.idx.npy (uint64 offsets, document d is tokens[offsets[d]:offsets[d + 1]]), and meta.json, written last.
 Each document opens with the separator, from which its first token is predicted, so every byte of text is a
 target. A corpus may have a mask of targets, SPLIT.mask.bin, a byte for each token: 1 if it is scored, else 0.
+
+The documents of a split stand in one row. Windows of T = train.seq_len tokens, and the next one as the last
+target, are cut from it side by side. So a window may hold several documents, unless windows keep inside them.
+An epoch reads each window once, in random order. Legend: B batch, T time.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,28 +44,30 @@ class Batch:
     inputs: Tensor                          # (B, T)
     targets: Tensor                         # (B, T); IGNORED where the corpus' mask leaves one out
     loss_divisor: float
-    positions: Tensor | None = None         # (B, T); None: 0 ... T - 1
+    positions: Tensor | None = None         # (B, T); None: the model counts, data.positions says from where
     documents: Tensor | None = None         # (B, T), a number each; None: attention crosses them
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with each of its tensors changed."""
+        changed: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                changed[name] = change(value)
+        return replace(self, **changed)
 
     def split(self, n: int) -> Iterator[Batch]:
         """The batch in n parts of equal size, each with the loss_divisor of the whole."""
         size = len(self.inputs) // n
         for first in range(0, len(self.inputs), size):
-            rows: dict[str, Any] = {}
-            for name, x in vars(self).items():
-                if isinstance(x, Tensor):
-                    rows[name] = x[first:first + size]
-            yield replace(self, **rows)
+            rows = slice(first, first + size)
+            yield self.apply(lambda x, rows=rows: x[rows])              # type: ignore[misc]
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        moved: dict[str, Any] = {}
-        for name, x in vars(self).items():
-            if isinstance(x, Tensor):
-                if device.type not in ("cpu", "mps"):
-                    x = x.pin_memory()                  # from there a GPU copies while the CPU goes on
-                moved[name] = x.to(device, non_blocking=True)
-        return replace(self, **moved)
+        batch = self
+        if device.type not in ("cpu", "mps"):
+            batch = self.apply(Tensor.pin_memory)       # from there a GPU copies while the CPU goes on
+        return batch.apply(lambda x: x.to(device, non_blocking=True))
 
 
 class Corpus:
@@ -74,19 +80,21 @@ class Corpus:
 
     def __init__(self, folder: str | Path, cross_documents: str = "attend", bos: bool = False,
                  splits: Sequence[str] = SPLITS) -> None:
-        self.folder, self.bos = Path(folder), bos
+        self.folder = Path(folder)
         self.meta = read_meta(self.folder / "meta.json")
+        self.vocab_size: int = self.meta["vocab_size"]
+        self.separator: int = self.meta["eot"]
+        self.bos = bos
         self.is_packed = cross_documents == "mask"
         self.stays_inside = cross_documents == "never" or "task" in self.meta
-        self.vocab_size: int = self.meta["vocab_size"]
         self.tokens: dict[str, np.ndarray] = {}                         # ids (n_tokens,), memory-mapped
         self.offsets: dict[str, np.ndarray] = {}                        # (n_documents + 1,) int64
         self.masks: dict[str, np.ndarray | None] = {}                   # (n_tokens,) or None: all are scored
         for split in splits:
             self._open(split)
-        # what is slow to compute is kept: windows inside documents, and the newest epoch, by their arguments
+        # what is slow to compute is kept, by its arguments: windows inside documents, and the newest epoch
         self.inside: dict[tuple[str, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self.newest_epoch: tuple[tuple[int, ...], np.ndarray] = ((), np.array([]))
+        self.newest_epoch: dict[tuple[int, ...], np.ndarray] = {}
 
     def _open(self, split: str) -> None:
         """Open the files of a split, after checking their sizes and the documents' bounds."""
@@ -111,6 +119,131 @@ class Corpus:
         self.tokens[split] = np.memmap(self.folder / f"{split}.bin", dtype, "r")
         self.masks[split] = np.memmap(self.folder / f"{split}.mask.bin", bool, "r") if has_mask else None
 
+    # -------------------------------------------------------------------------------------------------------
+    # Training: step -> windows -> where each begins -> batch
+
+    def batch(self, t: TrainConfig, step: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """What one of world_size processes trains on in a step, from the arguments alone."""
+        # each process reads the batch of the whole step: the mean loss is over all its scored targets
+        whole = self.stack("train", t.seq_len, self.window_starts(t, step))
+        if t.positions != "plain":
+            whole = replace(whole, positions=training_positions(t, step))
+        # the processes take windows in turn: together they have the same batch, however many they are
+        part = whole.apply(lambda x: x[rank::world_size])
+        return replace(part, loss_divisor=whole.loss_divisor / world_size)
+
+    def window_starts(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
+        """Corpus and first token of each window of a step, for all processes."""
+        first = step * t.batch_size                     # windows are numbered through all steps
+        starts: list[tuple[Corpus, int]] = []
+        for number in range(first, first + t.batch_size):
+            starts.append((self, self.window_start(number, t.seq_len, t.seed)))
+        return starts
+
+    def window_start(self, number: int, seq_len: int, seed: int, stream: int = 0) -> int:
+        """First token of a window, numbered through all epochs; each stream has other orders."""
+        epoch, place = divmod(number, self.n_windows("train", seq_len))
+        key = (seq_len, seed, epoch, stream)
+        if key not in self.newest_epoch:
+            self.newest_epoch = {key: self.epoch_starts(*key)}          # no step needs an older one
+        return int(self.newest_epoch[key][place])
+
+    def epoch_starts(self, seq_len: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+        """First tokens of an epoch's windows, (n_windows,), in the order in which they are read.
+
+        The windows leave some tokens over. Each epoch shifts them by a random offset within this room, one
+        for the corpus or one for each document, so that a token has a different position in each epoch.
+        """
+        rng = np.random.default_rng([seed, epoch, stream])
+        if self.stays_inside:
+            starts, document, n_spare = self.windows_inside("train", seq_len)
+            offsets = rng.integers(n_spare + 1)                         # (n_documents,)
+            return rng.permutation(starts + offsets[document])
+        n_windows = self.n_windows("train", seq_len)
+        n_offsets = len(self.tokens["train"]) - n_windows * seq_len
+        offset = int(rng.integers(n_offsets))
+        return offset + rng.permutation(n_windows) * seq_len
+
+    def stack(self, split: str, seq_len: int, starts: Sequence[tuple[Corpus, int]]) -> Batch:
+        """The batch of windows that begin there, with loss_divisor the number of its scored targets."""
+        # one token more than inputs: the target of the last one
+        rows = [corpus.read(split, start, start + seq_len + 1) for corpus, start in starts]
+        ids = torch.from_numpy(np.stack(rows).astype(np.int64))         # (B, T + 1)
+        inputs = ids[:, :-1].clone()
+        targets = ids[:, 1:].clone()
+        # targets that the mask of a corpus leaves out, such as the questions of a task
+        for row, (corpus, start) in enumerate(starts):
+            mask = corpus.masks[split]
+            if mask is not None:
+                is_left_out = torch.from_numpy(~mask[start + 1:start + seq_len + 1])
+                targets[row][is_left_out] = IGNORED
+        if self.bos:
+            inputs[:, 0] = self.separator
+        # a separator opens a document: number them, so that attention and positions can begin anew in each
+        documents = None
+        if self.is_packed:
+            is_first = inputs == self.separator
+            documents = is_first.cumsum(dim=-1)
+        return Batch(inputs, targets, int((targets != IGNORED).sum()), documents=documents)
+
+    # -------------------------------------------------------------------------------------------------------
+    # Windows
+
+    def n_windows(self, split: str, seq_len: int) -> int:
+        """Number of windows of seq_len inputs and targets; in train, an epoch. Raises UserError if none."""
+        n_tokens = len(self.tokens[split])
+        if self.stays_inside:
+            n_windows = len(self.windows_inside(split, seq_len)[0])
+        else:
+            n_windows = (n_tokens - 1) // seq_len
+        if n_windows < 1:
+            inside = " inside its documents" if self.stays_inside else ""
+            raise UserError(f"corpus {self.folder}: {split} has {n_tokens} tokens, too few{inside} for one "
+                            f"window of train.seq_len = {seq_len} and a target; shorten it or add text")
+        if split == "train" and not self.stays_inside:
+            return max(1, n_windows - 1)                # room for a random offset in each epoch
+        return n_windows
+
+    def windows_inside(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Windows inside documents: their first tokens, their documents; and each document's spare tokens."""
+        key = (split, seq_len)
+        if key not in self.inside:
+            offsets = self.offsets[split]
+            n_windows, n_spare = np.divmod(np.diff(offsets) - 1, seq_len)               # of each document
+            document = np.repeat(np.arange(len(n_windows)), n_windows)                  # of each window
+            n_before = np.cumsum(n_windows) - n_windows         # windows of earlier documents
+            place = np.arange(len(document)) - n_before[document]                       # in its document
+            self.inside[key] = (offsets[document] + place * seq_len, document, n_spare)
+        return self.inside[key]
+
+    def require_windows(self, seq_len: int, splits: Sequence[str] = SPLITS) -> None:
+        """Raise UserError unless each split has a window; those of a task are its documents."""
+        task = self.meta.get("task")
+        if task and task["length"] != seq_len:
+            raise UserError(f"corpus {self.folder}: its documents are windows of {task['length']} tokens, "
+                            f"but train.seq_len is {seq_len}; set that one, or prepare the corpus again "
+                            f"with --length {seq_len}")
+        for split in splits:
+            self.n_windows(split, seq_len)
+
+    def val_batches(self, seq_len: int, batch_size: int, n_windows: int) -> list[Batch]:
+        """Batches of n_windows validation windows (0: all), evenly spaced and always the same."""
+        n_available = self.n_windows("val", seq_len)
+        if self.stays_inside:
+            starts, _, _ = self.windows_inside("val", seq_len)
+        else:
+            starts = np.arange(n_available) * seq_len
+        n = min(n_windows or n_available, n_available)
+        chosen = starts[np.arange(n) * n_available // n].tolist()
+        batches = []
+        for first in range(0, n, batch_size):
+            of_batch = [(self, start) for start in chosen[first:first + batch_size]]
+            batches.append(self.stack("val", seq_len, of_batch))
+        return batches
+
+    # -------------------------------------------------------------------------------------------------------
+    # Tokens
+
     def read(self, split: str, start: int, end: int | None = None) -> np.ndarray:
         """The ids of a split from start to end, after checking that they are in the vocabulary."""
         ids = self.tokens[split][start:end]
@@ -125,129 +258,6 @@ class Corpus:
         tokens = self.read(split, 0)
         return [tokens[start:end] for start, end in itertools.pairwise(self.offsets[split])]
 
-    def windows(self, split: str, seq_len: int) -> int:
-        """Number of windows of seq_len inputs and targets; in train, an epoch. Raises UserError if none."""
-        n_tokens = len(self.tokens[split])
-        if self.stays_inside:
-            n_windows = len(self.starts_inside(split, seq_len)[0])
-        else:
-            n_windows = (n_tokens - 1) // seq_len
-        if n_windows < 1:
-            inside = " inside its documents" if self.stays_inside else ""
-            raise UserError(f"corpus {self.folder}: {split} has {n_tokens} tokens, too few{inside} for one "
-                            f"window of train.seq_len = {seq_len} and a target; shorten it or add text")
-        if split == "train" and not self.stays_inside:
-            return max(1, n_windows - 1)                # room for a random offset in each epoch
-        return n_windows
-
-    def starts_inside(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Windows inside documents: their first tokens, their documents; and each document's spare tokens."""
-        key = (split, seq_len)
-        if key not in self.inside:
-            offsets = self.offsets[split]
-            n_windows, n_spare = np.divmod(np.diff(offsets) - 1, seq_len)
-            document = np.repeat(np.arange(len(n_windows)), n_windows)
-            n_before = np.cumsum(n_windows) - n_windows                 # windows of earlier documents
-            within = np.arange(len(document)) - n_before[document]
-            self.inside[key] = (offsets[document] + within * seq_len, document, n_spare)
-        return self.inside[key]
-
-    def require_windows(self, seq_len: int, splits: Sequence[str] = SPLITS) -> None:
-        """Raise UserError unless each split has a window; those of a task are its documents."""
-        task = self.meta.get("task")
-        if task and task["length"] != seq_len:
-            raise UserError(f"corpus {self.folder}: its documents are windows of {task['length']} tokens, "
-                            f"but train.seq_len is {seq_len}; set that one, or prepare the corpus again "
-                            f"with --length {seq_len}")
-        for split in splits:
-            self.windows(split, seq_len)
-
-    def start(self, seq_len: int, index: int, seed: int, stream: int = 0) -> int:
-        """First token of window number `index`, counted over all epochs; each stream has other orders.
-
-        An epoch is a permutation of the windows. Each draws new offsets, one for the corpus or one per
-        document, so that a token has a different position in each epoch.
-        """
-        n_windows = self.windows("train", seq_len)
-        epoch, number = divmod(index, n_windows)
-        key = (seq_len, seed, epoch, stream)
-        if self.newest_epoch[0] != key:                 # training goes forward: an older one is not needed
-            rng = np.random.default_rng([seed, epoch, stream])
-            if self.stays_inside:
-                starts, document, n_spare = self.starts_inside("train", seq_len)
-                offsets = rng.integers(n_spare + 1)     # of each document
-                order = rng.permutation(starts + offsets[document])
-            else:
-                n_offsets = len(self.tokens["train"]) - n_windows * seq_len
-                offset = int(rng.integers(n_offsets))
-                order = offset + rng.permutation(n_windows) * seq_len
-            self.newest_epoch = (key, order)
-        return int(self.newest_epoch[1][number])
-
-    def places(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
-        """Corpus and first token of each window of a step, for all processes."""
-        first = step * t.batch_size
-        places: list[tuple[Corpus, int]] = []
-        for index in range(first, first + t.batch_size):
-            places.append((self, self.start(t.seq_len, index, t.seed)))
-        return places
-
-    def batch(self, t: TrainConfig, step: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """What one of world_size processes trains on in a step, from the arguments alone."""
-        places = self.places(t, step)
-        positions = training_positions(t, step)
-        # count the targets of the whole step: its mean loss is over all of them
-        n_scored = 0
-        for corpus, start in places:
-            mask = corpus.masks["train"]
-            if mask is None:
-                n_scored += t.seq_len
-            else:
-                n_scored += int(mask[start + 1:start + t.seq_len + 1].sum())
-        # the processes take windows in turn: together they have the same batch, however many they are
-        turn = slice(rank, None, world_size)
-        inputs, targets, documents = self.stack("train", t.seq_len, places[turn])
-        if positions is not None:
-            positions = positions[turn]
-        return Batch(inputs, targets, n_scored / world_size, positions, documents)
-
-    def val_batches(self, seq_len: int, batch_size: int, n_windows: int) -> list[Batch]:
-        """Batches of n_windows validation windows (0: all), evenly spaced and always the same."""
-        available = self.windows("val", seq_len)
-        count = min(n_windows or available, available)
-        if self.stays_inside:
-            starts, _, _ = self.starts_inside("val", seq_len)
-        else:
-            starts = np.arange(available) * seq_len
-        chosen = np.arange(count) * available // count
-        places: list[tuple[Corpus, int]] = [(self, int(start)) for start in starts[chosen]]
-        batches = []
-        for first in range(0, count, batch_size):
-            inputs, targets, documents = self.stack("val", seq_len, places[first:first + batch_size])
-            n_scored = int((targets != IGNORED).sum())
-            batches.append(Batch(inputs, targets, n_scored, documents=documents))
-        return batches
-
-    def stack(self, split: str, seq_len: int,
-              places: Sequence[tuple[Corpus, int]]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Inputs, targets and document numbers (B, T) of windows; see Batch."""
-        rows = [corpus.read(split, start, start + seq_len + 1) for corpus, start in places]
-        ids = torch.from_numpy(np.stack(rows).astype(np.int64))         # (B, T + 1)
-        inputs = ids[:, :-1].clone()
-        targets = ids[:, 1:].clone()
-        for row, (corpus, start) in enumerate(places):
-            mask = corpus.masks[split]
-            if mask is not None:
-                is_left_out = torch.from_numpy(~mask[start + 1:start + seq_len + 1])
-                targets[row][is_left_out] = IGNORED
-        if self.bos:
-            inputs[:, 0] = self.meta["eot"]
-        documents = None
-        if self.is_packed:
-            is_first = inputs == self.meta["eot"]       # a separator opens a document
-            documents = is_first.cumsum(dim=-1)
-        return inputs, targets, documents
-
     def n_epochs(self, t: TrainConfig) -> float:
         """How often training reads each token."""
         return t.steps * t.batch_size * t.seq_len / len(self.tokens["train"])
@@ -257,39 +267,38 @@ class Mixture(Corpus):
     """A corpus, and others that have the given shares of its training windows; validation is on it alone.
 
     Shares are rounded to a multiple of 1 / MIX. The first `only` steps read the others alone, in proportion
-    to their shares, and count their windows by themselves.
+    to their shares, and number their windows by themselves.
     """
 
     def __init__(self, folder: str | Path, shares: Mapping[str, float], cross_documents: str = "attend",
                  bos: bool = False, only: int = 0) -> None:
         super().__init__(folder, cross_documents, bos)
-        shares = dict(sorted(shares.items()))           # the order in a config makes no difference
-        self.others = [Corpus(name, cross_documents) for name in shares]
+        names = sorted(shares)                          # the order in a config makes no difference
+        self.others = [Corpus(name, cross_documents) for name in names]
         self.only = only
-        counts = [round(share * MIX) for share in shares.values()]
-        total = sum(counts)
-        self.counts = [MIX - total, *counts]            # windows of each corpus, this one first, in MIX
-        # the same in the first steps: sums are rounded, so that the counts add up to MIX
-        sums = itertools.accumulate(counts, initial=0)
-        parts = [round(MIX * n / max(1, total)) for n in sums]
-        self.first_counts = [0, *np.diff(parts).tolist()]
-        for name, count in zip([str(folder), *shares], self.counts, strict=True):
-            if count < 1 or shares.get(name, 1.0) < 1 / MIX:
-                raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to {name}")
-        for name, other in zip(shares, self.others, strict=True):
-            if any(other.meta[key] != self.meta[key] for key in ("tokenizer", "vocab_size", "eot")):
-                raise UserError(f"data.mixture {name}: its tokenizer is {other.meta['tokenizer']['name']}, "
+        for name, corpus in zip(names, self.others, strict=True):
+            if corpus.meta["tokenizer"] != self.meta["tokenizer"]:      # its name and checksum
+                raise UserError(f"data.mixture {name}: its tokenizer is {corpus.meta['tokenizer']['name']}, "
                                 f"data.dir {folder} has {self.meta['tokenizer']['name']}, or another of that "
                                 "name; prepare both with one")
-        metas = [other.meta for other in self.others]
-        self.meta = {**self.meta, "mixture": dict(zip(shares, metas, strict=True))}
+        # of MIX windows, how many are of each corpus, this one first
+        of_others = [round(shares[name] * MIX) for name in names]
+        self.counts = [MIX - sum(of_others), *of_others]
+        for name, count in zip([str(folder), *names], self.counts, strict=True):
+            if count < 1:
+                raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to {name}")
+        # the same in the first steps, without this corpus: rounded sums, so that MIX is reached exactly
+        sums = np.cumsum([0, *of_others])
+        self.first_counts = [0, *np.diff(np.round(MIX * sums / sums[-1]).astype(int)).tolist()]
+        metas = [corpus.meta for corpus in self.others]
+        self.meta = {**self.meta, "mixture": dict(zip(names, metas, strict=True))}
 
     def require_windows(self, seq_len: int, splits: Sequence[str] = SPLITS) -> None:
         super().require_windows(seq_len, splits)
-        for other in self.others:
-            other.require_windows(seq_len, ["train"])
+        for corpus in self.others:
+            corpus.require_windows(seq_len, ["train"])
 
-    def places(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
+    def window_starts(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
         """Corpus and first token of each window of a step: each corpus is read epoch by epoch."""
         corpora = [self, *self.others]
         if step < self.only:
@@ -298,40 +307,36 @@ class Mixture(Corpus):
         else:
             phase = 0
             counts = self.counts
-            step -= self.only                           # both phases count their windows from 0
+            step -= self.only                           # both phases number their windows from 0
         first = step * t.batch_size
-        places: list[tuple[Corpus, int]] = []
-        for index in range(first, first + t.batch_size):
-            mix, i = divmod(index, MIX)
-            if i == 0 or not places:                    # another MIX windows: which corpus has which of them
+        starts: list[tuple[Corpus, int]] = []
+        for number in range(first, first + t.batch_size):
+            # windows come in mixes of MIX; in each, a shuffled list says which corpus has which window
+            mix, place = divmod(number, MIX)
+            if place == 0 or not starts:
                 rng = np.random.default_rng([t.seed, mix, MIX + phase])
-                in_order = np.repeat(np.arange(len(corpora)), counts)
-                numbers = rng.permutation(in_order)     # (MIX,)
-            number = int(numbers[i])
-            # windows that this corpus had before: in earlier mixes, and in this one
-            n_before = mix * counts[number]
-            n_before += int((numbers[:i] == number).sum())
-            stream = number + phase * len(corpora)
-            start = corpora[number].start(t.seq_len, n_before, t.seed, stream)
-            places.append((corpora[number], start))
-        return places
+                corpus_of = rng.permutation(np.repeat(np.arange(len(corpora)), counts))         # (MIX,)
+            i = int(corpus_of[place])
+            # the corpus goes on after the windows that it had before: in earlier mixes, and in this one
+            n_before = mix * counts[i] + int((corpus_of[:place] == i).sum())
+            stream = i + phase * len(corpora)
+            starts.append((corpora[i], corpora[i].window_start(n_before, t.seq_len, t.seed, stream)))
+        return starts
 
     def n_epochs(self, t: TrainConfig) -> float:
         """How often training reads each token of the first corpus."""
         return super().n_epochs(t) * self.counts[0] / MIX * (1 - self.only / t.steps)
 
 
-def training_positions(t: TrainConfig, step: int) -> Tensor | None:
-    """Positions (B, T) of the batch of a step, increasing in each row, or None: 0 ... T - 1.
+def training_positions(t: TrainConfig, step: int) -> Tensor:
+    """Positions (B, T) of the batch of a step, increasing in each row, by train.positions.
 
-    See train.positions; T = train.seq_len, M = train.position_range.
+    T = train.seq_len, M = train.position_range.
     pose: 0 ... u - 1, then from u + s on, with u in 1 ... (T + 1) / 2 and s in 0 ... M - T, uniform for each
     row: short sequences see long distances. Zhu et al. 2023, arXiv:2309.10400, section 3.2, with two chunks.
     random: T of the integers 0 ... M - 1, drawn without replacement, for each row; Ruoss et al. 2023,
     arXiv:2305.16843, draw once for a whole batch.
     """
-    if t.positions == "plain":
-        return None
     rng = np.random.default_rng([t.seed, step])
     B, T, M = t.batch_size, t.seq_len, t.position_range
     if t.positions == "pose":

@@ -126,7 +126,7 @@ def draw(corpus: Corpus, seq_len: int, batch_size: int, seed: int, step: int, ra
 def places_of(corpus: Corpus, seq_len: int, batch_size: int, seed: int,
               step: int) -> list[tuple[Corpus, int]]:
     """Corpus and first token of the windows of a training step."""
-    return corpus.places(TrainConfig(seq_len=seq_len, batch_size=batch_size, seed=seed), step)
+    return corpus.window_starts(TrainConfig(seq_len=seq_len, batch_size=batch_size, seed=seed), step)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -76,7 +76,8 @@ def test_an_id_beyond_the_vocabulary_is_refused_when_it_is_read(tmp_path: Path, 
         ids[100] = 257
         ids.tofile(folder / f"{split}.bin")
     corpus = Corpus(folder)
-    for read in (lambda: draw(corpus, 32, corpus.windows("train", 32), 0, 0), lambda: corpus.documents("val"),
+    n = corpus.n_windows("train", 32)
+    for read in (lambda: draw(corpus, 32, n, 0, 0), lambda: corpus.documents("val"),
                  lambda: corpus.val_batches(32, 4, 0)):
         with pytest.raises(UserError, match="holds id 257, beyond its vocabulary of 257"):
             read()
@@ -125,7 +126,7 @@ def test_bos_replaces_the_first_input_of_a_window_and_no_target(corpus_dir: Path
 
 def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
     corpus = Corpus(corpus_dir)
-    n = corpus.windows("train", 32)
+    n = corpus.n_windows("train", 32)
     seen: list[set[bytes]] = []
     for epoch in range(2):
         stream = draw(corpus, 32, n, 3, epoch)[0]               # a batch the size of an epoch is the epoch
@@ -145,7 +146,7 @@ def test_ranks_share_a_batch_whatever_their_number(corpus_dir: Path) -> None:
 
 def test_validation_windows_are_fixed_spread_and_disjoint(corpus_dir: Path) -> None:
     corpus = Corpus(corpus_dir)
-    n = corpus.windows("val", 32)
+    n = corpus.n_windows("val", 32)
     everything = torch.cat([b.inputs for b in corpus.val_batches(32, 5, 0)])
     assert everything.shape == (n, 32)
     assert torch.equal(everything.flatten(), torch.from_numpy(corpus.tokens["val"][:n * 32].astype(np.int64)))

@@ -101,7 +101,7 @@ def test_windows_that_never_cross(seq_len: int, other_dir: Path) -> None:
     """Each lies in one document, an epoch has as many as fit in each, apart, at offsets of its own."""
     corpus = Corpus(other_dir, "never")
     offsets = corpus.offsets["train"]
-    n = corpus.windows("train", seq_len)
+    n = corpus.n_windows("train", seq_len)
     assert n == sum((length - 1) // seq_len for length in np.diff(offsets)) > 0
     epochs = []
     for epoch in range(3):
@@ -118,7 +118,7 @@ def test_windows_that_never_cross(seq_len: int, other_dir: Path) -> None:
     x, _ = draw(corpus, seq_len, n, 5, 0)
     assert (x[:, 1:] != EOT).all()
     val = torch.cat([b.inputs for b in corpus.val_batches(seq_len, 2, 0)])
-    assert (val[:, 1:] != EOT).all() and len(val) == corpus.windows("val", seq_len)
+    assert (val[:, 1:] != EOT).all() and len(val) == corpus.n_windows("val", seq_len)
 
 
 def test_a_mixture_has_its_shares_and_walks_through_each_corpus(corpus_dir: Path, other_dir: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_mixture_has_its_shares_and_walks_through_each_corpus(corpus_dir: Path
     assert len({c.folder for c, _ in places[:40]}) == 2                 # scattered
     for c in (corpus, other):
         starts = [start for owner, start in places if owner is c]
-        n = c.windows("train", 32)
+        n = c.n_windows("train", 32)
         for epoch in range(len(starts) // n):
             walk = sorted(starts[epoch * n:(epoch + 1) * n])
             assert len(set(walk)) == n and (np.diff(walk) == 32).all()      # each window once an epoch
@@ -152,7 +152,7 @@ def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: P
     first = [places_of(curriculum, 32, 8, 1, step) for step in range(5)]
     assert {c.folder for places in first for c, _ in places} == {other_dir}
     starts = [start for places in first for _, start in places]
-    n = curriculum.others[0].windows("train", 32)
+    n = curriculum.others[0].n_windows("train", 32)
     assert len(set(starts[:n])) == min(n, len(starts))                  # no window twice in an epoch
     for step in range(3):
         later = [[(c.folder, start) for c, start in places_of(corpus, 32, 8, 1, at)]

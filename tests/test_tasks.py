@@ -151,7 +151,7 @@ def test_a_corpus_has_a_document_a_window_whose_answers_alone_are_targets(name: 
     assert meta["task"] == {"name": name, "length": L}
     corpus = Corpus(tmp_path / name, "never")
     corpus.require_windows(L)
-    assert corpus.windows("train", L) == 60
+    assert corpus.n_windows("train", L) == 60
     for split in SPLITS:
         assert set(np.diff(corpus.offsets[split])) == {L + 1}
     seen = set()

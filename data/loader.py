@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,7 @@ class Batch:
         """The batch in n parts of equal size, each with the loss_divisor of the whole."""
         size = len(self.inputs) // n
         for first in range(0, len(self.inputs), size):
-            rows = slice(first, first + size)
-            yield self.apply(lambda x, rows=rows: x[rows])              # type: ignore[misc]
+            yield self.apply(itemgetter(slice(first, first + size)))
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
@@ -99,25 +99,22 @@ class Corpus:
     def _open(self, split: str) -> None:
         """Open the files of a split, after checking their sizes and the documents' bounds."""
         about = self.meta["splits"][split]
-        dtype = np.dtype(self.meta["dtype"])
-        has_mask = f"{split}.mask.bin" in about["sha256"]
-        item_sizes = {f"{split}.bin": dtype.itemsize}
-        if has_mask:
-            item_sizes[f"{split}.mask.bin"] = 1
+        mask = None
         try:
-            for name, item_size in item_sizes.items():
-                n_bytes = (self.folder / name).stat().st_size
-                expected = about["tokens"] * item_size
-                if n_bytes != expected:
-                    raise ValueError(f"{name} has {n_bytes:,} bytes, not {expected:,}")
+            tokens = np.memmap(self.folder / f"{split}.bin", self.meta["dtype"], "r")
+            if f"{split}.mask.bin" in about["sha256"]:
+                mask = np.memmap(self.folder / f"{split}.mask.bin", bool, "r")
+            for array in (tokens, mask):
+                if array is not None and len(array) != about["tokens"]:
+                    raise ValueError(f"{array.filename} has {len(array):,} tokens, not {about['tokens']:,}")
             offsets = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False).astype(np.int64)
             if len(offsets) != about["documents"] + 1 or offsets[-1] != about["tokens"]:
                 raise ValueError(f"{split}.idx.npy does not fit {about['documents']:,} documents")
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"corpus {self.folder}: {error}; prepare it again (data/prepare.py)") from error
+        self.tokens[split] = tokens
+        self.masks[split] = mask
         self.offsets[split] = offsets
-        self.tokens[split] = np.memmap(self.folder / f"{split}.bin", dtype, "r")
-        self.masks[split] = np.memmap(self.folder / f"{split}.mask.bin", bool, "r") if has_mask else None
 
     # -------------------------------------------------------------------------------------------------------
     # Training: step -> windows -> where each begins -> batch

@@ -30,8 +30,9 @@ import os
 import shutil
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,11 +49,10 @@ from tqdm import tqdm
 from base.command import argument_parser, positive, run_command
 from base.errors import UserError
 from base.files import flush, sha256_of, write_whole
-from data import sources
 from data import tokenizer as tokenizers
-from data.loader import SPLITS, read_meta
+from data.loader import FORMAT_VERSION, SPLITS, read_meta
 from data.sdists import PASSAGE, count_shared
-from data.sources import Document, Options, Part
+from data.sources import KINDS, SUFFIXES, Document, Reader, SourceOptions, documents, open_source
 from data.tasks import TASKS, TaskDocument
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, pieces
 from hf.pretrained import is_pretrained, read_config
@@ -60,26 +60,27 @@ from hf.tokenizer import read_tokenizer
 
 LEARN_BYTES = 2**27             # most text that bpe:N learns from
 LEARN_PIECE = 2**14             # bytes that are learned from at a time
-TOGETHER = 256                  # documents that are encoded on all cores, then written
-DEFAULTS = Options()
+DOCUMENTS_AT_ONCE = 256         # encoded on all cores, then written
+DEFAULTS = SourceOptions()
 CORPUS_FILES = {"meta.json", TOKENIZER_FILE,
                 *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy", "mask.bin"))}
 
 
 def find_tokenizer(name: str) -> Tokenizer | None:
     """The tokenizer of a name, or of a corpus, run or model folder; None if it must be learned."""
+    folder = Path(name)
     for file in ("meta.json", "corpus.json"):
-        if (Path(name) / file).is_file():
-            return tokenizers.tokenizer_of(read_meta(Path(name) / file), Path(name))
+        if (folder / file).is_file():
+            return tokenizers.tokenizer_of(read_meta(folder / file), folder)
     if is_pretrained(name):
-        return read_tokenizer(Path(name), read_config(Path(name))[1])
+        return read_tokenizer(folder, read_config(folder)[1])
     return None if tokenizers.size_of(name) else tokenizers.load_tokenizer(name)
 
 
-def learn_from(documents: Iterable[Document]) -> Iterator[bytes]:
+def learn_from(texts: Iterable[Document]) -> Iterator[bytes]:
     """Text to learn a vocabulary from: the first LEARN_BYTES of the train split."""
     n_bytes = 0
-    for document in documents:
+    for document in texts:
         if document.split == "train" and isinstance(document.text, bytes):
             yield from pieces(document.text, LEARN_PIECE)
             n_bytes += len(document.text)
@@ -87,83 +88,120 @@ def learn_from(documents: Iterable[Document]) -> Iterator[bytes]:
             return
 
 
+def encode(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
+    """The ids of a document, the separator first, and for a task which of them are answers."""
+    if isinstance(document.text, TaskDocument):
+        return document.text.ids.astype(np.uint32), document.text.is_answer
+    separator = np.array([tokenizer.eot], np.uint32)
+    return np.append(separator, tokenizer.encode(document.text or b"")), None
+
+
+def is_odd(text: bytes) -> bool:
+    """Whether a text is not UTF-8, or has NUL bytes, as UTF-16 does."""
+    try:
+        return "\0" in text.decode("utf-8")
+    except UnicodeDecodeError:
+        return True
+
+
+class SplitWriter:
+    """The growing files of a split: ids, starts of documents and, for tasks, a mask of answers."""
+
+    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, has_mask: bool) -> None:
+        self.folder = folder
+        self.split = split
+        self.dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+        self.byte_lengths = tokenizers.byte_lengths(tokenizer)
+        self.ids_file = (folder / f"{split}.bin").open("wb")
+        self.mask_file = (folder / f"{split}.mask.bin").open("wb") if has_mask else None
+        self.starts = array("Q")                        # of documents, in tokens
+        self.n_tokens = 0
+        self.n_bytes = 0
+
+    def append(self, ids: np.ndarray, is_answer: np.ndarray | None) -> int:
+        """Append a document, and return the number of its bytes."""
+        if len(ids) < 2:                                # no separator without a document
+            return 0
+        self.starts.append(self.n_tokens)
+        self.ids_file.write(ids.astype(self.dtype).data)
+        if self.mask_file is not None and is_answer is not None:
+            self.mask_file.write(is_answer.astype("u1").data)
+        n_bytes = int(self.byte_lengths[ids].sum())
+        self.n_tokens += len(ids)
+        self.n_bytes += n_bytes
+        return n_bytes
+
+    def finish(self) -> dict[str, Any]:
+        """Close the files, write the index and return what meta.json says of the split."""
+        index = self.folder / f"{self.split}.idx.npy"
+        np.save(index, np.array([*self.starts, self.n_tokens], "<u8"))
+        paths = [Path(self.ids_file.name), index]
+        self.ids_file.close()
+        if self.mask_file is not None:
+            self.mask_file.close()
+            paths.append(Path(self.mask_file.name))
+        for path in paths:
+            flush(path)
+        return {"tokens": self.n_tokens, "bytes": self.n_bytes, "documents": len(self.starts),
+                "sha256": {path.name: sha256_of(path) for path in paths}}
+
+
 class Writer:
-    """The growing files of a corpus: ids, starts of documents and, for tasks, a mask of answers."""
+    """The growing files of a corpus."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, has_mask: bool) -> None:
-        self.folder, self.tokenizer, self.has_mask = folder, tokenizer, has_mask
-        self.lengths = tokenizers.byte_lengths(tokenizer)
-        self.dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
-        self.files = {name: (folder / name).open("wb") for split in SPLITS
-                      for name in (f"{split}.bin", f"{split}.mask.bin")[:1 + has_mask]}
-        self.starts = {split: array("Q") for split in SPLITS}
-        self.n_bytes = dict.fromkeys(SPLITS, 0)
-        self.n_null, self.has_warned = 0, False
+        self.tokenizer = tokenizer
+        self.splits = {split: SplitWriter(folder, split, tokenizer, has_mask) for split in SPLITS}
+        self.n_null = 0                                 # rows without text
+        self.odd: list[str] = []                        # names of documents that are not UTF-8
 
-    def n_tokens(self, split: str) -> int:
-        return self.files[f"{split}.bin"].tell() // self.dtype.itemsize
+    def write(self, texts: Iterator[Document], limit: int, bar: tqdm) -> None:
+        """Write documents until the train split has `limit` tokens."""
+        with ThreadPoolExecutor() as pool:              # threads: tiktoken releases the interpreter's lock
+            while group := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
+                encoded = pool.map(partial(encode, tokenizer=self.tokenizer), group)
+                for document, (ids, is_answer) in zip(group, encoded, strict=True):
+                    if document.text is None:
+                        self.n_null += 1
+                    elif isinstance(document.text, bytes) and is_odd(document.text):
+                        self.odd.append(document.name)
+                    split = self.splits[document.split]
+                    room = len(ids)
+                    if document.split == "train":
+                        room = limit - split.n_tokens
+                    bar.update(split.append(ids[:room], None if is_answer is None else is_answer[:room]))
+                    if room < len(ids):
+                        return
 
-    def write(self, documents: Iterator[Document], limit: int, pool: Executor, bar: tqdm) -> None:
-        """Append documents, which are encoded on all cores, until the train split has `limit` tokens."""
-        while group := list(itertools.islice(documents, TOGETHER)):
-            for document, (ids, mask) in zip(group, pool.map(self.encode, group), strict=True):
-                split = document.split
-                room = limit - self.n_tokens("train") if split == "train" else len(ids)
-                if min(room, len(ids)) > 1:                 # no separator without a document
-                    self.starts[split].append(self.n_tokens(split))
-                    self.files[f"{split}.bin"].write(ids[:room].astype(self.dtype).data)
-                    if self.has_mask and mask is not None:
-                        self.files[f"{split}.mask.bin"].write(mask[:room].astype("u1").data)
-                    n_bytes = int(self.lengths[ids[:room]].sum())
-                    self.n_bytes[split] += n_bytes
-                    bar.update(n_bytes)
-                self.n_null += document.text is None
-                if room < len(ids):
-                    return
-
-    def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
-        """The ids of a document, the separator first, and which of them are answers."""
-        if isinstance(document.text, TaskDocument):
-            return document.text.ids.astype(np.uint32), document.text.is_answer
-        text = document.text or b""
-        try:
-            is_text = "\0" not in text.decode("utf-8")
-        except UnicodeDecodeError:
-            is_text = False
-        if not is_text and not self.has_warned:
-            self.has_warned = True
-            print(f"warning: {document.name} is not UTF-8, or has NUL bytes; --tokenizer byte keeps all "
-                  "bytes, others replace those outside UTF-8 by U+FFFD", file=sys.stderr, flush=True)
-        return np.append(np.array([self.tokenizer.eot], np.uint32), self.tokenizer.encode(text)), None
-
-    def finish(self, split: str) -> dict[str, Any]:
-        """Write the index of a split and return its meta.json entry."""
-        starts, n_tokens = self.starts[split], self.n_tokens(split)
-        np.save(self.folder / f"{split}.idx.npy", np.array([*starts, n_tokens], "<u8"))
-        names = (f"{split}.bin", f"{split}.idx.npy", f"{split}.mask.bin")[:2 + self.has_mask]
-        for name in names:
-            if name in self.files:
-                self.files[name].close()
-            flush(self.folder / name)
-        return {"tokens": n_tokens, "bytes": self.n_bytes[split], "documents": len(starts),
-                "sha256": {name: sha256_of(self.folder / name) for name in names}}
+    def report(self, name: str) -> None:
+        """Print what was left out or replaced of a source."""
+        if self.n_null:
+            print(f"left out of {name}: {self.n_null:,} rows without text (null)")
+        if self.odd:
+            print(f"warning: {len(self.odd):,} documents with NUL bytes or bytes that are not UTF-8, such as "
+                  f"{self.odd[0]}; --tokenizer byte keeps all bytes, others replace those outside UTF-8 by "
+                  "U+FFFD", file=sys.stderr)
 
 
-def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFAULTS,
+def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions = DEFAULTS,
             replace: bool = False) -> dict[str, Any]:
     """Write a corpus to the folder `out`, complete or not at all, and return its meta.json.
 
     It replaces a corpus of another tokenizer, on which runs may depend, only if `replace`. Raises UserError.
     """
-    out = out.resolve() if out.is_symlink() else out        # such as one to another disk: it stays a link
-    names = {path.name for path in out.iterdir()} if out.is_dir() else {out.name} if out.exists() else set()
+    if out.is_symlink():                                # such as one to another disk: it stays a link
+        out = out.resolve()
+    # only a corpus is replaced
+    names = set()
+    if out.is_dir():
+        names = {path.name for path in out.iterdir()}
+    elif out.exists():
+        names = {out.name}
     if names and (names - CORPUS_FILES or "meta.json" not in names):
         raise UserError(f"--out {out}: would be replaced, but {min(names - CORPUS_FILES or names)} is not "
                         "part of a prepared corpus; give another folder")
-    given = find_tokenizer(tokenizer_name)
-    before = read_meta(out / "meta.json")["tokenizer"] if names and not replace else {}
-    if given:
-        require_same(out, before, given)
+    replaced = read_meta(out / "meta.json")["tokenizer"] if names and not replace else None
+    tokenizer = find_tokenizer(tokenizer_name)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.partial")
     try:
@@ -171,7 +209,7 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
             shutil.rmtree(folder, ignore_errors=True)                   # of a process that was killed
             folder.mkdir()
             try:
-                meta = write_corpus(folder, source, out, given, tokenizer_name, options, before)
+                meta = write_corpus(folder, source, out, tokenizer, tokenizer_name, options, replaced)
                 shutil.rmtree(out, ignore_errors=True)
                 folder.rename(out)
                 return meta
@@ -183,82 +221,80 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: Options = DEFA
         raise UserError(f"{error.filename or folder}: {error.strerror or error}") from error
 
 
-def require_same(out: Path, before: dict[str, str], tokenizer: Tokenizer) -> None:
-    """Raise UserError if the corpus to replace, unless `before` is empty, is by another tokenizer."""
-    if before and before["sha256"] != tokenizer.sha256:
-        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {before['name']}, whose runs "
-                        "could not be resumed; give another folder, or --replace")
+def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | None, tokenizer_name: str,
+                 options: SourceOptions, replaced: dict[str, str] | None) -> dict[str, Any]:
+    """Write a corpus to `folder`; meta.json comes last. Without a tokenizer, one is learned.
 
-
-def write_corpus(folder: Path, source: str, out: Path, given: Tokenizer | None, tokenizer_name: str,
-                 options: Options, before: dict[str, str]) -> dict[str, Any]:
-    """Write a corpus to `folder`; meta.json comes last. Without a given tokenizer, one is learned.
-
-    `before` is that of the corpus to replace, if it must be the same. Raises UserError.
+    `replaced` is the tokenizer of the corpus at `out`, if it must be the same. Raises UserError.
     """
-    task = TASKS.get(source)
-    text_source = sources.open_source(source, out, given, options)
-    file = given.file if given else ""
-    if given is None:
-        print(f"learning {tokenizer_name} from {text_source.name}", flush=True)
-        texts = learn_from(sources.documents(text_source.parts, options.val_share))
+    opened = open_source(source, out.parent / ".downloads", tokenizer, options)
+    # learn the tokenizer, and keep its file in the corpus
+    file = tokenizer.file if tokenizer else ""
+    if tokenizer is None:
+        print(f"learning {tokenizer_name} from {opened.name}", flush=True)
+        texts = learn_from(documents(opened.readers, options.val_share))
         file = tokenizers.learn(texts, tokenizers.size_of(tokenizer_name) or 0)
     if file:
         write_whole(folder / TOKENIZER_FILE, file)
-    tokenizer = given or tokenizers.load_tokenizer(tokenizer_name, folder)
-    require_same(out, before, tokenizer)
-    corpus = Writer(folder, tokenizer, task is not None and task.has_mask)
-    with ThreadPoolExecutor() as pool, tqdm(        # threads: tiktoken releases the interpreter's lock
-            desc="preparing", total=text_source.n_bytes, unit="B", unit_scale=True, disable=None) as bar:
-        for is_val in (False, True):        # of a dataset with a split val, all of it, whatever the limit
-            parts = [part for part in text_source.parts if (part.split == "val") == is_val]
-            corpus.write(sources.documents(parts, options.val_share), options.limit_tokens or sys.maxsize,
-                         pool, bar)
-    if corpus.n_null:
-        print(f"left out of {text_source.name}: {corpus.n_null:,} rows without text (null)", flush=True)
+    if tokenizer is None:
+        tokenizer = tokenizers.load_tokenizer(tokenizer_name, folder)
+    if replaced and replaced["sha256"] != tokenizer.sha256:
+        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {replaced['name']}, whose runs "
+                        "could not be resumed; give another folder, or --replace")
+    # encode and write the documents; what has a split val comes last, all of it, whatever the limit
+    task = TASKS.get(source)
+    writer = Writer(folder, tokenizer, task is not None and task.has_mask)
+    readers = sorted(opened.readers, key=lambda reader: reader.split == "val")
+    n_train = sum(reader.split != "val" for reader in readers)
+    limit = options.limit_tokens or sys.maxsize
+    with tqdm(desc="preparing", total=opened.n_bytes or None, unit="B", unit_scale=True, disable=None) as bar:
+        writer.write(documents(readers[:n_train], options.val_share), limit, bar)
+        writer.write(documents(readers[n_train:], options.val_share), limit, bar)
+    writer.report(opened.name)
     for split in SPLITS:
-        if not corpus.n_tokens(split):
-            raise UserError(f"source {text_source.name}: no text for {split}; add text ({sources.KINDS}), or "
-                            "change --val-share if a hash of each document chooses its split")
+        if not writer.splits[split].n_tokens:
+            raise UserError(f"source {opened.name}: no text for {split}; add text ({KINDS}), or change "
+                            "--val-share if a hash of each document chooses its split")
+    # describe the corpus
+    splits = {split: writer.splits[split].finish() for split in SPLITS}
+    meta: dict[str, Any] = {
+        "format_version": FORMAT_VERSION, "source": opened.name, "revision": opened.revision,
+        "dtype": writer.splits["train"].dtype.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
+        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256}}
     changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
-    splits = {split: corpus.finish(split) for split in SPLITS}
-    meta = {
-        "format_version": 1, "source": text_source.name, "revision": text_source.revision,
-        "dtype": corpus.dtype.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
-        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
-        **({"options": changed} if changed else {}),
-        **({"task": {"name": source, "length": options.length or task.length}}
-           if task and task.has_windows else {}),
-        "splits": splits,
-    }
+    if changed:
+        meta["options"] = changed
+    if task and task.has_windows:
+        meta["task"] = {"name": source, "length": options.length or task.length}
+    meta["splits"] = splits
     if source.startswith("sdists:"):
-        meta["shared_passages"] = shared_passages(corpus, text_source.parts)
+        meta["shared_passages"] = shared_passages(writer, opened.readers)
     write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     return meta
 
 
-def shared_passages(corpus: Writer, parts: Sequence[Part]) -> dict[str, tuple[int, int]]:
-    """For each part of val, its passages that train has too, and all its passages; also printed.
+def shared_passages(writer: Writer, readers: Iterable[Reader]) -> dict[str, tuple[int, int]]:
+    """For each reader of val, its passages that train has too, and all its passages; also printed.
 
-    A passage is PASSAGE consecutive tokens of the corpus. Each part has one document.
+    A passage is PASSAGE consecutive tokens of the corpus. Each reader has one document.
     """
-    documents = {}
-    for split in SPLITS:
-        tokens = np.fromfile(corpus.folder / f"{split}.bin", corpus.dtype)
-        documents[split] = np.split(tokens, np.array(corpus.starts[split][1:], np.int64))
-    names = [part.name for part in parts if part.split == "val"]
-    report = dict(zip(names, count_shared(documents["train"], documents["val"]), strict=True))
+    documents_of = {}
+    for split, files in writer.splits.items():
+        tokens = np.fromfile(files.ids_file.name, files.dtype)
+        documents_of[split] = np.split(tokens, np.array(files.starts[1:], np.int64))
+    names = [reader.name for reader in readers if reader.split == "val"]
+    counts = count_shared(documents_of["train"], documents_of["val"])
     print(f"passages of {PASSAGE} tokens of val that train has too:")
-    for name, (n_shared, n_passages) in report.items():
+    for name, (n_shared, n_passages) in zip(names, counts, strict=True):
         print(f"  {name}: {n_shared:,} of {n_passages:,}")
-    return report
+    return dict(zip(names, counts, strict=True))
 
 
 def default_out(source: str) -> Path:
     """data/ and the source's name without .txt, .zip ...; for "." and "..", the name of that folder."""
     path = source.removeprefix("hf:").removeprefix("sdists:").split(":")[0]
     name = Path(urlsplit(source).path if "://" in source else os.path.abspath(path)).name
-    for suffix in (*sources.SUFFIXES, ".zip", ".csv"):      # not the stem: books-0.5 and books-0.75 differ
+    for suffix in (*SUFFIXES, ".zip", ".csv"):      # not the stem: books-0.5 and books-0.75 differ
         name = name.removesuffix(suffix)
     return Path("data") / name
 
@@ -281,7 +317,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, metavar="L",
                         help="tasks: train.seq_len (default 128, algorithms 64, a quarter of it in symbols)")
     args = parser.parse_args()
-    options = Options(*(getattr(args, name) for name in Options._fields))
+    options = SourceOptions(*(getattr(args, name) for name in SourceOptions._fields))
     out = args.out or default_out(args.source[0])
     meta = prepare(" + ".join(args.source), out, args.tokenizer, options, args.replace)
     for split, about in meta["splits"].items():

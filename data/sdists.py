@@ -25,7 +25,7 @@ from base.files import sha256_of
 from data.loader import SPLITS
 
 KINDS = ("docs", "code")
-AT_ONCE = 4                     # downloads
+N_DOWNLOADS = 4                 # at a time
 TIMEOUT = 60                    # seconds without an answer
 FILE_BYTES = 500_000            # longer files are tables, or generated
 DOCS = re.compile(r"(.*/)?(docs?|documentation)/.*\.(rst|md|txt)", re.IGNORECASE)
@@ -104,10 +104,10 @@ def fetch(project: Project, cache: Path) -> Path:
     except (OSError, LookupError, ValueError, pypi_simple.NoSuchProjectError) as error:
         raise UserError(f"{what}: cannot be downloaded ({type(error).__name__}); check the network and "
                         "PIP_INDEX_URL, then give the same command again: it continues") from error
-    found = sha256_of(partial_path)
-    if found != project.sha256:
+    sha256 = sha256_of(partial_path)
+    if sha256 != project.sha256:
         partial_path.unlink()
-        raise UserError(f"{what}: its sha256 is {found}, not {project.sha256} as in the list; correct the "
+        raise UserError(f"{what}: its sha256 is {sha256}, not {project.sha256} as in the list; correct the "
                         "list, or use another index")
     partial_path.replace(path)
     return path
@@ -178,16 +178,16 @@ def read_texts(path: Path, cache: Path) -> list[Text]:
     """
     projects = read_list(path)
     cache.mkdir(parents=True, exist_ok=True)
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()         # of the files so far
     texts = []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(N_DOWNLOADS) as pool:
         contents = pool.map(partial(read_project, cache=cache), projects)
         for project, files in zip(projects, contents, strict=True):
             kept: dict[str, list[bytes]] = {kind: [] for kind in KINDS}
             for kind, content in files:
                 digest = hashlib.sha256(content).digest()
-                if digest not in seen:
-                    seen.add(digest)
+                if digest not in digests:
+                    digests.add(digest)
                     kept[kind].append(content)
             texts += [Text(project.name, project.split, kind, b"".join(kept[kind])) for kind in KINDS]
     for split in SPLITS:
@@ -225,7 +225,9 @@ def count_shared(train: Sequence[np.ndarray], val: Sequence[np.ndarray]) -> list
 
     A passage is PASSAGE consecutive tokens of a document, without its separator.
     """
-    hashes = [passages(ids[1:]) for ids in val]
-    known = np.concatenate([passages(ids[1:]) for ids in train])
-    shared = np.intersect1d(known, np.concatenate(hashes))
-    return [(int(np.isin(one, shared).sum()), len(one)) for one in hashes]
+    in_train = np.unique(np.concatenate([passages(ids[1:]) for ids in train]))
+    counts = []
+    for ids in val:
+        hashes = passages(ids[1:])
+        counts.append((int(np.isin(hashes, in_train).sum()), len(hashes)))
+    return counts

@@ -31,13 +31,13 @@ SEPARATOR = "<|endoftext|>"
 # GPT-2's pattern for splitting text into words, which merges never cross: Radford et al. 2019. `ByteLevel` of
 # the tokenizers package uses it, too.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-STEPS = ("normalizers", "pretokenizers", "decoders", "processors")     # keys of the parts of a sequence
+STEPS = ("normalizers", "pretokenizers", "decoders", "processors")     # keys of a sequence's components
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 # the character of each byte in byte-level vocabularies: itself if it is printable, else 256 and up
 CHARACTERS = [chr(byte if byte in PRINTABLE else 256 + sum(other not in PRINTABLE for other in range(byte)))
               for byte in range(256)]
 BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
-Part = dict[str, Any]           # a normalizer, pre-tokenizer, decoder or post-processor in tokenizer.json
+Component = dict[str, Any]      # a normalizer, pre-tokenizer, decoder or post-processor in tokenizer.json
 
 
 def pieces(text: bytes, size: int | None = None) -> Iterator[bytes]:
@@ -207,23 +207,30 @@ def open_library(content: dict[str, Any]) -> Library:
     return library
 
 
-def steps(part: Part | None) -> list[Part]:
-    """The steps of a part of tokenizer.json in order, with nested sequences flattened."""
-    if part is None or part["type"] != "Sequence":
-        return [part] if part else []
-    return [step for name in STEPS for one in part.get(name) or () for step in steps(one)]
+def steps(component: Component | None) -> list[Component]:
+    """The steps of a component of tokenizer.json in order, with nested sequences flattened."""
+    if component is None:
+        return []
+    if component["type"] != "Sequence":
+        return [component]
+    flat: list[Component] = []
+    for name in STEPS:
+        for step in component.get(name) or ():
+            flat += steps(step)
+    return flat
 
 
-def without_prefix(part: Part | None) -> Part | None:
+def without_prefix(component: Component | None) -> Component | None:
     """The normalizer or pre-tokenizer without anything that puts a prefix before a text."""
-    if part is None or part["type"] == "Prepend":
+    kept = [step for step in steps(component) if step["type"] != "Prepend"]
+    if not kept:
         return None
-    if part["type"] == "Sequence":
-        return {**part, **{name: [step for one in part[name] if (step := without_prefix(one))]
-                           for name in STEPS if name in part}}
-    if part["type"] == "Metaspace":
-        return {**part, "prepend_scheme": "never"}
-    return {**part, "add_prefix_space": False} if part["type"] == "ByteLevel" else part
+    for i, step in enumerate(kept):
+        if step["type"] == "Metaspace":
+            kept[i] = {**step, "prepend_scheme": "never"}
+        if step["type"] == "ByteLevel":
+            kept[i] = {**step, "add_prefix_space": False}
+    return {"type": "Sequence", "normalizers": kept, "pretokenizers": kept}
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -62,8 +62,8 @@ def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    (words(0, 900), ""), ("naïve café\n".encode("latin-1") * 40, "is not UTF-8"),
-    ("some text\n".encode("utf-16") * 40, "is not UTF-8"), (b"some\0text\n" * 40, "or has NUL bytes")])
+    (words(0, 900), ""), ("naïve café\n".encode("latin-1") * 40, "that are not UTF-8"),
+    ("some text\n".encode("utf-16") * 40, "that are not UTF-8"), (b"some\0text\n" * 40, "with NUL bytes")])
 def test_text_that_is_odd_is_told_in_a_line(text: bytes, expected: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "a.txt").write_bytes(text)
     for tokenizer in ("byte", "bpe:257"):
@@ -75,4 +75,4 @@ def test_text_that_is_odd_is_told_in_a_line(text: bytes, expected: str, tmp_path
         assert told.count("\n") == bool(expected) and expected in told and ("a.txt" in told) == bool(expected)
         ids = Corpus(tmp_path / "out").documents("train")[0][1:]
         assert tokenizer != "byte" or text.startswith(bytes(ids.astype("u1")))      # lossless
-        assert tokenizer == "byte" or "is not" in expected or len(ids) == int(len(text) * 0.9)
+        assert tokenizer == "byte" or "that are" in expected or len(ids) == int(len(text) * 0.9)

@@ -14,8 +14,8 @@ from conftest import call, needs, words
 from base.errors import UserError
 from data import sources
 from data.loader import Corpus
-from data.prepare import Options, default_out, prepare
-from data.sources import articles, open_local, open_source
+from data.prepare import default_out, prepare
+from data.sources import Reader, SourceOptions, articles, open_local, open_source
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -79,7 +79,7 @@ def test_a_row_or_line_is_a_document_and_its_hash_picks_the_split(name: str, tmp
                                                                       capsys) -> None:
     write = write_table if name.endswith(".parquet") else write_json
     whole = write(tmp_path / name, [*TEXTS, None, "", "  "], "body")
-    meta = prepare(str(whole), tmp_path / "out", "byte", Options(text_column="body", val_share=0.2))
+    meta = prepare(str(whole), tmp_path / "out", "byte", SourceOptions(text_column="body", val_share=0.2))
     assert f"left out of {name}: 1 rows without text (null)" in capsys.readouterr().out
     train, val = both(tmp_path / "out")
     in_val = [int(hashlib.sha256(text).hexdigest()[:8], 16) < 0.2 * 2**32 for text in (*RAW.values(), b"  ")]
@@ -87,7 +87,7 @@ def test_a_row_or_line_is_a_document_and_its_hash_picks_the_split(name: str, tmp
     assert train == [text for text, is_val in zip((*RAW.values(), b"  "), in_val, strict=True) if not is_val]
     assert meta["source"] == name and meta["options"] == {"text_column": "body", "val_share": 0.2}
     part = write(tmp_path / "part" / name, TEXTS[:60], "body")
-    prepare(str(part), tmp_path / "half", "byte", Options(text_column="body", val_share=0.2))
+    prepare(str(part), tmp_path / "half", "byte", SourceOptions(text_column="body", val_share=0.2))
     assert set(documents_of(tmp_path / "half", "val")) == set(val) & {RAW[i] for i in range(60)}
 
 
@@ -96,12 +96,12 @@ def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     meta = prepare(f"{hub}:raw", out, "byte")
     assert both(out) == ([RAW[i] for i in range(100)], [RAW[i] for i in range(100, 120)])   # test: validation
     assert (meta["source"], meta["revision"]) == (f"{hub}:raw", None)
-    prepare(f"{hub}:raw:test", out, "byte", Options(val_share=0.2))     # a split that is asked for: by hash
+    prepare(f"{hub}:raw:test", out, "byte", SourceOptions(val_share=0.2))   # a split that is asked for: hash
     train, val = both(out)
     assert sorted([*train, *val]) == sorted(RAW[i] for i in range(100, 120)) and train and val
-    prepare(f"{hub}:more", out, "byte", Options(text_column="content", val_share=0.2))
+    prepare(f"{hub}:more", out, "byte", SourceOptions(text_column="content", val_share=0.2))
     by_hash = both(out)
-    prepare(str(write_json(tmp_path / "all.jsonl", TEXTS)), out, "byte", Options(val_share=0.2))
+    prepare(str(write_json(tmp_path / "all.jsonl", TEXTS)), out, "byte", SourceOptions(val_share=0.2))
     assert both(out) == by_hash                                         # as of one file
 
 
@@ -123,7 +123,7 @@ def test_the_commit_of_a_dataset_is_resolved_first_and_recorded(tmp_path: Path, 
     for name in ("load_dataset_builder", "get_dataset_config_names"):
         monkeypatch.setattr(datasets, name, local(getattr(datasets, name)))
     for revision in (None, "v1.0"):
-        meta = prepare("hf:some/books:raw", tmp_path / "out", "byte", Options(revision=revision))
+        meta = prepare("hf:some/books:raw", tmp_path / "out", "byte", SourceOptions(revision=revision))
         assert (meta["source"], meta["revision"]) == ("hf:some/books:raw", commit)
     assert asked == ["main", "v1.0"] and len(both(tmp_path / "out")[0]) == 100
 
@@ -157,7 +157,7 @@ def test_headings_open_the_articles_of_wikitext(tmp_path: Path) -> None:
     prepare(f"hf:{tmp_path / 'wikitext'}", tmp_path / "out", "byte")
     assert both(tmp_path / "out") == (expected, expected)
     text = needs("wikitext-2", "valid.txt").read_text()
-    found = list(articles([lambda: text.splitlines(keepends=True)]))
+    found = list(articles([Reader("", None, lambda: text.splitlines(keepends=True))]))
     assert len(found) == 60 and b"".join(found) == text.encode()        # as published
 
 
@@ -185,7 +185,7 @@ def test_files_are_split_by_a_hash_of_their_path_or_by_folders(tmp_path: Path, m
         for name in names:
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).write_bytes(b"x")
-        parts = open_local(str(tmp_path / folder), "text", 0.1).parts
+        parts = open_local(str(tmp_path / folder), "text", 0.1).readers
         return {key: {str(Path(p.name).relative_to(tmp_path / folder)) for p in parts if p.split == key}
                 for key in ("train", "val")}
 
@@ -201,14 +201,14 @@ def test_files_are_split_by_a_hash_of_their_path_or_by_folders(tmp_path: Path, m
         (tmp_path / "d").mkdir(exist_ok=True)
         (tmp_path / "d" / name).symlink_to(tmp_path / "c" / name)
     assert split("d") == split("c")
-    paths = [p.name for p in open_source("stdlib", tmp_path, None, Options()).parts]
+    paths = [p.name for p in open_source("stdlib", tmp_path, None, SourceOptions()).readers]
     assert len(paths) > 400 and not any("/test/" in p or "/site-packages/" in p for p in paths)
 
 
 @pytest.mark.slow
 def test_packages_are_split_by_the_first_word_of_their_names(tmp_path: Path, monkeypatch) -> None:
     """Near copies, such as httpx and httpx2, are on the same side; tests and versions are left out."""
-    parts = open_source("packages", tmp_path, None, Options()).parts
+    parts = open_source("packages", tmp_path, None, SourceOptions()).readers
     side = {part.name: part.split for part in parts}
     assert min([*side.values()].count(split) for split in ("train", "val")) > 20
     assert len({side[name] for name in side if name.startswith("opentelemetry")}) == 1
@@ -216,10 +216,10 @@ def test_packages_are_split_by_the_first_word_of_their_names(tmp_path: Path, mon
     assert all(60_000 <= len(text) <= 400_000 for part in parts for text in part.read())
     monkeypatch.setattr(sources, "CONSTRAINTS", tmp_path / "constraints.txt")
     sources.CONSTRAINTS.write_text(f"{parts[0].name}=={importlib.metadata.version(parts[0].name)}\n")
-    assert [*parts[0].read()] == [*open_source("packages", tmp_path, None, Options()).parts[0].read()]
+    assert [*parts[0].read()] == [*open_source("packages", tmp_path, None, SourceOptions()).readers[0].read()]
     sources.CONSTRAINTS.write_text("numpy==0.0.1\n")
     with pytest.raises(UserError, match=r"numpy 0\.0\.1 of constraints.txt is not installed; run .*pip"):
-        open_source("packages", tmp_path, None, Options())
+        open_source("packages", tmp_path, None, SourceOptions())
 
 
 def test_several_sources_become_one_corpus(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_several_sources_become_one_corpus(tmp_path: Path) -> None:
 def test_a_single_text_is_cut_between_characters(tmp_path: Path) -> None:
     for n in range(60, 90):
         (tmp_path / "a.txt").write_text(("äöü€𝄞" * 7)[:n])
-        train, val = ([*part.read()][0] for part in open_local(str(tmp_path / "a.txt"), "text", 0.1).parts)
+        train, val = ([*part.read()][0] for part in open_local(str(tmp_path / "a.txt"), "text", 0.1).readers)
         assert (train + val).decode() == ("äöü€𝄞" * 7)[:n] and train.decode() and val.decode()
 
 
@@ -249,7 +249,7 @@ def test_a_limit_of_tokens_is_exact(limit: int | str, tmp_path: Path) -> None:
     prepare(str(tmp_path / "s"), tmp_path / "all", "byte")
     whole = Corpus(tmp_path / "all")
     limit = int(whole.offsets["train"][9]) + 1 if isinstance(limit, str) else limit
-    prepare(str(tmp_path / "s"), tmp_path / "out", "byte", Options(limit_tokens=limit))
+    prepare(str(tmp_path / "s"), tmp_path / "out", "byte", SourceOptions(limit_tokens=limit))
     part, n = Corpus(tmp_path / "out"), min(limit, len(whole.tokens["train"]))
     n -= whole.tokens["train"][n - 1] == 256                            # no document of a separator alone
     assert np.array_equal(part.tokens["train"], whole.tokens["train"][:n])
@@ -266,7 +266,7 @@ def test_a_corpus_is_named_after_its_source(source: str, name: str) -> None:
 
 def one_error(expected: str, source: object, tmp_path: Path, **options) -> None:
     with pytest.raises(UserError, match=expected) as caught:
-        prepare(str(source), tmp_path / "near" / "out", "byte", Options(**options))
+        prepare(str(source), tmp_path / "near" / "out", "byte", SourceOptions(**options))
     assert len(caught.value.problems) == 1 and not (tmp_path / "near" / "out").exists()
 
 
@@ -288,7 +288,6 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("files", "source", "expected"), [
     ([], "no/such/place", "no such file or folder"), (["a.pdf"], "a.pdf", "no text for train; add .* .jsonl"),
     (["s/train/a.txt", "s/val/a.md"], "s", "no text for val"), (["empty.txt"], "empty.txt", "no text for"),
-    (["partial-train/0.jsonl"], "", "its folder partial-train holds only a part of the dataset"),
     (["two.zip"], "file:two.zip", "unpacked into one file"), ([], "file:no.txt", "check the address"),
     ([], "hf:../no/such/place", "check the name"), ([], "hf:few", "change --val-share"),
     (["hub/partial-train/0.jsonl"], "hf:hub", "holds only a part"),

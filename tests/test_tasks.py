@@ -12,7 +12,8 @@ from conftest import draw, lively, measured, places_of
 from base.errors import UserError
 from data import tasks
 from data.loader import SPLITS, Corpus
-from data.prepare import Options, prepare
+from data.prepare import prepare
+from data.sources import SourceOptions
 from data.tasks import ALGORITHMS, RETRIEVAL, TASKS, TaskDocument
 from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer
 from evaluation.protocols import Evaluation, Settings
@@ -180,7 +181,7 @@ def test_windows_that_are_not_the_documents_are_refused(tmp_path: Path) -> None:
     starts = {int(start) for _, start in places_of(Corpus(tmp_path / "out"), 128, 40, 0, 0)}
     assert starts <= {*range(0, 10**7, 129)}                            # whatever data.cross_documents is
     with pytest.raises(UserError, match="needs at least .* tokens, got --length 20"):
-        prepare("needles", tmp_path / "short", "byte", Options(length=20))
+        prepare("needles", tmp_path / "short", "byte", SourceOptions(length=20))
 
 
 @pytest.fixture

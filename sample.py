@@ -65,7 +65,7 @@ def main() -> None:
         raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
     folder = Path(pulled(args.run))
     model, config, tokenizer, *_ = open_run(folder, args.checkpoint, args.device)
-    prompt = [tokenizer.eot, *tokenizer.encode(args.prompt.encode()).tolist()]
+    prompt = [tokenizer.separator, *tokenizer.encode(args.prompt.encode()).tolist()]
     ends = eos_ids(folder) if is_pretrained(folder) else set()
     limit = model.active().max_length
     if limit and len(prompt) + args.tokens > limit + 1:     # the last token is drawn, but not fed

@@ -92,7 +92,7 @@ def encode(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
     """The ids of a document, the separator first, and for a task which of them are answers."""
     if isinstance(document.text, TaskDocument):
         return document.text.ids.astype(np.uint32), document.text.is_answer
-    separator = np.array([tokenizer.eot], np.uint32)
+    separator = np.array([tokenizer.separator], np.uint32)
     return np.append(separator, tokenizer.encode(document.text or b"")), None
 
 
@@ -259,7 +259,8 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
     splits = {split: writer.splits[split].finish() for split in SPLITS}
     meta: dict[str, Any] = {
         "format_version": FORMAT_VERSION, "source": opened.name, "revision": opened.revision,
-        "dtype": writer.splits["train"].dtype.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot,
+        "dtype": writer.splits["train"].dtype.name, "vocab_size": tokenizer.vocab_size,
+        "eot": tokenizer.separator,
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256}}
     changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
     if changed:

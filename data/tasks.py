@@ -72,7 +72,7 @@ def encode(tokenizer: Tokenizer, pieces: Iterable[str]) -> list[int]:
 
 def join(tokenizer: Tokenizer, segments: Iterable[Segment]) -> TaskDocument:
     """A document of the separator and these segments."""
-    ids = [tokenizer.eot]
+    ids = [tokenizer.separator]
     is_answer = [False]
     for pieces, is_segment_answer in segments:
         segment_ids = encode(tokenizer, pieces)
@@ -190,7 +190,7 @@ def retrieval(kind: str, tokenizer: Tokenizer, length: int, depth: float,
     filler = filler[:n_filler]
 
     # filler up to each fact's place, and the fact; then the rest, and the question
-    ids = [tokenizer.eot]
+    ids = [tokenizer.separator]
     start = 0
     for place, fact in placed_facts:
         end = round(place * n_filler)
@@ -287,7 +287,7 @@ def algorithm(name: str, tokenizer: Tokenizer, n: int, rng: Generator) -> TaskDo
 def pad(document: TaskDocument, length: int, tokenizer: Tokenizer) -> TaskDocument:
     """The document and separators, `length` ids in all."""
     n_missing = length - len(document.ids)
-    ids = np.append(document.ids, [tokenizer.eot] * n_missing)
+    ids = np.append(document.ids, [tokenizer.separator] * n_missing)
     is_answer = np.append(document.is_answer, [False] * n_missing)
     return TaskDocument(ids, is_answer)
 
@@ -331,7 +331,7 @@ def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> TaskDocumen
         return retrieval("passkey", tokenizer, size, depth, rng)
     string = encode(tokenizer, rng.choice(list(CHARACTERS), size=rng.integers(8, 40)))
     n = rng.integers(2 * len(string), 3 * len(string))
-    ids = np.append(tokenizer.eot, np.tile(string, 3)[:n])
+    ids = np.append(tokenizer.separator, np.tile(string, 3)[:n])
     return TaskDocument(ids, np.ones(len(ids), dtype=bool))
 
 
@@ -348,9 +348,9 @@ def train_repeats(tokenizer: Tokenizer, length: int, number: int) -> TaskDocumen
     while len(ids) <= length:
         n = round(math.exp(rng.uniform(math.log(3), math.log(length / 4))))
         string = rng.integers(tokenizer.vocab_size - 1, size=n)
-        string += string >= tokenizer.eot                               # any id but the separator
+        string += string >= tokenizer.separator                               # any id but the separator
         n_repeated = rng.integers(2 * n, 3 * n + 1)
-        ids.append(tokenizer.eot)
+        ids.append(tokenizer.separator)
         ids += np.tile(string, 3)[:n_repeated].tolist()
     return TaskDocument(np.array(ids[:length + 1]), np.ones(length + 1, dtype=bool))
 

@@ -80,7 +80,7 @@ class Tokenizer:
 
     name: str
     vocab_size: int             # V, ids are 0 ... V - 1
-    eot: int                    # id of the separator, which opens each document
+    separator: int              # the id that opens each document; its text is SEPARATOR, or a model's own
     special: set[int]           # ids without text, the separator among them
     file = ""                   # content of tokenizer.json; empty if it needs none
     rules = b""                 # JSON that says how text is changed before it is encoded
@@ -113,7 +113,7 @@ class Tokenizer:
 class ByteTokenizer(Tokenizer):
     """The ids 0 ... 255 are the bytes, 256 is the separator. Lossless on any input, and needs no file."""
 
-    name, vocab_size, eot, special = "byte", 257, 256, {256}
+    name, vocab_size, separator, special = "byte", 257, 256, {256}
     sha256 = hashlib.sha256(b"byte").hexdigest()    # type: ignore[assignment]
 
     def encode(self, text: bytes, continues: bool = False) -> np.ndarray:
@@ -128,7 +128,7 @@ class BytePairTokenizer(Tokenizer):
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, file: str = "") -> None:
         self.name, self.encoding, self.file = name, encoding, file
-        self.vocab_size, self.eot, self.special = encoding.n_vocab, encoding.eot_token, {encoding.eot_token}
+        self.vocab_size, self.separator, self.special = encoding.n_vocab, encoding.eot_token, {encoding.eot_token}
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
@@ -144,12 +144,13 @@ class PretrainedTokenizer(Tokenizer):
     the text, and bits per byte are exact. If the tokenizer first changes the text (Qwen's NFC, the space that
     Llama 2 puts before a document), both refer to the changed text: for Llama 2, one byte too many per
     document. Special tokens from id n_rows on, for which a model has no embedding, are left out: Gemma 3's
-    for images. `eot` is the separator's id, or finds it. Raises UserError.
+    for images. `separator` is an id, or finds it. Raises UserError.
     """
 
     has_warned = False
 
-    def __init__(self, path: Path, eot: int | Callable[[Library], int], n_rows: int | None = None) -> None:
+    def __init__(self, path: Path, separator: int | Callable[[Library], int],
+                 n_rows: int | None = None) -> None:
         try:
             self.content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             self.content["added_tokens"] = [token for token in self.content["added_tokens"] if n_rows is None
@@ -163,12 +164,12 @@ class PretrainedTokenizer(Tokenizer):
         if not self.is_byte_level and not decoders & {"Metaspace", "ByteFallback", "Replace"}:
             raise UserError(f"{path}: decoder {', '.join(sorted(decoders)) or 'none'}; only byte-level and "
                             "SentencePiece tokenizers are supported")
-        self.eot = eot if isinstance(eot, int) else eot(self.library)
-        self.name = f"hf:{self.eot}"
-        self.vocab_size = 1 + max([self.eot, *self.library.get_vocab(with_added_tokens=True).values()])
+        self.separator = separator if isinstance(separator, int) else separator(self.library)
+        self.name = f"hf:{self.separator}"
+        self.vocab_size = 1 + max([self.separator, *self.library.get_vocab(with_added_tokens=True).values()])
         added = self.content["added_tokens"]
         self._added = {token["id"]: token["content"] for token in added}
-        self.special = {self.eot, *(token["id"] for token in added if token["special"])}
+        self.special = {self.separator, *(token["id"] for token in added if token["special"])}
         self._unknown = model.get("unk_id", self.library.token_to_id(model.get("unk_token") or ""))
         if self.content["normalizer"] is not None or not self.is_byte_level:
             self.rules = json.dumps(self.content, sort_keys=True).encode()
@@ -312,8 +313,7 @@ def tokenizer_of(meta: dict[str, Any], folder: Path) -> Tokenizer:
     `folder` is that of the corpus or run. Raises UserError if the vocabulary is not the recorded one.
     """
     tokenizer = load_tokenizer(meta["tokenizer"]["name"], folder)
-    recorded = (meta["tokenizer"]["sha256"], meta["vocab_size"], meta["eot"])
-    if recorded != (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot):
+    if meta["tokenizer"]["sha256"] != tokenizer.sha256:
         raise UserError(f"{folder}: made with another {tokenizer.name} tokenizer than this one; prepare the "
                         "corpus again with data/prepare.py")
     return tokenizer

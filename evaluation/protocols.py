@@ -165,7 +165,7 @@ class Evaluation:
         """Windows of ids (B, T); with data.bos, as in training, the separator replaces the first of each."""
         if not self.config.data.bos:
             return rows
-        return np.concatenate((np.full_like(rows[:, :1], self.tokenizer.eot), rows[:, 1:]), axis=1)
+        return np.concatenate((np.full_like(rows[:, :1], self.tokenizer.separator), rows[:, 1:]), axis=1)
 
     def keep(self, protocol: str, length: int, columns: dict[str, Any]) -> None:
         """Add columns of numbers, one for each window or trial, to the .npz."""
@@ -344,7 +344,7 @@ class TrigramReference(Fixed):
         first = -e.settings.targets - 2         # a loss needs two tokens before: a second separator at first
         losses = []
         for d, end in e.ends:
-            ids = np.append(e.tokenizer.eot, e.text.documents[d][:end + 1])
+            ids = np.append(e.tokenizer.separator, e.text.documents[d][:end + 1])
             losses.append(trigram.losses(ids[first:]))
         windows, losses = self.in_blocks(e, length, losses)
         return [e.record_windows(self.name, length, windows, losses, time.perf_counter() - began)]

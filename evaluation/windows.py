@@ -63,7 +63,7 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer,
             raise UserError(f"--data {path}: not plain text; prepare it first with data/prepare.py, and give "
                             "the prepared folder")
         ids = tokenizer.encode(path.read_bytes())
-        return Text(path.name.removesuffix(".txt"), [np.concatenate(([tokenizer.eot], ids))])
+        return Text(path.name.removesuffix(".txt"), [np.concatenate(([tokenizer.separator], ids))])
     if source and not (path / "meta.json").exists():
         raise UserError(f"--data {path}: neither a prepared corpus (no meta.json) nor a text file")
     corpus = Corpus(path, splits=("val",))

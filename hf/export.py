@@ -42,7 +42,7 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     if isinstance(config.position, RotaryOptions) and not is_dynamic:   # else the field has another meaning
         fields[architecture.length] = max(fields[architecture.length], before.get(architecture.length) or 0)
     fields |= extension or {}
-    separator, eot = separator_name(tokenizer), tokenizer.eot
+    separator, eot = separator_name(tokenizer), tokenizer.separator
     special = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": None}
     special = {key: before.get(key) for key in special} if source else special
     files: dict[str, Any] = {
@@ -133,7 +133,7 @@ pipeline_tag: text-generation
 {architecture}, {model.n_parameters():,} parameters, position encoding {config.position.encoding}, trained at
 {config.train.seq_len} tokens.
 
-Every training document opens with `{separator_name(tokenizer)}` (id {tokenizer.eot}); begin a prompt with it.
+Every training document opens with `{separator_name(tokenizer)}` (id {tokenizer.separator}); begin a prompt with it.
 
 Trained by nanorope with this config:
 

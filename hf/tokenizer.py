@@ -38,9 +38,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     from tokenizers import Tokenizer as Library
 
     ranks = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)
-             if token != tokenizer.eot}
+             if token != tokenizer.separator}
     spelled = {token: "".join(CHARACTERS[byte] for byte in token) for token in ranks}
-    model = models.BPE(vocab={**{spelled[token]: i for token, i in ranks.items()}, SEPARATOR: tokenizer.eot},
+    model = models.BPE(vocab={**{spelled[token]: i for token, i in ranks.items()}, SEPARATOR: tokenizer.separator},
                        merges=[(spelled[a], spelled[b]) for a, b in merges(ranks)],
                        ignore_merges=True)      # as in tiktoken: a word in the vocabulary is one token
     library = Library(model)
@@ -71,7 +71,7 @@ def merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 def separator_name(tokenizer: Tokenizer) -> str:
     """The separator's name in tokenizer.json."""
     if isinstance(tokenizer, PretrainedTokenizer):
-        return tokenizer.library.id_to_token(tokenizer.eot) or SEPARATOR
+        return tokenizer.library.id_to_token(tokenizer.separator) or SEPARATOR
     return SEPARATOR
 
 

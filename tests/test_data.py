@@ -27,9 +27,10 @@ def documents_of(corpus: Corpus, split: str) -> list[bytes]:
     return [bytes(ids[1:].astype(np.uint8)) for ids in corpus.documents(split)]     # without the separator
 
 
-@pytest.mark.parametrize("eot", [256, 70_000])          # ids of 16 bits and of 32
-def test_every_byte_of_every_document_comes_back(eot: int, tmp_path: Path, monkeypatch) -> None:
-    for key, value in {"eot": eot, "vocab_size": eot + 1, "special": {*range(256, eot + 1)}}.items():
+@pytest.mark.parametrize("separator", [256, 70_000])    # ids of 16 bits and of 32
+def test_every_byte_of_every_document_comes_back(separator: int, tmp_path: Path, monkeypatch) -> None:
+    special = {*range(256, separator + 1)}
+    for key, value in {"separator": separator, "vocab_size": separator + 1, "special": special}.items():
         monkeypatch.setattr(ByteTokenizer, key, value)
     texts = {f"{i}.txt": words(i, 50 + i) for i in range(30)}
     texts |= {"deep/er/b.txt": bytes(range(256)), "empty.txt": b""}
@@ -40,8 +41,8 @@ def test_every_byte_of_every_document_comes_back(eot: int, tmp_path: Path, monke
     assert meta["splits"]["train"]["bytes"] + meta["splits"]["val"]["bytes"] == sum(map(len, texts.values()))
     for split in ("train", "val"):
         starts = corpus.offsets[split][:-1]
-        assert (corpus.tokens[split][starts] == corpus.meta["eot"]).all()  # each opens with the separator
-        assert (corpus.tokens[split] == corpus.meta["eot"]).sum() == len(starts)
+        assert (corpus.tokens[split][starts] == corpus.separator).all()  # each opens with the separator
+        assert (corpus.tokens[split] == corpus.separator).sum() == len(starts)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.idx.npy", "meta.json"])
@@ -121,7 +122,7 @@ def test_bos_replaces_the_first_input_of_a_window_and_no_target(corpus_dir: Path
     assert len(pairs) == 3
     for (x, y), (x_bos, y_bos) in pairs:
         assert torch.equal(y, y_bos) and torch.equal(x[:, 1:], x_bos[:, 1:])
-        assert (x_bos[:, 0] == plain.meta["eot"]).all() and not torch.equal(x, x_bos)
+        assert (x_bos[:, 0] == plain.separator).all() and not torch.equal(x, x_bos)
 
 
 def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:

@@ -152,7 +152,7 @@ def test_fixed_is_slice_and_forward(name: str, bos: bool, tiny, corpus_dir: Path
         total = 0.0
         for document, end in evaluation.ends:
             piece = torch.tensor(text.documents[document][end - length:end + 1].astype(np.int64))[None]
-            piece[:, 0] = ByteTokenizer.eot if bos else piece[:, 0]
+            piece[:, 0] = ByteTokenizer.separator if bos else piece[:, 0]
             logits = model(piece[:, :-1])[0, -8:]
             total += torch.nn.functional.cross_entropy(logits, piece[0, -8:], reduction="sum").item()
         expected[length] = total

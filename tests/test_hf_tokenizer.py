@@ -66,9 +66,9 @@ def test_transformers_gives_the_same_ids_and_text(name: str, n: int, tmp_path: P
 def test_a_written_tokenizer_is_read_back(name: str, tmp_path: Path, monkeypatch) -> None:
     tokenizer = our_tokenizer(name, tmp_path, monkeypatch)
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(tokenizer)))
-    back = read_tokenizer(tmp_path, {"bos_token_id": tokenizer.eot})
+    back = read_tokenizer(tmp_path, {"bos_token_id": tokenizer.separator})
     assert isinstance(back, ByteTokenizer) == (name == "byte")
-    assert (back.vocab_size, back.eot) == (tokenizer.vocab_size, tokenizer.eot)
+    assert (back.vocab_size, back.separator) == (tokenizer.vocab_size, tokenizer.separator)
     assert all(back.token_bytes(token) == tokenizer.token_bytes(token) for token in range(back.vocab_size))
     for text in (*strings(300), "a <|endoftext|> in text is text"):
         assert back.encode(text.encode()).tolist() == tokenizer.encode(text.encode()).tolist()
@@ -111,7 +111,7 @@ def test_sentencepiece_decodes_to_the_text_after_a_space(metaspace: bool, tmp_pa
     (tmp_path / "tokenizer.json").write_text(json.dumps(sentencepiece_like(metaspace)))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
     tokenizer = read_tokenizer(tmp_path, {})
-    assert tokenizer.eot == 1 and tokenizer.token_bytes(1) == b"" == tokenizer.token_bytes(99_999)
+    assert tokenizer.separator == 1 and tokenizer.token_bytes(1) == b"" == tokenizer.token_bytes(99_999)
     for text in ("the cat sat", "äöü \n\t the  cat", "</s> is text", "日本", "a"):
         ids = tokenizer.encode(text.encode()).tolist()
         assert b"".join(map(tokenizer.token_bytes, ids)) == b" " + text.encode()
@@ -150,7 +150,7 @@ def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:
               {**added[0], "id": 258, "content": "<|im_end|>"}]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = read_tokenizer(tmp_path, {"eos_token_id": [256, 258]})
-    assert isinstance(tokenizer, PretrainedTokenizer) and tokenizer.eot == 256
+    assert isinstance(tokenizer, PretrainedTokenizer) and tokenizer.separator == 256
     assert tokenizer.vocab_size == 259
     assert (tokenizer.token_bytes(257), tokenizer.token_bytes(258)) == (b"<tool>", b"")
     ids = tokenizer.encode(b"a<tool>b<|im_end|>").tolist()

@@ -97,7 +97,7 @@ def test_probes_open_as_the_windows_of_training_do(tiny, corpus_dir: Path) -> No
     hidden = model.hidden
     model.hidden = lambda x, **rest: seen.append(x) or hidden(x, **rest)
     measured(evaluation(model, config, corpus_dir, ["repeat", "copy"]))
-    assert seen and all((x[:, 0] == BYTES.eot).all() for x in seen)
+    assert seen and all((x[:, 0] == BYTES.separator).all() for x in seen)
 
 
 def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:

@@ -44,7 +44,7 @@ def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def text_of(made: TaskDocument, tokenizer: Tokenizer = BYTES) -> str:
-    assert made.ids[0] == tokenizer.eot and not made.is_answer[0]
+    assert made.ids[0] == tokenizer.separator and not made.is_answer[0]
     return decode(tokenizer, made.ids.tolist())
 
 
@@ -139,9 +139,9 @@ def test_one_document_in_four_asks_for_a_key() -> None:
 def test_a_document_of_repeats_is_a_window_of_strings_two_to_three_times() -> None:
     for number in range(20):
         ids = tasks.train_repeats(BYTES, 128, number).ids
-        assert len(ids) == 129 and ids[0] == BYTES.eot
+        assert len(ids) == 129 and ids[0] == BYTES.separator
         assert not np.array_equal(ids, tasks.train_repeats(BYTES, 128, number + 1).ids)
-        for _, *string in np.split(ids, np.flatnonzero(ids == BYTES.eot))[1:-1]:        # the last one is cut
+        for _, *string in np.split(ids, np.flatnonzero(ids == BYTES.separator))[1:-1]:        # the last one is cut
             assert any(2 * n <= len(string) <= 3 * n and string[n:] == string[:-n] for n in range(3, 33))
 
 

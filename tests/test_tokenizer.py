@@ -68,8 +68,8 @@ def test_any_text_comes_back_and_the_byte_tokenizer_keeps_any_bytes(tokenizer: T
         kept = text if tokenizer.name == "byte" else text.decode(errors="replace").encode()
         ids = tokenizer.encode(text)
         assert b"".join(map(tokenizer.token_bytes, ids.tolist())) == kept
-        assert decode(tokenizer, [tokenizer.eot, *ids.tolist()]) == text.decode(errors="replace")
-        assert lengths[ids].sum() == len(kept) and tokenizer.eot not in ids     # its name in text is text
+        assert decode(tokenizer, [tokenizer.separator, *ids.tolist()]) == text.decode(errors="replace")
+        assert lengths[ids].sum() == len(kept) and tokenizer.separator not in ids     # its name in text is text
         assert not len(ids) or int(ids.max()) < tokenizer.vocab_size
 
     check()
@@ -124,7 +124,7 @@ def test_a_learned_vocabulary_is_the_same_in_both_libraries(folder: Path) -> Non
 
     ours, theirs = load_tokenizer("bpe:400", folder), Library.from_file(str(folder / "tokenizer.json"))
     assert theirs.get_vocab_size() == ours.vocab_size == 400
-    assert theirs.token_to_id(SEPARATOR) == ours.eot == 399
+    assert theirs.token_to_id(SEPARATOR) == ours.separator == 399
 
     @relaxed
     @given(some_text.filter(lambda text: SEPARATOR not in text))

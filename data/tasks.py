@@ -43,7 +43,7 @@ WORDS = ("apple", "horse", "stone", "paper", "glass", "table", "water", "cloud",
          "queen", "light", "bread", "money", "garden", "letter", "winter", "summer", "doctor", "silver",
          "mother", "corner", "island")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-CHARACTERS = LETTERS + LETTERS.upper() + "0123456789"
+LETTERS_AND_DIGITS = LETTERS + LETTERS.upper() + "0123456789"
 N_FACTS, N_ASKED, N_VALUES = 4, 2, 2    # multi_key and multi_query; multi_query; multi_value
 N_CHAINS, N_CHAIN = 2, 3                # variables: chains, and variables in each
 READ_OR_WRITE = 0.2                     # flip_flop: share of these instructions, as in Liu et al. 2023
@@ -329,7 +329,7 @@ def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> TaskDocumen
         size = int(rng.integers(24, length + 1))
         depth = rng.random()
         return retrieval("passkey", tokenizer, size, depth, rng)
-    string = encode(tokenizer, rng.choice(list(CHARACTERS), size=rng.integers(8, 40)))
+    string = encode(tokenizer, rng.choice(list(LETTERS_AND_DIGITS), size=rng.integers(8, 40)))
     n = rng.integers(2 * len(string), 3 * len(string))
     ids = np.append(tokenizer.separator, np.tile(string, 3)[:n])
     return TaskDocument(ids, np.ones(len(ids), dtype=bool))

@@ -33,9 +33,9 @@ SEPARATOR = "<|endoftext|>"
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 STEPS = ("normalizers", "pretokenizers", "decoders", "processors")     # keys of a sequence's components
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
-# the character of each byte in byte-level vocabularies: itself if it is printable, else 256 and up
-CHARACTERS = [chr(byte if byte in PRINTABLE else 256 + sum(other not in PRINTABLE for other in range(byte)))
-              for byte in range(256)]
+# the character of each byte in byte-level vocabularies: itself if it is printable, else one from 256 on
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+CHARACTERS = [chr(byte) if byte in PRINTABLE else chr(256 + OTHERS.index(byte)) for byte in range(256)]
 BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
 Component = dict[str, Any]      # a normalizer, pre-tokenizer, decoder or post-processor in tokenizer.json
 
@@ -45,7 +45,8 @@ def pieces(text: bytes, size: int | None = None) -> Iterator[bytes]:
 
     Their ids, joined, are those of the whole document.
     """
-    size, start = size or MAX_PIECE, 0
+    size = size or MAX_PIECE
+    start = 0
     while len(text) - start > size:
         end = start + cut_before_space(text[start:start + size])
         yield text[start:end]
@@ -93,9 +94,11 @@ class Tokenizer:
 
     def encode(self, text: bytes, continues: bool = False) -> np.ndarray:
         """Ids (n,) of a document, without the separator, or of text that continues one."""
-        ids = [self.encode_piece(piece.decode("utf-8", errors="replace"), continues or i > 0)
-               for i, piece in enumerate(pieces(text))]
-        return np.concatenate(ids) if ids else np.empty(0, dtype=np.uint32)
+        ids = [np.empty(0, dtype=np.uint32)]
+        for piece in pieces(text):
+            ids.append(self.encode_piece(piece.decode("utf-8", errors="replace"), continues))
+            continues = True
+        return np.concatenate(ids)
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         """Ids of the start of a document, or of a piece that continues one."""
@@ -127,8 +130,12 @@ class BytePairTokenizer(Tokenizer):
     """Byte-level byte pair encoding with GPT-2's pattern. The separator's name in a text is plain text."""
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, file: str = "") -> None:
-        self.name, self.encoding, self.file = name, encoding, file
-        self.vocab_size, self.separator, self.special = encoding.n_vocab, encoding.eot_token, {encoding.eot_token}
+        self.name = name
+        self.encoding = encoding
+        self.file = file
+        self.vocab_size = encoding.n_vocab
+        self.separator = encoding.eot_token
+        self.special = {encoding.eot_token}
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
@@ -152,38 +159,40 @@ class PretrainedTokenizer(Tokenizer):
     def __init__(self, path: Path, separator: int | Callable[[Library], int],
                  n_rows: int | None = None) -> None:
         try:
-            self.content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            self.content["added_tokens"] = [token for token in self.content["added_tokens"] if n_rows is None
-                                            or token["id"] < n_rows or not token["special"]]
-            self.library, self.file = open_library(self.content), json.dumps(self.content, ensure_ascii=False)
-            decoders = {step["type"] for step in steps(self.content["decoder"])}
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            added = [token for token in content["added_tokens"]
+                     if n_rows is None or token["id"] < n_rows or not token["special"]]
+            content["added_tokens"] = added
+            self.library = open_library(content)
+            self.file = json.dumps(content, ensure_ascii=False)
+            decoders = {step["type"] for step in steps(content["decoder"])}
         except Exception as error:      # the tokenizers package raises plain Exception
             raise UserError(f"{path}: missing or not a file of the tokenizers package ({error}); get it "
                             "again") from error
-        self.is_byte_level, model = "ByteLevel" in decoders, self.content["model"]
+        self.is_byte_level = "ByteLevel" in decoders
         if not self.is_byte_level and not decoders & {"Metaspace", "ByteFallback", "Replace"}:
             raise UserError(f"{path}: decoder {', '.join(sorted(decoders)) or 'none'}; only byte-level and "
                             "SentencePiece tokenizers are supported")
         self.separator = separator if isinstance(separator, int) else separator(self.library)
         self.name = f"hf:{self.separator}"
         self.vocab_size = 1 + max([self.separator, *self.library.get_vocab(with_added_tokens=True).values()])
-        added = self.content["added_tokens"]
         self._added = {token["id"]: token["content"] for token in added}
         self.special = {self.separator, *(token["id"] for token in added if token["special"])}
+        model = content["model"]
         self._unknown = model.get("unk_id", self.library.token_to_id(model.get("unk_token") or ""))
-        if self.content["normalizer"] is not None or not self.is_byte_level:
-            self.rules = json.dumps(self.content, sort_keys=True).encode()
+        if content["normalizer"] is not None or not self.is_byte_level:
+            self.rules = json.dumps(content, sort_keys=True).encode()
         # the same without the prefix of a document, a space or "▁": for text inside a document
-        inside = {name: without_prefix(self.content[name]) for name in ("normalizer", "pre_tokenizer")}
-        self.continuing = open_library({**self.content, **inside})
+        for name in ("normalizer", "pre_tokenizer"):
+            content[name] = without_prefix(content[name])
+        self.continuing = open_library(content)
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         library = self.continuing if continues else self.library
         ids = np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         if not self.has_warned and self._unknown in ids:
             self.has_warned = True
-            print("warning: this tokenizer has no ids for some characters of the text", file=sys.stderr,
-                  flush=True)
+            print("warning: this tokenizer has no ids for some characters of the text", file=sys.stderr)
         return ids
 
     def named_bytes(self, token: int) -> bytes:

@@ -133,7 +133,8 @@ pipeline_tag: text-generation
 {architecture}, {model.n_parameters():,} parameters, position encoding {config.position.encoding}, trained at
 {config.train.seq_len} tokens.
 
-Every training document opens with `{separator_name(tokenizer)}` (id {tokenizer.separator}); begin a prompt with it.
+Every training document opens with `{separator_name(tokenizer)}` (id {tokenizer.separator}); begin a prompt
+with it.
 
 Trained by nanorope with this config:
 

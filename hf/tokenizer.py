@@ -40,7 +40,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     ranks = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)
              if token != tokenizer.separator}
     spelled = {token: "".join(CHARACTERS[byte] for byte in token) for token in ranks}
-    model = models.BPE(vocab={**{spelled[token]: i for token, i in ranks.items()}, SEPARATOR: tokenizer.separator},
+    vocab = {spelled[token]: i for token, i in ranks.items()}
+    model = models.BPE(vocab={**vocab, SEPARATOR: tokenizer.separator},
                        merges=[(spelled[a], spelled[b]) for a, b in merges(ranks)],
                        ignore_merges=True)      # as in tiktoken: a word in the vocabulary is one token
     library = Library(model)

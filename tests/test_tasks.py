@@ -141,7 +141,8 @@ def test_a_document_of_repeats_is_a_window_of_strings_two_to_three_times() -> No
         ids = tasks.train_repeats(BYTES, 128, number).ids
         assert len(ids) == 129 and ids[0] == BYTES.separator
         assert not np.array_equal(ids, tasks.train_repeats(BYTES, 128, number + 1).ids)
-        for _, *string in np.split(ids, np.flatnonzero(ids == BYTES.separator))[1:-1]:        # the last one is cut
+        starts = np.flatnonzero(ids == BYTES.separator)
+        for _, *string in np.split(ids, starts)[1:-1]:                  # the last one is cut
             assert any(2 * n <= len(string) <= 3 * n and string[n:] == string[:-n] for n in range(3, 33))
 
 

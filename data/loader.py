@@ -111,7 +111,8 @@ class Corpus:
             if len(offsets) != about["documents"] + 1 or offsets[-1] != about["tokens"]:
                 raise ValueError(f"{split}.idx.npy does not fit {about['documents']:,} documents")
         except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"corpus {self.folder}: {error}; prepare it again (data/prepare.py)") from error
+            raise UserError(f"corpus {self.folder}: {split}.bin or its index: {error}; prepare it again "
+                            "(data/prepare.py)") from error
         self.tokens[split] = tokens
         self.masks[split] = mask
         self.offsets[split] = offsets

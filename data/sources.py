@@ -252,8 +252,14 @@ def read_file(url: str, column: str = "text") -> Iterator[Any]:
 
 
 def readers_of(urls: Iterable[str], split: str | None, column: str) -> list[Reader]:
-    """A reader for each file."""
-    return [Reader(url, split, partial(read_file, url, column)) for url in urls]
+    """A reader for each file. Raises UserError for the hub's own conversion of the start of a dataset."""
+    readers: list[Reader] = []
+    for url in urls:
+        if "/partial-" in url:
+            raise UserError(f"source {url}: its folder partial-... holds only a part of the dataset; give a "
+                            "copy that has all of it, or rename the folder to train on the part")
+        readers.append(Reader(url, split, partial(read_file, url, column)))
+    return readers
 
 
 def open_local(source: str, column: str, val_share: float) -> Source:
@@ -364,9 +370,6 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
     data_files = builder.config.data_files or {}
     urls_of_split = {str(key): list(map(str, urls)) for key, urls in data_files.items()}
     for url in itertools.chain(*urls_of_split.values()):
-        if "/partial-" in url:          # the first gigabytes of a dataset that the hub converted
-            raise UserError(f"source {source}: {url} is in a folder that holds only a part of the dataset; "
-                            "give a copy that has all of it")
         if not (url.lower().endswith(SUFFIXES) or JSON_LINES.fullmatch(url)):
             raise UserError(f"source {source}: cannot read {url}; give the dataset as {KINDS} files")
     # the splits: those of the dataset, or one that a hash splits

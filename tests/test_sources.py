@@ -290,6 +290,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     (["s/train/a.txt", "s/val/a.md"], "s", "no text for val"), (["empty.txt"], "empty.txt", "no text for"),
     (["two.zip"], "file:two.zip", "unpacked into one file"), ([], "file:no.txt", "check the address"),
     ([], "hf:../no/such/place", "check the name"), ([], "hf:few", "change --val-share"),
+    (["s/partial-train/0.jsonl"], "s", "s/partial-train/0.jsonl: its folder partial-... holds only a part"),
     (["hub/partial-train/0.jsonl"], "hf:hub", "holds only a part"),
     (["hub/train.csv", "hub/test.csv"], "hf:hub", "cannot read .*train.csv; give the dataset as .txt"),
     ([], "hf:few:train:dev", "check the name"), ([], "hf:few:dev", "no configuration or split 'dev'")])

@@ -168,6 +168,22 @@ def test_a_run_that_reads_its_metrics_late_is_the_same_run(tiny, tmp_path: Path,
     assert lines == metrics(tmp_path / "straight")
 
 
+def test_a_further_figure_of_a_step_is_logged(tiny, tmp_path: Path, monkeypatch) -> None:
+    """A scalar on the device that the loop of a fork adds, perhaps with its graph; read late, as on a GPU."""
+    after_step = TrainingRun.after_step
+
+    def with_balance(run: TrainingRun, figures: dict[str, torch.Tensor]) -> None:
+        after_step(run, {**figures, "balance": run.model.embedding.weight.sum() * 0 + len(run.unread)})
+        assert not any(x.requires_grad for _, figures in run.unread for x in figures.values())
+
+    monkeypatch.setattr(TrainingRun, "after_step", with_balance)
+    monkeypatch.setattr(run_module, "RUNS_AHEAD", ("cpu",))
+    assert train(tiny("rope", "run.log_every=3", "run.save_every=12"), []) == 0
+    lines = metrics(tmp_path / "run")
+    assert [(line["step"], line["balance"]) for line in lines] == [(3, 2), (6, 2), (9, 2), (12, 2)]
+    assert set(lines[0]) == {"step", "tokens", "loss", "grad_norm", "balance", "lr"}
+
+
 def test_the_code_of_a_run_is_named_with_its_changes(tmp_path: Path, monkeypatch) -> None:
     def git(*arguments: str) -> str:
         who = ("-c", "user.name=n", "-c", "user.email=e@x")

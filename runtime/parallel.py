@@ -109,15 +109,16 @@ def any_signal(number: int) -> int:
     return int(largest)
 
 
-def require_agreement(process: Process, own: dict[str, Any]) -> None:
+def require_agreement(process: Process, values: dict[str, Any]) -> None:
     """Raise UserError unless these values are the same in all processes; they are compared as text."""
     texts: list[Any] = [None] * process.world_size
     try:
-        dist.all_gather_object(texts, {key: str(value) for key, value in own.items()})
+        dist.all_gather_object(texts, {key: str(value) for key, value in values.items()})
     except RuntimeError as error:                   # what gloo raises for a closed connection
         raise UserError("another process of torchrun has ended; see its error, then restart") from error
-    for rank, other in enumerate(texts):
-        if different := [key for key in own if other[key] != texts[0][key]]:
+    for rank, text in enumerate(texts):
+        different = [key for key in values if text[key] != texts[0][key]]
+        if different:
             raise UserError(f"torchrun: processes 0 and {rank} have different {' and '.join(different)}; "
                             "start all with the same files and arguments")
 

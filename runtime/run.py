@@ -196,8 +196,9 @@ def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
 
 def content_of(meta: dict[str, Any]) -> list[Any]:
     """What a corpus is, wherever it lies: the checksums of its tokenizer and files, and of a mixture's."""
-    mixture = {name: content_of(other) for name, other in meta.get("mixture", {}).items()}
-    return [meta["tokenizer"]["sha256"], {name: s["sha256"] for name, s in meta["splits"].items()}, mixture]
+    files = {split: about["sha256"] for split, about in meta["splits"].items()}
+    mixture = {name: content_of(corpus) for name, corpus in meta.get("mixture", {}).items()}
+    return [meta["tokenizer"]["sha256"], files, mixture]
 
 
 def make_run(run_dir: Path, config: Config, corpus: Corpus, changes: bytes) -> None:

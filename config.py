@@ -260,11 +260,11 @@ def config_from(layers: Sequence[Layer], place: str) -> Config:
         raise UserError(*removed)
     if tables.get("data", {}).get("cross_documents") == "mask":
         tables["data"].setdefault("positions", "document")
-    found = list[str]()
+    problems = list[str]()
     name = tables.setdefault("position", {}).get("encoding")
     if isinstance(name, str) and name not in ENCODINGS:
         hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
-        found.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
+        problems.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
         tables["position"] = {"encoding": name}     # which other keys there are depends on the encoding
     kind = ENCODINGS.get(str(name), Encoding)
     parts: dict[str, Any] = {}
@@ -273,14 +273,15 @@ def config_from(layers: Sequence[Layer], place: str) -> Config:
         try:
             parts[section] = schema.model_validate(keys | tables.pop(section, {}))
         except ValidationError as error:
-            found += explain(error, section, schema, origin, place)
-    found += [f"[{section}] {origin[section]}: unknown section{did_you_mean(section, [*SECTIONS, 'extends'])}"
-              for section in tables]
-    if not found:
+            problems += explain(error, section, schema, origin, place)
+    for section in tables:          # what is left belongs to none of the sections
+        hint = did_you_mean(section, [*SECTIONS, "extends"])
+        problems.append(f"[{section}] {origin[section]}: unknown section{hint}")
+    if not problems:
         config = Config(**parts)
-        found = [f"{key} {origin.get(key, '(default)')}: {rule}" for key, rule in broken_rules(config)]
-    if found:
-        raise UserError(*found)
+        problems = [f"{key} {origin.get(key, '(default)')}: {rule}" for key, rule in broken_rules(config)]
+    if problems:
+        raise UserError(*problems)
     return config
 
 
@@ -288,8 +289,8 @@ def merge(layers: Sequence[Layer]) -> tuple[Tables, Origin]:
     """The tables of all layers in one, and for each section and section.key where it was set."""
     tables: Tables = {}
     origin: Origin = {}
-    for where, own in layers:
-        for section, keys in own.items():
+    for where, layer in layers:
+        for section, keys in layer.items():
             old = tables.setdefault(section, {})
             if section == "position" and keys.get("encoding", old.get("encoding")) != old.get("encoding"):
                 # the options of the earlier encoding go, and lr_scale, which has a default for each encoding

@@ -39,7 +39,7 @@ from runtime import parallel
 from runtime.device import autocast, dtype_name, missing_compiler, pick_device, set_up_cpu, should_compile
 from runtime.help import help_text
 from runtime.log import Log, echo
-from runtime.optimizer import make_optimizer, set_learning_rate
+from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
 from runtime.run import (
     EarlyEnd,
@@ -64,10 +64,12 @@ def training_loop(run: TrainingRun) -> None:
     """Train from the step of the run to the end. Raises EarlyEnd after a signal or too many bad steps."""
     t, process = run.config.train, run.process
     model, optimizer, scaler = run.parallel_model, run.optimizer, run.scaler
-    in_dtype = autocast(t, process.device)
+    mixed_precision = autocast(t, process.device)
     model.train()
     for step in range(run.state.step, t.steps):                         # steps so far, skipped ones too
-        set_learning_rate(optimizer, learning_rate(step, t))
+        lr = learning_rate(step, t)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
         # the batch and the seed of dropout depend on the step alone: a resumed run draws the same
         batch = run.corpus.batch(t, step, process.rank, process.world_size).to(process.device)
         torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)
@@ -78,7 +80,7 @@ def training_loop(run: TrainingRun) -> None:
             if process.world_size > 1:
                 # the processes average their gradients once, in the last backward pass
                 parallel.sync_gradients(model, is_on=number == t.accumulate)
-            with in_dtype:                                              # matrix products in train.dtype
+            with mixed_precision:                                       # matrix products in train.dtype
                 loss_sum = model(part.inputs, part.targets, part.positions, documents=part.documents,
                                  reduction="sum")
             loss = loss_sum / batch.loss_divisor                        # the share of this part in the mean
@@ -87,19 +89,19 @@ def training_loop(run: TrainingRun) -> None:
         # all gradients are there: undo the scale, clip them by their norm (grad_clip 0: only measure it)
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
-        # the loss and gradient norm of the whole step, over all processes; they stay on the device
-        loss = torch.stack(losses).sum()
-        if process.world_size == 1:
-            loss_and_norm = torch.stack((loss, grad_norm))
-        else:
-            loss_and_norm = parallel.mean_and_largest(process, loss, grad_norm)
+        # the figures of the whole step, the mean over all processes: scalars that stay on the device. What
+        # you add here is logged too
+        figures = {"loss": torch.stack(losses).sum(), "grad_norm": grad_norm}
+        if process.world_size > 1:
+            figures = parallel.mean_figures(process, figures)
         # update the weights, unless the step is not finite: the optimizer reads found_inf on the device, so
         # that the CPU need not wait for a GPU
-        optimizer.found_inf = (~loss_and_norm.isfinite().all()).float()  # type: ignore[attr-defined]
+        is_finite = (figures["loss"] + figures["grad_norm"]).isfinite()
+        optimizer.found_inf = (~is_finite).float()                      # type: ignore[attr-defined]
         optimizer.step()
         scaler.update()                                                 # a smaller scale after an overflow
         optimizer.zero_grad(set_to_none=True)                           # None frees the memory for validation
-        run.after_step(loss_and_norm)                                   # log, validate, save, stop
+        run.after_step(figures)                                         # log, validate, save, stop
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:
@@ -114,12 +116,12 @@ def learning_rate(step: int, t: TrainConfig) -> float:
 
 
 @torch.no_grad()
-def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
+def validate(model: GPT, corpus: Corpus, token_bytes: Tensor, config: Config,
              process: Process) -> dict[str, float | None]:
     """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
 
-    n_bytes_of (V,) has the bytes of each token. Each process takes every world_size-th batch. The sums of the
-    batches are added in the same order for any number of processes.
+    token_bytes (V,) has the number of bytes of each token. Each process takes every world_size-th batch. The
+    sums of the batches are added in the same order for any number of processes.
     """
     t, device = config.train, process.device
     model.eval()
@@ -137,7 +139,7 @@ def validate(model: GPT, corpus: Corpus, n_bytes_of: Tensor, config: Config,
             scored = batch.targets[batch.targets != IGNORED]
             sums[number, 0] = loss.item() * batch.loss_divisor
             sums[number, 1] = batch.loss_divisor
-            sums[number, 2] = n_bytes_of[scored].sum()
+            sums[number, 2] = token_bytes[scored].sum()
     model.train()
     nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
     return {"val_loss": finite(nll / max(1, n)), "val_bpb": finite(nll / math.log(2) / max(1, n_bytes))}
@@ -206,10 +208,13 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     if state.scaler:
         scaler.load_state_dict(state.scaler)
     log = Log(run_dir, config, state) if process.rank == 0 else None
-    # computed when validation first needs them
-    n_bytes_of = functools.cache(lambda: torch.from_numpy(byte_lengths(tokenizer)).to(process.device))
+
+    @functools.cache                # computed when validation first needs it
+    def token_bytes() -> Tensor:
+        return torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
+
     run = TrainingRun(config, corpus, model, parallel_model, optimizer, process,
-                      lambda: validate(model, corpus, n_bytes_of(), config, process),
+                      lambda: validate(model, corpus, token_bytes(), config, process),
                       state, stop, log, scaler)
 
     # from here on a signal is only noted, for after_step to save first; a second one changes nothing

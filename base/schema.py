@@ -88,21 +88,23 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, p
         # without the members of a union, such as "list[int]"; the tag of a table, its method, stays
         keys = [part for part in one["loc"] if isinstance(part, str) and "[" not in part]
         by_key.setdefault((name, *keys), []).append(one)
-    for path, found in by_key.items():
-        kind, known = found[0]["type"], schema.model_fields
+    for path, errors in by_key.items():
+        first = errors[0]
+        kind = first["type"]
+        known = schema.model_fields
         if len(path) > 3 or kind.startswith("union_tag"):       # a table with a choice of `method`
             methods = tables_of(known[path[1]])
             known = methods[path[2]].model_fields if len(path) > 3 else methods     # type: ignore[assignment]
         where = origin.get(".".join(path[:2]), place)
-        messages = dict.fromkeys(one["msg"].replace("Input should be", "must be") for one in found)
-        message = f"{' or '.join(messages)} (got {found[0]['input']!r})"
+        messages = dict.fromkeys(one["msg"].replace("Input should be", "must be") for one in errors)
+        message = f"{' or '.join(messages)} (got {first['input']!r})"
         if kind == "missing":
             message = f"missing; add {path[-1]} = ..."
         elif kind == "extra_forbidden":
             hint = did_you_mean(path[-1], known) or f"; its keys are {', '.join(known)}"
             message = f"unknown key{hint}"
         elif kind == "union_tag_invalid":
-            method = found[0]["ctx"]["tag"]
+            method = first["ctx"]["tag"]
             hint = did_you_mean(method, known) or f"; choose from {', '.join(known)}"
             message = f"unknown method {method!r}{hint}"
         full_name = ".".join((*path[:2], *(path[3:] or path[2:])))     # without the method

@@ -117,9 +117,10 @@ def config_of(contender: str, overrides: Sequence[str]) -> Config:
     if name not in ENCODINGS and name not in PEERS and not Path(name).is_file():
         raise UserError(f"contender {name}: unknown; give encodings, {', '.join(PEERS)}, or the path of "
                         "nanoGPT's model.py")
-    own = [f"position.encoding={name if name in ENCODINGS else 'rope'}", "train.accumulate=1"]
-    return load_config(CONFIG, [*own, "model.vocab_size=257", *overrides,
-                                *(change for change in changes if change not in COMPILE_MODES)])
+    encoding = name if name in ENCODINGS else "rope"
+    changes = [change for change in changes if change not in COMPILE_MODES]
+    return load_config(CONFIG, [f"position.encoding={encoding}", "train.accumulate=1", "model.vocab_size=257",
+                                *overrides, *changes])
 
 
 # -----------------------------------------------------------------------------------------------------------

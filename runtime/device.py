@@ -24,11 +24,15 @@ CPU_INFO = Path("/proc/cpuinfo")        # of Linux
 def pick_device(name: str) -> torch.device:
     """The device of train.device or --device; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
-    found = [gpu.type] if gpu is not None and gpu.type in DEVICES else []
-    if name not in ("auto", "cpu", *found):
+    available = ["cpu"]
+    if gpu is not None and gpu.type in DEVICES:
+        available = [gpu.type, "cpu"]
+    if name == "auto":
+        return torch.device(available[0])
+    if name not in available:
         raise UserError(f"train.device or --device {name}: PyTorch finds no such device here; give auto or "
-                        f"{' or '.join((*found, 'cpu'))}")
-    return torch.device(name if name != "auto" else (*found, "cpu")[0])
+                        f"{' or '.join(available)}")
+    return torch.device(name)
 
 
 @functools.cache
@@ -81,8 +85,8 @@ def missing_compiler(device: torch.device) -> str:
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "Triton"
     names = ("CC", "gcc", "clang", "cc") if device.type == "cuda" else ("CXX", "g++", "clang++", "cl")
-    found = [shutil.which(name) for name in (os.environ.get(names[0], names[1]), *names[1:])]
-    return "" if any(found) else "a C++ compiler, such as g++"
+    compilers = [shutil.which(name) for name in (os.environ.get(names[0], names[1]), *names[1:])]
+    return "" if any(compilers) else "a C++ compiler, such as g++"
 
 
 def set_up_cpu() -> None:

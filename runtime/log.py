@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -27,11 +26,6 @@ class Log:
         # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         write_whole(self.path, "".join(line for line in lines if self.is_before(line, state.step)))
-        self.bar: Any = None                # on a terminal, instead of lines
-        if sys.stderr.isatty():
-            with suppress(ImportError):     # training needs no tqdm
-                from tqdm import tqdm
-                self.bar = tqdm(total=self.steps, initial=state.step, unit="step", dynamic_ncols=True)
         self.wandb: Any = None
         if config.run.wandb:
             import wandb  # here: few runs need it
@@ -59,9 +53,8 @@ class Log:
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the line of a step everywhere."""
         now = time.perf_counter()
-        n_steps = step - self.last[0]                       # since the last line
-        speed = self.tokens_per_step * n_steps / (now - self.last[1])
-        mean_speed = self.tokens_per_step * (step - self.start[0]) / (now - self.start[1])
+        last_step, last_time = self.last
+        speed = self.tokens_per_step * (step - last_step) / (now - last_time)
         self.last = (step, now)
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics,
                 "tokens_per_s": round(speed), "wall_s": round(self.wall_s(), 3)}
@@ -69,26 +62,18 @@ class Log:
             file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log(line, step=step)
-        seconds = round((self.steps - step) * self.tokens_per_step / mean_speed)
-        eta = f"  ETA {seconds // 60}m{seconds % 60:02}s" if step >= self.steps / 100 else ""
         text = (f"loss {format_number(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
                 f"{format_number(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s")
         if "n_bad" in metrics:
             text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
-        if self.bar is not None:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(n_steps)
-        else:
-            echo(f"step {step}/{self.steps}  {text}{eta}")
+        if step >= self.steps / 100:
+            first_step, start_time = self.start
+            seconds = round((self.steps - step) * (now - start_time) / (step - first_step))
+            text += f"  ETA {seconds // 60}m{seconds % 60:02}s"
+        echo(f"step {step}/{self.steps}  {text}")
         if "val_loss" in metrics:
-            text = (f"  validation {format_number(metrics['val_loss'])} nats/token, "
-                    f"{format_number(metrics['val_bpb'])} bits/byte")
-            if self.bar is None:
-                echo(text)
-            else:
-                self.bar.write(f"step {step}{text}")
-        if self.bar is not None and step >= self.steps:
-            self.bar.close()
+            echo(f"  validation {format_number(metrics['val_loss'])} nats/token, "
+                 f"{format_number(metrics['val_bpb'])} bits/byte")
 
 
 def echo(text: str) -> None:

@@ -1,9 +1,7 @@
 """The optimizer: AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest.
 
 The parameters of the position encoding and of the query temperature are a group with a rate of their own.
-
-Muon works on whole matrices: it gathers those that FSDP2 shards. Both keep their state for each parameter in
-`optimizer.state`, where checkpoint.py finds it.
+Both optimizers keep their state for each parameter in `optimizer.state`, where checkpoint.py finds it.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from config import Config
@@ -34,23 +32,33 @@ class Muon(Optimizer):
     Liu et al. 2025, arXiv:2502.16982, section 2.2: the root mean square of a step is about 0.2 lr, like
     AdamW's, so that one learning rate can serve both. It computes what torch.optim.Muon does with
     "match_rms_adamw"; in addition it batches matrices of one shape, and gathers those that FSDP2 shards.
+    A parameter with more than two dimensions, such as experts (E, C, F), is a stack of matrices.
+
+    All other parameters of the model are updated by `adamw`.
     A non-zero device scalar `found_inf` makes the step a no-op, without a host sync, as in PyTorch's AdamW.
     """
 
     found_inf: Tensor | None = None
 
+    def __init__(self, matrices: list[Tensor], adamw: AdamW, **keys: Any) -> None:
+        super().__init__([{"params": matrices, **keys}, *adamw.param_groups], {})
+        self.adamw = adamw
+        adamw.state = self.state
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update each matrix that has a gradient, those of one shape together."""
-        for group in self.param_groups:
-            by_shape = defaultdict(list)
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_shape[p.shape].append(p)
-            for shape, matrices in by_shape.items():
-                n = max(1, STACK // shape.numel())
-                for first in range(0, len(matrices), n):
-                    self._update(matrices[first:first + n], group)
+        """Update each parameter that has a gradient, matrices of one shape together."""
+        self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
+        self.adamw.step()
+        group = self.param_groups[0]
+        by_shape = defaultdict(list)
+        for p in group["params"]:
+            if p.grad is not None:
+                by_shape[p.shape].append(p)
+        for shape, matrices in by_shape.items():
+            n = max(1, STACK // shape.numel())
+            for first in range(0, len(matrices), n):
+                self._update(matrices[first:first + n], group)
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         # Each operation takes all matrices at once. One by one they would be nine small kernels a matrix, and
@@ -66,16 +74,17 @@ class Muon(Optimizer):
 
         # If the step is skipped, the average replaces the gradient, which may be NaN: a lerp between equal
         # numbers changes nothing.
-        average = torch.stack(averages)                                 # (N, rows, columns)
+        average = torch.stack(averages)                                 # (N, ..., rows, columns)
         grad = torch.where(is_skipped, average, torch.stack(grads))
         average = average.lerp(grad, 1 - group["momentum"])
         torch._foreach_copy_(averages, average.unbind())
         update = grad.lerp(average, group["momentum"])                  # Nesterov: the gradient counts again
 
         decay = torch.where(is_skipped, 1.0, 1 - group["lr"] * group["weight_decay"])
-        rate = torch.where(is_skipped, 0.0, -group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape)))
+        rate = torch.where(is_skipped, 0.0, -group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape[-2:])))
         whole = parallel.unshard_stack(update, matrices[0])             # U and V^T are of whole matrices
-        steps = orthogonal(whole, group["dtype"]).to(update.dtype) * rate
+        directions = orthogonal(whole.flatten(0, -3), group["dtype"]).view_as(whole)
+        steps = directions.to(update.dtype) * rate
         pairs = zip(steps, matrices, strict=True)
         shards = [parallel.local(parallel.shard_like(step, p)) for step, p in pairs]
         torch._foreach_mul_(weights, decay)
@@ -100,26 +109,8 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x.mT if is_tall else x
 
 
-class CombinedOptimizer(Optimizer):
-    """Several optimizers of disjoint parameters as one, with all their groups and one shared state."""
-
-    found_inf: Tensor | None = None
-
-    def __init__(self, *parts: Optimizer) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
-        for part in parts:
-            part.state = self.state
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        for part in self.parts:
-            part.found_inf = self.found_inf                             # type: ignore[attr-defined]
-            part.step()
-
-
 def make_optimizer(model: GPT, config: Config) -> Optimizer:
-    """The optimizer named by `train.optimizer`. Only matrices of linear layers and embeddings decay.
+    """The optimizer named by `train.optimizer`. Parameters with two dimensions or more decay.
 
     The parameters of the encoding and the temperature have the rate train.lr * position.lr_scale and do not
     decay: a bias on the logits has to reach sizes of 1 to 10 that a weight of std 0.02 never needs, and decay
@@ -130,32 +121,26 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     state. PyTorch's optimizers with fused=True do so; Muon above shows how, without waiting for a GPU.
     """
     t = config.train
-    of_position = {p for name, p in model.named_parameters()
-                   if name.startswith(("encoding.", "temperature."))}
-    of_muon: set[Any] = set()
-    if t.optimizer == "muon":
-        of_muon = {m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)}
-    matrices = {m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
-    matrices -= of_muon | of_position
-    rest = set(model.parameters()) - of_muon - matrices - of_position
+    kinds: dict[str, list[Tensor]] = {"muon": [], "matrices": [], "vectors": [], "position": []}
+    for name, p in model.named_parameters():
+        kind = "matrices"
+        if name.startswith(("encoding.", "temperature.")):
+            kind = "position"
+        elif p.ndim < 2:
+            kind = "vectors"
+        elif t.optimizer == "muon" and name.startswith("blocks."):
+            kind = "muon"
+        kinds[kind].append(p)
 
-    def group(members: set[Any], weight_decay: float, lr_scale: float = 1.0) -> dict[str, Any]:
-        """A group of an optimizer, its parameters in the order of the model."""
-        in_order = [p for p in model.parameters() if p in members]
-        return {"params": in_order, "weight_decay": weight_decay, "lr_scale": lr_scale}
-
-    adamw = AdamW([group(matrices, t.weight_decay), group(rest, 0.0),
-                   group(of_position, 0.0, config.position.lr_scale)],
-                  lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+    # before each step the loop sets the "lr" of a group to its lr_scale times the learning rate
+    adamw = AdamW([
+        {"params": kinds["matrices"], "weight_decay": t.weight_decay, "lr_scale": 1.0},
+        {"params": kinds["vectors"], "weight_decay": 0.0, "lr_scale": 1.0},
+        {"params": kinds["position"], "weight_decay": 0.0, "lr_scale": config.position.lr_scale},
+    ], lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
     if t.optimizer == "adamw":
         return adamw
     assert t.optimizer == "muon", "a new optimizer needs a branch here"
     dtype = pick_dtype(t.dtype, model.embedding.weight.device)
-    muon = Muon([group(of_muon, t.weight_decay)], {"lr": t.lr, "momentum": t.beta1, "dtype": dtype})
-    return CombinedOptimizer(muon, adamw)
-
-
-def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Give each group its share of train.lr at this step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+    return Muon(kinds["muon"], adamw, lr=t.lr, lr_scale=1.0, weight_decay=t.weight_decay, momentum=t.beta1,
+                dtype=dtype)

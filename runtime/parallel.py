@@ -66,6 +66,10 @@ def parallelize(model: GPT, config: Config, process: Process) -> nn.Module:
         p = config.position
         is_partial = p.drop_at < 1 or p.skip_every > 0 or not (p.layers == p.temperature_layers == "all")
         return DistributedDataParallel(model.to(process.device), find_unused_parameters=is_partial)
+    scalars = [name for name, p in model.named_parameters() if p.ndim == 0]
+    if scalars:
+        raise UserError(f"train.parallel=fsdp: FSDP2 cannot shard {scalars[0]}, which has no dimension; give "
+                        "this parameter shape (1,)")
     mesh = init_device_mesh(process.device.type, (process.world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -82,12 +86,10 @@ def sync_gradients(model: Any, is_on: bool) -> None:
         model.require_backward_grad_sync = is_on
 
 
-def mean_and_largest(process: Process, loss: Tensor, grad_norm: Tensor) -> Tensor:
-    """The mean loss and the largest gradient norm over processes, (2,). Does not wait for a GPU."""
-    gathered = torch.zeros(process.world_size, 2, device=process.device)
-    gathered[process.rank, 0], gathered[process.rank, 1] = loss, unshard(grad_norm)
-    all_reduce(process, gathered)
-    return torch.stack((gathered[:, 0].mean(), gathered[:, 1].max()))
+def mean_figures(process: Process, figures: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The mean over processes of each figure, a scalar on the device. Does not wait for a GPU."""
+    sums = all_reduce(process, torch.stack([unshard(x) for x in figures.values()]))
+    return dict(zip(figures, sums / process.world_size, strict=True))
 
 
 def all_reduce(process: Process, values: Tensor) -> Tensor:
@@ -107,15 +109,16 @@ def any_signal(number: int) -> int:
     return int(largest)
 
 
-def require_agreement(process: Process, own: dict[str, Any]) -> None:
+def require_agreement(process: Process, values: dict[str, Any]) -> None:
     """Raise UserError unless these values are the same in all processes; they are compared as text."""
     texts: list[Any] = [None] * process.world_size
     try:
-        dist.all_gather_object(texts, {key: str(value) for key, value in own.items()})
+        dist.all_gather_object(texts, {key: str(value) for key, value in values.items()})
     except RuntimeError as error:                   # what gloo raises for a closed connection
         raise UserError("another process of torchrun has ended; see its error, then restart") from error
-    for rank, other in enumerate(texts):
-        if different := [key for key in own if other[key] != texts[0][key]]:
+    for rank, text in enumerate(texts):
+        different = [key for key in values if text[key] != texts[0][key]]
+        if different:
             raise UserError(f"torchrun: processes 0 and {rank} have different {' and '.join(different)}; "
                             "start all with the same files and arguments")
 
@@ -140,11 +143,11 @@ def local(tensor: Any) -> Tensor:
 
 
 def unshard_stack(shards: Tensor, parameter: Any) -> Tensor:
-    """Gather whole matrices (N, rows, columns) from shards of their rows, all of the parameter's shape."""
+    """Gather whole parameters of one shape, (N, *shape), from their shards, stacked."""
     if not hasattr(parameter, "full_tensor"):
         return shards
     from torch.distributed.tensor import DTensor, Shard
     whole = DTensor.from_local(shards, parameter.device_mesh, [Shard(1)], run_check=False,
                                shape=torch.Size((len(shards), *parameter.shape)),
-                               stride=(parameter.numel(), parameter.shape[1], 1))
+                               stride=(parameter.numel(), *parameter.stride()))
     return whole.full_tensor()

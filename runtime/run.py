@@ -51,15 +51,18 @@ class TrainingRun:
     stop: list[int]             # numbers of the signals that arrived
     log: Log | None             # rank 0 writes
     scaler: torch.amp.GradScaler        # of float16; else it does nothing
-    unread: list[tuple[float, Tensor]] = field(default_factory=list)    # of the steps since: lr, (loss, norm)
+    unread: list[tuple[float, dict[str, Tensor]]] = field(default_factory=list)     # of steps: lr, figures
 
-    def after_step(self, loss_and_norm: Tensor) -> None:
+    def after_step(self, figures: dict[str, Tensor]) -> None:
         """Log, validate and save where it is due. Raises EarlyEnd after a signal or too many bad steps.
 
-        loss_and_norm (2,) stays on the device until a line is written, so that a GPU need not be waited for.
+        `figures` has the scalars loss and grad_norm, and any others: all are written to metrics.jsonl and
+        W&B under their names. They stay on the device until a line is written, so that a GPU need not be
+        waited for.
         """
         r, state, steps = self.config.run, self.state, self.config.train.steps
-        self.unread.append((self.optimizer.param_groups[0]["lr"], loss_and_norm))
+        figures = {name: x.detach() for name, x in figures.items()}     # without what backward would need
+        self.unread.append((self.optimizer.param_groups[0]["lr"], figures))
         step = state.step + len(self.unread)
         self.model.set_step(step)
         # what is due
@@ -95,14 +98,16 @@ class TrainingRun:
         """Wait for the steps since the last call; log those that were skipped, except for the last step."""
         state, unread = self.state, self.unread
         self.unread = []
-        for i, (lr, loss_and_norm) in enumerate(unread, start=1):
-            loss, grad_norm = map(finite, loss_and_norm.tolist())
+        for i, (lr, figures) in enumerate(unread, start=1):
+            metrics = {name: finite(float(x)) for name, x in figures.items()}
+            loss = metrics["loss"]
+            grad_norm = metrics["grad_norm"]
             # in float16 gradients may overflow: the scale of the loss is then halved, until it is 1
             is_overflow = grad_norm is None and self.scaler.get_scale() > 1
             is_bad = loss is None or (grad_norm is None and not is_overflow)
             state.step += 1
             state.n_bad = state.n_bad + 1 if is_bad else 0
-            state.metrics = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+            state.metrics = {**metrics, "lr": lr}
             if state.n_bad >= self.config.train.max_bad_steps:
                 saved = checkpoint.checkpoints(Path(self.config.run.dir))
                 newest = saved[-1] if saved else "none"
@@ -191,8 +196,9 @@ def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
 
 def content_of(meta: dict[str, Any]) -> list[Any]:
     """What a corpus is, wherever it lies: the checksums of its tokenizer and files, and of a mixture's."""
-    mixture = {name: content_of(other) for name, other in meta.get("mixture", {}).items()}
-    return [meta["tokenizer"]["sha256"], {name: s["sha256"] for name, s in meta["splits"].items()}, mixture]
+    files = {split: about["sha256"] for split, about in meta["splits"].items()}
+    mixture = {name: content_of(corpus) for name, corpus in meta.get("mixture", {}).items()}
+    return [meta["tokenizer"]["sha256"], files, mixture]
 
 
 def make_run(run_dir: Path, config: Config, corpus: Corpus, changes: bytes) -> None:

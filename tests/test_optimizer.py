@@ -9,22 +9,20 @@ from conftest import every_encoding
 
 from config import TrainConfig
 from model import GPT
-from runtime.optimizer import Muon, make_optimizer, orthogonal, set_learning_rate
+from runtime.optimizer import Muon, make_optimizer, orthogonal
 
 
 @every_encoding
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_is_in_one_group(name: str, optimizer: str, tiny) -> None:
-    """Muon's are the matrices of the layers; only matrices decay, and not those of the encoding."""
+    """Muon's are the matrices of the layers, and stacks of them; these and embeddings decay, nothing else."""
     config = tiny(name, f"train.optimizer={optimizer}", "model.bias=true", "model.norm=layernorm",
                   "train.beta1=0.7", "train.beta2=0.8", "train.weight_decay=0.3", "position.lr_scale=8",
                   "position.temperature=ssmax")
     model = GPT(config)
-    whole = make_optimizer(model, config)
-    groups = whole.param_groups
-    set_learning_rate(whole, 0.5)
-    rates = {p: group["lr"] for part in getattr(whole, "parts", [whole]) for group in part.param_groups
-             for p in group["params"]}
+    model.blocks[0].experts = torch.nn.Parameter(torch.randn(2, 8, 12))     # of a fork
+    groups = make_optimizer(model, config).param_groups
+    scales = {p: group["lr_scale"] for group in groups for p in group["params"]}
     moved = [p for group in groups for p in group["params"]]
     assert len(moved) == len(set(moved)) and set(moved) == set(model.parameters())
     by_muon = {p for group in groups if "momentum" in group for p in group["params"]}
@@ -32,9 +30,9 @@ def test_every_parameter_is_in_one_group(name: str, optimizer: str, tiny) -> Non
     assert {group.get("betas", group.get("momentum")) for group in groups} - {0.7} == {(0.7, 0.8)}
     for path, p in model.named_parameters():
         is_own = path.startswith(("encoding.", "temperature."))
-        assert rates[p] == 0.5 * (8 if is_own else 1), path
-        assert (p in by_muon) == (optimizer == "muon" and path.startswith("blocks.") and p.dim() == 2), path
-        assert (p in decayed) == (p.dim() == 2 and not is_own), path
+        assert scales[p] == (8 if is_own else 1), path
+        assert (p in by_muon) == (optimizer == "muon" and path.startswith("blocks.") and p.dim() > 1), path
+        assert (p in decayed) == (p.dim() > 1 and not is_own), path
 
 
 @pytest.mark.parametrize("name", get_args(TrainConfig.model_fields["optimizer"].annotation))
@@ -72,12 +70,33 @@ def test_muon_computes_in_the_dtype_of_training(dtype: str, tiny) -> None:
     p, optimizer = model.blocks[0].attention.q.weight, make_optimizer(model, config)
     torch.nn.init.zeros_(p)
     p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
-    set_learning_rate(optimizer, 1.0)
+    optimizer.param_groups[0]["lr"] = 1.0
     optimizer.step()
     step = -p.detach() / (0.2 * math.sqrt(max(p.shape)))
     for each in (torch.float32, torch.bfloat16):
         error = (step - orthogonal(p.grad[None], each)[0]).abs().max()
         assert (error < 1e-4) == (f"torch.{dtype}" == str(each)), (each, error)
+
+
+def muon(matrices: list[torch.nn.Parameter], dtype: torch.dtype) -> Muon:
+    """Muon, and AdamW for a parameter that has no gradient."""
+    rest = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    return Muon(matrices, rest, lr=0.02, weight_decay=0.1, momentum=0.95, dtype=dtype)
+
+
+def test_muon_takes_a_stack_for_its_matrices() -> None:
+    """Experts (E, C, F) move as E matrices of their own do."""
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.nn.Parameter(torch.randn(3, 8, 20, generator=generator))
+    alone = [torch.nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    optimizers = [muon([stack], torch.float32), muon(alone, torch.float32)]
+    for _ in range(3):
+        stack.grad = torch.randn(stack.shape, generator=generator)
+        for p, grad in zip(alone, stack.grad, strict=True):
+            p.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(stack, torch.stack(alone))
 
 
 def test_muon_is_that_of_torch() -> None:
@@ -86,7 +105,7 @@ def test_muon_is_that_of_torch() -> None:
     shapes = [(24, 8), (16, 16), (8, 24), (16, 16), (5, 1), (16, 16)]
     ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    optimizers = (Muon(ours, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "dtype": torch.bfloat16}),
+    optimizers = (muon(ours, torch.bfloat16),
                   torch.optim.Muon(theirs, 0.02, 0.1, adjust_lr_fn="match_rms_adamw"))
     for _ in range(5):
         for p, q in list(zip(ours, theirs, strict=True))[:-1]:

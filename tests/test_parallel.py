@@ -14,6 +14,7 @@ from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors
 from base.errors import UserError
 from config import Config, to_toml
 from data.loader import Corpus
+from model import GPT
 from runtime import parallel
 from runtime.parallel import Process
 from train import train, validate
@@ -141,6 +142,31 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
             validate(model, corpus, n_bytes, config, Process(cpu, rank, size))
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
         assert validate(model, corpus, n_bytes, config, Process(cpu, 0, size)) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_further_figure_is_the_mean_over_processes(wrapper: str, tiny, tmp_path: Path) -> None:
+    """One that the loop of a fork adds: here the rank."""
+    script = AS_ON_A_GPU.replace("command.run_command", """
+import torch
+mean = train.parallel.mean_figures
+train.parallel.mean_figures = lambda process, figures: mean(
+    process, {"rank": torch.tensor(process.rank), **figures})
+command.run_command""")
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(tiny("rope", "train.steps=2", f"train.parallel={wrapper}")))
+    both = start_two("-c", script, str(path))
+    assert [process.wait() for process in both] == [0, 0], both[0].communicate()
+    assert [line["rank"] for line in metrics(tmp_path / "run")] == [0.5, 0.5]
+
+
+def test_a_parameter_without_dimension_is_refused_by_fsdp(tiny) -> None:
+    config = tiny("rope", "train.parallel=fsdp")
+    model = GPT(config)
+    model.blocks[0].strength = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UserError, match=r"blocks.0.strength, .*give this parameter shape \(1,\)"):
+        parallel.parallelize(model, config, Process(torch.device("cpu"), 0, 2))
 
 
 @pytest.mark.slow

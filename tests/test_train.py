@@ -94,19 +94,12 @@ def test_a_finished_run_says_so_and_writes_nothing(tiny, tmp_path: Path, capsys)
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
 
 
-def test_a_terminal_shows_a_bar_and_a_pipe_lines(tiny, monkeypatch, capsys) -> None:
-    """The bar has the loss, and validation stays readable above it; metrics.jsonl is the same."""
-    config = tiny("rope", "run.log_every=4")
-    train(config, [])
+def test_each_line_of_the_log_is_shown(tiny, tmp_path: Path, capsys) -> None:
+    train(tiny("rope", "run.log_every=4"), [])
     out = capsys.readouterr().out
-    assert "step 12/12  loss " in out and "  validation " in out
-    lines = metrics(Path(config.run.dir))
-    shutil.rmtree(config.run.dir)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    train(config, [])
-    out, err = capsys.readouterr()
-    assert "12/12 [" in err and "loss " in err and "step 12/12" not in out and "step 12  validation " in out
-    assert metrics(Path(config.run.dir)) == lines
+    shown = [int(line.split("/")[0][5:]) for line in out.splitlines() if line.startswith("step ")]
+    assert shown == [line["step"] for line in metrics(tmp_path / "run")]
+    assert out.count("  validation ") == 2 and "step 12/12  loss " in out and "  ETA 0m00s" in out
 
 
 def test_a_run_of_older_code_resumes_where_a_line_was_cut(tiny, tmp_path: Path) -> None:
@@ -166,6 +159,22 @@ def test_a_run_that_reads_its_metrics_late_is_the_same_run(tiny, tmp_path: Path,
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines if "n_bad" in line] == [3, 4]
     assert lines == metrics(tmp_path / "straight")
+
+
+def test_a_further_figure_of_a_step_is_logged(tiny, tmp_path: Path, monkeypatch) -> None:
+    """A scalar on the device that the loop of a fork adds, perhaps with its graph; read late, as on a GPU."""
+    after_step = TrainingRun.after_step
+
+    def with_balance(run: TrainingRun, figures: dict[str, torch.Tensor]) -> None:
+        after_step(run, {**figures, "balance": run.model.embedding.weight.sum() * 0 + len(run.unread)})
+        assert not any(x.requires_grad for _, figures in run.unread for x in figures.values())
+
+    monkeypatch.setattr(TrainingRun, "after_step", with_balance)
+    monkeypatch.setattr(run_module, "RUNS_AHEAD", ("cpu",))
+    assert train(tiny("rope", "run.log_every=3", "run.save_every=12"), []) == 0
+    lines = metrics(tmp_path / "run")
+    assert [(line["step"], line["balance"]) for line in lines] == [(3, 2), (6, 2), (9, 2), (12, 2)]
+    assert set(lines[0]) == {"step", "tokens", "loss", "grad_norm", "balance", "lr"}
 
 
 def test_the_code_of_a_run_is_named_with_its_changes(tmp_path: Path, monkeypatch) -> None:

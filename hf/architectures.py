@@ -81,6 +81,10 @@ class Architecture:
             found["position.scaling"] = scaling.method
         return [f"{key} = {value!r}" for key, value in found.items()]
 
+    def warnings(self, config: Config) -> list[str]:
+        """What other programs than transformers read differently in the exported folder."""
+        return []
+
     def config_json(self, config: Config) -> Fields:
         """config.json without the ids of special tokens."""
         model = config.model
@@ -246,6 +250,16 @@ class Qwen2(Llama):
     block = {"qkv_bias": True}
     constants = {"hidden_act": "silu", "use_sliding_window": False}
     defaults = Llama.defaults | {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
+
+
+class SeedOss(Qwen2):
+    """Llama with biases for q, k and v, for other tokenizers: with Qwen2, transformers builds its own."""
+
+    model_type, class_name = "seed_oss", "SeedOssForCausalLM"
+    fields = SHAPE | {"head_dim": "head_dim"}
+    constants = {"hidden_act": "silu", "attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
+    defaults = Qwen2.defaults | {"num_key_value_heads": 8, "max_position_embeddings": 524_288,
+                                 "head_dim": 128, "attention_bias": True}
 
 
 class Qwen3(Llama):
@@ -532,8 +546,8 @@ class MPT(Architecture):
 
 # the first that fits is chosen, so the most widely supported come first
 ARCHITECTURES: dict[str, Architecture] = {
-    kind.model_type: kind() for kind in (Llama, Qwen2, Qwen3, Mistral, SmolLM3, Phi3, Olmo2, GPTNeoX, GPT2,
-                                         MPT, Gemma3)}
+    kind.model_type: kind() for kind in (Llama, Qwen2, SeedOss, Qwen3, Mistral, SmolLM3, Phi3, Olmo2,
+                                         GPTNeoX, GPT2, MPT, Gemma3)}
 
 
 def choose(config: Config, among: Iterable[Architecture] = ARCHITECTURES.values()) -> Architecture:

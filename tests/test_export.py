@@ -28,6 +28,20 @@ from train import train
 GPT_BLOCK = ("model.norm=layernorm", "model.bias=true", "model.mlp=gelu", "model.tied=true")
 FITS = {        # encodings that can leave, and with which block
     "rope": (), "none": (), "learned": GPT_BLOCK, "alibi": ("model.norm=layernorm", "model.mlp=gelu_exact")}
+GEMMA = ("model.qk_norm=true", "model.post_norm=true", "model.scaled_embedding=true", "model.mlp=geglu")
+EXPORTS = {     # architecture -> encoding and overrides of a small run that becomes it
+    "llama": ("rope",),
+    "qwen2": ("rope", "model.qkv_bias=true"),
+    "qwen3": ("rope", "model.qk_norm=true"),
+    "mistral": ("rope", "model.window=9"),
+    "smollm3": ("none",),
+    "phi3": ("rope", "position.fraction=0.5"),
+    "olmo2": ("rope", "model.qk_norm=whole", "model.pre_norm=false", "model.post_norm=true"),
+    "gpt_neox": ("rope", "model.norm=layernorm", "model.bias=true", "model.mlp=gelu_exact"),
+    "gpt2": ("learned", *GPT_BLOCK),
+    "mpt": ("alibi", *FITS["alibi"]),
+    "gemma3_text": ("rope", *GEMMA, "model.window=9"),
+}
 YARN = ("model.n_kv_head=1", 'position.scaling={method="yarn",factor=4.0,original_length=32,beta_fast=2.0}')
 
 

@@ -37,10 +37,12 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     config.json for a longer context.
     """
     source = origin_of(run, tokenizer)
-    kept = [name for name in KEPT if source and (source / name).is_file()]
+    kept: dict[str, Path] = {}                                          # name -> file of the source
+    if source:
+        kept = {name: source / name for name in KEPT if (source / name).is_file()}
     settings: Fields = {"tokenizer_class": AS_IT_IS}                    # of tokenizer_config.json
-    if source and "tokenizer_config.json" in kept:
-        settings = read_json(source / "tokenizer_config.json")
+    if "tokenizer_config.json" in kept:
+        settings = read_json(kept["tokenizer_config.json"])
     among = dict(ARCHITECTURES)
     if misreading(tokenizer, ALWAYS, settings):
         del among[ALWAYS]
@@ -66,7 +68,7 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     }
     if misreading(tokenizer, architecture.model_type, settings):
         files["tokenizer_config.json"] = {**settings, "tokenizer_class": AS_IT_IS}
-        kept.remove("tokenizer_config.json")
+        del kept["tokenizer_config.json"]
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
@@ -75,8 +77,8 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
         for name, content in files.items():
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (new / name).write_text(text, encoding="utf-8")
-        for name in kept:
-            shutil.copyfile(source / name, new / name)                  # over ours
+        for name, path in kept.items():
+            shutil.copyfile(path, new / name)                           # over ours
         card = model_card(run, config, model, tokenizer, architecture.class_name)
         (new / "README.md").write_text(card, encoding="utf-8")
         save_file(architecture.export_tensors(weights, config), new / "model.safetensors", {"format": "pt"})

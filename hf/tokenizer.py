@@ -38,8 +38,8 @@ ALWAYS = "qwen2"                        # its class is taken whatever tokenizer_
 QWEN_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 # texts that tell pre-tokenizers and normalizers apart, besides the tokens of the vocabulary
-PROBES = ["In 1818", " 12 345", "a  b", "\ta\t\tb", "   x", "a\n\n\nb", "a\r\n b \n", "x = (y);\n\n", "don't, I'LL",
-          "e\u0301", "\u2160\u00bd", "na\u00efve caf\u00e9", "\u65e5\u672c\u3002", "\U0001f44d\U0001f3fd", "\x00\x07"]
+PROBES = ["In 1818", " 12 345", "a  b", "\ta\t\tb", "   x", "a\n\n\nb", "a\r\n b \n", "x = (y);\n\n",
+          "don't, I'LL", "e\u0301", "\u2160\u00bd \u65e5\u672c", "\U0001f44d\U0001f3fd"]
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def prefix_ids(tokenizer: Tokenizer) -> list[int]:
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, given its config.json; a ByteTokenizer if it has the same ids.
 
-    The beginning-of-sequence token opens documents, or else the end-of-sequence token. It warns if transformers
+    The beginning-of-sequence token opens documents, or else the end-of-sequence token. Warns if transformers
     reads text with other ids. Raises UserError.
     """
     path = folder / "tokenizer_config.json"

@@ -309,8 +309,8 @@ class Windowed(Llama):
 
     def kinds(self, hf_config: Fields) -> list[str]:
         """layer_types, from config.json with its defaults."""
-        n_layer, full_every = hf_config["num_hidden_layers"], hf_config.get("sliding_window_pattern", 1)
-        return hf_config.get("layer_types") or layer_types(full_every, n_layer)
+        return hf_config.get("layer_types") or layer_types(
+            hf_config["sliding_window_pattern"], hf_config["num_hidden_layers"])
 
     def tables(self, hf_config: Fields) -> Tables:
         tables = super().tables(hf_config)
@@ -339,7 +339,7 @@ class SmolLM3(Windowed):
     copies = Llama.copies
     defaults = Llama.defaults | {"num_key_value_heads": 4, "tie_word_embeddings": True,
                                  "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0,
-                                 "no_rope_layer_interval": 4, "use_sliding_window": False}
+                                 "use_sliding_window": False}
 
     def warnings(self, config: Config) -> list[str]:
         flags = self.positions_json(config)["no_rope_layers"]
@@ -355,26 +355,21 @@ class SmolLM3(Windowed):
         return {"no_rope_layers": flags, "use_sliding_window": config.model.window is not None,
                 **super().positions_json(config)}
 
-    def rotating(self, hf_config: Fields) -> list[int]:
-        """no_rope_layers: 1 for each layer that rotates, from config.json with its defaults."""
-        n_layer, every = hf_config["num_hidden_layers"], hf_config["no_rope_layer_interval"]
-        flags = hf_config.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(n_layer)]
-        return flags[:n_layer]
-
     def kinds(self, hf_config: Fields) -> list[str]:
-        rotating = self.rotating(hf_config)
-        if not hf_config["use_sliding_window"] or not hf_config["sliding_window"]:
-            return layer_types(1, len(rotating))
-        return hf_config.get("layer_types") or [
-            "full_attention" if flag else "sliding_attention" for flag in rotating]
+        if hf_config["use_sliding_window"]:
+            return super().kinds(hf_config)
+        return layer_types(1, hf_config["num_hidden_layers"])
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
-        rotating = self.rotating(hf_config)
-        layers = [layer for layer, flag in enumerate(rotating) if flag]
+        n_layer, every = hf_config["num_hidden_layers"], hf_config.get("no_rope_layer_interval", 4)
+        flags = hf_config.get("no_rope_layers") or [(layer + 1) % every for layer in range(n_layer)]
+        layers = [layer for layer in range(n_layer) if flags[layer]]
         position, L = super().position_table(hf_config)
         if not layers:
             return {"encoding": "none"}, L
-        return position | ({} if len(layers) == len(rotating) else {"layers": layers}), L
+        if len(layers) < n_layer:
+            position["layers"] = layers
+        return position, L
 
 
 class Cohere2(Windowed):
@@ -398,22 +393,21 @@ class Cohere2(Windowed):
                          "mlp_norm": ("mlp.gate", "mlp.up")}
 
     def obstacles(self, config: Config) -> list[str]:
-        p, layers = config.position, range(config.model.n_layer)
-        encoded = {layer for layer in layers if p.is_encoded(layer)}
-        obstacles = super().obstacles(config)
-        if encoded != shape_of(config).local_layers:
-            obstacles.append(f"position.skip_every = {p.skip_every} beside model.full_every = "
-                             f"{config.model.full_every}")
+        obstacles, p = super().obstacles(config), config.position
+        local = shape_of(config).local_layers
+        if any(p.is_encoded(layer) != (layer in local) for layer in range(config.model.n_layer)):
+            obstacles.append("position.layers or skip_every beside windows in other layers")
         return obstacles
 
     def positions_json(self, config: Config) -> Fields:
         return {**super().positions_json(config), "logit_scale": 1.0}
 
-    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
-        position, L = super().position_table(hf_config)
-        kinds = self.kinds(hf_config)
-        full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
-        return {**position, "layout": self.layout, "skip_every": full[0] + 1 if full else 0}, L
+    def tables(self, hf_config: Fields) -> Tables:
+        tables = super().tables(hf_config)
+        if "window" not in tables["model"]:
+            raise self.unsupported("layer_types without a window", "sliding_attention in some layers")
+        tables["position"] |= {"layout": self.layout, "skip_every": tables["model"].get("full_every", 0)}
+        return tables
 
     def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
         weights = dict(weights)

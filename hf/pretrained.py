@@ -31,9 +31,8 @@ from model import GPT
 WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
 # what our block lacks for a model of this type
 INEXPRESSIBLE = {
-    "gemma4_text": "values pass a norm of their own, and layers differ in the width of their heads",
-    "gpt_oss": "its MLPs are mixtures of experts",
-    "granite_swa": "each head has a sink, and logits of attention a factor"}
+    "gemma4_text": "values pass a norm of their own, and full layers have wider heads",
+    "gpt_oss": "its MLPs are mixtures of experts"}
 PULLED = ["*.json", "*.safetensors", "*.jinja"]         # no code, no pickles
 
 

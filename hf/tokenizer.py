@@ -162,9 +162,8 @@ def prefix_ids(tokenizer: Tokenizer) -> list[int]:
     """What the tokenizer's own template puts before a text: the separator, if anything."""
     if not isinstance(tokenizer, PretrainedTokenizer):
         return []
-    n_plain = len(tokenizer.library.encode("a", add_special_tokens=False).ids)
-    ids: list[int] = tokenizer.library.encode("a", add_special_tokens=True).ids
-    return ids[:-n_plain]
+    ids: list[int] = tokenizer.library.encode("", add_special_tokens=True).ids
+    return ids
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:

@@ -8,6 +8,7 @@ Legend: B batch, T time, C = n_embd, V vocabulary, L = train.seq_len. Loss in na
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import math
@@ -40,6 +41,7 @@ from evaluation.windows import (
     repeat_distance,
     repeated,
 )
+from hf.tokenizer import prefix_ids
 from model import GPT
 from runtime.device import autocast
 
@@ -258,10 +260,19 @@ class Nonoverlap(Protocol):
 class Rolling(Protocol):
     """nonoverlap over every token, as loglikelihood_rolling of lm-evaluation-harness.
 
-    The tokens left at the end of a document are scored at the end of a full window.
+    The tokens left at the end of a document are scored at the end of a full window. If the tokenizer puts the
+    separator before a text (Llama 3's), it is scored too, after another one.
     """
 
     title, target_settings = "Perplexity, rolling", ("longest",)
+
+    def records(self, e: Evaluation, length: int) -> list[Record]:
+        prefix = prefix_ids(e.tokenizer)
+        if prefix:
+            e = copy.copy(e)
+            documents = [np.concatenate((ids[:1], prefix, ids[1:])) for ids in e.text.documents]
+            e.text = Text(e.text.name, documents)
+        return super().records(e, length)
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         windows = []

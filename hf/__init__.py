@@ -5,4 +5,5 @@ pretrained        loading a folder, or a model of the hub, as a model
 export            writing a model as a folder
 rope_parameters   rotary scalings in config.json
 tokenizer         the tokenizer of a folder, read and written
+lm_eval           tasks of lm-evaluation-harness on any run: python -m hf.lm_eval RUN --tasks ...
 """

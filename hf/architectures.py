@@ -10,7 +10,7 @@ Legend: C = n_embd, H = n_head, G = n_kv_head, D channels of a head, R of them r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ import rope
 from base.errors import UserError
 from config import Config, ModelConfig
 from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters
-from model import hidden_width
+from model import hidden_width, shape_of
 from positions import Options
 from positions.rotary import RoPEOptions, RotaryOptions
 
@@ -54,6 +54,7 @@ class Architecture:
     transposed: ClassVar[tuple[str, ...]] = ()          # modules with weights (in, out)
     encodings: ClassVar[Mapping[str, set[str]]]         # name -> keys of [position] with any value
     fields: ClassVar[Mapping[str, str]] = SHAPE         # key of [model] -> field; any value
+    free: ClassVar[set[str]] = {"head_dim", "dropout", "flex"}      # keys of [model] with any value
     block: ClassVar[Fields] = {}                        # keys of [model] with other values than our defaults
     rope_types: ClassVar[set[str]] = {*ROPE_TYPES.values()}     # of scalings
     constants: ClassVar[Fields] = {}                    # fields for which only this value is supported
@@ -62,6 +63,7 @@ class Architecture:
     length: ClassVar[str] = "max_position_embeddings"
     prefix: ClassVar[str] = "model."                    # missing if the decoder was saved without its head
     head: ClassVar[str] = "lm_head"
+    layout: ClassVar[Literal["half", "interleaved"]] = "half"       # which channels of q and k form a pair
 
     # Writing
 
@@ -72,7 +74,7 @@ class Architecture:
         if position.encoding in self.encodings:
             free = self.encodings[position.encoding] | {"encoding", "lr_scale"}
             found = {f"position.{key}": getattr(position, key) for key in differing(position, {}, free)}
-        free = {*self.fields, "head_dim", "dropout", "flex"}
+        free = {*self.fields, *self.free}
         found |= {f"model.{key}": getattr(model, key) for key in differing(model, self.block, free)}
         if "head_dim" not in self.fields and model.head_width * model.n_head != model.n_embd:
             found["model.head_dim"] = model.head_width
@@ -80,6 +82,10 @@ class Architecture:
         if scaling is not None and ROPE_TYPES.get(scaling.method) not in self.rope_types:
             found["position.scaling"] = scaling.method
         return [f"{key} = {value!r}" for key, value in found.items()]
+
+    def warnings(self, config: Config) -> list[str]:
+        """What other programs than transformers read differently in the exported folder."""
+        return []
 
     def config_json(self, config: Config) -> Fields:
         """config.json without the ids of special tokens."""
@@ -141,13 +147,13 @@ class Architecture:
 
     def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
         """Our weights under Hugging Face's names, in its layout."""
-        weights, names = in_half_layout(weights, config), list(self.names(weights))
+        weights, names = in_layout(self.layout, weights, config), list(self.names(weights))
         assert {part for _, parts in names for part in parts} == set(weights), "a weight has no name"
         return {name: self._turned(name, torch.cat([weights[part] for part in parts])).contiguous()
                 for name, parts in names}
 
-    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
-                       config: Config) -> dict[str, Tensor]:
+    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: Config,
+                       hf_config: Fields) -> dict[str, Tensor]:
         """The tensors under our names, fp32. Raises UserError for a missing, misshapen or unknown one."""
         weights: dict[str, Tensor] = {}
         own = (self.prefix, f"{self.head}.")
@@ -188,25 +194,32 @@ def differing(options: ModelConfig | Options, block: Fields, free: set[str]) -> 
             if key not in free and getattr(options, key) != block.get(key, field.default)]
 
 
-def in_half_layout(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Weights with the channels of queries and keys in the layout `half`, which transformers uses.
+def in_layout(layout: str, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Weights with the channels of queries and keys in this layout.
 
     Both are reordered in the same way, so the logits stay the same.
     """
     position, D = config.position, config.model.head_width
     weights = dict(weights)
-    if isinstance(position, RotaryOptions) and position.layout == "interleaved":
+    if isinstance(position, RotaryOptions) and position.layout != layout:
+        reordered = rope.to_half if layout == "half" else rope.to_interleaved
         for name, weight in weights.items():
             if name.rpartition(".")[0].endswith(("attention.q", "attention.k", "q_norm", "k_norm")):
-                weights[name] = rope.to_half(weight, len(weight) // D, position.rotary_dim(D))
+                weights[name] = reordered(weight, len(weight) // D, position.rotary_dim(D))
     return weights
+
+
+def layer_types(full_every: int, n_layer: int) -> list[str]:
+    """layer_types: full attention in each `full_every`-th layer, in none for 0; a window in the others."""
+    return ["sliding_attention" if not full_every or (layer + 1) % full_every else "full_attention"
+            for layer in range(n_layer)]
 
 
 class Llama(Architecture):
     """Llama 1 to 3, SmolLM 1 and 2, TinyLlama, and other models saved as Llama."""
 
     model_type, class_name = "llama", "LlamaForCausalLM"
-    encodings = {"rope": {"base", "layout", "scaling"}}
+    encodings = {"rope": {"base", "layout", "scaling"}, "p_rope": {"base", "layout", "p"}}
     fields = SHAPE | {"head_dim": "head_dim", "bias": "attention_bias"}
     constants = {"hidden_act": "silu"}
     copies = {"mlp_bias": "attention_bias"}
@@ -231,10 +244,11 @@ class Llama(Architecture):
         if set(hf_config.get("layer_types") or ()) - {"full_attention"}:
             raise self.unsupported("layer_types with other attention", "full_attention in all layers")
         position, L = read_rope_parameters(hf_config, hf_config[self.length])
-        encoding, free = next(iter(self.encodings.items()))
-        if not position.keys() <= free:
-            raise self.unsupported(f"partial_rotary_factor {position['fraction']}", "1.0")
-        return {"encoding": encoding, **position}, L
+        for encoding, free in self.encodings.items():
+            if position.keys() <= free:
+                return {"encoding": encoding, **position}, L
+        share = position.get("fraction", position.get("p"))
+        raise self.unsupported(f"partial_rotary_factor {share}", "1.0")
 
 
 class Qwen2(Llama):
@@ -246,6 +260,16 @@ class Qwen2(Llama):
     block = {"qkv_bias": True}
     constants = {"hidden_act": "silu", "use_sliding_window": False}
     defaults = Llama.defaults | {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
+
+
+class SeedOss(Qwen2):
+    """Llama with biases for q, k and v, for other tokenizers: with Qwen2, transformers builds its own."""
+
+    model_type, class_name = "seed_oss", "SeedOssForCausalLM"
+    fields = SHAPE | {"head_dim": "head_dim"}
+    constants = {"hidden_act": "silu", "attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
+    defaults = Qwen2.defaults | {"num_key_value_heads": 8, "max_position_embeddings": 524_288,
+                                 "head_dim": 128, "attention_bias": True}
 
 
 class Qwen3(Llama):
@@ -271,29 +295,138 @@ class Mistral(Llama):
                                  "max_position_embeddings": 131_072}
 
 
-class SmolLM3(Llama):
-    """Llama with some layers that have no position encoding."""
+class Windowed(Llama):
+    """Llama with a window in all layers but every k-th, or in none. Subclasses are architectures."""
+
+    fields = SHAPE | {"window": "sliding_window"}
+    free = Architecture.free | {"full_every"}
+    copies = {}
+
+    def positions_json(self, config: Config) -> Fields:
+        m = config.model
+        full_every = m.full_every if m.window else 1
+        return {**super().positions_json(config), "layer_types": layer_types(full_every, m.n_layer)}
+
+    def kinds(self, hf_config: Fields) -> list[str]:
+        """layer_types, from config.json with its defaults."""
+        return hf_config.get("layer_types") or layer_types(
+            hf_config["sliding_window_pattern"], hf_config["num_hidden_layers"])
+
+    def tables(self, hf_config: Fields) -> Tables:
+        tables = super().tables(hf_config)
+        kinds = self.kinds({**self.defaults, **hf_config})
+        full_every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
+        if kinds != layer_types(full_every, len(kinds)):
+            raise self.unsupported("layer_types", "full_attention in every k-th layer (model.full_every)")
+        if full_every == 1:
+            tables["model"].pop("window", None)
+        elif full_every:
+            tables["model"]["full_every"] = full_every
+        return tables
+
+    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
+        return super().position_table({**hf_config, "layer_types": None})
+
+
+class SmolLM3(Windowed):
+    """Llama with some layers that have no position encoding, and some that have a window."""
 
     model_type, class_name = "smollm3", "SmolLM3ForCausalLM"
-    encodings = {"rope": {"base", "layout", "scaling", "layers", "skip_every"}, "none": set()}
-    fields = SHAPE | {"bias": "attention_bias"}
-    constants = {"hidden_act": "silu", "use_sliding_window": False}
+    encodings = {**{name: free | {"layers", "skip_every"} for name, free in Llama.encodings.items()},
+                 "none": set()}
+    fields = Windowed.fields | {"bias": "attention_bias"}
+    constants = {"hidden_act": "silu"}
+    copies = Llama.copies
     defaults = Llama.defaults | {"num_key_value_heads": 4, "tie_word_embeddings": True,
-                                 "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}
+                                 "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0,
+                                 "use_sliding_window": False}
+
+    def warnings(self, config: Config) -> list[str]:
+        flags = self.positions_json(config)["no_rope_layers"]
+        is_every_fourth = all(flag == ((layer + 1) % 4 > 0) for layer, flag in enumerate(flags))
+        if is_every_fourth and not config.model.window:
+            return []
+        return ["llama.cpp reads SmolLM3 with windows in no layer and without an encoding in every fourth, "
+                "whatever config.json says; run this folder by transformers or vLLM"]
 
     def positions_json(self, config: Config) -> Fields:
         p, layers = config.position, range(config.model.n_layer)
         flags = [int(isinstance(p, RotaryOptions) and p.is_encoded(layer)) for layer in layers]
-        return {"no_rope_layers": flags, **super().positions_json(config)}
+        return {"no_rope_layers": flags, "use_sliding_window": config.model.window is not None,
+                **super().positions_json(config)}
+
+    def kinds(self, hf_config: Fields) -> list[str]:
+        if hf_config["use_sliding_window"]:
+            return super().kinds(hf_config)
+        return layer_types(1, hf_config["num_hidden_layers"])
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
         n_layer, every = hf_config["num_hidden_layers"], hf_config.get("no_rope_layer_interval", 4)
-        rotates = hf_config.get("no_rope_layers") or [(layer + 1) % every for layer in range(n_layer)]
-        layers = [layer for layer, is_on in enumerate(rotates[:n_layer]) if is_on]
+        flags = hf_config.get("no_rope_layers") or [(layer + 1) % every for layer in range(n_layer)]
+        layers = [layer for layer in range(n_layer) if flags[layer]]
         position, L = super().position_table(hf_config)
         if not layers:
             return {"encoding": "none"}, L
-        return position | ({} if len(layers) == n_layer else {"layers": layers}), L
+        if len(layers) < n_layer:
+            position["layers"] = layers
+        return position, L
+
+
+class Cohere2(Windowed):
+    """Command R7B: windows with RoPE, full layers without an encoding, attention and MLP beside each other.
+
+    Both read one norm. We have two, and none has a bias: an export puts their weights into the matrices that
+    read them. Pairs of channels are neighbours. logit_scale becomes a part of the last norm.
+    """
+
+    model_type, class_name = "cohere2", "Cohere2ForCausalLM"
+    modules = {module: parts for module, parts in LLAMA.items() if "post_attention" not in module}
+    encodings = {"rope": {"base", "layout", "scaling", "layers", "skip_every"}}
+    fields = Windowed.fields | {"norm_eps": "layer_norm_eps"}
+    block = {"norm": "layernorm", "parallel": True}
+    constants = {"hidden_act": "silu", "attention_bias": False}
+    defaults = Llama.defaults | {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625,
+                                 "sliding_window": 4096, "sliding_window_pattern": 4,
+                                 "max_position_embeddings": 8192}
+    layout = "interleaved"
+    readers: ClassVar = {"attention_norm": ("attention.q", "attention.k", "attention.v"),
+                         "mlp_norm": ("mlp.gate", "mlp.up")}
+
+    def obstacles(self, config: Config) -> list[str]:
+        obstacles, p = super().obstacles(config), config.position
+        local = shape_of(config).local_layers
+        if any(p.is_encoded(layer) != (layer in local) for layer in range(config.model.n_layer)):
+            obstacles.append("position.layers or skip_every beside windows in other layers")
+        return obstacles
+
+    def positions_json(self, config: Config) -> Fields:
+        return {**super().positions_json(config), "logit_scale": 1.0}
+
+    def tables(self, hf_config: Fields) -> Tables:
+        tables = super().tables(hf_config)
+        if "window" not in tables["model"]:
+            raise self.unsupported("layer_types without a window", "sliding_attention in some layers")
+        tables["position"] |= {"layout": self.layout, "skip_every": tables["model"].get("full_every", 0)}
+        return tables
+
+    def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+        weights = dict(weights)
+        for n in range(config.model.n_layer):
+            for norm, parts in self.readers.items():
+                scale = weights.pop(f"blocks.{n}.{norm}.weight")
+                for part in parts:
+                    weights[f"blocks.{n}.{part}.weight"] = weights[f"blocks.{n}.{part}.weight"] * scale
+            weights[f"blocks.{n}.attention_norm.weight"] = torch.ones_like(scale)
+        return super().export_tensors(weights, config)
+
+    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: Config,
+                       hf_config: Fields) -> dict[str, Tensor]:
+        single = {name: shape for name, shape in shapes.items() if "mlp_norm" not in name}
+        weights = super().import_tensors(tensors, single, config, hf_config)
+        for n in range(config.model.n_layer):
+            weights[f"blocks.{n}.mlp_norm.weight"] = weights[f"blocks.{n}.attention_norm.weight"].clone()
+        weights["norm.weight"] *= hf_config.get("logit_scale", self.defaults["logit_scale"])
+        return weights
 
 
 class Olmo2(Llama):
@@ -310,7 +443,7 @@ class Olmo2(Llama):
     defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
 
 
-class Gemma3(Llama):
+class Gemma3(Windowed):
     """The text model of Gemma 3: norms on both sides of a sublayer, GEGLU, another base in windows.
 
     Its norms multiply by 1 + weight, ours by the weight. Folders with images (Gemma3ForConditionalGeneration)
@@ -322,8 +455,8 @@ class Gemma3(Llama):
         "model.layers.N.post_attention_layernorm": ["blocks.N.attention_post_norm"],
         "model.layers.N.pre_feedforward_layernorm": ["blocks.N.mlp_norm"],
         "model.layers.N.post_feedforward_layernorm": ["blocks.N.mlp_post_norm"]}
-    encodings = {"rope": {"base", "layout", "scaling", "local_base"}}
-    fields = SHAPE | {"head_dim": "head_dim", "window": "sliding_window"}
+    encodings = {"rope": {"base", "layout", "scaling", "local_base"}, "p_rope": {"base", "layout", "p"}}
+    fields = Windowed.fields | {"head_dim": "head_dim"}
     block = {"qk_norm": True, "post_norm": True, "scaled_embedding": True, "mlp": "geglu"}
     constants = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
                  "attn_logit_softcapping": None, "final_logit_softcapping": None,
@@ -335,45 +468,30 @@ class Gemma3(Llama):
                 "rope_local_base_freq": 10_000.0}
 
     def obstacles(self, config: Config) -> list[str]:
-        obstacles = [text for text in super().obstacles(config) if "full_every" not in text]
+        obstacles = super().obstacles(config)
         if config.model.window is None:
             obstacles.append("model.window = None")
         return obstacles
 
     def positions_json(self, config: Config) -> Fields:
         fields = super().positions_json(config)
-        assert isinstance(config.position, RoPEOptions)
-        theta, full = config.position.local_base, fields["rope_parameters"]
+        full, theta = fields["rope_parameters"], None
+        if isinstance(config.position, RoPEOptions):
+            theta = config.position.local_base
         sliding = {"rope_type": "default", "rope_theta": theta} if theta else full
         both = {"full_attention": full, "sliding_attention": sliding}
         if "truncate" in full:      # which transformers looks for beside the two kinds
             both["truncate"] = full["truncate"]
-        return fields | {"rope_parameters": both,
-                         "layer_types": self.kinds(config.model.full_every, config.model.n_layer)}
-
-    def kinds(self, every: int, n_layer: int) -> list[str]:
-        """layer_types: full attention in each `every`-th layer, in none for 0."""
-        return ["sliding_attention" if not every or (layer + 1) % every else "full_attention"
-                for layer in range(n_layer)]
-
-    def tables(self, hf_config: Fields) -> Tables:
-        tables, given = super().tables(hf_config), {**self.defaults, **hf_config}
-        n_layer = given["num_hidden_layers"]
-        kinds = given.get("layer_types") or self.kinds(given["sliding_window_pattern"], n_layer)
-        every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
-        if kinds != self.kinds(every, n_layer):
-            raise self.unsupported("layer_types", "full_attention in every k-th layer (model.full_every)")
-        tables["model"] |= {"full_every": every} if every else {}
-        return tables
+        return fields | {"rope_parameters": both}
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
         by_kind = hf_config.get("rope_parameters") or {}
         full, sliding = (by_kind.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
-        position, L = super().position_table({**hf_config, "rope_parameters": full, "layer_types": None})
+        position, L = super().position_table({**hf_config, "rope_parameters": full})
         if sliding and sliding == full:         # one base, and one scaling
             return position, L
-        if sliding.get("rope_type", "default") != "default":
-            raise self.unsupported(f"{sliding['rope_type']!r} in sliding_attention alone", "'default'")
+        if sliding.get("rope_type", "default") != "default" or "p" in position:
+            raise self.unsupported(f"rope_parameters = {by_kind}", "scaling in full_attention alone")
         given = {"rope_theta": hf_config["rope_local_base_freq"], **sliding}
         return position | {"local_base": float(given["rope_theta"])}, L
 
@@ -381,9 +499,9 @@ class Gemma3(Llama):
         tensors = super().export_tensors(weights, config)
         return {name: tensor - 1 if "norm" in name else tensor for name, tensor in tensors.items()}
 
-    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
-                       config: Config) -> dict[str, Tensor]:
-        weights = super().import_tensors(tensors, shapes, config)
+    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: Config,
+                       hf_config: Fields) -> dict[str, Tensor]:
+        weights = super().import_tensors(tensors, shapes, config, hf_config)
         return {name: weight + 1 if "norm" in name else weight for name, weight in weights.items()}
 
 
@@ -455,9 +573,10 @@ class GPTNeoX(Phi3):
         shape = 3, config.model.n_head, -1
         return self._reordered(super().export_tensors(weights, config), shape)
 
-    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size],
-                       config: Config) -> dict[str, Tensor]:
-        return super().import_tensors(self._reordered(tensors, (config.model.n_head, 3, -1)), shapes, config)
+    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: Config,
+                       hf_config: Fields) -> dict[str, Tensor]:
+        tensors = self._reordered(tensors, (config.model.n_head, 3, -1))
+        return super().import_tensors(tensors, shapes, config, hf_config)
 
     def _reordered(self, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> dict[str, Tensor]:
         """With the rows of query_key_value, in this shape, transposed: by q, k, v or by heads first."""
@@ -532,8 +651,8 @@ class MPT(Architecture):
 
 # the first that fits is chosen, so the most widely supported come first
 ARCHITECTURES: dict[str, Architecture] = {
-    kind.model_type: kind() for kind in (Llama, Qwen2, Qwen3, Mistral, SmolLM3, Phi3, Olmo2, GPTNeoX, GPT2,
-                                         MPT, Gemma3)}
+    kind.model_type: kind() for kind in (Llama, Qwen2, SeedOss, Qwen3, Mistral, SmolLM3, Phi3, Olmo2, Cohere2,
+                                         GPTNeoX, GPT2, MPT, Gemma3)}
 
 
 def choose(config: Config, among: Iterable[Architecture] = ARCHITECTURES.values()) -> Architecture:

@@ -17,7 +17,7 @@ from data.tokenizer import Tokenizer
 from hf.architectures import ARCHITECTURES, choose
 from hf.pretrained import is_pretrained, read_config
 from hf.rope_parameters import LENGTH, Fields
-from hf.tokenizer import read_tokenizer, separator_name, tokenizer_json
+from hf.tokenizer import ALWAYS, AS_IT_IS, misreading, read_tokenizer, separator_name, tokenizer_json
 from model import GPT, shape_of
 from positions.rotary import RoPEOptions, RotaryOptions, is_within_length
 from positions.scaling import Scaling
@@ -32,11 +32,24 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
 
     Model, config and tokenizer are those of `run`, whose name is on the model card. If the run began from a
     Hugging Face folder, its tokenizer, special tokens, chat template and generation_config are copied from
-    there. The number of positions is that of training or of that folder, whichever is larger. `extension`,
-    from `rope_fields`, overrides fields of config.json for a longer context.
+    there; only a tokenizer class that would give other ids is replaced. The number of positions is that of
+    training or of that folder, whichever is larger. `extension`, from `rope_fields`, overrides fields of
+    config.json for a longer context.
     """
-    architecture = choose(config)
-    fields, source = architecture.config_json(config), origin_of(run, tokenizer)
+    source = origin_of(run, tokenizer)
+    kept: dict[str, Path] = {}                                          # name -> file of the source
+    if source:
+        kept = {name: source / name for name in KEPT if (source / name).is_file()}
+    settings: Fields = {"tokenizer_class": AS_IT_IS}                    # of tokenizer_config.json
+    if "tokenizer_config.json" in kept:
+        settings = read_json(kept["tokenizer_config.json"])
+    among = dict(ARCHITECTURES)
+    if misreading(tokenizer, ALWAYS, settings):
+        del among[ALWAYS]
+    architecture = choose(config, among.values())
+    for warning in architecture.warnings(config):
+        print(f"warning: {warning}")
+    fields = architecture.config_json(config)
     before = read_config(source)[1] if source else {}
     is_dynamic = getattr(getattr(config.position, "scaling", None), "is_dynamic", False)
     if isinstance(config.position, RotaryOptions) and not is_dynamic:   # else the field has another meaning
@@ -49,10 +62,13 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
         "config.json": {**fields, **special, "use_cache": True, "torch_dtype": "float32"},
         "generation_config.json": {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot},
         "tokenizer.json": tokenizer_json(tokenizer),
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": separator,
+        "tokenizer_config.json": {"tokenizer_class": AS_IT_IS, "bos_token": separator,
                                   "eos_token": separator, "model_max_length": fields[architecture.length],
                                   "clean_up_tokenization_spaces": False},
     }
+    if misreading(tokenizer, architecture.model_type, settings):
+        files["tokenizer_config.json"] = {**settings, "tokenizer_class": AS_IT_IS}
+        del kept["tokenizer_config.json"]
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
@@ -61,9 +77,8 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
         for name, content in files.items():
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
             (new / name).write_text(text, encoding="utf-8")
-        for name in KEPT:
-            if source and (source / name).is_file():
-                shutil.copyfile(source / name, new / name)
+        for name, path in kept.items():
+            shutil.copyfile(path, new / name)                           # over ours
         card = model_card(run, config, model, tokenizer, architecture.class_name)
         (new / "README.md").write_text(card, encoding="utf-8")
         save_file(architecture.export_tensors(weights, config), new / "model.safetensors", {"format": "pt"})

@@ -29,6 +29,10 @@ from hf.tokenizer import read_tokenizer
 from model import GPT
 
 WEIGHTS, PARTS = "model.safetensors", "model.safetensors.index.json"
+# what our block lacks for a model of this type
+INEXPRESSIBLE = {
+    "gemma4_text": "values pass a norm of their own, and full layers have wider heads",
+    "gpt_oss": "its MLPs are mixtures of experts"}
 PULLED = ["*.json", "*.safetensors", "*.jinja"]         # no code, no pickles
 
 
@@ -106,7 +110,8 @@ def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:
         tensors: dict[str, Tensor] = {}
         for path in weight_files(folder):
             tensors |= load_file(path)
-        model.load_state_dict(architecture.import_tensors(tensors, shapes, config), assign=True)
+        weights = architecture.import_tensors(tensors, shapes, config, hf_config)
+        model.load_state_dict(weights, assign=True)
         tokenizer = read_tokenizer(folder, hf_config)
         n_rows = len(model.embedding.weight)
         if tokenizer.vocab_size > n_rows:
@@ -123,7 +128,8 @@ def read_config(folder: Path) -> tuple[Architecture, Fields]:
         kind = hf_config.get("model_type")
         if kind not in ARCHITECTURES:
             named = ", ".join(hf_config.get("architectures") or [str(kind)])
-            raise UserError(f"architecture {named} is not supported; supported are "
+            reason = f" ({INEXPRESSIBLE[kind]})" if kind in INEXPRESSIBLE else ""
+            raise UserError(f"architecture {named} is not supported{reason}; supported are "
                             f"{', '.join(a.class_name for a in ARCHITECTURES.values())}")
         if hf_config.get("quantization_config"):
             raise UserError("its weights are quantised; use the model without quantisation")

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from base.errors import UserError
-from positions.rotary import RotaryOptions
+from positions.rotary import PRoPEOptions, RotaryOptions
 from positions.scaling import NTK, SCALINGS, Base, enlarged
 
 Fields = dict[str, Any]         # of a config.json
@@ -17,12 +17,16 @@ LENGTH = "original_max_position_embeddings"
 # what config.json calls a scaling; ntk and base only change the base
 ROPE_TYPES = {"pi": "linear", "ntk": "default", "dynamic_ntk": "dynamic", "yarn": "yarn", "llama3": "llama3",
               "longrope": "longrope", "base": "default"}
+PROPORTIONAL = "proportional"                   # rope_type of p_rope
 STORE_L = ("yarn", "llama3", "longrope")        # types that store the length before the extension
 
 
 def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, int]:
     """rope_parameters for R = dim channels, and max_position_embeddings, of a model trained at L tokens."""
     scaling = position.scaling
+    if isinstance(position, PRoPEOptions):
+        share = {"partial_rotary_factor": position.p}
+        return {"rope_type": PROPORTIONAL, "rope_theta": position.base, **share}, L
     if scaling is None or isinstance(scaling, NTK | Base):      # the last two only change the base
         theta = position.base
         if isinstance(scaling, Base):
@@ -47,8 +51,9 @@ def read_rope_parameters(hf_config: Fields, max_length: int) -> tuple[Fields, in
                                            or {}).items() if value is not None}
     base = float(given.pop("rope_theta", hf_config["rope_theta"]))
     fraction = given.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
-    kind, older = given.pop("rope_type", "default"), given.pop("type", None)
-    kind = {"su": "longrope"}.get(older, older) or kind
+    older = given.pop("type", "default")
+    kind = given.pop("rope_type", older)                                # as in transformers, rope_type wins
+    kind = {"su": "longrope"}.get(kind, kind)
     given.pop("finetuned", None)                                        # of YaRN's authors; changes nothing
     scales = [given.pop(key, 0) for key in ("mscale", "mscale_all_dim")]        # DeepSeek's
     if all(scales):
@@ -58,7 +63,9 @@ def read_rope_parameters(hf_config: Fields, max_length: int) -> tuple[Fields, in
     original = hf_config.get(LENGTH, original) if kind in STORE_L else None
     position: Fields = {"base": base}
     if fraction != 1.0:
-        position["fraction"] = fraction
+        position["p" if kind == PROPORTIONAL else "fraction"] = fraction
+    if kind == PROPORTIONAL and given.pop("factor", 1.0) == 1.0:
+        kind = "default"
     if kind == "default":
         return position, max_length
     method = {kind: method for method, kind in ROPE_TYPES.items()}.get(kind)

@@ -27,7 +27,24 @@ from train import train
 
 GPT_BLOCK = ("model.norm=layernorm", "model.bias=true", "model.mlp=gelu", "model.tied=true")
 FITS = {        # encodings that can leave, and with which block
-    "rope": (), "none": (), "learned": GPT_BLOCK, "alibi": ("model.norm=layernorm", "model.mlp=gelu_exact")}
+    "rope": (), "p_rope": (), "none": (), "learned": GPT_BLOCK,
+    "alibi": ("model.norm=layernorm", "model.mlp=gelu_exact")}
+GEMMA = ("model.qk_norm=true", "model.post_norm=true", "model.scaled_embedding=true", "model.mlp=geglu")
+EXPORTS = {     # architecture -> encoding and overrides of a small run that becomes it
+    "llama": ("rope",),
+    "qwen2": ("rope", "model.qkv_bias=true"),
+    "qwen3": ("rope", "model.qk_norm=true"),
+    "mistral": ("rope", "model.window=9"),
+    "smollm3": ("none",),
+    "phi3": ("rope", "position.fraction=0.5"),
+    "cohere2": ("rope", "model.norm=layernorm", "model.parallel=true", "model.window=9", "model.full_every=2",
+                "position.skip_every=2"),
+    "olmo2": ("rope", "model.qk_norm=whole", "model.pre_norm=false", "model.post_norm=true"),
+    "gpt_neox": ("rope", "model.norm=layernorm", "model.bias=true", "model.mlp=gelu_exact"),
+    "gpt2": ("learned", *GPT_BLOCK),
+    "mpt": ("alibi", *FITS["alibi"]),
+    "gemma3_text": ("rope", *GEMMA, "model.window=9"),
+}
 YARN = ("model.n_kv_head=1", 'position.scaling={method="yarn",factor=4.0,original_length=32,beta_fast=2.0}')
 
 
@@ -71,7 +88,11 @@ def test_every_encoding_leaves_or_is_refused_by_name(encoding: str, tiny) -> Non
 @pytest.mark.parametrize(("encoding", "overrides", "named"), [
     ("rope", ["position.scale_invariant=10.0", "position.drop_at=0.5"],
      ["position.scale_invariant = 10.0", "position.drop_at = 0.5"]),
-    ("rope", ["model.window=5", "model.full_every=2"], ["model.full_every = 2"]),
+    ("rope", ["model.window=5", "model.full_every=2", "model.qk_norm=true"], ["model.qk_norm = True"]),
+    ("rope", ["model.window=5", "model.full_every=2", "position.skip_every=1", "model.norm=layernorm",
+              "model.parallel=true"], ["position.layers or skip_every beside windows in other layers"]),
+    ("rope", ["model.sink=head"], ["model.sink = 'head'"]),
+    ("p_rope", ['position.scaling={method="pi",factor=2.0}'], ["position.scaling"]),
     ("rope", ["model.norm=layernorm", "model.mlp=relu2"], ["model.norm = 'layernorm', model.mlp = 'relu2'"]),
     ("rope", ["position.fraction=0.5", 'position.scaling={method="pi",factor=2.0}'],
      ["does not support position."]),
@@ -86,6 +107,36 @@ def test_every_setting_in_the_way_is_named(encoding: str, overrides: list[str], 
         choose(tiny(encoding, *overrides))
     (problem,) = caught.value.problems
     assert all(text in problem for text in named), problem
+
+
+@pytest.mark.parametrize(("overrides", "warned"), [
+    (["position.skip_every=4"], False), (["position.skip_every=2"], True), (["position.layers=first"], True),
+    (["position.skip_every=4", "model.window=5", "model.full_every=4"], True)])
+def test_what_llama_cpp_reads_differently_is_told(overrides: list[str], warned: bool, tiny, tmp_path: Path,
+                                                  capsys) -> None:
+    """It takes no encoding in every fourth layer, and no windows, for SmolLM3."""
+    saved(tiny("rope", "model.n_layer=4", *overrides), tmp_path / "out")
+    assert ("warning: llama.cpp reads SmolLM3" in capsys.readouterr().out) == warned
+
+
+@pytest.mark.parametrize(("overrides", "is_written"), [
+    ([], True), (["model.window=5"], False), (["model.window=99"], True),
+    (["model.n_layer=4", "model.window=5", "model.full_every=2"], False),
+    (["model.n_layer=4", "model.window=99", "model.full_every=2"], True),
+    ([*GEMMA, "model.window=5", "model.full_every=2"], True),
+    ([*GEMMA, "model.window=5", "model.full_every=2", 'position.scaling={method="pi",factor=2.0}'], False),
+    (["model.norm=layernorm", "model.parallel=true", "model.window=5", "model.full_every=2",
+      "position.skip_every=2"], False)])
+def test_windows_that_keep_their_frequencies_are_written_or_refused(overrides: list[str], is_written: bool,
+                                                                    tiny) -> None:
+    """Under --extend, layers whose windows are within L keep theirs: Gemma 3's config.json alone says so."""
+    config = tiny("rope", *overrides)
+    model = lively(config)
+    if is_written:
+        assert export_command.extension("yarn:factor=4", model, config)
+    else:
+        with pytest.raises(UserError, match="--extend yarn:factor=4: "):
+            export_command.extension("yarn:factor=4", model, config)
 
 
 def test_an_option_that_no_table_knows_is_in_the_way(tiny, monkeypatch) -> None:

@@ -6,12 +6,32 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import needs, words
+from conftest import lively, needs, words
+from test_export import EXPORTS
 
 from base.errors import UserError
 from data.tasks import encode
-from data.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer, decode, learn, load_tokenizer
-from hf.tokenizer import merges, read_tokenizer, tokenizer_json
+from data.tokenizer import (
+    ByteTokenizer,
+    PretrainedTokenizer,
+    Tokenizer,
+    decode,
+    learn,
+    load_tokenizer,
+    open_library,
+)
+from hf.architectures import ARCHITECTURES
+from hf.export import export
+from hf.tokenizer import (
+    AS_IT_IS,
+    class_built,
+    merges,
+    misreading,
+    read_tokenizer,
+    rebuilt_parts,
+    tokenizer_json,
+    warn_once,
+)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 tokenizers = pytest.importorskip("tokenizers")
@@ -21,6 +41,16 @@ RANGES = [(0, 32), (32, 127), (127, 256), (0x300, 0x370), (0x370, 0x600), (0x900
           (0x10000, 0x110000)]
 PIECES = ["'s", "'LL", "don't", "  ", "\n\n", "\r\n", " \t ", "12345", " 1", "word", " Word", "\u200d",
           "\x85", "\u00a0", "\ufeff", "\x00", "<|endoftext|", "e\u0301", "!?", "x" * 20]
+
+
+NASTY = [
+    "In 1818", "12345", " 1 22  333", "3.14159e-10", "\u0661\u0662\u0663 \u00bd \u2163 \u00b2",    # digits
+    "\ta", "a\t\tb \t c", " x", "   x", "x   ", " ", "          ", "a\u00a0b\u3000c\u2003d",    # white space
+    "\n", "a\n\nb", "\n\n\n\n  a\n \n", "a\r\nb\r\n\r\nc", "a\rb", "x = (y);\n\n}",          # line breaks
+    "e\u0301", "\u1e9b\u0323 \u212b A\u030a", "\ufb01 \u00c5", "\u1100\u1161\u11a8 \uac01",    # NFD, NFKC
+    "\U0001f44d\U0001f3fd", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f1e9\U0001f1ea!",    # emoji
+    "\x00\x01\x1f\x7f\x85", "\ufeffa\u200bb\u202ec\ufffd\ue000",    # control characters
+    "don't I'LL they'Ve 's''s", "\u65e5\u672c\u8a9e\u3002\u0e44\u0e17\u0e22 \u0939\u093f"]
 
 
 def strings(n: int, seed: int = 0) -> list[str]:
@@ -60,6 +90,118 @@ def test_transformers_gives_the_same_ids_and_text(name: str, n: int, tmp_path: P
     rng = random.Random(1)          # random ids decode to bytes outside UTF-8
     ids = [[rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(9))] for _ in range(n)]
     assert reference.batch_decode(ids, skip_special_tokens=True) == [decode(tokenizer, row) for row in ids]
+
+
+def bpe_file(parts: dict | None = None) -> dict:
+    """A tokenizer.json with merges across digits, words, spaces and line breaks, and with other parts."""
+    content = json.loads(learn([*map(str.encode, [*NASTY * 50, *strings(200, 1)]), words(0, 5000)], 500))
+    return {**content, **(parts or {})}
+
+
+def write_json(folder: Path, **files: object) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+QWEN = {**rebuilt_parts(None)["Qwen2Tokenizer"]}
+DIGITS = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+    {"type": "Digits", "individual_digits": True}, rebuilt_parts(None)["GPT2Tokenizer"]["pre_tokenizer"]]}}
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe", "qwen", "digits"])
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_auto_tokenizer_reads_every_export_with_our_ids(kind: str, name: str, tiny, tmp_path: Path) -> None:
+    """Texts that pre-tokenizers split in different ways. With our ids it also decodes them."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer: Tokenizer = ByteTokenizer()
+    if name != "byte":
+        write_json(tmp_path, tokenizer=bpe_file({"bpe": {}, "qwen": QWEN, "digits": DIGITS}[name]))
+        tokenizer = PretrainedTokenizer(tmp_path / "tokenizer.json", 499)
+    encoding, *overrides = EXPORTS[kind]
+    config = tiny(encoding, *overrides, f"model.vocab_size={tokenizer.vocab_size}")
+    export(tmp_path / "run", tmp_path / "out", lively(config), config, tokenizer)
+    model_type = json.loads((tmp_path / "out" / "config.json").read_text())["model_type"]
+    assert model_type == ("seed_oss" if kind == "qwen2" and name != "qwen" else kind)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(NASTY) == 30
+    for text in NASTY:
+        ids = tokenizer.encode(text.encode()).tolist()
+        assert theirs(text).input_ids == ids, text
+        assert theirs.decode(ids) == decode(tokenizer, ids), text
+    exact = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", split_special_tokens=True)
+    text = f"a {theirs.bos_token} b"
+    assert exact(text).input_ids == tokenizer.encode(text.encode()).tolist()
+
+
+def test_every_architecture_is_exported_here() -> None:
+    assert set(EXPORTS) == {*ARCHITECTURES} - {"seed_oss"}              # which is qwen2 with our tokenizers
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_class_that_auto_tokenizer_builds_is_known(kind: str, tmp_path: Path) -> None:
+    """Whatever tokenizer_config.json names, and what the class makes of text."""
+    transformers = pytest.importorskip("transformers")
+    content = bpe_file(DIGITS)
+    for named in ("", AS_IT_IS, *rebuilt_parts(None), "GPT2TokenizerFast", "TokenizersBackend"):
+        for prefix in (None, False, True):
+            settings = {"tokenizer_class": named or None, "add_prefix_space": prefix,
+                        "bos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+            settings = {key: value for key, value in settings.items() if value is not None}
+            write_json(tmp_path, tokenizer=content, tokenizer_config=settings, config={"model_type": kind})
+            theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+            found, built = class_built(kind, settings, content), type(theirs).__name__
+            parts = rebuilt_parts(prefix).get(found, {})
+            assert built == (found if parts else "TokenizersBackend"), named
+            if built in ("LlamaTokenizer", "GemmaTokenizer"):           # of vocabularies with "▁"
+                continue
+            ours = open_library({**content, **parts})
+            for text in NASTY:
+                expected = ours.encode(text, add_special_tokens=False).ids
+                assert theirs(text).input_ids == expected, (named, text)
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "GemmaTokenizer"])
+def test_sentencepiece_classes_split_as_here(named: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    content = sentencepiece_like(True)
+    for prefix in (None, False, True):
+        settings = {"tokenizer_class": named, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        if prefix is not None:
+            settings["add_prefix_space"] = prefix
+        write_json(tmp_path, tokenizer=content, tokenizer_config=settings, config={"model_type": "llama"})
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        ours = open_library({**content, **rebuilt_parts(prefix)[named]})
+        for text in (*NASTY, "the cat", " the  cat"):
+            assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text).ids, text
+
+
+def test_a_class_that_splits_in_another_way_is_told_once_and_not_exported(tiny, tmp_path: Path, monkeypatch,
+                                                                         capsys) -> None:
+    """SmolLM2's: tokenizer.json has a token for each digit, and GPT2Tokenizer would join them."""
+    transformers = pytest.importorskip("transformers")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>", "model_max_length": 77}
+    config = tiny("rope", "model.vocab_size=500")
+    write_json(tmp_path / "first", tokenizer=bpe_file(DIGITS))
+    export(tmp_path / "run", tmp_path / "source", lively(config), config,
+           PretrainedTokenizer(tmp_path / "first" / "tokenizer.json", 499))
+    source = write_json(tmp_path / "source", tokenizer_config=settings)
+    warn_once.cache_clear()
+    for _ in range(2):
+        tokenizer = read_tokenizer(source, json.loads((source / "config.json").read_text()))
+    err = capsys.readouterr().err
+    assert err.count("AutoTokenizer") == 1 and f"warning: {source}: " in err and "'In 1818'" in err
+    export(source, tmp_path / "out", lively(config), config, tokenizer)
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == {
+        **settings, "tokenizer_class": AS_IT_IS}
+    ids = tokenizer.encode(b"In 1818").tolist()
+    theirs = {place: transformers.AutoTokenizer.from_pretrained(tmp_path / place)("In 1818").input_ids
+              for place in ("source", "out")}
+    assert theirs["out"] == ids != theirs["source"]
+    (source / "tokenizer.json").write_text(json.dumps(bpe_file()))      # with GPT-2's words nothing differs
+    assert not misreading(read_tokenizer(source, {}), "llama", settings)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe:400", pytest.param("gpt2", marks=pytest.mark.slow)])

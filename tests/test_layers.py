@@ -13,7 +13,7 @@ from conftest import ROOT, python
 from positions import ENCODINGS
 
 LAYERS = [      # from the top; a module belongs to the longest name that fits
-    ["train", "eval", "compare", "sweep", "sample", "export", "data.prepare", "bench", "docs"],
+    ["train", "eval", "compare", "sweep", "sample", "export", "data.prepare", "hf.lm_eval", "bench", "docs"],
     ["evaluation"],
     ["runtime"],
     ["hf"],

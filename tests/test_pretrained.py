@@ -80,6 +80,15 @@ def test_a_field_with_one_value_that_we_compute_has_no_other(kind: str) -> None:
 
 @pytest.mark.parametrize(("fields", "expected"), [      # of config.json; or a file and its content
     ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
+    ({"model_type": "gpt_oss"}, ".its MLPs are mixtures of experts.; supported are"),
+    ({"model_type": "gemma4_text"}, "values pass a norm of their own"),
+    ({"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default"}}}, "only scaling in full_attention alone is"),
+    ({"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}},
+     "rope_type 'proportional' is not supported"),
+    ({"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0]},
+     "every k-th layer"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
     ({"layer_types": ["sliding_attention"]}, "only full_attention in all layers is"),
     ({"rope_parameters": {"rope_type": "mrope", "mrope_section": [1]}}, "rope_type 'mrope' is not supported"),

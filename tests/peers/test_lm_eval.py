@@ -1,14 +1,23 @@
-"""lm-evaluation-harness loads an exported folder, and its rolling perplexity is our protocol `rolling`."""
+"""lm-evaluation-harness on an export and on a run by hf.lm_eval, and our protocol `rolling`, agree."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, measured, words
+from test_hf_tokenizer import bpe_file, write_json
 
+from base.errors import UserError
+from data.prepare import prepare
+from data.tokenizer import SEPARATOR, Tokenizer
 from evaluation.protocols import Evaluation, Settings
 from evaluation.windows import open_text
 from hf.export import export
+from hf.tokenizer import prefix_ids
 from runtime.checkpoint import load_run
 from train import train
 
@@ -17,28 +26,145 @@ lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate", reason="lm_eval's models need accelerate: pip install 'lm-eval[hf]'")
 pytestmark = pytest.mark.slow
 
+import lm_eval.models  # noqa: E402, F401  (registers hf, unless another model is registered before)
+
+import hf.lm_eval  # noqa: E402, F401  (registers nanorope)
+
+PAGE = (ROOT / "docs/hugging-face.md").read_text()
+LF = words(99, 94 * 32 + 7) + "é\n\n".encode()
+TEXTS = {"LF": LF, "CRLF": LF.replace(b" ", b"\r\n").replace(b"e", b"\r"),
+         "special": LF.replace(b" t", b"<|endoftext|> t<|endoftext|>")}
+ROWS = [{"question": "The cat sat on", "choices": [" the mat", " a", " the other mat. It"], "answer": 0},
+        {"question": "words and", "choices": [" then", "ce"], "answer": 1}]
+QUESTIONS = """dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+doc_to_text: question
+"""
+TASKS = {
+    "choose": "task: choose\noutput_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: answer\n",
+    "write": "task: write\noutput_type: generate_until\ndoc_to_target: answer\n"
+             "generation_kwargs: {until: [\"e\"], max_gen_toks: 12}\nmetric_list: [{metric: exact_match}]\n"}
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch) -> Path:
+    """A folder with the task file of docs/hugging-face.md and two more, which is the current one."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    Path("my_text.yaml").write_text(PAGE.split("```yaml\n")[1].split("```")[0])
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, content in TASKS.items():
+        Path(f"{name}.yaml").write_text(content + QUESTIONS)
+    return tmp_path
+
+
+def write_text(text: bytes) -> None:
+    """By the command of docs/hugging-face.md."""
+    Path("my-text.txt").write_bytes(text)
+    line = next(line for line in PAGE.splitlines() if "json.dumps" in line)
+    with open("my-text.jsonl", "w") as out:
+        subprocess.run([sys.executable, "-c", line.split('"')[1]], stdout=out, check=True)
+
+
+def evaluate(model: str, names: list[str], tasks: Path, **arguments: object) -> dict[str, Any]:
+    from lm_eval.tasks import TaskManager
+    return lm_eval.simple_evaluate(
+        model, dict(arguments), names, device="cpu" if model == "hf" else None, batch_size=16,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False), bootstrap_iters=0)
+
+
+def by_lm_eval(model: str, tasks: Path, **arguments: object) -> float:
+    return evaluate(model, ["my_text"], tasks, **arguments)["results"]["my_text"]["bits_per_byte,none"]
+
+
+def by_rolling(run: str, length: int) -> tuple[float, dict]:
+    model, config, tokenizer = load_run(run)
+    text = open_text("my-text.txt", "", tokenizer)
+    settings = Settings(["rolling"], [length], length, 8)
+    (record,) = measured(Evaluation(model, config, tokenizer, text, settings))
+    return record["bpb"], record
+
 
 @pytest.mark.parametrize(("length", "overrides"), [
     (32, []), (128, ["position.scaling={method='yarn', factor=4.0, original_length=32}"])])
-def test_bits_per_byte_are_the_same(length: int, overrides: list[str], tiny, tmp_path: Path,
-                                    monkeypatch) -> None:
+def test_bits_per_byte_are_the_same(length: int, overrides: list[str], tiny, tasks: Path) -> None:
     """By the task file of docs/hugging-face.md, on windows of L and, under YaRN, of 4 L. Not all is ASCII."""
-    from lm_eval.tasks import TaskManager
-
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
     train(tiny("rope", "train.lr=1e-2", "train.steps=40", *overrides), [])
-    model, config, tokenizer = load_run("run")
-    export(Path("run"), Path("out"), model, config, tokenizer)
-    text = words(99, 94 * 32 + 7) + "é\n\n".encode()
-    Path("my-text.txt").write_bytes(text)
-    task = (ROOT / "docs/hugging-face.md").read_text().split("```yaml\n")[1].split("```")[0]
-    Path("my_text.yaml").write_text(task)
-    found = lm_eval.simple_evaluate(
-        "hf", f"pretrained=out,dtype=float32,max_length={length}", ["my_text"], device="cpu", batch_size=16,
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False), bootstrap_iters=0)
-    ours = open_text("my-text.txt", "", tokenizer)
-    settings = Settings(["rolling"], [length], length, 8)
-    (record,) = measured(Evaluation(model, config, tokenizer, ours, settings))
-    assert record["bytes"] == len(text)
-    assert found["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(record["bpb"], abs=1e-5)
+    export(Path("run"), Path("out"), *load_run("run"))
+    for name, text in TEXTS.items():
+        write_text(text)
+        expected, record = by_rolling("run", length)
+        assert record["bytes"] == len(text)
+        if name == "special":
+            wrong = by_lm_eval("hf", tasks, pretrained="out", dtype="float32", max_length=length)
+            assert abs(wrong - expected) > 0.01
+            settings = json.loads(Path("out/tokenizer_config.json").read_text())
+            write_json(Path("out"), tokenizer_config={**settings, "split_special_tokens": True})
+        theirs = by_lm_eval("hf", tasks, pretrained="out", dtype="float32", max_length=length)
+        ours = by_lm_eval("nanorope", tasks, run="run", max_length=length)
+        print(f"{name} {length}: hf {theirs:.7f} nanorope {ours:.7f} eval.py {expected:.7f}")
+        assert theirs == pytest.approx(expected, abs=1e-5) and ours == pytest.approx(expected, abs=1e-5)
+
+
+def test_choices_and_texts_are_those_of_the_export(tiny, tasks: Path) -> None:
+    train(tiny("rope", "train.lr=1e-2", "train.steps=40"), [])
+    export(Path("run"), Path("out"), *load_run("run"))
+    places = {"hf": {"pretrained": "out", "dtype": "float32"}, "nanorope": {"run": "run"}}
+    found = {model: evaluate(model, [*TASKS], tasks, max_length=32, **place)["samples"]
+             for model, place in places.items()}
+    for ours, theirs in zip(found["nanorope"]["choose"], found["hf"]["choose"], strict=True):
+        for (ours_nll, ours_top), (theirs_nll, theirs_top) in zip(
+                ours["filtered_resps"], theirs["filtered_resps"], strict=True):
+            assert ours_nll == pytest.approx(theirs_nll, abs=1e-4) and bool(ours_top) == bool(theirs_top)
+    texts = [[row["resps"] for row in found[model]["write"]] for model in places]
+    assert texts[0] == texts[1] and any(text for text in texts[0])
+
+
+@pytest.mark.parametrize("encoding", ["t5", "fire", "learned"])
+def test_any_encoding_gets_numbers(encoding: str, tiny, tasks: Path) -> None:
+    """Of t5 and fire beyond L; rolling perplexity is our protocol's."""
+    train(tiny(encoding, "train.lr=1e-2", "train.steps=40"), [])
+    write_text(LF[:1000])
+    length = 32 if encoding == "learned" else 96
+    found = evaluate("nanorope", ["my_text", *TASKS], tasks, run="run", max_length=length)["results"]
+    assert found["my_text"]["bits_per_byte,none"] == pytest.approx(by_rolling("run", length)[0], abs=1e-6)
+    assert {"choose", "write"} < found.keys()
+    if encoding == "learned":
+        with pytest.raises(UserError, match="--length 64: learned ends at 32 positions"):
+            evaluate("nanorope", ["my_text"], tasks, run="run", max_length=64)
+
+
+def test_the_command_prints_a_table(tiny, tasks: Path) -> None:
+    train(tiny("t5"), [])
+    write_text(LF[:200])
+    ended = subprocess.run(
+        [sys.executable, "-m", "hf.lm_eval", str(tasks / "run"), "--length", "64", "--tasks", "my_text",
+         "--include_path", str(tasks)], cwd=tasks, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "bits_per_byte" in ended.stdout
+
+
+def test_rolling_scores_a_separator_that_the_tokenizer_adds(tiny, tasks: Path, corpus_dir: Path) -> None:
+    """As lm_eval does: the template's separator is a target after another one, of a folder and of a run."""
+    template = {"type": "TemplateProcessing", "single": [
+        {"SpecialToken": {"id": SEPARATOR, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {SEPARATOR: {"id": SEPARATOR, "ids": [499], "tokens": [SEPARATOR]}}}
+    write_json(Path("source"), tokenizer=bpe_file({"post_processor": template}), config={
+        "model_type": "llama", "vocab_size": 500, "bos_token_id": 499})
+    Path("text.txt").write_bytes(words(0, 4000) + b"\n\n" + words(1, 4000))
+    prepare("text.txt", Path("corpus"), "source")
+    train(tiny("rope", "train.lr=1e-2", "train.steps=40", "model.vocab_size=500", "data.dir=corpus"), [])
+    export(Path("run"), Path("out"), *load_run("run"))
+    tokenizer: Tokenizer = load_run("run")[2]
+    assert prefix_ids(tokenizer) == [499] == prefix_ids(load_run("out")[2])
+    write_text(LF)
+    theirs = by_lm_eval("hf", tasks, pretrained="out", dtype="float32", max_length=32)
+    n = 1 + len(tokenizer.encode(LF))
+    for folder in ("run", "out"):
+        expected, record = by_rolling(folder, 32)
+        assert record["tokens"] == n and record["bytes"] == len(LF)
+        assert theirs == pytest.approx(expected, abs=1e-5)
+        assert by_lm_eval("nanorope", tasks, run=folder, max_length=32) == pytest.approx(expected, abs=1e-5)

@@ -11,12 +11,12 @@ import torch
 from conftest import lively, tokens
 
 import export as export_command
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
 from evaluation.extension import extended, parse
 from hf.architectures import ARCHITECTURES
 from hf.export import export
 from hf.pretrained import pretrained_tables
-from hf.tokenizer import tokenizer_json
+from hf.tokenizer import rebuilt_parts, tokenizer_json
 from positions.scaling import YaRN
 from runtime.checkpoint import load_run
 from sample import generate
@@ -33,6 +33,8 @@ NEOX_BLOCK = ("model.norm=layernorm", "model.bias=true", "model.mlp=gelu_exact")
 MPT_BLOCK = ("model.norm=layernorm", "model.mlp=gelu_exact")
 GEMMA = ("model.qk_norm=true", "model.post_norm=true", "model.scaled_embedding=true", "model.mlp=geglu",
          "model.tied=true")
+COHERE = ("model.norm=layernorm", "model.parallel=true", "model.n_layer=4", "model.window=9",
+          "model.full_every=2", "position.skip_every=2")
 GQA = ("model.n_head=4", "model.n_kv_head=2", "model.n_embd=64")
 RUNS = {        # name -> architecture, encoding, what else
     "llama": ("llama", "rope"),
@@ -53,6 +55,7 @@ RUNS = {        # name -> architecture, encoding, what else
                                   f"long_factor={LONG}}}"),
     "window": ("mistral", "rope", "model.window=7", "model.head_dim=12"),
     "qwen2": ("qwen2", "rope", *GQA, "model.qkv_bias=true", "model.tied=true"),
+    "seed_oss": ("seed_oss", "rope", *GQA, "model.qkv_bias=true", "model.head_dim=12"),
     "qwen3": ("qwen3", "rope", *GQA, "model.qk_norm=true", "model.head_dim=24",
               "position.layout=interleaved"),
     "gemma3": ("gemma3_text", "rope", *GQA, *GEMMA, "model.n_layer=4", "model.window=9", "model.full_every=2",
@@ -67,6 +70,19 @@ RUNS = {        # name -> architecture, encoding, what else
     "skip": ("smollm3", "rope", "model.n_layer=3", "position.skip_every=2",
              'position.scaling={method="yarn",factor=4.0,beta_fast=2.0}'),
     "first": ("smollm3", "rope", "position.layers=first", "position.layout=interleaved"),
+    "windows": ("smollm3", "rope", *GQA, "model.n_layer=4", "model.window=9", "model.full_every=2"),
+    "rnope-swa": ("smollm3", "rope", "model.n_layer=4", "model.window=9", "model.full_every=2",
+                  "position.skip_every=2", "position.layout=interleaved", "model.tied=true"),
+    "cohere2": ("cohere2", "rope", *GQA, *COHERE, "model.tied=true", "position.base=500.0"),
+    "cohere2, half": ("cohere2", "rope", *COHERE, "position.layout=half", "model.n_hidden=48",
+                      'position.scaling={method="pi",factor=4.0}'),
+    "p_rope": ("llama", "p_rope", *GQA, "position.p=0.6", "position.layout=interleaved"),
+    "p_rope, q and k norms": ("qwen3", "p_rope", "model.qk_norm=true", "model.head_dim=20",
+                              "position.base=300.0"),
+    "p_rope, layers": ("smollm3", "p_rope", "model.n_layer=4", "model.window=9", "model.full_every=2",
+                       "position.skip_every=2", "position.p=0.5"),
+    "p_rope, windows": ("gemma3_text", "p_rope", *GEMMA, "model.n_layer=4", "model.window=9",
+                        "model.full_every=2", "position.p=0.25"),
     "none": ("smollm3", "none", "model.tied=true"),
     "partial": ("phi3", "rope", *GQA, "position.fraction=0.5", "position.layout=interleaved"),
     "partial longrope": ("phi3", "rope", "position.fraction=0.25", "model.window=9", "model.n_head=1",
@@ -88,6 +104,15 @@ every_case = pytest.mark.parametrize("case", RUNS)
 made: dict[str, One] = {}
 
 
+def tokenizer_of(architecture: str, folder: Path) -> Tokenizer:
+    """Bytes; with Qwen2's words where the architecture needs them."""
+    if architecture != "qwen2":
+        return ByteTokenizer()
+    content = tokenizer_json(ByteTokenizer()) | rebuilt_parts(None)["Qwen2Tokenizer"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return PretrainedTokenizer(folder / "tokenizer.json", 256)
+
+
 def theirs_of(folder: Path) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
@@ -103,12 +128,13 @@ def assert_equal_logits(ours: torch.nn.Module, theirs: torch.nn.Module, *lengths
 def one(case: str, tiny, tmp_path_factory: pytest.TempPathFactory) -> One:
     """Our model with random weights, its folder, and the folder that transformers saves, in several files."""
     if case not in made:
-        _, encoding, *overrides = RUNS[case]
+        architecture, encoding, *overrides = RUNS[case]
         config, folder = tiny(encoding, *overrides), tmp_path_factory.mktemp("case")
         ours = lively(config)
         for weight in ours.parameters():        # rounding grows with the weights, from layer to layer
             weight.copy_(weight / 2 if weight.dim() > 1 else 1 + 0.3 * weight)
-        name = export(folder / "run", folder / "ours", ours, config, ByteTokenizer())
+        tokenizer = tokenizer_of(architecture, folder)
+        name = export(folder / "run", folder / "ours", ours, config, tokenizer)
         theirs = theirs_of(folder / "ours")
         theirs.save_pretrained(folder / "theirs", max_shard_size="60KB")
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -174,6 +200,11 @@ def changed(folder: Path, to: Path, **fields) -> Path:
                                                      "beta_slow": 9}}, {}),
     ("neox", {"rotary_pct": 0.5, "rotary_emb_base": 500.0}, {"base": 500.0, "fraction": 0.5}),
     ("yarn", {"rope_theta": 500_000.0}, {"base": 500_000.0}),
+    # rope_type wins over the older type
+    ("yarn", {"rope_theta": 10_000, "rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 4,
+                                                     ORIGINAL: 16}}, {}),
+    ("yarn", {"rope_theta": 500.0, "rope_scaling": {"type": "yarn", "rope_type": "linear", "factor": 4}},
+     {"base": 500.0}),
     ("gemma3", {"sliding_window_pattern": 3, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
                 "rope_theta": 70_000, "rope_local_base_freq": 300}, {"base": 7e4, "local_base": 300.0}),
     ("gemma3", {"sliding_window_pattern": None, "rope_theta": 70_000, "rope_local_base_freq": 300},
@@ -224,7 +255,8 @@ LONG_OLD = {"rope_scaling": {"type": "longrope", "short_factor": LONG[:4], "long
 
 @pytest.mark.parametrize(("case", "more"), [
     *((case, {}) for case in FIRST.values() if case != "gemma3"), ("partial", LONG_OLD),
-    *((case, {"num_key_value_heads": None}) for case in ("llama", "layers", "qwen2", "qwen3", "partial"))])
+    *((case, {"num_key_value_heads": None}) for case in ("llama", "layers", "qwen2", "qwen3", "partial",
+                                                         "seed_oss", "cohere2"))])
 def test_what_config_json_leaves_out_is_what_transformers_takes(case: str, more: dict, one: One,
                                                                 tmp_path: Path) -> None:
     content = json.loads((one.folder / "theirs" / "config.json").read_text())

@@ -58,12 +58,12 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
         if limit and self.max_length > limit:
             raise UserError(f"--length {max_length}: {config.position.encoding} ends at {limit} positions")
         self.batch_size = max_batch_size if batch_size == "auto" else int(batch_size)
-        self.ends = {self.coder.eot, *(eos_ids(folder) if is_pretrained(folder) else ())}
-        self.prefix = [self.coder.eot] if bos else prefix_ids(self.coder)
+        self.ends = {self.coder.separator, *(eos_ids(folder) if is_pretrained(folder) else ())}
+        self.prefix = [self.coder.separator] if bos else prefix_ids(self.coder)
 
     @property
     def eot_token_id(self) -> int:
-        return self.coder.eot
+        return self.coder.separator
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text, after what opens a prompt unless add_special_tokens is False."""
@@ -100,7 +100,7 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
         sums = []
         for (text,) in (request.args for request in requests):
             ids = prefix_ids(self.coder) + self.tok_encode(text, add_special_tokens=False)
-            windows = get_rolling_token_windows(ids, self.coder.eot, self.max_length, context_len=1)
+            windows = get_rolling_token_windows(ids, self.coder.separator, self.max_length, context_len=1)
             pairs = map(make_disjoint_window, windows)
             answers = self._loglikelihood_tokens([(text, *pair) for pair in pairs])
             sums.append(sum(log_likelihood for log_likelihood, _ in answers))
@@ -117,7 +117,7 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
             if n_new >= self.max_length:
                 raise UserError(f"a task asks for {n_new} new tokens, and the length is {self.max_length}; "
                                 "give a larger --length, or --gen_kwargs max_gen_toks=N")
-            prompt_ids = self.tok_encode(prompt)[n_new - self.max_length:] or [self.coder.eot]
+            prompt_ids = self.tok_encode(prompt)[n_new - self.max_length:] or [self.coder.separator]
             stops = options.get("until") or []
             texts.append(self.continuation(prompt_ids, n_new, [stops] if isinstance(stops, str) else stops))
         return texts

@@ -22,7 +22,7 @@ from data.tokenizer import (
     SEPARATOR,
     TOKENIZER_FILE,
     ByteTokenizer,
-    Part,
+    Component,
     PretrainedTokenizer,
     Tokenizer,
     decode,
@@ -109,7 +109,7 @@ def class_built(model_type: str, settings: dict[str, Any], content: dict[str, An
     return named
 
 
-def rebuilt_parts(prefix: bool | None) -> dict[str, dict[str, Part | None]]:
+def rebuilt_parts(prefix: bool | None) -> dict[str, dict[str, Component | None]]:
     """Class -> the parts that it puts in place of those of tokenizer.json, under its add_prefix_space."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": bool(prefix), "trim_offsets": True,
                   "use_regex": True}
@@ -118,7 +118,7 @@ def rebuilt_parts(prefix: bool | None) -> dict[str, dict[str, Part | None]]:
     spaces = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     metaspace = {"type": "Metaspace", "replacement": "▁", "split": False,
                  "prepend_scheme": "never" if prefix is False else "first"}
-    nfc: Part = {"type": "NFC"}
+    nfc: Component = {"type": "NFC"}
     return {
         "GPT2Tokenizer": {"normalizer": None, "pre_tokenizer": byte_level},
         "GPTNeoXTokenizer": {"normalizer": nfc, "pre_tokenizer": byte_level},

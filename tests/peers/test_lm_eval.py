@@ -26,7 +26,7 @@ lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("accelerate", reason="lm_eval's models need accelerate: pip install 'lm-eval[hf]'")
 pytestmark = pytest.mark.slow
 
-import lm_eval.models  # noqa: E402, F401  (registers hf, unless another model is registered before)
+import lm_eval.models  # noqa: E402, F401, F811  (registers hf, unless another model is registered before)
 
 import hf.lm_eval  # noqa: E402, F401  (registers nanorope)
 

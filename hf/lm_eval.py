@@ -1,10 +1,10 @@
 """lm-evaluation-harness on any run: `python -m hf.lm_eval RUN --tasks TASK,... [--length N] [OPTION ...]`.
 
 No Hugging Face architecture is needed: a run with any encoding gets the numbers of any task. Options that
-are not listed below are those of the command lm_eval, such as --include_path, --limit, --num_fewshot,
---batch_size and --output_path. A run that can be exported gets the numbers that `lm_eval --model hf` gives
-for its export. Prompts get no separator, as there, unless --bos is given; texts of rolling perplexity always
-open with it. Text is decoded greedily. Computes in the train.dtype of the run.
+are not listed below are those of the command lm_eval, such as --include_path, --limit, --num_fewshot and
+--output_path. A run that can be exported gets the numbers that `lm_eval --model hf` gives for its export.
+Prompts get no separator, as there, unless --bos is given; texts of rolling perplexity always open with it.
+Text is decoded greedily. Computes in the train.dtype of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from base.command import positive, run_command, run_parser
 from base.errors import UserError
 from data.tokenizer import decode
-from evaluation.protocols import losses_at
+from evaluation.protocols import TOKENS_PER_FORWARD, losses_at
 from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import eos_ids, prefix_ids
 from runtime.checkpoint import open_run
@@ -48,16 +48,16 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
     """A run or a Hugging Face folder as lm_eval calls models. Its base class splits texts into requests."""
 
     def __init__(self, run: str, checkpoint: str = "newest", device: str = "auto", bos: bool = False,
-                 max_length: int | None = None, batch_size: int | str = 1, max_batch_size: int = 64) -> None:
+                 max_length: int | None = None, **_: Any) -> None:
         super().__init__()
         folder = Path(pulled(run))
-        self.model, config, self.coder, *_ = open_run(folder, checkpoint, device)
+        opened = open_run(folder, checkpoint, device)
+        config, self.model, self.coder = opened.config, opened.model, opened.tokenizer
         self.train = config.train
         self.max_length = max_length or config.train.seq_len
         limit = self.model.active().max_length
         if limit and self.max_length > limit:
             raise UserError(f"--length {max_length}: {config.position.encoding} ends at {limit} positions")
-        self.batch_size = max_batch_size if batch_size == "auto" else int(batch_size)
         self.ends = {self.coder.separator, *(eos_ids(folder) if is_pretrained(folder) else ())}
         self.prefix = [self.coder.separator] if bos else prefix_ids(self.coder)
 
@@ -84,9 +84,9 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
             rows.append((context + continuation)[-self.max_length - 1:])
         longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         for T, group in itertools.groupby(longest_first, lambda i: len(rows[i])):
-            same_length = list(group)
-            for start in range(0, len(same_length), self.batch_size):
-                batch = same_length[start:start + self.batch_size]
+            same_length, size = list(group), max(1, TOKENS_PER_FORWARD // T)
+            for start in range(0, len(same_length), size):
+                batch = same_length[start:start + size]
                 n_scored = max(len(requests[i][2]) for i in batch)
                 tokens = np.array([rows[i] for i in batch])                     # (B, T)
                 losses, is_top = losses_at(self.model, self.train, tokens, np.arange(T - n_scored, T))
@@ -110,13 +110,13 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
         """Of each prompt: its greedy continuation, up to a text of `until`, or to the end of the text."""
         texts = []
         for prompt, options in (request.args for request in requests):
-            if options.get("do_sample") and options.get("temperature", 1.0) > 0:
-                raise UserError("a task draws samples, and decoding is greedy here; add --gen_kwargs "
-                                "do_sample=false")
             n_new = int(options.get("max_gen_toks", 256))
             if n_new >= self.max_length:
                 raise UserError(f"a task asks for {n_new} new tokens, and the length is {self.max_length}; "
                                 "give a larger --length, or --gen_kwargs max_gen_toks=N")
+            if options.get("do_sample") and options.get("temperature") != 0:
+                raise UserError("a task draws samples, and decoding is greedy here; give --gen_kwargs "
+                                "do_sample=false")
             prompt_ids = self.tok_encode(prompt)[n_new - self.max_length:] or [self.coder.separator]
             stops = options.get("until") or []
             texts.append(self.continuation(prompt_ids, n_new, [stops] if isinstance(stops, str) else stops))
@@ -125,17 +125,17 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
     def continuation(self, prompt_ids: list[int], n_new: int, stops: list[str]) -> str:
         """At most n_new greedy tokens as text, cut before the first stop."""
         tokens = torch.tensor([prompt_ids], device=next(self.model.parameters()).device)
-        end = len(prompt_ids)
+        n_prompt = len(prompt_ids)
         text = ""
-        while end < len(prompt_ids) + n_new:
-            end = min(end + TOGETHER, len(prompt_ids) + n_new)
-            tokens = generate(self.model, tokens, end - tokens.shape[1], temperature=0, ends=self.ends)
-            text = decode(self.coder, tokens[0, len(prompt_ids):].tolist())
-            found = [text.index(stop) for stop in stops if stop in text]
-            if found:
-                return text[:min(found)]
-            if tokens.shape[1] < end:           # the model has ended the text
+        for done in range(0, n_new, TOGETHER):
+            n_more = min(TOGETHER, n_new - done)
+            tokens = generate(self.model, tokens, n_more, temperature=0, ends=self.ends)
+            text = decode(self.coder, tokens[0, n_prompt:].tolist())
+            has_ended = tokens.shape[1] < n_prompt + done + n_more
+            if has_ended or any(stop in text for stop in stops):
                 break
+        for stop in stops:
+            text = text.partition(stop)[0]
         return text
 
 

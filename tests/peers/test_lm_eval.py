@@ -22,11 +22,11 @@ from runtime.checkpoint import load_run
 from train import train
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval.models")           # registers hf, unless another model is registered before
 pytest.importorskip("accelerate", reason="lm_eval's models need accelerate: pip install 'lm-eval[hf]'")
 pytestmark = pytest.mark.slow
 
-import lm_eval.models  # noqa: E402, F401, F811  (registers hf, unless another model is registered before)
+import lm_eval  # noqa: E402
 
 import hf.lm_eval  # noqa: E402, F401  (registers nanorope)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, measured, words
 
-from evaluation.protocols import Evaluation, Settings
+from evaluation.scoring import Evaluation, Settings
 from evaluation.windows import open_text
 from hf.export import export
 from runtime.checkpoint import load_run

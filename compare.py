@@ -1,13 +1,13 @@
 """Compare runs: `python compare.py RUN [RUN ...] [--label NAME] [--baseline NAME] [--data NAME] [--out DIR]`.
 
-RUN is the folder of a run, a folder of runs, or DIR, what compare.py wrote; logs and reports among the runs are
-passed over. A curve is named after its folder. Runs NAME-seed0, NAME-seed1, ..., which differ only in
+RUN is the folder of a run, a folder of runs, or DIR, what compare.py wrote; logs and reports among the runs
+are passed over. A curve is named after its folder. Runs NAME-seed0, NAME-seed1, ..., which differ only in
 train.seed and, if they began from runs, in the seed of those, become one curve, with mean and standard
 deviation over seeds. Each method of `eval.py --extend` is a separate curve. Each protocol has a table and a
 picture. There is also the gain over the baseline on identical targets (nats per token; for probes the
-difference of their numbers), with a 95 % interval that covers how seeds and text vary. With one seed it covers
-the text alone. Documents are the units of text if there are at least 5, because windows of one document are
-alike; otherwise windows are. docs/comparing.md explains the intervals.
+difference of their numbers), with a 95 % interval that covers how seeds and text vary. With one seed it
+covers the text alone. Documents are the units of text if there are at least 5, because windows of one
+document are alike; otherwise windows are. docs/comparing.md explains the intervals.
 
 Writes DIR/report.html (one page, opens offline), the pictures as SVG and PDF, and all that was read:
 table.parquet (each window and trial), training.parquet (losses in training) and runs.json (configs and what
@@ -37,7 +37,7 @@ from evaluation.runs import check_comparable, read_runs, save
 def main() -> None:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path,
-                        help="folders of train.py, or Hugging Face folders, evaluated; folders of them; or what "
+                        help="evaluated folders of train.py or Hugging Face, folders of them, or what "
                         "compare.py wrote")
     parser.add_argument("--label", metavar="NAME", action="append", default=[],
                         help="name of a run's curve; give one for each run, in the same order")

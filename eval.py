@@ -11,13 +11,14 @@ where it is ignored, negative where it breaks the model.
 Each --extend METHOD[:key=value,...] measures the same model under a method that extends its context;
 METHOD+METHOD applies both. `--extend all` measures every method that fits and needs no options, at L, 2 L and
 4 L unless --lengths says otherwise, and ends in a table: loss against truncation, keys found, seconds. If the
-best method beats truncation, it prints what to write into config.json (export.py RUN OUT --extend METHOD does).
+best method beats truncation, it prints what to write into config.json (`python export.py RUN OUT --extend
+METHOD` writes it).
 
-Writes RUN/eval/DATA.parquet (the sums of each window), .json (sums, and of which checkpoint) and .png (picture);
-with --extend all DATA-extended. They are written after each length, so the same command continues an interrupted
-evaluation. A second call adds what they lack; --replace measures everything again. Both calls must have the
-same targets, model and code. The longest length decides which documents and targets are used, so to add
-shorter lengths later, pass the earlier longest one with --longest.
+Writes RUN/eval/DATA.parquet (the sums of each window), .json (sums, and of which checkpoint) and .png (a
+picture); with --extend all DATA-extended. The first two are written after each length, so the same command
+continues an interrupted evaluation. A second call adds what they lack; --replace measures everything again.
+Both calls must have the same targets, model and code. The longest length decides which documents and targets
+are used, so to add shorter lengths later, pass the earlier longest one with --longest.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if __name__ == "__main__":
 
 import argparse
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,10 @@ TESTED_BY = {name: task.protocols for name, task in TASKS.items() if task.protoc
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = run_parser(__doc__, f"protocols: {', '.join(PROTOCOLS)}\nmethods of --extend: "
-                        f"{', '.join(EXTENSIONS)}\n--help PROTOCOL or --help METHOD explains one.", add_help=False)
+    names = [f"protocols: {', '.join(PROTOCOLS)}", f"methods of --extend: {', '.join(EXTENSIONS)}",
+             "--help NAME explains one of them."]
+    epilog = "\n".join(textwrap.fill(line, 98, subsequent_indent="  ") for line in names)
+    parser = run_parser(__doc__, epilog, add_help=False)
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100)
     parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="TOPIC",
                         help="print this page, or explain a protocol or a method")
@@ -71,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--skip-unfit", action="store_true",
                         help="skip a method that does not fit the run, with one line instead of an error")
     parser.add_argument("--data", metavar="DIR_OR_FILE",
-                        help="corpus or text file (default: the run's corpus; a Hugging Face folder has none)")
+                        help="corpus or text file (default: the run's corpus; Hugging Face has none)")
     parser.add_argument("--train-length", type=positive, metavar="L",
                         help="take this as L, where config.json names more than the model was trained on")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"),
@@ -82,8 +86,8 @@ def parse_arguments() -> argparse.Namespace:
                         "length (default: the longest of --lengths, and L for fixed)")
     parser.add_argument("--targets", type=positive, help="fixed: k, tokens scored (default min(256, L/4))")
     parser.add_argument("--windows", type=positive,
-                        help="fixed, position, repeat, copy: number of windows; algorithms: trials; retrieval: "
-                        "trials at each depth are a quarter of it (default 32, with --extend all 8)")
+                        help="fixed, position, repeat, copy: number of windows; algorithms: trials; of "
+                        "retrieval, a quarter of it at each depth (default 32, with --extend all 8)")
     parser.add_argument("--tokens", type=positive, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=positive, help="sliding: S (default a quarter of each length)")
@@ -117,7 +121,7 @@ def parse_arguments() -> argparse.Namespace:
 class Help(argparse.Action):
     """--help [TOPIC]: prints the page of the command, of a protocol or of a method, and ends."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, topic: Any, option: Any = None) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, topic: Any, _: Any = None) -> None:
         if topic is None:
             parser.print_help()
         elif topic in PROTOCOLS:
@@ -146,15 +150,16 @@ def choose_settings(args: argparse.Namespace, names: list[str], L: int, text: Te
     protocols = [PROTOCOLS[name] for name in names]
     needs_text = any(protocol.needs_text for protocol in protocols)
     needs_L = any(protocol.needs_L for protocol in protocols)
-    # the largest multiple of L where no text limits it
+    # where no text limits the lengths: the largest multiple of L
     generated = 0 if needs_text else min(protocol.most_multiples for protocol in protocols)
     lengths = choose_lengths(args.lengths, L, text, generated, needs_L, args.multiples)
     needed = max(*lengths, L if needs_L else 0)
     longest = args.longest or needed
     longest_document = max(map(len, text.documents), default=0) - 1
     if needs_text and not needed <= longest <= longest_document:
-        raise UserError(f"--longest {longest}: must be in {needed} ... {longest_document}, from the longest of "
-                        f"--lengths{' and L' if needs_L else ''} to the longest document of {text.name}")
+        lowest = "the longest of --lengths" + (" and L" if needs_L else "")
+        raise UserError(f"--longest {longest}: must be in {needed} ... {longest_document}, from {lowest} to "
+                        f"the longest document of {text.name}")
     targets = args.targets or max(1, min(256, L // 4))
     uses_targets = any("targets" in protocol.target_settings for protocol in protocols)
     if uses_targets and targets > min(lengths):
@@ -196,8 +201,9 @@ def open_evaluation(args: argparse.Namespace, run: Opened) -> Evaluation:
 def head_of(run: Opened, e: Evaluation) -> dict[str, Any]:
     """What the JSON says of the run, the text and the settings."""
     return {"run": e.run, "encoding": e.config.position.encoding, "seq_len": e.L,
-            "tokenizer": e.tokenizer.name, "data": e.text.name, "data_sha256": e.whole_text.sha256(), **run.origin(),
-            "position": e.config.position.model_dump(mode="json"), "positions": e.config.train.positions,
+            "tokenizer": e.tokenizer.name, "data": e.text.name, "data_sha256": e.whole_text.sha256(),
+            **run.origin(), "position": e.config.position.model_dump(mode="json"),
+            "positions": e.config.train.positions,
             "position_range": e.config.train.position_range, "seed": e.settings.seed,
             "dtype": dtype_name(e.config.train, next(run.model.parameters()).device),
             "train_dtype": (run.state and run.state.dtype) or run.config.train.dtype,
@@ -214,7 +220,8 @@ def main() -> None:
     title = f"{head['encoding']}, {dropped}trained at L = {e.L}"
     measured = "generated documents"
     if any(PROTOCOLS[name].needs_text for name in e.settings.protocols):
-        measured = f"{e.text.name}: {len(e.text.documents)} documents of more than {e.settings.longest} tokens"
+        n_documents = len(e.text.documents)
+        measured = f"{e.text.name}: {n_documents} documents of more than {e.settings.longest} tokens"
     print(f"{e.run}: {title}, on {measured}, in {head['dtype']}", flush=True)
 
     path = args.json or Path(e.run) / "eval" / f"{e.text.name}{args.suffix}.json"
@@ -224,8 +231,8 @@ def main() -> None:
             saved = results.combine(saved, Results(head, rows))
             results.write(path, saved)
     # of what the file holds, what this call asked for
-    asked = saved.table[saved.table.extend.isin([extend.spec for extend in e.extends])
-                        & saved.table.length.isin(e.lengths) & saved.table.protocol.isin(e.settings.protocols)]
+    asked = saved.table[saved.table.extend.isin([extend.spec for extend in e.extends])]
+    asked = asked[asked.length.isin(e.lengths) & asked.protocol.isin(e.settings.protocols)]
     if asked.empty:
         raise UserError(f"--lengths {','.join(map(str, e.lengths))}: no window of "
                         f"{', '.join(e.settings.protocols)} fits; give longer lengths or longer documents")
@@ -233,7 +240,8 @@ def main() -> None:
     limit = run.model.active().max_length
     if limit and limit < max(e.lengths):
         print(f"{head['encoding']} is not defined beyond position {limit - 1}: empty cells")
-    is_drawn = draw_evaluation(saved.table, f"{title}, evaluated on {e.text.name}", e.L, path.with_suffix(".png"))
+    title += f", evaluated on {e.text.name}"
+    is_drawn = draw_evaluation(saved.table, title, e.L, path.with_suffix(".png"))
     print(f"wrote {path}, .parquet and .png" if is_drawn else f"wrote {path} and .parquet")
 
 

@@ -151,9 +151,13 @@ def algorithms() -> str:
     """One row for each encoding: right answers in percent by the number of symbols, one number a seed."""
     columns = [(task, n) for task in ("flip_flop", "copying") for n in (16, 32, 64, 128)]
     runs = runs_of(STUDY / "algorithms")        # NAME-TASK-seedN
-    rows = [[name, *(" ".join(share(percents(run, task, 4 * n)) for run in runs
-                              if re.fullmatch(f"{re.escape(name)}-{task}-seed.", run.name)) for task, n in columns)]
-            for name in {run.name.rsplit("-", 2)[0] for run in runs}]
+    rows = []
+    for name in {run.name.rsplit("-", 2)[0] for run in runs}:
+        row = [name]
+        for task, n in columns:
+            seeds = [run for run in runs if re.fullmatch(f"{re.escape(name)}-{task}-seed.", run.name)]
+            row.append(" ".join(share(percents(run, task, 4 * n)) for run in seeds))
+        rows.append(row)
     return table(["% right", *(f"{task.replace('_', '-')}, {n}" for task, n in columns)], sorted(rows))
 
 

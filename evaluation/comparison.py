@@ -36,8 +36,8 @@ class Curve(NamedTuple):
 def make_curves(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Curve]:
     """A curve for each name and method of --extend: runs of one name differ only in their seed.
 
-    The name of a run is that of --label, else its own. Raises UserError where runs of one name are not samples
-    of one thing.
+    The name of a run is that of --label, else its own. Raises UserError where runs of one name are not
+    samples of one thing.
     """
     if names and len(names) != len(runs):
         raise UserError(f"--label: given {len(names)} times for {len(runs)} runs; give one for each, in the "
@@ -64,8 +64,8 @@ def check_samples(name: str, group: Sequence[Run]) -> None:
         if bases[0] != bases[1]:
             changes.append("train.init_from")
         if changes:
-            raise UserError(f"{pair}: differ in {', '.join(changes)}; runs of one name must differ only in their "
-                            "seed, so give each run a --label")
+            raise UserError(f"{pair}: differ in {', '.join(changes)}; runs of one name must differ only in "
+                            "their seed, so give each run a --label")
         if places_of(run) != places_of(first):
             raise UserError(f"{pair}: evaluated differently; give eval.py the same --extend, --protocol and "
                             "--lengths")
@@ -197,8 +197,8 @@ def estimates(here: pd.DataFrame, form: Form, curves: Sequence[Curve],
               baseline: Curve | None = None) -> tuple[Cells, Units]:
     """Label -> column -> the curve's score, or the baseline's subtracted from it; and what intervals cover.
 
-    A cell is better than 0 or the baseline (`beats`) if that survives Holm's correction over the curves of its
-    column.
+    A cell is better than 0 or the baseline (`beats`) if that survives Holm's correction over the curves of
+    its column.
     """
     by_label = {curve.label: curve for curve in curves}
     rows: Cells = {}
@@ -213,7 +213,8 @@ def estimates(here: pd.DataFrame, form: Form, curves: Sequence[Curve],
         column_estimates: dict[str, Estimate] = {}
         can_beat: dict[str, bool] = {}
         for label in [label for label in by_label if label in scores]:
-            is_paired = baseline is not None and by_label[label].runs is baseline.runs      # methods of --extend
+            # methods of --extend on the same runs
+            is_paired = baseline is not None and by_label[label].runs is baseline.runs
             column_estimates[label], name = estimate_one(scores[label], subtracted, is_paired)
             names[name] = None
             n = min(len(x.value) for x in (scores[label], subtracted) if x is not None)
@@ -234,7 +235,8 @@ def caption(units: Units) -> str:
     """What the intervals of a table cover."""
     if not units.names:
         return ""
-    text = f"95 % intervals over {'; '.join(units.names)}; number of seeds: {', '.join(map(str, units.n_seeds))}."
+    counts = ", ".join(map(str, units.n_seeds))
+    text = f"95 % intervals over {'; '.join(units.names)}; number of seeds: {counts}."
     if 1 in units.n_seeds:
         text += " With 1 seed, an interval covers the text alone, not how training varies."
     return text
@@ -249,7 +251,8 @@ def scores_of(rows: pd.DataFrame, score: Score) -> Scores:
     return Scores(value, first[score.per].to_numpy(dtype=float), first.document.to_numpy(), score is FOUND)
 
 
-def estimate_one(scores: Scores, subtracted: Scores | None = None, is_paired: bool = False) -> tuple[Estimate, str]:
+def estimate_one(scores: Scores, subtracted: Scores | None = None,
+                 is_paired: bool = False) -> tuple[Estimate, str]:
     """The estimate from scores, less those of the baseline, and what its interval is over."""
     units = units_of(scores.document)
     if units is None:

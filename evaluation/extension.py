@@ -394,8 +394,8 @@ def make(name: str, arguments: str, spec: str) -> Extension:
         SCALINGS[name].for_context(2, 2, given)
         return Rescaled(method=SCALINGS[name], given=given)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,... with numbers or lists of them, "
-                        "such as factor=4 or long_factor=[1.0,2.0]") from error
+        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,... with numbers or lists of "
+                        "them, such as factor=4 or long_factor=[1.0,2.0]") from error
     except ValidationError as error:
         raise UserError(*explain(error, name, schema, {}, f"in --extend {spec}")) from error
 

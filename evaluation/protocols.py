@@ -1,8 +1,8 @@
 """The protocols of eval.py, a class each: the targets, what is measured of them, and how it is shown.
 
-To add one, write a class below and a line in PROTOCOLS. eval.py's table, its --help and JSON, and compare.py's
-report then have it too. `rows` gives rows of the table of results.py; scoring.py has the forward passes. The
-docstring is the note of --help and of reports.
+To add one, write a class below and a line in PROTOCOLS. eval.py's table, its --help and JSON, and the report
+of compare.py then have it too. `rows` gives rows of the table in results.py; scoring.py has forward passes.
+The docstring is the note of --help and of reports.
 
 Legend: B batch, T time, L = train.seq_len. Loss in nats per token.
 """
@@ -38,7 +38,6 @@ from evaluation.results import Results, join, perplexity
 from evaluation.scoring import Evaluation, Settings
 from evaluation.trigram import Trigram
 from evaluation.windows import (
-    MULTIPLES,
     Text,
     Window,
     fixed_ends,
@@ -62,7 +61,7 @@ class Protocol:
     is_at_longest: ClassVar[bool] = False               # measured at the longest length alone
     needs_text: ClassVar[bool] = True                   # False: it generates documents
     needs_L: ClassVar[bool] = False                     # its documents have at least L tokens
-    most_multiples: ClassVar[float] = MULTIPLES[-1]     # of L, the longest default length without a text
+    most_multiples: ClassVar[int] = 64             # of L, the longest default length without a text
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -193,7 +192,8 @@ class Fixed(Protocol):
             losses, _ = e.score_ended(e.L)
             truncated = np.array([x.sum() for x in self.in_blocks(e, e.L, losses)[1]])
         else:
-            is_first = (measured.extend == measured.extend.iloc[0]) & (measured.length == measured.length.iloc[0])
+            first = measured.iloc[0]            # of any method and length: all have the same control
+            is_first = (measured.extend == first.extend) & (measured.length == first.length)
             truncated = measured[is_first].truncated_nll.to_numpy()
         losses, seconds = e.score_ended(length)
         blocks, losses = self.in_blocks(e, length, losses)
@@ -214,8 +214,9 @@ class Fixed(Protocol):
                 "gain (nats/token)": f"{record['gain']:+z.4f}"}
 
     def measures(self) -> list[Measure]:
-        note = ("Loss with the context truncated to L minus loss with all of it, on the same targets: positive "
-                "where longer context helps, 0 where it is ignored, negative where it breaks the model.")
+        note = ("Loss with the context truncated to L minus loss with all of it, on the same targets: "
+                "positive where longer context helps, 0 where it is ignored, negative where it breaks the "
+                "model.")
         return [*super().measures(),
                 Measure("gain", self.name, "Gain over truncation, fixed targets", note, GAIN)]
 
@@ -329,8 +330,8 @@ class Repeat(Protocol):
     def measures(self) -> list[Measure]:
         if self.name != "repeat":
             return super().measures()
-        note = ("How much better the second occurrence is predicted than with another passage in place of the "
-                "first: 0 where the first is ignored.")
+        note = ("How much better the second occurrence is predicted than with another passage in place of "
+                "the first: 0 where the first is ignored.")
         return [*super().measures(),
                 Measure("use", self.name, "Repeated text, over the control", note, CONTROLLED)]
 

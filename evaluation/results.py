@@ -1,8 +1,8 @@
 """What eval.py writes: FILE.parquet, the table of all that was measured, and FILE.json, its sums.
 
-The table has one row for each window of text, or trial of a probe, under each method, protocol and length. From
-the protocol to the report it is a pandas DataFrame with the columns of COLUMNS. Rows stay in the order in which
-they were measured, so the windows of a place come in the same order in every run.
+The table has one row for each window of text, or trial of a probe, under each method, protocol and length.
+From the protocol to the report it is a pandas DataFrame with the columns of COLUMNS. Rows stay in the order
+in which they were measured, so the windows of a place come in the same order in every run.
 
 A second evaluation is merged into the file if both have the same targets, model and code.
 """
@@ -32,9 +32,9 @@ COLUMNS = {
     "extend": "str",            # the method of --extend, "none" without one
     "protocol": "str",
     "length": "int",            # context in tokens
-    "place": "str",             # position: bucket, such as 128-180, both included; repeat, copy: distance of the
-                                # copies in tokens; retrieval: depth; algorithms: symbols; "" for the others.
-                                # Its first number sorts: see sort_places
+    "place": "str",             # position: bucket, such as 128-180, both included; repeat, copy: distance of
+                                # the copies in tokens; retrieval: depth; algorithms: symbols; "" for others.
+                                # Places sort by their first number: sort_places
     "document": "float",        # number of the window's document in the text; of the trial's facts
     "end": "float",             # the last target is token `end` of the document
     "tokens": "int",            # targets
@@ -46,6 +46,7 @@ COLUMNS = {
     "correct": "float",         # probes: 1 if all of the answer is right, otherwise 0
     "seconds": "float",         # the row's share of the time of its forward passes
 }
+SUMMED = list(COLUMNS)[list(COLUMNS).index("tokens"):]
 PLACE = ["extend", "protocol", "length", "place"]       # together they name a sum of the JSON
 EXTENDED = "-extended"                                  # after the text's name in the file of --extend all
 NO_METHOD = "none"                                      # as table and command name the model without --extend
@@ -63,7 +64,7 @@ class Results(NamedTuple):
 
 
 def make_table(**columns: Any) -> pd.DataFrame:
-    """A table of these columns: arrays of equal length, or one value for all rows. Others are NaN or empty."""
+    """A table of these columns, arrays of equal length or one value for all rows; others are NaN or empty."""
     is_empty = not columns
     values = {}
     for name, kind in COLUMNS.items():
@@ -97,7 +98,7 @@ def record(rows: pd.DataFrame) -> dict[str, Any]:
     """The sums of one place: perplexity is exp(nll / tokens), bits per byte are nll / ln 2 / bytes."""
     extend, protocol, length, place = rows.iloc[0][PLACE]
     # numpy's sum of an array, as everywhere: pandas adds in another order
-    sums = {name: float(rows[name].to_numpy().sum()) for name in list(COLUMNS)[list(COLUMNS).index("tokens"):]}
+    sums = {name: float(rows[name].to_numpy().sum()) for name in SUMMED}
     nll, tokens = sums["nll"], int(sums["tokens"])
     has_text = not math.isnan(sums["bytes"])
     result = {
@@ -195,9 +196,10 @@ def combine(earlier: Results, new: Results) -> Results:
     is_kept = ~places.isin(pd.MultiIndex.from_frame(new.table[PLACE]))
     table = join(earlier.table[is_kept], new.table)
     # methods and protocols in the order in which they came, each with its lengths in order
-    order = {name: {value: i for i, value in enumerate(table[name].unique())} for name in ("extend", "protocol")}
-    table = table.sort_values(["extend", "protocol", "length"], kind="stable", ignore_index=True,
-                              key=lambda column: column.map(order.get(column.name, lambda length: length)))
+    extends, protocols = (list(table[name].unique()) for name in ("extend", "protocol"))
+    order = pd.DataFrame({"extend": table.extend.map(extends.index),
+                          "protocol": table.protocol.map(protocols.index), "length": table.length})
+    table = table.loc[order.sort_values([*order], kind="stable").index].reset_index(drop=True)
     settings = {**earlier.head.get("settings", {}), **new.head["settings"]}
     return Results({**new.head, "settings": settings}, table)
 

@@ -91,20 +91,21 @@ def read_runs(paths: Sequence[Path], data: str | None) -> list[Run]:
         elif path.is_dir():
             inside = [child for child in sorted(path.iterdir()) if is_run(child)]
             if not inside:
-                raise UserError(f"run {path}: no run there; give a folder that train.py made, a folder of them, "
-                                "or one that compare.py wrote")
+                raise UserError(f"run {path}: no run there; give a folder that train.py made, a folder of "
+                                "them, or one that compare.py wrote")
             for child in inside:
                 if find_evaluations(child):
                     runs[str(child)] = read_run(child, data)
                 else:
                     print(f"{child}: not evaluated, left out; run `python eval.py {child}`")
         elif not path.exists():
-            raise UserError(f"run {path}: no such folder; give runs, a folder of them, or one that compare.py "
-                            "wrote")
+            raise UserError(f"run {path}: no such folder; give runs, a folder of them, or one that "
+                            "compare.py wrote")
     for run in saved:
         runs.setdefault(run.name, run)
     if not runs:
-        raise UserError(f"{', '.join(map(str, paths))}: no evaluated run there; run `python eval.py RUN` first")
+        raise UserError(f"{', '.join(map(str, paths))}: no evaluated run there; run `python eval.py RUN` "
+                        "first")
     return list(runs.values())
 
 
@@ -235,7 +236,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
     """Raise UserError unless tokenizer, text, evaluation seed, training length and targets are the same."""
     first = runs[0]
     trained = [run for run in runs if run.trained_on is not None]
-    targets: dict[tuple[Any, ...], tuple[Run, np.ndarray]] = {}         # protocol, length, place -> of which run
+    targets: dict[tuple[Any, ...], tuple[Run, np.ndarray]] = {}         # protocol, length, place -> of a run
     for run in runs:
         pair = f"runs {first.name} and {run.name}"
         for key in MUST_AGREE["compare"]:
@@ -245,9 +246,9 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 raise UserError(f"{pair}: {key} of their evaluations differs, {before!r} and {after!r}; "
                                 "compare runs where it is the same")
         if run.trained_on is not None and run.trained_on != trained[0].trained_on:
-            raise UserError(f"runs {trained[0].name} and {run.name}: trained on different text; compare runs on "
-                            "the same corpus")
-        for (extend, *place), rows in run.table.groupby(results.PLACE, sort=False):
+            raise UserError(f"runs {trained[0].name} and {run.name}: trained on different text; compare runs "
+                            "on the same corpus")
+        for (_, *place), rows in run.table.groupby(results.PLACE, sort=False):
             wanted = rows[list(MUST_AGREE["targets"])].to_numpy()
             earlier, known = targets.setdefault(tuple(place), (run, wanted))
             if not is_same(known, wanted):

@@ -133,8 +133,8 @@ class Evaluation:
         """
         total = float(np.sum(columns["nll"]))
         if not np.isfinite(total):
-            raise UserError(f"{protocol} at {length} tokens, --extend {self.extend.spec}: the loss is {total}; "
-                            "evaluate another checkpoint, method or length")
+            raise UserError(f"{protocol} at {length} tokens, --extend {self.extend.spec}: the loss is "
+                            f"{total}; evaluate another checkpoint, method or length")
         return make_table(
             run=self.run, seed=self.config.train.seed, encoding=self.config.position.encoding,
             extend=self.extend.spec, protocol=protocol, length=length, seconds=seconds / len(columns["nll"]),
@@ -154,7 +154,7 @@ class Evaluation:
 @torch.no_grad()
 def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
               places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Loss in nats, fp64, of the tokens (B, T) at indices `places` (n,), and whether each ranks first, (B, n).
+    """Loss in nats, fp64, of tokens (B, T) at indices `places` (n,), and whether each ranks first, (B, n).
 
     Logits are computed for CHUNK targets at a time: all (T, V) of them would take gigabytes.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
@@ -13,7 +13,7 @@ from base.errors import UserError
 from evaluation.extension import EXTENSIONS, Extend, Rescaled
 from evaluation.intervals import LEVEL, Estimate, holm, two_way, units_of
 from evaluation.protocols import PROTOCOLS
-from evaluation.results import EXTENDED, records
+from evaluation.results import EXTENDED, NO_METHOD, records
 from evaluation.scoring import Evaluation
 from hf.export import rope_fields
 
@@ -24,26 +24,25 @@ ALL = (*(name for name in EXTENSIONS if name not in ("base", "longrope")), "dual
 def show(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
     """Lines with the sums at each length, and of each probe; "-" where nothing was measured."""
     for extend, rows in table.groupby("extend", sort=False):
-        if extend != table.extend.iloc[0]:
+        if extend != NO_METHOD:
             yield f"\n--extend {extend}"
         cells: dict[tuple[str, str], dict[str, str]] = {}       # (protocol, number) -> length -> text
-        lines: dict[tuple[str, int], list[str]] = {}            # (protocol, length) -> texts of its places
+        lines: dict[tuple[str, int, str], list[str]] = {}       # (protocol, length, number) -> texts
         for sums in records(rows):
             protocol = PROTOCOLS[sums["protocol"]]
             length = sums["length"]
-            texts = protocol.cells(sums)
-            if "place" in sums:
-                place = f"{protocol.place_name} {sums['place']:g}"
-                numbers = ", ".join(f"{name} {text}" for name, text in texts.items())
-                lines.setdefault((protocol.name, length), []).append(f"{numbers} at {place}")
-                continue
             heading = f"{length} = L" if length == e.L else str(length)
-            for name, text in texts.items():
-                cells.setdefault((protocol.name, name), {})[heading] = text
+            for name, text in protocol.cells(sums).items():
+                if "place" in sums:
+                    line = lines.setdefault((protocol.name, length, name), [])
+                    place = f"{sums['place']:g}" if line else f"{protocol.place_name} {sums['place']:g}"
+                    line.append(f"{text} at {place}")
+                else:
+                    cells.setdefault((protocol.name, name), {})[heading] = text
         if cells:
             yield pd.DataFrame(cells).to_string(na_rep="-")
-        for (name, length), texts in lines.items():
-            yield f"{name:11} {length:6} tokens: {'; '.join(texts)}"
+        for (protocol_name, length, name), texts in lines.items():
+            yield f"{protocol_name:11} {length:6} tokens: {name} {', '.join(texts)}"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -82,7 +81,8 @@ def advice(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
             yield f"  in config.json: {best['config.json']}"
 
 
-def compare_with_truncation(table: pd.DataFrame, e: Evaluation, extend: Extend, length: int) -> dict[str, Any]:
+def compare_with_truncation(table: pd.DataFrame, e: Evaluation, extend: Extend,
+                            length: int) -> dict[str, Any]:
     """A row of the advice: one method at one length."""
     here = table[(table.extend == extend.spec) & (table.length == length)]
     fixed = here[here.protocol == "fixed"]

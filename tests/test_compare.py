@@ -398,7 +398,8 @@ def test_other_code_and_dtypes_are_named_in_one_line_each(tmp_path: Path, monkey
 def test_damaged_and_stale_files_are_named(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for i, (name, content, expected) in enumerate((
-            ("eval/words.parquet", None, "or its .parquet: damaged"), ("eval/words.parquet", b"PAR1", "damaged"),
+            ("eval/words.parquet", None, "or its .parquet: damaged"),
+            ("eval/words.parquet", b"PAR1", "damaged"),
             ("eval/words.json", b'{"records": [', "eval/words.json or its .parquet: damaged"),
             ("eval/other.json", b"{}", "evaluated on other, words; choose one with --data"),
             ("corpus.json", None, "no corpus.json"))):

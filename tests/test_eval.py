@@ -253,13 +253,14 @@ def evaluated(run_dir: Path, monkeypatch):
         main()
         found = results.read(run_dir / "eval" / f"words{results.EXTENDED * ('all' in arguments)}.json")
         return {tuple(r.get(key) for key in ("extend", "protocol", "length", "place")):
-                {key: value for key, value in r.items() if key != "seconds"} for r in results.records(found.table)
+                {key: value for key, value in r.items() if key != "seconds"}
+                for r in results.records(found.table)
                 if r["protocol"] != "position"}, found.table.drop(columns="seconds")
 
     return call
 
 
-def test_the_command_prints_a_table_and_writes_table_sums_and_picture(run_dir: Path, monkeypatch, capsys) -> None:
+def test_the_command_writes_table_sums_and_picture(run_dir: Path, monkeypatch, capsys) -> None:
     path = run_dir / "eval" / "words.json"
     monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), "--lengths", "16,32,64", *SHORT])
     main()
@@ -334,8 +335,8 @@ def test_extend_all_ends_in_a_table_of_every_method_that_fits(evaluated, capsys)
 def test_the_best_of_many_methods_must_beat_truncation_by_more(n_methods: int, claim: str) -> None:
     """The same differences, of a p-value near 0.02, from 12 documents."""
     names = [f"m{i}" for i in range(n_methods)]
-    tables = [results.make_table(extend=name, protocol="fixed", length=64, nll=[-2.2, 0.2] * 6, truncated_nll=0.0,
-                                 tokens=1, document=range(12)) for name in names]
+    tables = [results.make_table(extend=name, protocol="fixed", length=64, nll=[-2.2, 0.2] * 6,
+                                 truncated_nll=0.0, tokens=1, document=range(12)) for name in names]
     e = SimpleNamespace(possible=[64], L=32, extends=[Extend(name, []) for name in names])
     assert claim in [*advice(results.join(*tables), e)][-1]
 
@@ -434,7 +435,8 @@ def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corp
     def targets(**change) -> list:
         e = Evaluation(model, config, ByteTokenizer(), text, Settings(**{**plain, **change}))
         measured(e)
-        return e.table[["length", "place", "document", "end", "tokens", "bytes"]].fillna(-1).to_numpy().tolist()
+        columns = ["length", "place", "document", "end", "tokens", "bytes"]
+        return e.table[columns].fillna(-1).to_numpy().tolist()
 
     before = targets()
     for name, value in {"longest": 160, "targets": 4, "windows": 12, "tokens": 256, "stride": 4}.items():

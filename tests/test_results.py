@@ -86,8 +86,8 @@ def test_every_folder_of_results_can_be_compared_again() -> None:
 
 
 def test_results_stay_small() -> None:
-    files = subprocess.run(["git", "ls-files", "-z", "results"], cwd=ROOT, capture_output=True, text=True).stdout
-    paths = [ROOT / name for name in files.split("\0") if name]
+    listed = subprocess.run(["git", "ls-files", "-z", "results"], cwd=ROOT, capture_output=True, text=True)
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
     assert len(paths) <= 150 and sum(path.stat().st_size for path in paths if path.exists()) < 9e6
 
 

@@ -96,10 +96,12 @@ row: .venv/.installed
 	        $(PY) eval.py RUN --data data/$$text $(FIXED) --replace; \
 	        $(PY) eval.py RUN --data data/$$text $(REPEAT); \
 	        $(PY) eval.py RUN --data data/$$text $(FAR) --json RUN/eval/$$text-far.json --replace; \
-	    done; to=results/rows/$(ROW)/$$(basename RUN); mkdir -p $$to/eval; \
-	    cp RUN/{config.toml,corpus.json,metrics.jsonl,summary.json} $$to; cp RUN/eval/{books,packages}*.{json,npz} $$to/eval'
-	for text in books packages; do $(PY) compare.py results/extrapolation/runs/* results/rows/$(ROW)/*-seed? \
-	    --baseline rope-lr-1.3e-2 --data $$text --out runs/row/$$text; done
+	    done'
+	for data in books packages books-far packages-far; do to=results/rows/$(ROW)/$$data; mkdir -p $$to; \
+	    $(PY) compare.py runs/study/$(ROW)/*-seed? --data $$data --out runs/row/$(ROW)/$$data; \
+	    cp runs/row/$(ROW)/$$data/{table.parquet,training.parquet,runs.json} $$to; done
+	for text in books packages; do $(PY) compare.py results/{extrapolation,rows/$(ROW)}/$$text \
+	    --baseline rope-lr-1.3e-2 --out runs/row/$$text; done
 
 SDISTS := sdists:configs/study/sdists.csv
 study-data: .venv/.installed-study

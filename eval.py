@@ -1,27 +1,24 @@
 """Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--protocol fixed] [--extend yarn]`.
 
-There are several protocols, because the usual one flatters long contexts. All of them use the same documents
-at every length, no window crosses a document, and sums and counts are kept, never means of means.
-nonoverlap, rolling, sliding and fixed score each target once, and the targets are the same at every length.
-As in training, a window begins anywhere in a document, and no token is added before it.
+There are several protocols, because the usual one flatters long contexts. All use the same documents at every
+length, no window crosses a document, and sums and counts are kept, never means of means. As in training, a
+window begins anywhere in a document, and no token is added before it.
 
 "truncated" is the plain model's result on the targets of fixed at L, the training length: what a longer
 context must beat. gain = loss(truncated) - loss, in nats per token: positive where more context helps, 0
 where it is ignored, negative where it breaks the model.
 
-Each --extend METHOD[:key=value,...] adds a curve of the same model under a method that extends its context;
+Each --extend METHOD[:key=value,...] measures the same model under a method that extends its context;
 METHOD+METHOD applies both. `--extend all` measures every method that fits and needs no options, at L, 2 L and
 4 L unless --lengths says otherwise, and ends in a table: loss against truncation, keys found, seconds. If the
 best method beats truncation, it prints what to write into config.json (`python export.py RUN OUT --extend
-METHOD` writes it). Every forward pass computes whole windows.
+METHOD` writes it).
 
-Writes RUN/eval/DATA.json (records, and of which checkpoint; with --extend all DATA-extended.json), .npz (sums
-of each window) and .png (picture).
-The first two are written after each length, so the same command continues an interrupted evaluation. A second
-call adds to that file what it lacks; --replace measures everything again. Both calls must have the same
-targets, model and code: otherwise eval.py refuses before it computes anything. The longest length decides
-which documents and targets are used, so to add shorter lengths later, pass the earlier longest one with
---longest.
+Writes RUN/eval/DATA.parquet (the sums of each window), .json (sums, and of which checkpoint) and .png (a
+picture); with --extend all DATA-extended. The first two are written after each length, so the same command
+continues an interrupted evaluation. A second call adds what they lack; --replace measures everything again.
+Both calls must have the same targets, model and code. The longest length decides which documents and targets
+are used, so to add shorter lengths later, pass the earlier longest one with --longest.
 """
 
 from __future__ import annotations
@@ -30,54 +27,55 @@ if __name__ == "__main__":
     import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
 
 import argparse
+import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 from base.command import positive, run_command, run_parser
-from base.errors import UserError
+from base.errors import UserError, did_you_mean
 from data.loader import read_meta
-from data.tasks import ALGORITHMS, TASKS
+from data.tasks import TASKS
 from evaluation import results
-from evaluation.extension import EXTENSIONS, describe_extensions
+from evaluation.extension import EXTENSIONS, describe_extension, open_extensions
 from evaluation.pictures import draw_evaluation
-from evaluation.protocols import (
-    DEFAULT_PROTOCOLS,
-    PROTOCOLS,
-    Evaluation,
-    Settings,
-    describe_protocols,
-    open_extensions,
-    spec_of,
-)
-from evaluation.results import EXTENDED, Results
-from evaluation.show import advice, table
+from evaluation.protocols import DEFAULT_PROTOCOLS, PROTOCOLS, measure, target_settings
+from evaluation.results import Results
+from evaluation.scoring import Evaluation, Settings
+from evaluation.show import choose_all, show
 from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
-from runtime.checkpoint import open_run
+from runtime.checkpoint import Opened, open_run
 from runtime.device import dtype_name, set_up_cpu
 from runtime.run import code_changes, git_revision
 
 TESTED_BY = {name: task.protocols for name, task in TASKS.items() if task.protocols}
-# of --extend all: what needs no options
-ALL = (*(name for name in EXTENSIONS if name not in ("base", "longrope")), "dual_chunk+yarn")
-MOST_SYMBOLS = 8        # algorithms: the default lengths have up to as many times the symbols of training
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The arguments
 
 
 def parse_arguments() -> argparse.Namespace:
-    known = ",".join((*PROTOCOLS, "needles"))
-    parser = run_parser(__doc__, f"{describe_protocols()}\n\n{describe_extensions()}")
+    names = [f"protocols: {', '.join(PROTOCOLS)}", f"methods of --extend: {', '.join(EXTENSIONS)}",
+             "--help NAME explains one of them."]
+    epilog = "\n".join(textwrap.fill(line, 98, subsequent_indent="  ") for line in names)
+    parser = run_parser(__doc__, epilog, add_help=False)
+    parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100)
+    parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="TOPIC",
+                        help="print this page, or explain a protocol or a method")
     parser.add_argument("--lengths", action="append",
                         help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L, as far as "
                         "there are 8 documents)")
     parser.add_argument("--protocol", action="append",
-                        help=f"from {known} (default {','.join(DEFAULT_PROTOCOLS)}; for a run "
-                        "trained on a task its protocols, with --extend all fixed,passkey)")
+                        help=f"one or more of those below (default {','.join(DEFAULT_PROTOCOLS)}; for a run "
+                        "trained on a task its own, with --extend all fixed,passkey)")
     parser.add_argument("--extend", action="append", default=[], metavar="METHOD",
                         help="also measure under a method that extends the context; may be repeated")
     parser.add_argument("--skip-unfit", action="store_true",
                         help="skip a method that does not fit the run, with one line instead of an error")
     parser.add_argument("--data", metavar="DIR_OR_FILE",
-                        help="corpus or text file (default: the run's corpus; a Hugging Face folder has "
-                        "none)")
+                        help="corpus or text file (default: the run's corpus; Hugging Face has none)")
     parser.add_argument("--train-length", type=positive, metavar="L",
                         help="take this as L, where config.json names more than the model was trained on")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"),
@@ -88,118 +86,163 @@ def parse_arguments() -> argparse.Namespace:
                         "length (default: the longest of --lengths, and L for fixed)")
     parser.add_argument("--targets", type=positive, help="fixed: k, tokens scored (default min(256, L/4))")
     parser.add_argument("--windows", type=positive,
-                        help="fixed, position, repeat, copy: number of windows; algorithms: trials; passkey, "
-                        "needles, variables: trials at each depth are a quarter of it (default 32, with "
-                        "--extend all 8)")
+                        help="fixed, position, repeat, copy: number of windows; algorithms: trials; of "
+                        "retrieval, a quarter of it at each depth (default 32, with --extend all 8)")
     parser.add_argument("--tokens", type=positive, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=positive, help="sliding: S (default a quarter of each length)")
     parser.add_argument("--seed", type=int, default=0, help="chooses windows, the same for every model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
-    args = parser.parse_args()
+    parser.set_defaults(multiples=MULTIPLES, suffix="", show=show)
+    args, more = parser.parse_known_args()
+    # --lengths 128 256: the second number came as RUN or was left over
+    words = [args.run, *more]
+    if args.lengths:
+        args.lengths += [word for word in words if word.isdigit() and not Path(word).exists()]
+        words = [word for word in words if word not in args.lengths]
+    if len(words) != 1:
+        parser.error(f"unrecognized arguments: {' '.join(words[1:])}" if words else "RUN: missing")
+    args.run = words[0]
     for name in ("lengths", "protocol"):        # repeated ones combine
         setattr(args, name, ",".join(getattr(args, name) or []) or None)
-    args.is_all = "all" in args.extend
-    if args.is_all:
-        args.extend = [*(spec for spec in args.extend if spec != "all"), *ALL]
-        args.skip_unfit, args.protocol = True, args.protocol or "fixed,passkey"
-        if "fixed" not in args.protocol.split(","):
-            raise UserError(f"--protocol {args.protocol}: --extend all needs fixed among them; add it")
+    if "all" in args.extend:
+        choose_all(args)
+    known = (*PROTOCOLS, *TESTED_BY)
     for protocol in args.protocol.split(",") if args.protocol is not None else ():
-        if protocol not in (*PROTOCOLS, *TESTED_BY):
-            raise UserError(f"--protocol {protocol}: unknown; choose from {known}")
-    if args.json and args.json.suffix != ".json":       # .npz and .png are written beside it
+        if protocol not in known:
+            hint = did_you_mean(protocol, known) or f"; choose from {','.join((*PROTOCOLS, 'needles'))}"
+            raise UserError(f"--protocol {protocol}: unknown{hint}")
+    if args.json and args.json.suffix != ".json":       # .parquet and .png are written beside it
         raise UserError(f"--json {args.json}: must end in .json, such as {args.json}.json")
     return args
 
 
+class Help(argparse.Action):
+    """--help [TOPIC]: prints the page of the command, of a protocol or of a method, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, topic: Any, _: Any = None) -> None:
+        if topic is None:
+            parser.print_help()
+        elif topic in PROTOCOLS:
+            print(PROTOCOLS[topic].describe())
+        elif topic in EXTENSIONS:
+            print(describe_extension(topic))
+        else:
+            hint = did_you_mean(topic, [*PROTOCOLS, *EXTENSIONS]) or "; eval.py --help lists the topics"
+            raise UserError(f"--help {topic}: neither a protocol nor a method{hint}")
+        sys.exit()
+
+
 def choose_protocols(wanted: str | None, run: str) -> list[str]:
     """The protocols of --protocol, where a task stands for its own; or the default for this run."""
-    meta = Path(run) / "corpus.json"
-    task = (read_meta(meta).get("task") or {}).get("name") if wanted is None and meta.exists() else None
-    names = wanted.split(",") if wanted else [task] if task in TESTED_BY else DEFAULT_PROTOCOLS
+    if wanted:
+        names = wanted.split(",")
+    else:
+        meta = Path(run) / "corpus.json"
+        task = (read_meta(meta).get("task") or {}).get("name") if meta.exists() else None
+        names = [task] if task in TESTED_BY else [*DEFAULT_PROTOCOLS]
     return list(dict.fromkeys(protocol for name in names for protocol in TESTED_BY.get(name, [name])))
 
 
-def choose_settings(args: argparse.Namespace, protocols: list[str], L: int, text: Text) -> Settings:
+def choose_settings(args: argparse.Namespace, names: list[str], L: int, text: Text) -> Settings:
     """The arguments with their defaults for this training length and text. Raises UserError."""
-    generated = 0                               # if no protocol needs the text: the largest multiple of L
-    if not any(PROTOCOLS[protocol].needs_text for protocol in protocols):
-        generated = MOST_SYMBOLS if set(protocols) & set(ALGORITHMS) else MULTIPLES[-1]
-    needs_L = "fixed" in protocols              # for truncated
-    multiples = (1, 2, 4) if args.is_all else MULTIPLES
-    lengths = choose_lengths(args.lengths, L, text, generated, needs_L, multiples)
-    needed, available = max(*lengths, L * needs_L), max(map(len, text.documents), default=0) - 1
+    protocols = [PROTOCOLS[name] for name in names]
+    needs_text = any(protocol.needs_text for protocol in protocols)
+    needs_L = any(protocol.needs_L for protocol in protocols)
+    # where no text limits the lengths: the largest multiple of L
+    generated = 0 if needs_text else min(protocol.most_multiples for protocol in protocols)
+    lengths = choose_lengths(args.lengths, L, text, generated, needs_L, args.multiples)
+    needed = max(*lengths, L if needs_L else 0)
     longest = args.longest or needed
-    if not generated and not needed <= longest <= available:
-        raise UserError(f"--longest {longest}: must be in {needed} ... {available}, from the longest of "
-                        f"--lengths{' and L' * needs_L} to the longest document of {text.name}")
+    longest_document = max(map(len, text.documents), default=0) - 1
+    if needs_text and not needed <= longest <= longest_document:
+        lowest = "the longest of --lengths" + (" and L" if needs_L else "")
+        raise UserError(f"--longest {longest}: must be in {needed} ... {longest_document}, from {lowest} to "
+                        f"the longest document of {text.name}")
     targets = args.targets or max(1, min(256, L // 4))
-    uses_targets = any("targets" in PROTOCOLS[protocol].target_settings for protocol in protocols)
-    if uses_targets and targets > min(lengths) or args.seed < 0:
-        raise UserError(f"--targets {targets} --seed {args.seed}: --targets must be at most the shortest "
-                        f"length, {min(lengths)}, and the seed at least 0")
-    windows = args.windows or (8 if args.is_all else 32)
-    return Settings(protocols, lengths, longest, targets, windows, args.tokens, args.stride, args.seed)
+    uses_targets = any("targets" in protocol.target_settings for protocol in protocols)
+    if uses_targets and targets > min(lengths):
+        raise UserError(f"--targets {targets}: must be at most the shortest length, {min(lengths)}")
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: must be at least 0")
+    windows = args.windows or 32
+    return Settings(names, lengths, longest, targets, windows, args.tokens, args.stride, args.seed)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The evaluation
+
+
+def open_evaluation(args: argparse.Namespace, run: Opened) -> Evaluation:
+    """The run's model, the text, and what to measure. Raises UserError."""
+    changes = {"seq_len": args.train_length, "dtype": args.dtype}
+    changes = {key: value for key, value in changes.items() if value}
+    config = run.config.model_copy(update={"train": run.config.train.model_copy(update=changes)})
+    protocols = choose_protocols(args.protocol, args.run)
+    if any(PROTOCOLS[name].needs_text for name in protocols) or args.data or config.data.dir:
+        text = open_text(args.data, config.data.dir, run.tokenizer, run.corpus)
+    else:
+        text = Text("tasks", [])
+    if "trigram" in protocols:
+        splits = run.corpus and run.corpus["splits"]["train"]
+        if splits is None or splits != read_meta(Path(config.data.dir) / "meta.json")["splits"]["train"]:
+            raise UserError("--protocol trigram: counts the run's training text, which is not in data.dir "
+                            f"{config.data.dir or '(none)'}; prepare it there again, or leave trigram out")
+    settings = choose_settings(args, protocols, config.train.seq_len, text)
+    extends = open_extensions(args.extend, run.model, config, settings.lengths, args.skip_unfit)
+    e = Evaluation(run.model, config, run.tokenizer, text, settings, extends, args.run)
+    if not e.possible:
+        raise UserError(f"--lengths {args.lengths}: {config.position.encoding} ends at "
+                        f"{run.model.active().max_length} positions; give a shorter one")
+    return e
+
+
+def head_of(run: Opened, e: Evaluation) -> dict[str, Any]:
+    """What the JSON says of the run, the text and the settings."""
+    return {"run": e.run, "encoding": e.config.position.encoding, "seq_len": e.L,
+            "tokenizer": e.tokenizer.name, "data": e.text.name, "data_sha256": e.whole_text.sha256(),
+            **run.origin(), "position": e.config.position.model_dump(mode="json"),
+            "positions": e.config.train.positions,
+            "position_range": e.config.train.position_range, "seed": e.settings.seed,
+            "dtype": dtype_name(e.config.train, next(run.model.parameters()).device),
+            "train_dtype": (run.state and run.state.dtype) or run.config.train.dtype,
+            "commit": git_revision(code_changes()), "settings": target_settings(e)}
 
 
 def main() -> None:
     args = parse_arguments()
-    args.run = pulled(args.run)
+    args.run = str(pulled(args.run))
     run = open_run(args.run, args.checkpoint, args.device)
-    model, tokenizer = run.model, run.tokenizer
-    config = run.config.model_copy(update={"train": run.config.train.model_copy(update={
-        key: value for key, value in (("seq_len", args.train_length), ("dtype", args.dtype)) if value})})
-    encoding, L = config.position.encoding, config.train.seq_len
-    protocols = choose_protocols(args.protocol, args.run)
-    needs_text = any(PROTOCOLS[protocol].needs_text for protocol in protocols)
-    text = Text("tasks", []) if not (needs_text or args.data or config.data.dir) else \
-        open_text(args.data, config.data.dir, tokenizer, run.corpus)
-    if "trigram" in protocols and (run.corpus is None or run.corpus["splits"]["train"] != read_meta(
-            Path(config.data.dir) / "meta.json")["splits"]["train"]):
-        raise UserError("--protocol trigram: counts the run's training text, which is not in data.dir "
-                        f"{config.data.dir or '(none)'}; prepare it there again, or leave trigram out")
-    settings = choose_settings(args, protocols, L, text)
-    extends = open_extensions(args.extend, model, config, settings.lengths, args.skip_unfit)
-    evaluation = Evaluation(model, config, tokenizer, text, settings, extends)
-    if not evaluation.possible:
-        raise UserError(f"--lengths {args.lengths}: {encoding} ends at {model.active().max_length} "
-                        "positions; give a shorter one")
-    head = {"run": str(args.run), "encoding": encoding, "seq_len": L, "tokenizer": tokenizer.name,
-            "data": text.name, "data_sha256": text.sha256(), **run.origin(),
-            "position": config.position.model_dump(mode="json"), "positions": config.train.positions,
-            "position_range": config.train.position_range, "seed": settings.seed,
-            "dtype": dtype_name(config.train, next(model.parameters()).device),
-            "train_dtype": (run.state and run.state.dtype) or run.config.train.dtype,
-            "commit": git_revision(code_changes()),
-            "settings": evaluation.target_settings()}
-    title = f"{encoding}, {'dropped, ' * model.is_dropped}trained at L = {L}"
+    e = open_evaluation(args, run)
+    head = head_of(run, e)
+    dropped = "dropped, " if run.model.is_dropped else ""
+    title = f"{head['encoding']}, {dropped}trained at L = {e.L}"
     measured = "generated documents"
-    if needs_text:
-        n_documents = len(evaluation.text.documents)
-        measured = f"{text.name}: {n_documents} documents of more than {settings.longest} tokens"
-    print(f"{args.run}: {title}, on {measured}, in {head['dtype']}", flush=True)
-    path = args.json or Path(args.run) / "eval" / f"{text.name}{EXTENDED * args.is_all}.json"
+    if any(PROTOCOLS[name].needs_text for name in e.settings.protocols):
+        n_documents = len(e.text.documents)
+        measured = f"{e.text.name}: {n_documents} documents of more than {e.settings.longest} tokens"
+    print(f"{e.run}: {title}, on {measured}, in {head['dtype']}", flush=True)
+
+    path = args.json or Path(e.run) / "eval" / f"{e.text.name}{args.suffix}.json"
     with results.lock(path):
         saved = results.read_mergeable(path, head, args.replace)
-        for _ in evaluation.measure(saved):         # after each place: an interruption loses no more
-            saved = results.combine(saved, Results(head, evaluation.records, evaluation.per_window))
-            if saved.records:
-                results.write(path, saved)
-    wanted = [spec_of(extend) for extend in evaluation.extends]
-    records = [r for r in saved.records if r["extend"] in wanted and r["length"] in evaluation.lengths
-               and r["protocol"] in protocols]
-    if not records:
-        raise UserError(f"--lengths {','.join(map(str, evaluation.lengths))}: no window of "
-                        f"{', '.join(protocols)} fits; give longer lengths or longer documents")
-    print(*(advice(saved, evaluation) if args.is_all else table(records, evaluation.lengths, L)), sep="\n")
-    limit = model.active().max_length
-    if limit and limit < max(evaluation.lengths):
-        print(f"{encoding} is not defined beyond position {limit - 1}: empty cells")
-    title += f", evaluated on {text.name}"
-    is_drawn = draw_evaluation(saved.records, title, L, path.with_suffix(".png"))
-    print(f"wrote {path}, .npz and .png" if is_drawn else f"wrote {path} and .npz")
+        for rows in measure(e, saved):          # after each length: an interruption loses no more
+            saved = results.combine(saved, Results(head, rows))
+            results.write(path, saved)
+    # of what the file holds, what this call asked for
+    asked = saved.table[saved.table.extend.isin([extend.spec for extend in e.extends])]
+    asked = asked[asked.length.isin(e.lengths) & asked.protocol.isin(e.settings.protocols)]
+    if asked.empty:
+        raise UserError(f"--lengths {','.join(map(str, e.lengths))}: no window of "
+                        f"{', '.join(e.settings.protocols)} fits; give longer lengths or longer documents")
+    print(*args.show(asked, e), sep="\n")
+    limit = run.model.active().max_length
+    if limit and limit < max(e.lengths):
+        print(f"{head['encoding']} is not defined beyond position {limit - 1}: empty cells")
+    title += f", evaluated on {e.text.name}"
+    is_drawn = draw_evaluation(saved.table, title, e.L, path.with_suffix(".png"))
+    print(f"wrote {path}, .parquet and .png" if is_drawn else f"wrote {path} and .parquet")
 
 
 if __name__ == "__main__":

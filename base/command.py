@@ -61,9 +61,10 @@ def run_command(main: Callable[[], int | None]) -> None:
     sys.exit(code)
 
 
-def run_parser(description: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+def run_parser(description: str | None, epilog: str | None = None,
+               add_help: bool = True) -> argparse.ArgumentParser:
     """The parser of a command that opens RUN."""
-    parser = argument_parser(description, epilog)
+    parser = argument_parser(description, epilog, add_help)
     parser.add_argument("run", metavar="RUN", help="a folder that train.py made, a Hugging Face folder, or "
                         "hf:ORG/NAME of the hub")
     parser.add_argument("--checkpoint", default="newest", metavar="WHICH",

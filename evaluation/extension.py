@@ -10,11 +10,12 @@ Legend: B batch, Tq queries, Tk keys, H = n_head, D channels of a head; L traini
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any, ClassVar, NamedTuple
@@ -26,6 +27,7 @@ from torch import Tensor
 from base.errors import UserError, did_you_mean
 from base.schema import Section, describe_choice, explain
 from config import Config
+from evaluation.results import NO_METHOD
 from model import GPT, Attention, shape_of
 from positions import At, Encoding, NoPE
 from positions.rotary import RoPE
@@ -112,7 +114,7 @@ class Regrouping(Extension):
         return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
-        made: dict[Encoding, Encoding] = {}         # layers that share an encoding share the wrapper
+        wrapped: dict[Encoding, Encoding] = {}      # layers that share an encoding share the wrapper
 
         def regrouped(encoding: Encoding) -> Encoding:
             plain = encoding
@@ -122,7 +124,7 @@ class Regrouping(Extension):
                 return encoding
             return Regrouped(encoding, self, config.train.seq_len, T)
 
-        model.encodings = [made.setdefault(encoding, regrouped(encoding)) for encoding in model.encodings]
+        model.encodings = [wrapped.setdefault(encoding, regrouped(encoding)) for encoding in model.encodings]
 
 
 class Regrouped(Wrapper):
@@ -266,7 +268,7 @@ class DualChunk(ReRoPE):
             super().apply(model, config, T)
 
 
-class Window(Extension):
+class SlidingWindow(Extension):
     """Sliding window: a query sees the last `size` keys, its own included."""
 
     size: int | None = Field(None, ge=1, description="number of keys that a query sees (default L)")
@@ -349,7 +351,7 @@ EXTENSIONS: dict[str, type[Extension]] = {
     "leaky_rerope": LeakyReRoPE,
     "self_extend": SelfExtend,
     "dual_chunk": DualChunk,
-    "window": Window,
+    "window": SlidingWindow,
     "sinks": Sinks,
     "lm_infinite": LMInfinite,
     "log_n": LogNTemperature,
@@ -360,8 +362,11 @@ EXTENSIONS: dict[str, type[Extension]] = {
 class Extend(NamedTuple):
     """One `--extend`."""
 
-    spec: str                       # its name in tables and records: as typed, with a checksum for each list
+    spec: str                       # its name in tables: as typed, with a checksum for each list
     methods: list[Extension]
+
+
+PLAIN = Extend(NO_METHOD, [])       # the model without a method
 
 
 def parse(spec: str) -> Extend:
@@ -389,8 +394,8 @@ def make(name: str, arguments: str, spec: str) -> Extension:
         SCALINGS[name].for_context(2, 2, given)
         return Rescaled(method=SCALINGS[name], given=given)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,..., such as factor=4 or "
-                        "long_factor=[1.0,2.0]") from error
+        raise UserError(f"--extend {spec}: {arguments!r} must be key=value,... with numbers or lists of "
+                        "them, such as factor=4 or long_factor=[1.0,2.0]") from error
     except ValidationError as error:
         raise UserError(*explain(error, name, schema, {}, f"in --extend {spec}")) from error
 
@@ -423,10 +428,33 @@ def extended(model: GPT, config: Config, methods: list[Extension], T: int) -> It
             layer.window = window
 
 
-def describe_extensions() -> str:
-    """Every method and its options, for --help."""
-    lines = ["methods of --extend:"]
-    for name, extension in EXTENSIONS.items():
-        schema: type[BaseModel] = SCALINGS.get(name, extension)
-        lines += ["", *describe_choice(name, schema, schema, ["method"])]
+def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int],
+                    skip_unfit: bool = False) -> list[Extend]:
+    """The methods of the --extend flags; prints warnings.
+
+    Raises UserError for a method that does not fit the model; with skip_unfit skips it and prints one line.
+    """
+    fitting: list[Extend] = []
+    for extend in map(parse, dict.fromkeys(specs)):
+        problems = [method.problem(model, config, length) for length in lengths for method in extend.methods]
+        if any(problems):
+            about = (f"--extend {extend.spec}: {next(filter(None, problems))}; this run has "
+                     f"{config.position.encoding} at L = {config.train.seq_len}")
+            if not skip_unfit:
+                raise UserError(f"{about}, leave the method out or change it")
+            print(f"skipped {about}", flush=True)
+            continue
+        fitting.append(extend)
+        for method in extend.methods:
+            warning = method.warning(model, config, max(lengths)) if isinstance(method, Rescaled) else None
+            if warning:
+                print(f"warning: --extend {extend.spec}: {warning}")
+    return fitting
+
+
+def describe_extension(name: str) -> str:
+    """A method and its options, for --help."""
+    schema: type[BaseModel] = SCALINGS.get(name, EXTENSIONS[name])
+    doc = inspect.getdoc(schema) or ""
+    lines = [f"{name}: {doc}", *describe_choice(name, schema, schema, ["method"])[1:]]
     return re.sub("( factor .*); required", r"\1; default T / L", "\n".join(lines))

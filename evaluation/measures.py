@@ -12,15 +12,20 @@ from evaluation.results import perplexity
 
 
 class Score(NamedTuple):
-    """A number of which more is better: (plus - minus) / per, named after columns of the .npz."""
+    """A number of which more is better: (plus - minus) / per. They are columns of the table, or "" for 0.
+
+    `trials`, 1 in each row, is a column of reports alone.
+    """
 
     plus: str
     minus: str
-    per: str
+    per: str = "tokens"
 
     def total(self, columns: Mapping[str, Any]) -> Any:
         """The numerator, from the columns or from their sums."""
-        return (columns[self.plus] if self.plus else 0) - (columns[self.minus] if self.minus else 0)
+        plus = columns[self.plus] if self.plus else 0
+        minus = columns[self.minus] if self.minus else 0
+        return plus - minus
 
 
 class Form(NamedTuple):
@@ -34,14 +39,25 @@ class Form(NamedTuple):
     figure: Callable[[float], float] = float    # the number that is shown, from the score
 
 
+class Measure(NamedTuple):
+    """A table of a report: the number, of one protocol, and what is said above the table."""
+
+    key: str                                    # names its picture
+    protocol: str
+    title: str
+    note: str
+    form: Form
+
+
 CONTEXT = "context (tokens)"
-LOSS, FOUND = Score("", "nll", "tokens"), Score("correct", "", "trials")
+LOSS = Score("", "nll")
+FOUND = Score("correct", "", "trials")
 PERPLEXITY = Form(CONTEXT, "perplexity per token", "log", "#.4g", LOSS, lambda score: perplexity(-score))
 BY_POSITION = Form("position (tokens of context)", "loss (nats/token)", "linear", "z.3f", LOSS,
                    lambda score: -score)
 REPETITION = Form("distance (tokens)", "gain on the second copy (nats/token)", "linear", "z.3f",
-                  Score("first_nll", "nll", "tokens"))
+                  Score("first_nll", "nll"))
 CONTROLLED = REPETITION._replace(y_label="gain over another passage (nats/token)",
-                                 score=Score("control_nll", "nll", "tokens"))
+                                 score=Score("control_nll", "nll"))
 ANSWERS = Form(CONTEXT, "share correct", "linear", ".0%", FOUND)
-GAIN = Form(CONTEXT, "gain (nats/token)", "asinh", "+z.4f", Score("truncated_nll", "nll", "tokens"))
+GAIN = Form(CONTEXT, "gain (nats/token)", "asinh", "+z.4f", Score("truncated_nll", "nll"))

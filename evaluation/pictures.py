@@ -18,9 +18,9 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from evaluation.measures import BY_POSITION, PERPLEXITY
+from evaluation.protocols import PROTOCOLS
 from evaluation.report import ASINH_WIDTH, Cell, Cells, Table
-from evaluation.results import WINDOWED, Record, perplexity
-from evaluation.runs import column_of
+from evaluation.results import NO_METHOD, perplexity
 
 plt.switch_backend("agg")       # not that of a notebook, which this command may lack
 plt.rcParams["svg.fonttype"] = "none"       # text stays text
@@ -31,31 +31,34 @@ MOST_CURVES = len(STYLES)       # in one panel: more cannot be distinguished
 MARKED = 12                     # columns that all get a tick on the x axis; more would overlap
 
 
-def draw_evaluation(records: Sequence[Record], title: str, L: int, path: Path) -> bool:
+def draw_evaluation(table: pd.DataFrame, title: str, L: int, path: Path) -> bool:
     """The picture of eval.py: perplexity against context, and loss against position, with L marked.
 
-    False if the records have neither: then there is no picture.
+    False if the table has neither: then there is no picture.
     """
     tables = []
-    for name, form, protocols in (("Perplexity against context", PERPLEXITY, WINDOWED),
-                                  ("Loss by position", BY_POSITION, ("position",))):
-        shown = [r for r in records if r["protocol"] in protocols]
-        x = pd.Series({heading: place for place, heading in sorted(map(column_of, shown))})
+    for name, form in (("Perplexity against context", PERPLEXITY), ("Loss by position", BY_POSITION)):
+        shown = table[[PROTOCOLS[protocol].form is form for protocol in table.protocol]]
         rows: Cells = {}
-        for r in shown:
-            row = rows.setdefault(f"{r['protocol']}, {r['extend']}" if r["extend"] else r["protocol"], {})
-            row[column_of(r)[1]] = Cell(form.figure(-r["nll_sum"] / r["tokens"]))
-        tables += [Table("", name, "", form, L, x, rows)] if rows else []
+        x: dict[str, float] = {}
+        for (protocol, extend, length, place), group in shown.groupby(
+                ["protocol", "extend", "length", "place"], sort=False):
+            label = protocol if extend == NO_METHOD else f"{protocol}, {extend}"
+            at, column = PROTOCOLS[protocol].column(length, place)
+            x[column] = at
+            rows.setdefault(label, {})[column] = Cell(form.figure(-group.nll.sum() / group.tokens.sum()))
+        if rows:
+            tables.append(Table("", name, "", form, L, pd.Series(x).sort_values(), rows))
     if not tables:
         return False
     figure, axes = plt.subplots(1, len(tables), figsize=(5.5 * len(tables), 4.6), squeeze=False,
                                 layout="constrained")
-    fixed = next((r for r in records if r["protocol"] == "fixed"), None)
-    if fixed:
-        truncated = perplexity(fixed["truncated_nll_sum"] / fixed["tokens"])
+    fixed = table[table.truncated_nll.notna()]
+    if len(fixed):
+        truncated = perplexity(fixed.truncated_nll.sum() / fixed.tokens.sum())
         axes[0, 0].axhline(truncated, color="black", linestyle=":", label="fixed, truncated to L")
-    for axis, table in zip(axes.flat, tables, strict=True):
-        draw_curves(axis, table, list(table.rows))
+    for axis, panel in zip(axes.flat, tables, strict=True):
+        draw_curves(axis, panel, list(panel.rows))
     figure.legend(loc="outside lower center", ncols=2 * len(tables), fontsize=8)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)

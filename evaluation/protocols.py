@@ -1,9 +1,10 @@
-"""The protocols of eval.py: each is a class below, with the targets it scores, its records and its table.
+"""The protocols of eval.py, a class each: the targets, what is measured of them, and how it is shown.
 
-`Evaluation` goes through the methods, protocols and lengths, and has the forward passes that protocols share.
-windows.py chooses windows; the docstrings of the classes are shown by eval.py --help and in reports.
+To add one, write a class below and a line in PROTOCOLS. eval.py's table, its --help and JSON, and the report
+of compare.py then have it too. `rows` gives rows of the table in results.py; scoring.py has forward passes.
+The docstring is the note of --help and of reports.
 
-Legend: B batch, T time, C = n_embd, V vocabulary, L = train.seq_len. Loss in nats per token.
+Legend: B batch, T time, L = train.seq_len. Loss in nats per token.
 """
 
 from __future__ import annotations
@@ -14,24 +15,28 @@ import itertools
 import math
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
+import pandas as pd
 
-from base.errors import UserError
-from base.files import finite
-from config import Config, TrainConfig
 from data import tasks
 from data.loader import Corpus
 from data.tasks import ALGORITHMS, RETRIEVAL, TaskDocument
-from data.tokenizer import Tokenizer, byte_lengths
-from evaluation.extension import Extend, Rescaled, extended, parse
-from evaluation.measures import ANSWERS, BY_POSITION, PERPLEXITY, REPETITION, Form
-from evaluation.results import Record, Results, perplexity
+from evaluation.extension import PLAIN
+from evaluation.measures import (
+    ANSWERS,
+    BY_POSITION,
+    CONTROLLED,
+    GAIN,
+    PERPLEXITY,
+    REPETITION,
+    Form,
+    Measure,
+)
+from evaluation.results import Results, join, perplexity
+from evaluation.scoring import Evaluation, Settings
 from evaluation.trigram import Trigram
 from evaluation.windows import (
     Text,
@@ -42,196 +47,64 @@ from evaluation.windows import (
     repeated,
 )
 from hf.tokenizer import prefix_ids
-from model import GPT
-from runtime.device import autocast
 
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
-PLAIN = Extend("plain", [])
-CHUNK = 128                                     # tokens whose logits exist at a time
-TOKENS_PER_FORWARD = 16_384                     # short windows share a forward pass
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)            # share of the filler before the first fact that is asked for
-BLOCK = 256                                     # most targets of fixed in a row of the .npz
-
-
-class Settings(NamedTuple):
-    """What to measure, and on how much of the text. eval.py --help explains each."""
-
-    protocols: Sequence[str]
-    lengths: Sequence[int]                      # contexts in tokens
-    longest: int                                # at least L and every length: see eval.py
-    targets: int                                # fixed: k, the tokens scored of each window
-    windows: int = 32                           # fixed, position, repeat, copy, trials of algorithms; trials
-                                                # of retrieval at each depth are a quarter of it
-    tokens: int = 2**16                         # nonoverlap, sliding: tokens scored
-    stride: int | None = None                   # sliding: S; None is a quarter of each length
-    seed: int = 0                               # chooses windows
-
-
-class Evaluation:
-    """Measures one model on one text, without and with each extension."""
-
-    def __init__(self, model: GPT, config: Config, tokenizer: Tokenizer, text: Text, settings: Settings,
-                 extends: Sequence[Extend] = ()) -> None:
-        self.model, self.config, self.tokenizer, self.settings = model, config, tokenizer, settings
-        self.L = config.train.seq_len
-        self.text = Text(text.name, [d for d in text.documents if len(d) > settings.longest])
-        self.lengths = sorted(set(settings.lengths))
-        limit = model.active().max_length
-        self.possible = [length for length in self.lengths if not limit or length <= limit]
-        self.byte_lengths = byte_lengths(tokenizer)
-        self.ends = fixed_ends(self.text, settings.longest, settings.targets, settings.windows, settings.seed)
-        self.extends = [PLAIN, *extends]
-        self.extend = PLAIN                             # the one that is being measured
-        self.records: list[Record] = []
-        self.per_window: dict[str, np.ndarray] = {}     # as Results.windows
-        self._ended: dict[tuple[str, int], tuple[list[np.ndarray], float]] = {}
-
-    def measure(self, known: Results | None = None) -> Iterator[list[Record]]:
-        """The records of each place, that is of a method, protocol and length, as soon as it is measured.
-
-        `known` are results on the same targets. Their places are left out.
-        """
-        if known:
-            self.records, self.per_window = list(known.records), dict(known.windows)
-        done = {(r["extend"], r["protocol"], r["length"]) for r in self.records}
-        for extend, name in itertools.product(self.extends, self.settings.protocols):
-            self.extend, protocol = extend, PROTOCOLS[name]
-            for length in self.possible[-1:] if protocol.is_at_longest else self.possible:
-                if (spec_of(extend), name, length) not in done:
-                    records = protocol.records(self, length)
-                    self.records += records
-                    yield records
-
-    def target_settings(self) -> dict[str, dict[str, int | None]]:
-        """Protocol -> the settings that decide its targets. Records with equal settings can be merged."""
-        values = self.settings._asdict()
-        settings = {name: {key: values[key] for key in PROTOCOLS[name].target_settings}
-                    for name in self.settings.protocols}
-        if "position" in settings:              # its buckets depend on the longest
-            settings["position"]["length"] = max(self.possible, default=None)
-        return settings
-
-    def forward(self, protocol: str, length: int, batches: Sequence[Any],
-                do: Callable[[Any], Any]) -> tuple[list[Any], float]:
-        """do(batch) for each, under the current extension, and the seconds."""
-        began = time.perf_counter()
-        with extended(self.model, self.config, self.extend.methods, length):
-            title = f"{self.extend.spec} {protocol} {length}"           # shown on a terminal alone:
-            done = [do(batch) for batch in tqdm(batches, title, leave=False, disable=None)]
-        return done, time.perf_counter() - began
-
-    def score(self, protocol: str, length: int, windows: Sequence[Window]) -> tuple[list[np.ndarray], float]:
-        """Losses of each window's targets (n_scored,), fp64, in order; and the seconds.
-
-        Windows of one shape share a forward pass.
-        """
-        def losses_of(batch: Sequence[Window]) -> np.ndarray:           # (B, n_scored)
-            rows = np.stack([self.text.documents[w.document][w.start:w.end + 1] for w in batch])
-            rows = self.with_bos(rows)
-            at = np.arange(rows.shape[1] - batch[0].n_scored, rows.shape[1])
-            return losses_at(self.model, self.config.train, rows, at)[0]
-
-        batches = []
-        for (n, _), group in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
-            same_shape = list(group)
-            size = max(1, TOKENS_PER_FORWARD // n)
-            batches += [same_shape[i:i + size] for i in range(0, len(same_shape), size)]
-        losses, seconds = self.forward(protocol, length, batches, losses_of)
-        return [row for batch in losses for row in batch], seconds
-
-    def score_ended(self, length: int) -> tuple[list[np.ndarray], float]:
-        """Losses of at least the last `targets` tokens of the windows that end at self.ends, and the seconds.
-
-        If `position` is measured too, the longest windows score all of their tokens, because it shares these
-        forward passes.
-        """
-        if (self.extend.spec, length) not in self._ended:
-            is_shared = "position" in self.settings.protocols and length == max(self.possible)
-            n_scored = length if is_shared else self.settings.targets
-            windows = [Window(d, end - length, end, n_scored) for d, end in self.ends]
-            self._ended[self.extend.spec, length] = self.score("fixed", length, windows)
-        return self._ended[self.extend.spec, length]
-
-    def probe(self, protocol: str, length: int, tokens: np.ndarray,
-              at: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], float]:
-        """Losses of tokens (n, length) at the places `at`, whether each ranks first, and the seconds."""
-        tokens = self.with_bos(tokens)
-        size = max(1, TOKENS_PER_FORWARD // length)
-        batches = [tokens[i:i + size] for i in range(0, len(tokens), size)]
-        pairs, seconds = self.forward(
-            protocol, length, batches, lambda batch: losses_at(self.model, self.config.train, batch, at))
-        losses, is_top = zip(*pairs, strict=True)
-        return (np.concatenate(losses), np.concatenate(is_top)), seconds
-
-    def with_bos(self, rows: np.ndarray) -> np.ndarray:
-        """Windows of ids (B, T); with data.bos, as in training, the separator replaces the first of each."""
-        if not self.config.data.bos:
-            return rows
-        return np.concatenate((np.full_like(rows[:, :1], self.tokenizer.separator), rows[:, 1:]), axis=1)
-
-    def keep(self, protocol: str, length: int, columns: dict[str, Any]) -> None:
-        """Add columns of numbers, one for each window or trial, to the .npz."""
-        for name, column in columns.items():
-            self.per_window[f"{self.extend.spec}/{protocol}/{length}/{name}"] = np.array(column)
-
-    def record_windows(self, protocol: str, length: int, windows: Sequence[Window],
-                       losses: Sequence[np.ndarray], seconds: float, **more: Any) -> Record:
-        """The record of windows, whose sums are kept."""
-        nll = np.array([x.sum() for x in losses])                       # (windows,)
-        targets = [self.text.documents[w.document][w.end + 1 - w.n_scored:w.end + 1] for w in windows]
-        n_bytes = np.array([self.byte_lengths[ids].sum() for ids in targets])
-        columns = {"nll": nll, "tokens": [w.n_scored for w in windows], "bytes": n_bytes,
-                   "document": [w.document for w in windows], "end": [w.end for w in windows]}
-        self.keep(protocol, length, columns)
-        n_documents = len({w.document for w in windows})
-        return self.record(protocol, length, nll, sum(w.n_scored for w in windows), int(n_bytes.sum()),
-                           n_documents, seconds, **more)
-
-    def record(self, protocol: str, length: int, nll: np.ndarray, n_tokens: int, n_bytes: int | None,
-               n_documents: int | None, seconds: float, **more: Any) -> Record:
-        """One record of the JSON: perplexity = exp(nll / tokens), bits per byte = nll / ln 2 / bytes.
-
-        Raises UserError if the loss is NaN or infinite.
-        """
-        nll_sum = float(nll.sum())
-        if not math.isfinite(nll_sum):
-            raise UserError(f"{protocol} at {length} tokens, --extend {self.extend.spec}: the loss is "
-                            f"{nll_sum}; evaluate another checkpoint, method or length")
-        return {"extend": spec_of(self.extend), "protocol": protocol, "length": length,
-                "nll_sum": nll_sum, "tokens": n_tokens, "bytes": n_bytes, "documents": n_documents,
-                "ppl": finite(perplexity(nll_sum / n_tokens)),
-                "bpb": nll_sum / math.log(2) / n_bytes if n_bytes else None,
-                "seconds": round(seconds, 3), **more}
-
-
-# -----------------------------------------------------------------------------------------------------------
-# The protocols
+BLOCK = 256                                     # most targets of fixed in a row of the table
 
 
 class Protocol:
-    """A protocol under its name in --protocol. Its docstring is the note of --help and of reports."""
+    """A protocol under its name in --protocol. By default it scores `windows` and shows perplexity."""
 
     title: str
     form: ClassVar[Form] = PERPLEXITY
-    target_settings: ClassVar[tuple[str, ...]]  # what decides its targets, besides text and seed
-    is_at_longest: ClassVar[bool] = False       # measured at the longest length alone
-    needs_text: ClassVar[bool] = True
+    place_name: ClassVar[str] = ""                      # what the column `place` holds
+    target_settings: ClassVar[tuple[str, ...]]          # what decides its targets, besides text and seed
+    is_at_longest: ClassVar[bool] = False               # measured at the longest length alone
+    needs_text: ClassVar[bool] = True                   # False: it generates documents
+    needs_L: ClassVar[bool] = False                     # its documents have at least L tokens
+    most_multiples: ClassVar[int] = 64             # of L, the longest default length without a text
 
     def __init__(self, name: str) -> None:
-        self.name, self.note = name, " ".join((inspect.getdoc(self) or "").split())
+        self.name = name
+        self.note = " ".join((inspect.getdoc(self) or "").split())
         self.title = self.title.format(name.replace("_", " "))
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         """The windows of one length, which score the same targets at every length."""
         raise NotImplementedError
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        """The records at one length, under e.extend: by default one, of `windows` if there are any."""
+    def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
+        """The rows of one length, under e.extend; None where nothing fits."""
         windows = self.windows(e.text, e.settings, length)
         if not windows:
-            return []
+            return None
         losses, seconds = e.score(self.name, length, windows)
-        return [e.record_windows(self.name, length, windows, losses, seconds)]
+        return e.rows_of_windows(self.name, length, seconds, windows, losses)
+
+    def cells(self, record: dict[str, Any]) -> dict[str, str]:
+        """What eval.py prints of a sum of results.py: column -> text. No columns: nothing is printed."""
+        ppl = math.inf if record["ppl"] is None else record["ppl"]
+        cells = {"ppl": f"{ppl:.4g}"}
+        if record["bpb"]:
+            cells["bits/byte"] = f"{record['bpb']:.4g}"
+        return cells
+
+    def column(self, length: int, place: str) -> tuple[float, str]:
+        """Where a report shows a place: on the x axis, and the heading of its column."""
+        return length, str(length)
+
+    def describe(self) -> str:
+        """Its page of eval.py --help."""
+        return textwrap.fill(f"{self.name}: {self.title}. {self.note}", 98)
+
+    def measures(self) -> list[Measure]:
+        """The tables of compare.py's report."""
+        return [Measure(self.name, self.name, self.title, self.note, self.form)]
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Perplexity of windows
 
 
 class Nonoverlap(Protocol):
@@ -241,15 +114,18 @@ class Nonoverlap(Protocol):
     that ignores distant context.
     """
 
-    title, target_settings = "Perplexity, nonoverlap", ("longest", "tokens")
+    title = "Perplexity, nonoverlap"
+    target_settings = ("longest", "tokens")
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
+        # stretches of the longest length, of which some are drawn
         stretches = [(d, start) for d, document in enumerate(text.documents)
                      for start in range(0, (len(document) - 1) // s.longest * s.longest, s.longest)]
         order = np.random.default_rng(s.seed).permutation(len(stretches))
-        chosen = sorted(stretches[i] for i in order[:max(1, s.tokens // s.longest)])
+        drawn = sorted(stretches[i] for i in order[:max(1, s.tokens // s.longest)])
+        # each in blocks of this length
         windows = []
-        for d, start in chosen:
+        for d, start in drawn:
             stop = start + s.longest
             for block in range(start, stop, length):
                 end = min(block + length, stop)                         # the last block may be shorter
@@ -264,15 +140,16 @@ class Rolling(Protocol):
     separator before a text (Llama 3's), it is scored too, after another one.
     """
 
-    title, target_settings = "Perplexity, rolling", ("longest",)
+    title = "Perplexity, rolling"
+    target_settings = ("longest",)
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
+    def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         prefix = prefix_ids(e.tokenizer)
         if prefix:
             e = copy.copy(e)
             documents = [np.concatenate((ids[:1], prefix, ids[1:])) for ids in e.text.documents]
             e.text = Text(e.text.name, documents)
-        return super().records(e, length)
+        return super().rows(e, length)
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         windows = []
@@ -290,16 +167,22 @@ class Sliding(Protocol):
     Each target has at least length - S tokens before it. S = 1 is exact, at a forward pass per token.
     """
 
-    title, target_settings = "Perplexity, sliding", ("longest", "tokens", "stride")
+    title = "Perplexity, sliding"
+    target_settings = ("longest", "tokens", "stride")
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
-        piece = max(1, s.longest // 4)                                  # targets in a row, whole strides
+        # pieces of text, whose targets are the same at every length: whole strides
+        piece = max(1, s.longest // 4)
         piece += -piece % min(s.stride or 1, s.longest)
         ends = fixed_ends(text, s.longest + piece, piece, max(1, s.tokens // piece), s.seed)
+        # each target's stride, at the end of a window
         step = min(s.stride or max(1, length // 4), length)
-        stops = [(d, start, min(start + step, end))
-                 for d, end in ends for start in range(end - piece, end, step)]
-        return [Window(d, stop - length, stop, stop - start) for d, start, stop in stops]
+        windows = []
+        for d, end in ends:
+            for start in range(end - piece, end, step):
+                stop = min(start + step, end)
+                windows.append(Window(d, stop - length, stop, stop - start))
+        return windows
 
 
 class Fixed(Protocol):
@@ -311,21 +194,21 @@ class Fixed(Protocol):
 
     title = "Perplexity, fixed targets"
     target_settings: ClassVar[tuple[str, ...]] = ("longest", "targets", "windows")
+    needs_L = True
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        """One record, with the truncated control, the plain model at L, and the gain over it."""
-        known = (column for name, column in e.per_window.items() if name.endswith("/truncated_nll"))
-        truncated = next(known, None)                                   # (blocks,)
-        if truncated is None:                                           # without a method, which comes first
-            losses_at_L, _ = e.score_ended(e.L)
-            truncated = np.array([x.sum() for x in self.in_blocks(e, e.L, losses_at_L)[1]])
+    def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
+        """With the truncated control: the plain model at L, on the same targets."""
+        measured = e.table[e.table.protocol == "fixed"]
+        if measured.empty:                      # without a method, which comes first
+            losses, _ = e.score_ended(e.L)
+            truncated = np.array([x.sum() for x in self.in_blocks(e, e.L, losses)[1]])
+        else:
+            first = measured.iloc[0]            # of any method and length: all have the same control
+            is_first = (measured.extend == first.extend) & (measured.length == first.length)
+            truncated = measured[is_first].truncated_nll.to_numpy()
         losses, seconds = e.score_ended(length)
         blocks, losses = self.in_blocks(e, length, losses)
-        total = float(truncated.sum())
-        gain = (total - float(sum(x.sum() for x in losses))) / sum(w.n_scored for w in blocks)
-        e.keep("fixed", length, {"truncated_nll": truncated})
-        return [e.record_windows("fixed", length, blocks, losses, seconds, truncated_nll_sum=total,
-                                 gain=gain)]
+        return e.rows_of_windows("fixed", length, seconds, blocks, losses, truncated_nll=truncated)
 
     def in_blocks(self, e: Evaluation, length: int,
                   losses: Sequence[np.ndarray]) -> tuple[list[Window], list[np.ndarray]]:
@@ -336,6 +219,18 @@ class Fixed(Protocol):
                    for d, end in e.ends for start, stop in bounds]
         return windows, [x[-k:][start:stop] for x in losses for start, stop in bounds]
 
+    def cells(self, record: dict[str, Any]) -> dict[str, str]:
+        truncated = perplexity(record["truncated_nll_sum"] / record["tokens"])
+        return {**super().cells(record), "truncated ppl": f"{truncated:.4g}",
+                "gain (nats/token)": f"{record['gain']:+z.4f}"}
+
+    def measures(self) -> list[Measure]:
+        note = ("Loss with the context truncated to L minus loss with all of it, on the same targets: "
+                "positive where longer context helps, 0 where it is ignored, negative where it breaks the "
+                "model.")
+        return [*super().measures(),
+                Measure("gain", self.name, "Gain over truncation, fixed targets", note, GAIN)]
+
 
 class TrigramReference(Fixed):
     """A Kneser-Ney trigram of the run's training split, on the targets of fixed.
@@ -345,10 +240,10 @@ class TrigramReference(Fixed):
 
     title = "Perplexity of a trigram"
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        """One record, at L: it depends on no length."""
+    def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
+        """At L alone: it depends on no length."""
         if length != e.L or e.extend is not PLAIN:
-            return []
+            return None
         began = time.perf_counter()
         corpus = Corpus(e.config.data.dir, splits=("train",))
         trigram = Trigram(corpus.read("train", 0), corpus.vocab_size)
@@ -358,27 +253,47 @@ class TrigramReference(Fixed):
             ids = np.append(e.tokenizer.separator, e.text.documents[d][:end + 1])
             losses.append(trigram.losses(ids[first:]))
         windows, losses = self.in_blocks(e, length, losses)
-        return [e.record_windows(self.name, length, windows, losses, time.perf_counter() - began)]
+        return e.rows_of_windows(self.name, length, time.perf_counter() - began, windows, losses)
+
+    def cells(self, record: dict[str, Any]) -> dict[str, str]:
+        return Protocol.cells(self, record)
+
+    def measures(self) -> list[Measure]:
+        return []                               # a report shows it in the gate
 
 
 class Position(Protocol):
     """Loss by position in one forward pass over the longest windows: shows where the model breaks."""
 
-    title, form, is_at_longest = "Loss by position", BY_POSITION, True
+    title = "Loss by position"
+    form = BY_POSITION
+    place_name = "position"
+    is_at_longest = True
     target_settings = ("longest", "targets", "windows")
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        """One record for each bucket of positions."""
+    def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
+        """A row for each window and bucket of positions."""
         losses, seconds = e.score_ended(length)
+        nll = np.stack([x[-length:] for x in losses])                   # (windows, length)
         targets = np.stack([e.text.documents[d][end + 1 - length:end + 1] for d, end in e.ends])
-        n_bytes = e.byte_lengths[targets].sum(axis=0)                   # (longest,)
-        n_documents = len({d for d, _ in e.ends})
-        records = []
-        for start, end in position_buckets(length):
-            nll = np.array([x[start:end] for x in losses])              # (windows, bucket)
-            records.append(e.record("position", length, nll, nll.size, int(n_bytes[start:end].sum()),
-                                    n_documents, seconds, bucket=[start, end]))
-        return records
+        n_bytes = e.byte_lengths[targets]                               # (windows, length)
+        buckets = position_buckets(length)
+        return join(*(e.rows(
+            self.name, length, seconds / len(buckets), place=f"{start}-{stop - 1}",
+            nll=nll[:, start:stop].sum(axis=1), tokens=stop - start, bytes=n_bytes[:, start:stop].sum(axis=1),
+            document=[d for d, _ in e.ends], end=[end - length + stop for _, end in e.ends])
+            for start, stop in buckets))
+
+    def cells(self, record: dict[str, Any]) -> dict[str, str]:
+        return {}                               # the picture shows it
+
+    def column(self, length: int, place: str) -> tuple[float, str]:
+        first, last = map(int, place.split("-"))
+        return math.sqrt((first + 1) * (last + 1)), place
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Probes
 
 
 class Repeat(Protocol):
@@ -389,31 +304,47 @@ class Repeat(Protocol):
     window's passage in place of the first.
     """
 
-    title, form, target_settings = "Repeated text", REPETITION, ("longest", "targets", "windows")
+    title = "Repeated text"
+    form = REPETITION
+    place_name = "distance"
+    target_settings = ("longest", "targets", "windows")
 
     def stretches(self, e: Evaluation) -> list[np.ndarray]:
         """The tokens of each window, at least `longest`."""
         return [e.text.documents[d][end - e.settings.longest:end] for d, end in e.ends]
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        """One record: two copies at the distance that this length has room for; none without a control."""
+    def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
+        """Two copies at the distance that this length has room for; None without another window's passage."""
         distance = repeat_distance(length, e.L)
         if distance is None or len(e.ends) < 2:
-            return []
+            return None
         tokens, control, first, second = repeated(self.stretches(e), length, e.L)
         (losses, _), seconds = e.probe(self.name, length, tokens, np.concatenate((first, second)))
-        nll_first, nll = losses[:, :len(first)], losses[:, len(first):]
-        (without, _), more = e.probe(self.name, length, control, second)
-        documents = np.array([d for d, _ in e.ends])
-        e.keep(self.name, length, {
-            "nll": nll.sum(axis=1), "first_nll": nll_first.sum(axis=1), "control_nll": without.sum(axis=1),
-            "tokens": np.full(len(nll), nll.shape[1]), "document": documents})
+        (losses_of_control, _), more = e.probe(self.name, length, control, second)
+        documents = [d for d, _ in e.ends]
         is_text = type(self) is Repeat
-        return [e.record(self.name, length, nll, nll.size,
-                         int(e.byte_lengths[tokens[:, second]].sum()) if is_text else None,
-                         len({*documents.tolist()}) if is_text else None, seconds + more, distance=distance,
-                         first_nll_sum=float(nll_first.sum()), gain=float((nll_first - nll).mean()),
-                         control_nll_sum=float(without.sum()), use=float((without - nll).mean()))]
+        n_bytes = e.byte_lengths[tokens[:, second]].sum(axis=1) if is_text else np.nan
+        return e.rows(
+            self.name, length, seconds + more, place=str(distance),
+            nll=losses[:, len(first):].sum(axis=1), first_nll=losses[:, :len(first)].sum(axis=1),
+            control_nll=losses_of_control.sum(axis=1), tokens=len(second), bytes=n_bytes, document=documents)
+
+    def cells(self, record: dict[str, Any]) -> dict[str, str]:
+        cells = {"gain on the second copy": f"{record['gain']:+z.3f} nats/token"}
+        if "use" in record:                     # older results lack the control
+            cells["over the control"] = f"{record['use']:+z.3f}"
+        return cells
+
+    def column(self, length: int, place: str) -> tuple[float, str]:
+        return int(place), place
+
+    def measures(self) -> list[Measure]:
+        if self.name != "repeat":
+            return super().measures()
+        note = ("How much better the second occurrence is predicted than with another passage in place of "
+                "the first: 0 where the first is ignored.")
+        return [*super().measures(),
+                Measure("use", self.name, "Repeated text, over the control", note, CONTROLLED)]
 
 
 class Copy(Repeat):
@@ -433,51 +364,51 @@ class Answering(Protocol):
     would write the same answer, and no other.
     """
 
-    form, target_settings, needs_text = ANSWERS, ("windows",), False
+    form = ANSWERS
+    target_settings = ("windows",)
+    needs_text = False
 
-    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[TaskDocument]]]:
-        """Of each record: what it names besides, and its documents. None if they do not fit."""
+    def documents(self, e: Evaluation, length: int) -> dict[str, list[TaskDocument]]:
+        """Place -> its documents. Empty if they do not fit."""
         raise NotImplementedError
 
-    def records(self, e: Evaluation, length: int) -> list[Record]:
-        records, kept = [], []
-        for about, documents in self.documents(e, length):
+    def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
+        parts = []
+        for place, documents in self.documents(e, length).items():
             is_answer = np.stack([document.is_answer for document in documents])        # (trials, length)
-            at = np.flatnonzero(is_answer.any(axis=0))
-            asked = is_answer[:, at]                                    # (trials, n)
+            places = np.flatnonzero(is_answer.any(axis=0))
+            is_asked = is_answer[:, places]                             # (trials, n)
             ids = np.stack([document.ids for document in documents])
-            (losses, is_top), seconds = e.probe(self.name, length, ids, at)
-            correct = (is_top | ~asked).all(axis=1).astype(int)
-            columns = {"nll": np.where(asked, losses, 0).sum(axis=1), "tokens": asked.sum(axis=1),
-                       "correct": correct, "trials": np.ones(len(documents), dtype=int),
-                       "document": np.arange(len(documents))}
-            kept.append(columns)
-            records.append(e.record(self.name, length, columns["nll"], int(asked.sum()), None, None, seconds,
-                                    **about, correct=int(correct.sum()), trials=len(documents)))
-        if kept:
-            e.keep(self.name, length, {key: np.concatenate([columns[key] for columns in kept])
-                                       for key in kept[0]})
-        return records
+            (losses, is_top), seconds = e.probe(self.name, length, ids, places)
+            parts.append(e.rows(
+                self.name, length, seconds, place=place,
+                nll=np.where(is_asked, losses, 0).sum(axis=1), tokens=is_asked.sum(axis=1),
+                correct=(is_top | ~is_asked).all(axis=1), document=range(len(documents))))
+        return join(*parts) if parts else None
+
+    def cells(self, record: dict[str, Any]) -> dict[str, str]:
+        return {"correct": f"{record['correct']}/{record['trials']}"}
 
 
 class Retrieval(Answering):
     """Share of the trials with the right answer to a question about facts in filler text.
 
-    Over all depths; eval.py and report.csv have each. For a model that was trained to answer: docs/probes.md.
+    Over all depths; eval.py has each. For a model that was trained to answer: docs/probes.md.
     """
 
     title = "Retrieval, {}"
+    place_name = "depth"
 
-    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[TaskDocument]]]:
-        """One record for each depth, with the same facts at every length and depth."""
+    def documents(self, e: Evaluation, length: int) -> dict[str, list[TaskDocument]]:
+        """At each depth, with the same facts at every length and depth."""
         def draws() -> list[np.random.Generator]:
             trials = range(max(1, e.settings.windows // 4))
             return [np.random.default_rng([e.settings.seed, trial]) for trial in trials]
 
         if length < max(tasks.shortest(self.name, e.tokenizer, rng) for rng in draws()):
-            return []
-        return [({"depth": depth}, [tasks.retrieval(self.name, e.tokenizer, length, depth, rng)
-                                    for rng in draws()]) for depth in DEPTHS]
+            return {}
+        return {f"{depth:g}": [tasks.retrieval(self.name, e.tokenizer, length, depth, rng) for rng in draws()]
+                for depth in DEPTHS}
 
 
 class Algorithm(Answering):
@@ -487,13 +418,15 @@ class Algorithm(Answering):
     """
 
     title = "Algorithm, {}"
+    place_name = "symbols"
+    most_multiples = 8          # of the symbols of training
 
-    def documents(self, e: Evaluation, length: int) -> list[tuple[dict[str, Any], list[TaskDocument]]]:
+    def documents(self, e: Evaluation, length: int) -> dict[str, list[TaskDocument]]:
         n = tasks.n_symbols(length)
         if not n:
-            return []
+            return {}
         rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in range(e.settings.windows)]
-        return [({"symbols": n}, [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs])]
+        return {str(n): [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs]}
 
 
 PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {
@@ -502,65 +435,38 @@ PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {
     **dict.fromkeys(RETRIEVAL, Retrieval), **dict.fromkeys(ALGORITHMS, Algorithm)}.items()}
 
 
-def describe_protocols() -> str:
-    """Every protocol, for --help."""
-    names: dict[str, list[str]] = {}
-    for protocol in PROTOCOLS.values():
-        names.setdefault(protocol.note, []).append(protocol.name)
-    return "\n".join(["protocols:", *(textwrap.fill(f"{', '.join(same)}: {note}", 100, initial_indent="  ",
-                                                    subsequent_indent="      ")
-                                      for note, same in names.items())])
-
-
 # -----------------------------------------------------------------------------------------------------------
-# Losses
+# All of them
 
 
-def spec_of(extend: Extend) -> str | None:
-    """The method as records name it: None without one."""
-    return None if extend is PLAIN else extend.spec
+def measure(e: Evaluation, known: Results | None = None) -> Iterator[pd.DataFrame]:
+    """The rows of each method, protocol and length, as soon as they are measured; e.table gathers them.
 
-
-@torch.no_grad()
-def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
-              at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Loss in nats, fp64, of the tokens (B, T) at indices `at` (n,), and whether each ranks first, (B, n).
-
-    Logits are computed for CHUNK targets at a time: all (T, V) of them would take gigabytes.
+    What is in `known`, results on the same targets, is left out.
     """
-    device = next(model.parameters()).device
-    ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    chunks = []
-    with autocast(train, device):
-        x = model.hidden(ids[:, :-1], last=ids.shape[1] - int(at.min()))        # what predicts at.min() on
-        x = x[:, at - at.min()].flatten(0, 1)                                   # (B n, C)
-        for some, wanted in zip(x.split(CHUNK), ids[:, at].flatten().split(CHUNK), strict=True):
-            logits = model.logits(some).float()                                 # (CHUNK, V)
-            losses = F.cross_entropy(logits, wanted, reduction="none")
-            chunks.append(torch.stack((losses, logits.argmax(dim=-1) == wanted)))
-    losses, is_top = torch.cat(chunks, dim=1).view(2, len(tokens), len(at)).cpu().double().numpy()
-    return losses, is_top.astype(bool)
+    if known:
+        e.table = known.table
+    done = {*e.table[["extend", "protocol", "length"]].drop_duplicates().itertuples(index=False, name=None)}
+    e.scores_all = any(PROTOCOLS[name].is_at_longest for name in e.settings.protocols)
+    for extend, name in itertools.product(e.extends, e.settings.protocols):
+        e.extend = extend
+        protocol = PROTOCOLS[name]
+        lengths = e.possible[-1:] if protocol.is_at_longest else e.possible
+        for length in lengths:
+            if (e.extend.spec, name, length) in done:
+                continue
+            rows = protocol.rows(e, length)
+            if rows is not None:
+                e.table = join(e.table, rows)
+                yield rows
 
 
-def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int],
-                    skip_unfit: bool = False) -> list[Extend]:
-    """The extensions of the --extend flags; prints warnings.
-
-    Raises UserError for a method that does not fit the model; with skip_unfit skips it and prints one line.
-    """
-    fitting: list[Extend] = []
-    for extend in map(parse, dict.fromkeys(specs)):
-        problems = [method.problem(model, config, length) for length in lengths for method in extend.methods]
-        if any(problems):
-            about = (f"--extend {extend.spec}: {next(filter(None, problems))}; this run has "
-                     f"{config.position.encoding} at L = {config.train.seq_len}")
-            if not skip_unfit:
-                raise UserError(f"{about}, leave the method out or change it")
-            print(f"skipped {about}", flush=True)
-            continue
-        fitting.append(extend)
-        for method in extend.methods:
-            warning = method.warning(model, config, max(lengths)) if isinstance(method, Rescaled) else None
-            if warning:
-                print(f"warning: --extend {extend.spec}: {warning}")
-    return fitting
+def target_settings(e: Evaluation) -> dict[str, dict[str, int | None]]:
+    """Protocol -> the settings that decide its targets. Evaluations with equal settings can be merged."""
+    values = e.settings._asdict()
+    settings = {}
+    for name in e.settings.protocols:
+        settings[name] = {key: values[key] for key in PROTOCOLS[name].target_settings}
+        if PROTOCOLS[name].is_at_longest:
+            settings[name]["length"] = max(e.possible, default=None)
+    return settings

@@ -1,4 +1,8 @@
-"""The results that eval.py writes: FILE.json with records, and FILE.npz with the sums of each window.
+"""What eval.py writes: FILE.parquet, the table of all that was measured, and FILE.json, its sums.
+
+The table has one row for each window of text, or trial of a probe, under each method, protocol and length.
+From the protocol to the report it is a pandas DataFrame with the columns of COLUMNS. Rows stay in the order
+in which they were measured, so the windows of a place come in the same order in every run.
 
 A second evaluation is merged into the file if both have the same targets, model and code.
 """
@@ -7,31 +11,77 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
-import numpy as np
+import pandas as pd
 from filelock import FileLock, Timeout
 
 from base.errors import UserError
-from base.files import flush, read_json, write_whole
+from base.files import finite, flush, read_json, write_whole
 from config import MUST_AGREE
 
-WINDOWED = ("nonoverlap", "rolling", "sliding", "fixed", "trigram")      # perplexities of windows
-EXTENDED = "-extended"              # after the text's name in the file of eval.py --extend all
-Record = dict[str, Any]
+# Columns of the table and their types. Numbers of type float are NaN where a protocol has no such number.
+# Losses are sums over the row's targets, in nats. Every number from tokens on may be added up over rows.
+COLUMNS = {
+    "run": "str",               # the run's folder, as it was named in the command
+    "seed": "int",              # train.seed
+    "encoding": "str",          # position.encoding
+    "extend": "str",            # the method of --extend, "none" without one
+    "protocol": "str",
+    "length": "int",            # context in tokens
+    "place": "str",             # position: bucket, such as 128-180, both included; repeat, copy: distance of
+                                # the copies in tokens; retrieval: depth; algorithms: symbols; "" for others.
+                                # Places sort by their first number: sort_places
+    "document": "float",        # number of the window's document in the text; of the trial's facts
+    "end": "float",             # the last target is token `end` of the document
+    "tokens": "int",            # targets
+    "bytes": "float",           # of the targets
+    "nll": "float",             # loss of the targets
+    "truncated_nll": "float",   # fixed: with the last L tokens of the context alone, without a method
+    "control_nll": "float",     # repeat, copy: with another passage in place of the first copy
+    "first_nll": "float",       # repeat, copy: of the same tokens in the first copy
+    "correct": "float",         # probes: 1 if all of the answer is right, otherwise 0
+    "seconds": "float",         # the row's share of the time of its forward passes
+}
+SUMMED = list(COLUMNS)[list(COLUMNS).index("tokens"):]
+PLACE = ["extend", "protocol", "length", "place"]       # together they name a sum of the JSON
+EXTENDED = "-extended"                                  # after the text's name in the file of --extend all
+NO_METHOD = "none"                                      # as table and command name the model without --extend
 
 
 class Results(NamedTuple):
     """The content of both files."""
 
     head: dict[str, Any]                # every key of the JSON except records
-    records: list[Record]
-    windows: dict[str, np.ndarray]      # "EXTEND/PROTOCOL/LENGTH/COLUMN" -> one number a window or trial
+    table: pd.DataFrame
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The table
+
+
+def make_table(**columns: Any) -> pd.DataFrame:
+    """A table of these columns, arrays of equal length or one value for all rows; others are NaN or empty."""
+    is_empty = not columns
+    values = {}
+    for name, kind in COLUMNS.items():
+        values[name] = columns.pop(name, "" if kind == "str" else 0 if kind == "int" else math.nan)
+    assert not columns, f"no columns of the table: {', '.join(columns)}"
+    return pd.DataFrame(values, index=range(0) if is_empty else None).astype(COLUMNS)
+
+
+def join(*tables: pd.DataFrame) -> pd.DataFrame:
+    """Tables one below the other."""
+    filled = [table for table in tables if len(table)]
+    return pd.concat(filled, ignore_index=True) if filled else make_table()
+
+
+def sort_places(places: pd.Series) -> pd.Series:
+    """A number for each text of the column `place`, by which they sort: the first that stands in it, or 0."""
+    return places.str.extract(r"([\d.]+)", expand=False).fillna(0).astype(float)
 
 
 def perplexity(loss: float) -> float:
@@ -39,17 +89,75 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 709.0 else math.inf
 
 
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The sums of each method, protocol, length and place, as the JSON has them (docs/longer-contexts.md)."""
+    return [record(rows) for _, rows in table.groupby(PLACE, sort=False)]
+
+
+def record(rows: pd.DataFrame) -> dict[str, Any]:
+    """The sums of one place: perplexity is exp(nll / tokens), bits per byte are nll / ln 2 / bytes."""
+    extend, protocol, length, place = rows.iloc[0][PLACE]
+    # numpy's sum of an array, as everywhere: pandas adds in another order
+    sums = {name: float(rows[name].to_numpy().sum()) for name in SUMMED}
+    nll, tokens = sums["nll"], int(sums["tokens"])
+    has_text = not math.isnan(sums["bytes"])
+    result = {
+        "extend": None if extend == NO_METHOD else extend, "protocol": protocol, "length": int(length),
+        "nll_sum": nll, "tokens": tokens, "bytes": int(sums["bytes"]) if has_text else None,
+        "documents": rows.document.nunique() if has_text else None,
+        "ppl": finite(perplexity(nll / tokens)),
+        "bpb": nll / math.log(2) / sums["bytes"] if has_text else None,
+        "seconds": round(sums["seconds"], 3)}
+    if protocol == "position":
+        first, last = place.split("-")
+        result["bucket"] = [int(first), int(last) + 1]
+    elif place:
+        result["place"] = float(place)
+    for name, gain in (("truncated_nll", "gain"), ("first_nll", "gain"), ("control_nll", "use")):
+        if not math.isnan(sums[name]):
+            result[f"{name}_sum"] = sums[name]
+            result[gain] = (sums[name] - nll) / tokens
+    if not math.isnan(sums["correct"]):
+        result["correct"] = int(sums["correct"])
+        result["trials"] = len(rows)
+    return result
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The files
+
+
 def read(path: Path) -> Results:
-    """FILE.json and FILE.npz. Raises UserError where one is missing or damaged."""
+    """FILE.json and FILE.parquet. Raises UserError where one is missing or damaged."""
     try:
-        content = read_json(path)
-        records = content.pop("records")
-        with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
-            windows = dict(arrays)
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} or its .npz: damaged, or not by eval.py ({error}); evaluate again with "
-                        "--replace") from error
-    return Results(content, records, windows)
+        head = read_json(path)
+        del head["records"]
+        return Results(head, read_table(path.with_suffix(".parquet")))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} or its .parquet: damaged, or not by this eval.py ({error}); evaluate again "
+                        "with --replace") from error
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """A table with at least the columns of COLUMNS. Raises OSError, ValueError or KeyError."""
+    return pd.read_parquet(path)[[*COLUMNS]].astype(COLUMNS)
+
+
+def write(path: Path, results: Results) -> None:
+    """Write both files, each whole or not at all. Raises OSError.
+
+    The table comes first: a kill in between leaves one that holds all that the old JSON sums up.
+    """
+    write_table(path.with_suffix(".parquet"), results.table)
+    write_whole(path, json.dumps({**results.head, "records": records(results.table)}, indent=1) + "\n")
+
+
+def write_table(path: Path, table: pd.DataFrame) -> None:
+    """Write a table atomically, as Parquet."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    table.to_parquet(temporary, compression="zstd", index=False)
+    flush(temporary)
+    temporary.replace(path)
 
 
 def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Results:
@@ -58,7 +166,7 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
     Raises UserError if the targets, the model or the code differ, unless the old evaluation `is_replaced`.
     """
     if is_replaced or not path.exists():
-        return Results({"settings": {}}, [], {})
+        return Results({"settings": {}}, make_table())
     earlier = read(path)
     remedy = "give --json FILE to keep both, or --replace to discard the old one"
     for key in MUST_AGREE["merge"]:
@@ -67,9 +175,15 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
     flags: dict[str, None] = {}
     for protocol, settings in head["settings"].items():
         before = earlier.head.get("settings", {}).get(protocol, settings)
-        flags |= dict.fromkeys(f"the default --{name}" if value is None else
-                               f"--lengths up to {value}" if name == "length" else f"--{name} {value}"
-                               for name, value in before.items() if settings.get(name, value) != value)
+        for name, value in before.items():
+            if settings.get(name, value) == value:
+                continue
+            if value is None:
+                flags[f"the default --{name}"] = None
+            elif name == "length":
+                flags[f"--lengths up to {value}"] = None
+            else:
+                flags[f"--{name} {value}"] = None
     if flags:
         raise UserError(f"{path}: holds other targets; give all of {' '.join(flags)} to measure on the same "
                         f"ones, or {remedy.removeprefix('give ')}")
@@ -77,16 +191,17 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
 
 
 def combine(earlier: Results, new: Results) -> Results:
-    """Both evaluations in one; the new one replaces records that both have."""
-    def place(r: Record) -> tuple[Any, ...]:
-        return r["extend"], r["protocol"], r["length"], *(str(r.get(key)) for key in ("bucket", "depth"))
-
-    records = list({place(r): r for r in (*earlier.records, *new.records)}.values())
-    extends = list(dict.fromkeys(r["extend"] for r in records))
-    protocols = list(dict.fromkeys(r["protocol"] for r in records))
-    records.sort(key=lambda r: (extends.index(r["extend"]), protocols.index(r["protocol"]), r["length"]))
+    """Both evaluations in one; where both have a place, the new one counts."""
+    places = pd.MultiIndex.from_frame(earlier.table[PLACE])
+    is_kept = ~places.isin(pd.MultiIndex.from_frame(new.table[PLACE]))
+    table = join(earlier.table[is_kept], new.table)
+    # methods and protocols in the order in which they came, each with its lengths in order
+    extends, protocols = (list(table[name].unique()) for name in ("extend", "protocol"))
+    order = pd.DataFrame({"extend": table.extend.map(extends.index),
+                          "protocol": table.protocol.map(protocols.index), "length": table.length})
+    table = table.loc[order.sort_values([*order], kind="stable").index].reset_index(drop=True)
     settings = {**earlier.head.get("settings", {}), **new.head["settings"]}
-    return Results({**new.head, "settings": settings}, records, {**earlier.windows, **new.windows})
+    return Results({**new.head, "settings": settings}, table)
 
 
 @contextmanager
@@ -98,15 +213,3 @@ def lock(path: Path) -> Iterator[None]:
             yield
     except Timeout as error:
         raise UserError(f"{path}: another eval.py writes it; wait for it, or give --json FILE") from error
-
-
-def write(path: Path, results: Results) -> None:
-    """Write both files, each whole or not at all. Raises OSError.
-
-    The .npz comes first: a kill in between leaves one that holds all that the records of the old JSON need.
-    """
-    temporary = path.with_name(f".{path.stem}.tmp.npz")
-    np.savez(temporary, **results.windows)      # type: ignore[arg-type]
-    flush(temporary)
-    temporary.replace(path.with_suffix(".npz"))
-    write_whole(path, json.dumps({**results.head, "records": results.records}, indent=1) + "\n")

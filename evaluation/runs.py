@@ -1,46 +1,64 @@
-"""Reading what train.py and eval.py wrote of runs, and refusing runs that cannot be compared."""
+"""Reading what train.py and eval.py wrote of runs, and refusing runs that cannot be compared.
+
+compare.py writes all that it read into its own folder, from which it can be read again:
+  table.parquet      the tables of all runs, one below the other
+  training.parquet   their training: run, step, tokens, loss, val_loss; missing if nothing is known of it
+  runs.json          what the runs have in common, and what each of them has: label, config, heads of the
+                     evaluations, the text they were trained on, summary.json
+"""
 
 from __future__ import annotations
 
-import math
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from base.errors import UserError
+from base.files import read_json, write_whole
 from config import MUST_AGREE, Config, load_config
 from data.loader import read_meta
 from evaluation import results
-from evaluation.results import Record
+from evaluation.results import join, read_table, write_table
 from hf.pretrained import files_sha256, is_pretrained, pretrained_config
 from runtime.checkpoint import is_current
+
+Keys = dict[str, Any]           # "section.key" -> value, as far as JSON can hold it
+TRAINING = ["step", "tokens", "loss", "val_loss"]
+TABLE, CURVES, ABOUT = "table.parquet", "training.parquet", "runs.json"
 
 
 class Run(NamedTuple):
     """What train.py and eval.py wrote of one run."""
 
-    path: Path
-    config: Config
-    head: dict[str, Any]                # of the evaluation; older ones lack keys
-    records: list[Record]
-    windows: dict[str, np.ndarray]      # "EXTEND/PROTOCOL/LENGTH/COLUMN" -> one number a window
+    name: str                           # its folder, as it was named in the command
+    label: str                          # of its curve
+    config: Keys
+    head: Keys                          # of the evaluation; older ones lack keys
+    trained_on: Any                     # the splits of its corpora; None for a Hugging Face folder
+    summary: Keys
+    training: pd.DataFrame
+    table: pd.DataFrame
 
     @property
-    def name(self) -> str:
+    def title(self) -> str:
         """Its folder, and the step at which it was evaluated if that is not its last one."""
-        step, steps = self.head.get("step"), self.config.train.steps
-        return f"{self.path}" + f" (unfinished: step {step} of {steps})" * (step not in (None, steps))
+        step = self.head.get("step")
+        steps = self.config["train.steps"]
+        return self.name if step in (None, steps) else f"{self.name} (unfinished: step {step} of {steps})"
 
     @property
     def seed(self) -> str:
         """train.seed, and the seed or else the name of the run it began from: what identifies a sample."""
-        base = self.config.train.init_from
+        base = self.config["train.init_from"]
         number = re.search(r"-seed(\d+)/*$", base or "")
         origin = number[1] if number else Path(base).name if base else ""
-        return f"{self.config.train.seed} from {origin}" if origin else str(self.config.train.seed)
+        seed = str(self.config["train.seed"])
+        return f"{seed} from {origin}" if origin else seed
 
 
 def without_seed(folder: str | Path | None) -> str:
@@ -48,68 +66,203 @@ def without_seed(folder: str | Path | None) -> str:
     return re.sub(r"-seed\d+$", "", Path(folder).resolve().name) if folder else ""
 
 
-def find_eval(folder: Path, data: str | None) -> Path:
+def keys_of(config: Config) -> Keys:
+    """A config in one table."""
+    tables = config.model_dump(mode="json")
+    return {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_runs(paths: Sequence[Path], data: str | None) -> list[Run]:
+    """The runs of these folders: runs, folders of runs, and folders that compare.py wrote. Raises UserError.
+
+    Files, such as logs, and what compare.py wrote of runs that are named too, are passed over.
+    """
+    runs: dict[str, Run] = {}
+    saved: list[Run] = []
+    for path in paths:
+        if is_run(path):
+            runs[str(path)] = read_run(path, data)
+        elif is_saved(path):
+            saved += load(path)
+        elif path.is_dir():
+            inside = [child for child in sorted(path.iterdir()) if is_run(child)]
+            if not inside:
+                raise UserError(f"run {path}: no run there; give a folder that train.py made, a folder of "
+                                "them, or one that compare.py wrote")
+            for child in inside:
+                if find_evaluations(child):
+                    runs[str(child)] = read_run(child, data)
+                else:
+                    print(f"{child}: not evaluated, left out; run `python eval.py {child}`")
+        elif not path.exists():
+            raise UserError(f"run {path}: no such folder; give runs, a folder of them, or one that "
+                            "compare.py wrote")
+    for run in saved:
+        runs.setdefault(run.name, run)
+    if not runs:
+        raise UserError(f"{', '.join(map(str, paths))}: no evaluated run there; run `python eval.py RUN` "
+                        "first")
+    return list(runs.values())
+
+
+def is_run(path: Path) -> bool:
+    """Whether this is a run or a Hugging Face folder."""
+    return (path / "config.toml").is_file() or is_pretrained(path)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether compare.py wrote this folder."""
+    return (path / TABLE).is_file() and (path / ABOUT).is_file()
+
+
+def find_evaluations(folder: Path) -> dict[str, Path]:
+    """Name of a text -> the evaluation on it."""
+    return {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
+
+
+def choose_evaluation(folder: Path, data: str | None) -> Path:
     """RUN/eval/DATA.json; without data the only one there is. Raises UserError."""
-    if not is_pretrained(folder) and not (folder / "config.toml").is_file():
-        raise UserError(f"run {folder}: no run there (no config.toml); give a folder that train.py made")
-    found = {path.stem: path for path in sorted((folder / "eval").glob("*.json"))}
-    if not found:
+    paths = find_evaluations(folder)
+    if not paths:
         raise UserError(f"run {folder}: no eval/*.json; run `python eval.py {folder}` first")
-    if data is None and len(found) > 1:
-        found = {name: path for name, path in found.items() if not name.endswith(results.EXTENDED)} or found
-    if data is None and len(found) > 1:
-        raise UserError(f"run {folder}: evaluated on {', '.join(found)}; choose one with --data")
-    if data not in (None, *found):
-        raise UserError(f"--data {data}: run {folder} was evaluated on {', '.join(found)}")
-    return found[data] if data else next(iter(found.values()))
+    if data is None and len(paths) > 1:
+        paths = {name: path for name, path in paths.items() if not name.endswith(results.EXTENDED)} or paths
+    if data is None and len(paths) > 1:
+        raise UserError(f"run {folder}: evaluated on {', '.join(paths)}; choose one with --data")
+    if data not in (None, *paths):
+        raise UserError(f"--data {data}: run {folder} was evaluated on {', '.join(paths)}")
+    return paths[data] if data else next(iter(paths.values()))
 
 
 def read_run(folder: Path, data: str | None) -> Run:
     """A run's config and its evaluation, which must be of its newest checkpoint. Raises UserError."""
-    path = find_eval(folder, data)
-    config = pretrained_config(folder) if is_pretrained(folder) else load_config(folder / "config.toml")
-    run = Run(folder, config, *results.read(path))
-    sha256 = run.head.get("checkpoint_sha256")      # older evaluations do not name it
-    if sha256 is not None and not (
-            files_sha256(folder) == sha256 if is_pretrained(folder) else is_current(folder, sha256)):
-        raise UserError(f"{path}: evaluated at step {run.head.get('step')}, but the run has another "
+    path = choose_evaluation(folder, data)
+    evaluation = results.read(path)
+    sha256 = evaluation.head.get("checkpoint_sha256")       # older evaluations do not name it
+    if is_pretrained(folder):
+        config = pretrained_config(folder)
+        trained_on = None
+        is_newest = sha256 is None or files_sha256(folder) == sha256
+    else:
+        config = load_config(folder / "config.toml")
+        meta = read_meta(folder / "corpus.json")
+        trained_on = [about["splits"] for about in (meta, *meta.get("mixture", {}).values())]
+        is_newest = sha256 is None or is_current(folder, sha256)
+    if not is_newest:
+        raise UserError(f"{path}: evaluated at step {evaluation.head.get('step')}, but the run has another "
                         f"checkpoint now; run `python eval.py {folder} --replace` with the same flags")
-    return run
+    summary = folder / "summary.json"
+    table = evaluation.table.assign(run=str(folder))
+    return Run(str(folder), without_seed(folder), keys_of(config), evaluation.head, trained_on,
+               read_json(summary) if summary.exists() else {}, read_training(folder), table)
+
+
+def read_training(folder: Path) -> pd.DataFrame:
+    """RUN/metrics.jsonl: step, tokens, loss and val_loss, NaN where there is none."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return pd.DataFrame(rows, columns=TRAINING).astype("float")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The folder of compare.py
+
+
+def save(folder: Path, runs: Sequence[Run]) -> None:
+    """Write the three files, each whole. Raises OSError."""
+    parts: dict[str, list[Keys]] = {
+        "config": [run.config for run in runs], "head": [run.head for run in runs],
+        "summary": [run.summary for run in runs], "more": [{"trained_on": run.trained_on} for run in runs]}
+    common = {name: shared(tables) for name, tables in parts.items()}
+    about = {}
+    for i, run in enumerate(runs):
+        rest = {name: without(tables[i], common[name]) for name, tables in parts.items()}
+        about[run.name] = {"label": run.label, **{name: table for name, table in rest.items() if table}}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_table(folder / TABLE, join(*(run.table for run in runs)))
+    training = [run.training.assign(run=run.name)[["run", *TRAINING]] for run in runs if len(run.training)]
+    if training:
+        write_table(folder / CURVES, pd.concat(training, ignore_index=True))
+    else:
+        (folder / CURVES).unlink(missing_ok=True)
+    write_whole(folder / ABOUT, json.dumps({"common": common, "runs": about}, indent=1) + "\n")
+
+
+def shared(tables: Iterable[Keys]) -> Keys:
+    """What all of these tables have with the same value."""
+    first, *others = tables
+    return {key: value for key, value in first.items()
+            if all(key in table and table[key] == value for table in others)}
+
+
+def without(table: Keys, common: Keys) -> Keys:
+    """What is left of a table."""
+    return {key: value for key, value in table.items() if key not in common}
+
+
+def load(folder: Path) -> list[Run]:
+    """The runs of which compare.py wrote this folder. Raises UserError if it is damaged."""
+    try:
+        table = read_table(folder / TABLE)
+        training = pd.DataFrame(columns=["run", *TRAINING])
+        if (folder / CURVES).exists():
+            training = pd.read_parquet(folder / CURVES)
+        about = read_json(folder / ABOUT)
+        common = about["common"]
+        runs = []
+        tables = dict(iter(table.groupby("run", sort=False)))
+        curves = dict(iter(training.groupby("run", sort=False)[TRAINING]))
+        for name, own in about["runs"].items():
+            parts = {part: common[part] | own.get(part, {}) for part in common}
+            runs.append(Run(name, own["label"], parts["config"], parts["head"], parts["more"]["trained_on"],
+                            parts["summary"], curves.get(name, training[TRAINING][:0]),
+                            tables.get(name, table[:0])))
+        return runs
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: damaged, or not by this compare.py ({error}); compare the runs again "
+                        "with --out") from error
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What can be compared
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
     """Raise UserError unless tokenizer, text, evaluation seed, training length and targets are the same."""
-    first, known, trained_on = runs[0], dict[str, tuple[Run, Any]](), list[Any]()
+    first = runs[0]
+    trained = [run for run in runs if run.trained_on is not None]
+    targets: dict[tuple[Any, ...], tuple[Run, np.ndarray]] = {}         # protocol, length, place -> of a run
     for run in runs:
-        pair = f"runs {first.path} and {run.path}"
+        pair = f"runs {first.name} and {run.name}"
         for key in MUST_AGREE["compare"]:
-            before, after = first.head.get(key), run.head.get(key)
+            before = first.head.get(key)
+            after = run.head.get(key)
             if before != after and None not in (before, after):
                 raise UserError(f"{pair}: {key} of their evaluations differs, {before!r} and {after!r}; "
                                 "compare runs where it is the same")
-        if not is_pretrained(run.path):
-            meta = read_meta(run.path / "corpus.json")
-            trained_on.append([about["splits"] for about in (meta, *meta.get("mixture", {}).values())])
-            if trained_on[-1] != trained_on[0]:
-                raise UserError(f"{pair}: trained on different text; compare runs on the same corpus")
-        counts = {f"{r['protocol']}/{r['length']}/{column_of(r)}/{r.get('depth')}": [r.get(key) for key in (
-            "tokens", "bytes", "documents", "trials")] for r in run.records}
-        columns = {"/".join(key.rsplit("/", 3)[1:]): array.tolist() for key, array in run.windows.items()
-                   if key.endswith(MUST_AGREE["targets"])}
-        for place, targets in {**counts, **columns}.items():
-            other, wanted = known.setdefault(place, (run, targets))
-            if targets != wanted:
-                protocol, length = place.split("/")[:2]
-                before, after = (x.head.get("settings", {}).get(protocol) for x in (other, run))
-                raise UserError(f"runs {other.path} and {run.path}: {protocol} at {length}: different "
+        if run.trained_on is not None and run.trained_on != trained[0].trained_on:
+            raise UserError(f"runs {trained[0].name} and {run.name}: trained on different text; compare runs "
+                            "on the same corpus")
+        for (_, *place), rows in run.table.groupby(results.PLACE, sort=False):
+            wanted = rows[list(MUST_AGREE["targets"])].to_numpy()
+            earlier, known = targets.setdefault(tuple(place), (run, wanted))
+            if not is_same(known, wanted):
+                protocol, length, _ = place
+                before = earlier.head.get("settings", {}).get(protocol)
+                after = run.head.get("settings", {}).get(protocol)
+                raise UserError(f"runs {earlier.name} and {run.name}: {protocol} at {length}: different "
                                 f"targets, by {before} and {after}; evaluate one of them again, with the "
                                 "flags of the other one and --replace")
 
 
-def column_of(record: Record) -> tuple[float, str]:
-    """The place of a record on the x axis, and its heading: its bucket, its distance, or its length."""
-    if "bucket" in record:
-        start, end = record["bucket"]
-        return math.sqrt((start + 1) * end), f"{start}-{end - 1}"
-    where = record["distance" if "distance" in record else "length"]
-    return where, str(where)
+def is_same(left: np.ndarray, right: np.ndarray) -> bool:
+    """Whether numbers of targets agree, as far as both are known: older evaluations lack some (NaN)."""
+    if left.shape != right.shape:
+        return False
+    is_known = ~(np.isnan(left) | np.isnan(right))
+    return bool((left == right)[is_known].all())

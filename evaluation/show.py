@@ -1,82 +1,71 @@
-"""The tables that eval.py prints. L = train.seq_len."""
+"""What eval.py prints: the sums at each length, and the advice of --extend all. L = train.seq_len."""
 
 from __future__ import annotations
 
-import itertools
+import argparse
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import pandas as pd
 
-from evaluation.extension import Rescaled
+from base.errors import UserError
+from evaluation.extension import EXTENSIONS, Extend, Rescaled
 from evaluation.intervals import LEVEL, Estimate, holm, two_way, units_of
-from evaluation.protocols import Evaluation, spec_of
-from evaluation.results import WINDOWED, Record, Results, perplexity
+from evaluation.protocols import PROTOCOLS
+from evaluation.results import EXTENDED, NO_METHOD, records
+from evaluation.scoring import Evaluation
 from hf.export import rope_fields
 
+# of --extend all: what needs no options
+ALL = (*(name for name in EXTENSIONS if name not in ("base", "longrope")), "dual_chunk+yarn")
 
-def table(records: Sequence[Record], lengths: Sequence[int], L: int) -> Iterator[str]:
-    """Lines with the results at each length, and of each probe; "-" where nothing was measured."""
-    for extend in dict.fromkeys(r["extend"] for r in records):
-        same = [r for r in records if r["extend"] == extend]
-        places = {(r["protocol"], r["length"]): r for r in same}
-        if extend:
+
+def show(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
+    """Lines with the sums at each length, and of each probe; "-" where nothing was measured."""
+    for extend, rows in table.groupby("extend", sort=False):
+        if extend != NO_METHOD:
             yield f"\n--extend {extend}"
-        cells: dict[tuple[str, str], dict[str, str]] = {}               # (protocol, number) -> length -> text
-        for protocol, length in itertools.product(WINDOWED, lengths):
-            if r := places.get((protocol, length)):
-                ppl = math.inf if r["ppl"] is None else r["ppl"]
-                row = {"ppl": f"{ppl:.4g}"}
-                if r["bpb"]:
-                    row["bits/byte"] = f"{r['bpb']:.4g}"
-                if protocol == "fixed":
-                    truncated = perplexity(r["truncated_nll_sum"] / r["tokens"])
-                    row["truncated ppl"] = f"{truncated:.4g}"
-                    row["gain (nats/token)"] = f"{r['gain']:+z.4f}"
-                heading = f"{length} = L" if length == L else str(length)
-                for name, text in row.items():
-                    cells.setdefault((protocol, name), {})[heading] = text
+        cells: dict[tuple[str, str], dict[str, str]] = {}       # (protocol, number) -> length -> text
+        lines: dict[tuple[str, int, str], list[str]] = {}       # (protocol, length, number) -> texts
+        for sums in records(rows):
+            protocol = PROTOCOLS[sums["protocol"]]
+            length = sums["length"]
+            heading = f"{length} = L" if length == e.L else str(length)
+            for name, text in protocol.cells(sums).items():
+                if "place" in sums:
+                    line = lines.setdefault((protocol.name, length, name), [])
+                    place = f"{sums['place']:g}" if line else f"{protocol.place_name} {sums['place']:g}"
+                    line.append(f"{text} at {place}")
+                else:
+                    cells.setdefault((protocol.name, name), {})[heading] = text
         if cells:
             yield pd.DataFrame(cells).to_string(na_rep="-")
-        for (protocol, length), r in places.items():
-            if "distance" in r:
-                use = f", over the control {r['use']:+z.3f}" if "use" in r else ""     # not in older records
-                yield (f"{protocol:11} {r['distance']:6} tokens apart: gain on the second copy "
-                       f"{r['gain']:+z.3f} nats/token{use}")
-            elif "symbols" in r:
-                yield f"{protocol:11} {r['symbols']:6} symbols: correct {r['correct']}/{r['trials']}"
-            elif "depth" in r:
-                depths = ", ".join(f"{x['correct']}/{x['trials']} at {x['depth']:g}" for x in same
-                                   if (x["protocol"], x["length"]) == (protocol, length))
-                yield f"{protocol:11} {length:6} tokens: correct, by depth: {depths}"
+        for (protocol_name, length, name), texts in lines.items():
+            yield f"{protocol_name:11} {length:6} tokens: {name} {', '.join(texts)}"
 
 
-def advice(results: Results, e: Evaluation) -> Iterator[str]:
-    """The lines of --extend all: how each method does beyond L, the lowest loss first."""
-    rows = []
+# -----------------------------------------------------------------------------------------------------------
+# --extend all
+
+
+def choose_all(args: argparse.Namespace) -> None:
+    """Into the arguments of eval.py what --extend all stands for, unless they say otherwise."""
+    args.extend = [*(spec for spec in args.extend if spec != "all"), *ALL]
+    args.skip_unfit = True
+    args.protocol = args.protocol or "fixed,passkey"
+    args.windows = args.windows or 8
+    args.multiples = (1, 2, 4)
+    args.suffix = EXTENDED
+    args.show = advice
+    if "fixed" not in args.protocol.split(","):
+        raise UserError(f"--protocol {args.protocol}: --extend all needs fixed among them; add it")
+
+
+def advice(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
+    """Lines of how each method does beyond L, the lowest loss first."""
     beyond = [length for length in e.possible if length > e.L]
-    for length, extend in itertools.product(beyond, e.extends):
-        here = [r for r in results.records if (r["extend"], r["length"]) == (spec_of(extend), length)]
-        fixed = next(r for r in here if r["protocol"] == "fixed")
-        nll, truncated, tokens, document = (results.windows[f"{extend.spec}/fixed/{length}/{name}"]
-                                            for name in ("nll", "truncated_nll", "tokens", "document"))
-        worse = Estimate(-fixed["gain"])        # without an interval
-        units = units_of(document)
-        if units is not None:
-            worse = two_way(units.sums((nll - truncated)[None]), units.sums(tokens.astype(float)))
-        passkeys = [r for r in here if r["protocol"] == "passkey"]
-        # what config.json would say: for one method that changes frequencies alone
-        fields = None
-        if len(extend.methods) == 1 and isinstance(extend.methods[0], Rescaled):
-            scaling = extend.methods[0].scaling(e.model, e.config, length)
-            fields = rope_fields(e.config, scaling, length)
-        rows.append({
-            "length": length, "method": extend.spec, "loss - truncated": worse.value,
-            "95 % interval": "" if worse.low is None else f"{worse.low:+.4f} ... {worse.high:+.4f}",
-            "passkey": "/".join(str(sum(r[key] for r in passkeys)) for key in ("correct", "trials")),
-            "seconds": f"{fixed['seconds']:.1f}", "p": 1.0 if worse.p is None else worse.p,
-            "config.json": json.dumps(fields)})
+    rows = [compare_with_truncation(table, e, extend, length) for length in beyond for extend in e.extends]
     if not rows:
         yield "--extend all: no length is beyond L; give a longer text, or --lengths beyond L"
         return
@@ -90,3 +79,28 @@ def advice(results: Results, e: Evaluation) -> Iterator[str]:
                f"{e.L} tokens")
         if beats and best["config.json"] != "null":
             yield f"  in config.json: {best['config.json']}"
+
+
+def compare_with_truncation(table: pd.DataFrame, e: Evaluation, extend: Extend,
+                            length: int) -> dict[str, Any]:
+    """A row of the advice: one method at one length."""
+    here = table[(table.extend == extend.spec) & (table.length == length)]
+    fixed = here[here.protocol == "fixed"]
+    worse = (fixed.nll - fixed.truncated_nll).to_numpy()                # (windows,)
+    tokens = fixed.tokens.to_numpy(dtype=float)
+    units = units_of(fixed.document.to_numpy())
+    if units is None:                           # too few windows for an interval
+        estimate = Estimate(worse.sum() / tokens.sum())
+    else:
+        estimate = two_way(units.sums(worse[None]), units.sums(tokens))
+    passkeys = here[here.protocol == "passkey"]
+    # what config.json would say: for one method that changes frequencies alone
+    fields = None
+    if len(extend.methods) == 1 and isinstance(extend.methods[0], Rescaled):
+        scaling = extend.methods[0].scaling(e.model, e.config, length)
+        fields = rope_fields(e.config, scaling, length)
+    return {
+        "length": length, "method": extend.spec, "loss - truncated": estimate.value,
+        "95 % interval": "" if estimate.low is None else f"{estimate.low:+.4f} ... {estimate.high:+.4f}",
+        "passkey": f"{passkeys.correct.sum():.0f}/{len(passkeys)}", "seconds": f"{fixed.seconds.sum():.1f}",
+        "p": 1.0 if estimate.p is None else estimate.p, "config.json": json.dumps(fields)}

@@ -24,7 +24,7 @@ import torch
 from base.command import positive, run_command, run_parser
 from base.errors import UserError
 from data.tokenizer import decode
-from evaluation.protocols import TOKENS_PER_FORWARD, losses_at
+from evaluation.scoring import TOKENS_PER_FORWARD, losses_at
 from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import eos_ids, prefix_ids
 from runtime.checkpoint import open_run

@@ -20,6 +20,8 @@ from base.command import run_command
 from config import Config, TrainConfig, load_config
 from data.loader import Corpus
 from data.prepare import prepare
+from evaluation.protocols import measure
+from evaluation.results import records
 from model import GPT
 from positions import ENCODINGS
 
@@ -179,5 +181,5 @@ every_encoding_slowly = pytest.mark.parametrize("name", slow_except([*ENCODINGS]
 
 
 def measured(evaluation) -> list[dict]:
-    """All records of an Evaluation."""
-    return [record for found in evaluation.measure() for record in found]
+    """All sums of an Evaluation."""
+    return [record for rows in measure(evaluation) for record in records(rows)]

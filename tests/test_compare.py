@@ -16,8 +16,9 @@ import compare as command
 from base.command import run_command
 from base.errors import UserError
 from evaluation import comparison as compare
-from evaluation import pictures, report
+from evaluation import pictures, report, results
 from evaluation.measures import ANSWERS, GAIN, PERPLEXITY
+from evaluation.results import make_table
 from evaluation.runs import check_comparable, read_run
 
 SPLIT = {"tokens": 9, "bytes": 9, "documents": 1, "sha256": {"val.bin": "a"}}
@@ -28,7 +29,7 @@ LENGTHS = (64, 128, 256)
 PROTOCOLS = ("nonoverlap", "sliding", "fixed", "position", "repeat", "passkey")
 
 
-def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=(None,), better: float = 0.0,
+def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=("none",), better: float = 0.0,
               lengths=LENGTHS, protocols=PROTOCOLS, L: int = 128, documents: int = 12, config: str = "",
               corpus=CORPUS, **head: Any) -> Path:
     """A run's folder as train.py and eval.py leave it; loss is `better` nats a token lower."""
@@ -36,52 +37,36 @@ def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=(None
     (folder / "corpus.json").write_text(json.dumps(corpus))
     (folder / "config.toml").write_text(f'[data]\ndir = "x"\n[position]\nencoding = "{encoding}"\n[train]\n'
                                         f"seed = {seed}\nseq_len = {L}\n{config}\n")
-    records: list[dict] = []
-    arrays: dict[str, np.ndarray] = {}
+    parts: list[pd.DataFrame] = []
 
-    def record(place: tuple, nll: float, n: int, more: dict[str, Any], /, **columns: Any) -> None:
-        """A record, and the columns of its place, of which "EXTEND/PROTOCOL/LENGTH" is the name."""
-        extend, protocol, length = place
-        records.append({"extend": extend, "protocol": protocol, "length": length, "nll_sum": float(nll),
-                        "tokens": n, "bytes": n, "documents": documents, "ppl": math.exp(nll / n),
-                        "bpb": 0.0, "seconds": 1.0, **more})
-        arrays.update({f"{extend or 'plain'}/{protocol}/{length}/{k}": np.array(v)
-                       for k, v in columns.items()})
+    def add(extend: str, protocol: str, length: int, **columns: Any) -> None:
+        parts.append(make_table(seed=seed, encoding=encoding, extend=extend, protocol=protocol, length=length,
+                                **columns))
 
     document = np.repeat(np.arange(documents), 2)
     tokens = np.where(np.arange(len(document)) % 3, 32, 8)       # windows of unequal size
     for extend in extends:
         for protocol in (p for p in ("nonoverlap", "sliding", "fixed") if p in protocols):
             for length in lengths:
-                base = np.random.default_rng(length).normal(2.0, 0.5, len(document)) * tokens
-                nll = base - better * tokens
-                columns = {"nll": nll, "tokens": tokens, "bytes": tokens, "document": document,
-                           "end": np.arange(len(document)) + length}
-                more = {}
-                if protocol == "fixed":
-                    columns["truncated_nll"] = nll + 0.25 * tokens
-                    more = {"truncated_nll_sum": float(columns["truncated_nll"].sum()), "gain": 0.25}
-                record((extend, protocol, length), nll.sum(), int(tokens.sum()), more, **columns)
+                nll = (np.random.default_rng(length).normal(2.0, 0.5, len(document)) - better) * tokens
+                more = {"truncated_nll": nll + 0.25 * tokens} if protocol == "fixed" else {}
+                add(extend, protocol, length, nll=nll, tokens=tokens, bytes=tokens, document=document,
+                    end=np.arange(len(document)) + length, **more)
         if "position" in protocols:
-            record((extend, "position", 256), 300.0, 100, {"bucket": [0, 4]})
-            record((extend, "position", 256), 200.0, 100, {"bucket": [64, 128]})
+            for place, nll in (("0-3", 300.0), ("64-127", 200.0)):
+                add(extend, "position", 256, place=place, nll=[nll], tokens=100, bytes=100)
         noise = np.random.default_rng(seed).normal(0, 0.1, 24)          # 24 windows of 8 tokens
         for length, distance in ((L, L // 2), (256, 192)) if "repeat" in protocols else ():
-            nll = 8 * (1 - better + noise)
-            more = {"distance": distance, "first_nll_sum": 192.0, "gain": 0.0, "control_nll_sum": 216.0}
-            record((extend, "repeat", length), nll.sum(), 192, more, nll=nll, first_nll=np.full(24, 8.0),
-                   control_nll=np.full(24, 9.0), tokens=np.full(24, 8), document=np.arange(24) // 2)
-        correct = np.random.default_rng(seed).random((2, 20)) < 0.2 + better            # depths, trials
+            add(extend, "repeat", length, place=str(distance), nll=8 * (1 - better + noise), first_nll=8.0,
+                control_nll=9.0, tokens=8, document=np.arange(24) // 2)
+        is_right = np.random.default_rng(seed).random((2, 20)) < 0.2 + better           # depths, trials
         for depth in (0, 1) if "passkey" in protocols else ():
-            record((extend, "passkey", 256), 20.0, 10,
-                   {"depth": float(depth), "correct": int(correct[depth].sum()), "trials": 20},
-                   correct=correct.flatten().astype(int), trials=np.ones(40, int), nll=np.ones(40),
-                   tokens=np.ones(40), document=np.arange(40) % 20)
+            add(extend, "passkey", 256, place=str(depth), correct=is_right[depth], nll=1.0, tokens=1,
+                document=np.arange(20))
     content = {"run": str(folder), "encoding": encoding, "seq_len": L, "tokenizer": "byte", "data": "words",
                "data_sha256": "0" * 64, "seed": 0, "step": 1000, "checkpoint_sha256": "0" * 64,
-               "dtype": "float32", **head, "records": records}
-    (folder / "eval" / "words.json").write_text(json.dumps(content))
-    np.savez(folder / "eval" / "words.npz", **arrays)
+               "dtype": "float32", **head}
+    results.write(folder / "eval" / "words.json", results.Results(content, results.join(*parts)))
     return folder
 
 
@@ -127,10 +112,9 @@ def test_figures_come_from_sums_and_std_is_over_seeds(tmp_path: Path, monkeypatc
     assert rows_of(tmp_path / "out", "Perplexity, nonoverlap")["rope"]["256"].startswith(expected)
     assert rows_of(tmp_path / "out", "Retrieval, passkey")["rope"]["256"].startswith(
         cell("passkey", "correct", "trials", form=".0%"))       # over both depths
-    lines = pd.read_csv(tmp_path / "out" / "report.csv")
-    records = [r for own in per_run for r in own]
-    assert len(lines) == len(records) and {*records[0], "label", "run", "train_seed", "encoding"} <= {*lines}
-    assert lines.nll_sum.sum() == pytest.approx(sum(r["nll_sum"] for r in records))
+    table = results.read_table(tmp_path / "out" / "table.parquet")
+    assert [*table.run.unique()] == [str(run) for run in runs]
+    assert table.nll.sum() == pytest.approx(sum(r["nll_sum"] for records in per_run for r in records))
 
 
 @pytest.mark.parametrize(("mean", "std", "expected"), [
@@ -169,7 +153,7 @@ def test_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeyp
 
 def test_a_difference_is_of_all_seeds_of_both_curves(tmp_path: Path, monkeypatch) -> None:
     """3 of rope and 2 of alibi; the variances of both add up. Methods on the same runs are paired."""
-    runs = [fabricate(tmp_path / f"{name}-seed{seed}", name, seed, (None, "log_n"), x, protocols=("fixed",))
+    runs = [fabricate(tmp_path / f"{name}-seed{seed}", name, seed, ("none", "log_n"), x, protocols=("fixed",))
             for name, better in (("rope", (0.0, 0.1, 0.2)), ("alibi", (0.5, 0.7)))
             for seed, x in enumerate(better)]
     call(monkeypatch, *runs, "--out", tmp_path / "out")
@@ -235,12 +219,12 @@ def test_a_gate_is_failed_by_a_model_that_has_not_learned(tmp_path: Path, monkey
     runs = runs_of(tmp_path, 2, rope=0.7, alibi=0.5, t5=0.1)
     for run in runs:
         path = run / "eval" / "words.json"
-        content = json.loads(path.read_text())
-        fixed = next(r for r in content["records"] if (r["protocol"], r["length"]) == ("fixed", 128))
+        evaluation = results.read(path)
+        table = evaluation.table
+        fixed = table[(table.protocol == "fixed") & (table.length == 128)]
         gap = 0.01 if "alibi" in run.name else -0.01
-        content["records"].append({**fixed, "protocol": "trigram",
-                                   "nll_sum": fixed["nll_sum"] - gap * fixed["tokens"]})
-        path.write_text(json.dumps(content))
+        trigram = fixed.assign(protocol="trigram", nll=fixed.nll - gap * fixed.tokens)
+        results.write(path, evaluation._replace(table=results.join(table, trigram)))
     curves = compare.make_curves([read_run(run, None) for run in runs])
     gates = {curve.label: compare.gate_of(curve, 128) for curve in curves}
     assert [label for label, gate in gates.items() if gate.is_failed] == ["alibi", "t5"]
@@ -255,15 +239,10 @@ def test_a_gate_is_failed_by_a_model_that_has_not_learned(tmp_path: Path, monkey
 
 def test_a_report_says_where_the_trials_share_few_documents(tmp_path: Path) -> None:
     """Trials of one document, at several depths, ask for the same facts."""
-    (curve,) = compare.make_curves([read_run(fabricate(tmp_path / "rope"), None)])
     for n, expected in ((8, "8 trials"), (1, "none, there are only 5 trials"),
                         (4, "20 trials, since documents are too few: other documents are not covered")):
-        columns = {"correct": np.arange(5 * n) % 2, "trials": np.ones(5 * n),
-                   "document": np.arange(5 * n) % n}
-        curve.runs[0].windows.update({f"plain/passkey/256/{name}": x for name, x in columns.items()})
-        form = ANSWERS
-        scores = compare.scores_of("passkey", form, 256, curve)
-        assert compare.estimate_one(form, *scores)[1] == expected
+        rows = make_table(correct=np.arange(5 * n) % 2, document=np.arange(5 * n) % n).assign(trials=1)
+        assert compare.estimate_one(compare.scores_of(rows, ANSWERS.score))[1] == expected
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -278,7 +257,7 @@ def test_curves_are_folders_and_extensions_with_seeds_together(tmp_path: Path) -
         found = compare.make_curves([read_run(folder, None) for folder in folders])
         return {curve.label: [run.seed for run in curve.runs] for curve in found}
 
-    plain = [fabricate(tmp_path / f"rope-seed{seed}", seed=seed, extends=(None, "yarn:beta_fast=8"),
+    plain = [fabricate(tmp_path / f"rope-seed{seed}", seed=seed, extends=("none", "yarn:beta_fast=8"),
                        config=f"[run]\nlog_every = {7 + seed}") for seed in (0, 1)]
     assert curves(*plain, fabricate(tmp_path / "slow", config="lr = 1e-4")) == {
         "rope": ["0", "1"], "rope + yarn:beta_fast=8": ["0", "1"], "slow": ["0"]}
@@ -335,8 +314,7 @@ def test_a_failing_curve_stretches_no_axis_and_truncation_is_a_line(tmp_path: Pa
 def test_a_curve_that_sees_nothing_beyond_L_is_named(tmp_path: Path) -> None:
     (curve,) = compare.make_curves([read_run(fabricate(tmp_path / "window"), None)])
     assert not any("does not see it" in note for note in compare.remarks([curve]))
-    for record in curve.runs[0].records:
-        record["gain"] = 0.0
+    curve.runs[0].table["truncated_nll"] = curve.runs[0].table.nll
     assert any(note.startswith("window predicts the same") for note in compare.remarks([curve]))
 
 
@@ -391,13 +369,14 @@ def test_a_text_is_named_where_a_run_has_extended_evaluations_of_two(tmp_path: P
 def test_other_targets_are_refused_by_their_settings(tmp_path: Path) -> None:
     runs = [read_run(fabricate(tmp_path / name, name, settings={"sliding": {"longest": longest}}), None)
             for name, longest in (("rope", 256), ("alibi", 128))]
-    for record in runs[1].records:
+    table = runs[1].table
+    for (protocol, length), rows in table.groupby(["protocol", "length"]):
         check_comparable(runs)
-        record["tokens"] += 1
-        with pytest.raises(UserError, match=f"{record['protocol']} at {record['length']}: ") as error:
+        table.loc[rows.index[0], "tokens"] += 1
+        with pytest.raises(UserError, match=f"{protocol} at {length}: ") as error:
             check_comparable(runs)
-        assert record["protocol"] != "sliding" or "by {'longest': 256} and {'longest': 128}" in str(error)
-        record["tokens"] -= 1
+        assert protocol != "sliding" or "by {'longest': 256} and {'longest': 128}" in str(error)
+        table.loc[rows.index[0], "tokens"] -= 1
 
 
 def test_other_code_and_dtypes_are_named_in_one_line_each(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -419,8 +398,9 @@ def test_other_code_and_dtypes_are_named_in_one_line_each(tmp_path: Path, monkey
 def test_damaged_and_stale_files_are_named(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for i, (name, content, expected) in enumerate((
-            ("eval/words.npz", None, "or its .npz: damaged"), ("eval/words.npz", b"PK", "damaged"),
-            ("eval/words.json", b'{"records": [', "eval/words.json or its .npz: damaged"),
+            ("eval/words.parquet", None, "or its .parquet: damaged"),
+            ("eval/words.parquet", b"PAR1", "damaged"),
+            ("eval/words.json", b'{"records": [', "eval/words.json or its .parquet: damaged"),
             ("eval/other.json", b"{}", "evaluated on other, words; choose one with --data"),
             ("corpus.json", None, "no corpus.json"))):
         run = fabricate(Path(f"run{i}"))
@@ -439,7 +419,7 @@ def test_methods_on_a_pretrained_model_have_paired_intervals(tmp_path: Path, mon
               "tie_word_embeddings": False, "max_position_embeddings": 128}
     folders = []
     for name, better in (("base", 0.0), ("tuned", 0.5)):
-        folders.append(fabricate(tmp_path / name, extends=(None, "yarn"), better=better, lengths=(128, 256),
+        folders.append(fabricate(tmp_path / name, extends=("none", "yarn"), better=better, lengths=(128, 256),
                                  protocols=("fixed",), checkpoint_sha256=None))
         for file in ("config.toml", "corpus.json"):
             (folders[-1] / file).unlink()

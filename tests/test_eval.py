@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import TINY, every_encoding_slowly, lively, measured, slow_except
@@ -16,11 +17,12 @@ from conftest import TINY, every_encoding_slowly, lively, measured, slow_except
 from base.errors import UserError
 from config import load_config
 from data.tokenizer import ByteTokenizer
-from eval import ALL, main
-from evaluation import protocols, results, windows
+from eval import main
+from evaluation import extension, protocols, results, scoring, windows
 from evaluation.extension import EXTENSIONS, Extend, parse
-from evaluation.protocols import PROTOCOLS, Evaluation, Settings, losses_at
-from evaluation.show import advice
+from evaluation.protocols import PROTOCOLS
+from evaluation.scoring import Evaluation, Settings, losses_at
+from evaluation.show import ALL, advice
 from evaluation.windows import (
     Text,
     Window,
@@ -130,10 +132,9 @@ def test_sliding_by_one_is_the_last_token_of_each_window(tiny, corpus_dir: Path)
     model, text = lively(tiny()), text_of(corpus_dir)
     evaluation = evaluate(model, tiny(), text, ["sliding"], [16, 64], tokens=64, stride=1)
     for r in measured(evaluation):
-        ends = evaluation.per_window[f"plain/sliding/{r['length']}/end"]
-        documents = evaluation.per_window[f"plain/sliding/{r['length']}/document"]
+        rows = evaluation.table[evaluation.table.length == r["length"]]
         total = 0.0
-        for d, end in zip(documents, ends, strict=True):
+        for d, end in rows[["document", "end"]].to_numpy(dtype=int):
             piece = torch.tensor(text.documents[d][end - r["length"]:end + 1].astype(np.int64))[None]
             total += torch.nn.functional.cross_entropy(model(piece[:, :-1])[0, -1], piece[0, -1]).item()
         assert r["nll_sum"] == pytest.approx(total, rel=1e-4) and r["tokens"] == 64
@@ -185,7 +186,7 @@ def test_position_buckets_cover_each_position_once(tiny, corpus_dir: Path) -> No
 
 def test_chunked_losses_equal_full_logits_and_hold_few_of_them(tiny, monkeypatch) -> None:
     """No tensor of T x V elements is made, whatever T: the largest that the losses see is CHUNK x V."""
-    monkeypatch.setattr(protocols, "CHUNK", 7)
+    monkeypatch.setattr(scoring, "CHUNK", 7)
     model, x, sizes = lively(tiny()), torch.randint(257, (3, 141)), []
     expected = torch.nn.functional.cross_entropy(model(x[:, :-1]).mT, x[:, 1:], reduction="none")
     logits = model.logits
@@ -243,22 +244,23 @@ SHORT = ("--windows", "4", "--tokens", "512")
 
 @pytest.fixture
 def evaluated(run_dir: Path, monkeypatch):
-    """evaluated("--lengths", "16") -> the records, without seconds, and arrays of a run after eval.py."""
+    """evaluated("--lengths", "16") -> the sums, without seconds, and the table of a run after eval.py."""
     monkeypatch.setattr("eval.draw_evaluation", lambda *_: False)
     monkeypatch.setattr("eval.git_revision", lambda changes: "this code")
 
-    def call(*arguments: str) -> tuple[dict, dict]:
+    def call(*arguments: str) -> tuple[dict, pd.DataFrame]:
         monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), *SHORT, *arguments])
         main()
         found = results.read(run_dir / "eval" / f"words{results.EXTENDED * ('all' in arguments)}.json")
-        return {tuple(r.get(key) for key in ("extend", "protocol", "length", "depth")):
-                {key: value for key, value in r.items() if key != "seconds"} for r in found.records
-                if r["protocol"] != "position"}, found.windows
+        return {tuple(r.get(key) for key in ("extend", "protocol", "length", "place")):
+                {key: value for key, value in r.items() if key != "seconds"}
+                for r in results.records(found.table)
+                if r["protocol"] != "position"}, found.table.drop(columns="seconds")
 
     return call
 
 
-def test_the_command_writes_table_json_npz_and_picture(run_dir: Path, monkeypatch, capsys) -> None:
+def test_the_command_writes_table_sums_and_picture(run_dir: Path, monkeypatch, capsys) -> None:
     path = run_dir / "eval" / "words.json"
     monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), "--lengths", "16,32,64", *SHORT])
     main()
@@ -273,22 +275,21 @@ def test_the_command_writes_table_json_npz_and_picture(run_dir: Path, monkeypatc
             "seconds"}
     assert all(keys <= set(r) for r in written["records"])
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert {path.suffix for path in path.parent.iterdir()} == {".json", ".npz", ".png", ".lock"}
+    assert {path.suffix for path in path.parent.iterdir()} == {".json", ".parquet", ".png", ".lock"}
 
 
 def test_a_second_evaluation_on_the_same_targets_is_added(evaluated) -> None:
-    """In parts or at once: the same records in the same order, the same arrays."""
+    """In parts or at once: the same sums in the same order, the same rows."""
     evaluated("--lengths", "16,128", "--protocol", "nonoverlap,fixed")
     evaluated("--lengths", "64,32", "--protocol", "fixed", "--longest", "128", "--extend", "pi")
-    merged, arrays = evaluated("--lengths", "32,64,128", "--protocol", "nonoverlap,sliding", "--extend",
+    merged, rows = evaluated("--lengths", "32,64,128", "--protocol", "nonoverlap,sliding", "--extend",
                                "pi", "--stride", "8")
     assert [key[:3] for key in merged][:5] == [
         *((None, "nonoverlap", length) for length in (16, 32, 64, 128)), (None, "fixed", 16)]
     whole, at_once = evaluated("--lengths", "16,32,64,128", "--protocol", "nonoverlap,fixed,sliding",
                                "--extend", "pi", "--stride", "8", "--replace")
     assert len(whole) == len(merged) + 5 and merged.items() <= whole.items()
-    assert set(arrays) < set(at_once)
-    assert all(np.array_equal(array, at_once[key]) for key, array in arrays.items())
+    assert len(rows) < len(at_once) and len(rows.merge(at_once)) == len(rows)
 
 
 def test_an_interrupted_evaluation_goes_on_where_it_was(evaluated, monkeypatch) -> None:
@@ -310,9 +311,9 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(evaluated, monkeypatch) 
             evaluated(*places, *more)
         measured += done
         done.clear()
-    resumed, arrays = evaluated(*places)
-    assert measured + done == [*itertools.product(("plain", "pi"), ("nonoverlap", "sliding"), (16, 32, 64))]
-    assert resumed == whole and set(arrays) == set(at_once)
+    resumed, rows = evaluated(*places)
+    assert measured + done == [*itertools.product(("none", "pi"), ("nonoverlap", "sliding"), (16, 32, 64))]
+    assert resumed == whole and rows.equals(at_once)
 
 
 def test_extend_all_ends_in_a_table_of_every_method_that_fits(evaluated, capsys) -> None:
@@ -321,9 +322,9 @@ def test_extend_all_ends_in_a_table_of_every_method_that_fits(evaluated, capsys)
     out = capsys.readouterr().out
     rows = [line.split() for line in out.split("seconds\n")[1].splitlines()]
     losses = {row[1]: float(row[2]) for row in rows if row[0] == "64"}
-    assert {*losses} == {extend or "plain" for extend, *_ in records} and len(losses) > 10
+    assert {*losses} == {extend or "none" for extend, *_ in records} and len(losses) > 10
     for name, loss in losses.items():
-        spec = None if name == "plain" else name
+        spec = None if name == "none" else name
         assert loss == pytest.approx(-records[spec, "fixed", 64, None]["gain"], abs=6e-5)
         assert records[spec, "passkey", 64, 0.5]
     best = min(losses, key=losses.__getitem__)
@@ -334,13 +335,10 @@ def test_extend_all_ends_in_a_table_of_every_method_that_fits(evaluated, capsys)
 def test_the_best_of_many_methods_must_beat_truncation_by_more(n_methods: int, claim: str) -> None:
     """The same differences, of a p-value near 0.02, from 12 documents."""
     names = [f"m{i}" for i in range(n_methods)]
-    about = {"protocol": "fixed", "length": 64, "gain": 0.1, "seconds": 1.0}
-    records = [{"extend": name, **about} for name in names]
-    worse = np.array([-2.2, 0.2] * 6)
-    sums = {f"{name}/fixed/64/{key}": np.array(value) for name in names for key, value in (
-        ("nll", worse), ("truncated_nll", np.zeros(12)), ("tokens", np.ones(12)), ("document", range(12)))}
+    tables = [results.make_table(extend=name, protocol="fixed", length=64, nll=[-2.2, 0.2] * 6,
+                                 truncated_nll=0.0, tokens=1, document=range(12)) for name in names]
     e = SimpleNamespace(possible=[64], L=32, extends=[Extend(name, []) for name in names])
-    assert claim in [*advice(results.Results({}, records, sums), e)][-1]
+    assert claim in [*advice(results.join(*tables), e)][-1]
 
 
 def test_many_targets_of_a_window_are_kept_in_blocks(tiny, corpus_dir: Path, monkeypatch) -> None:
@@ -348,15 +346,15 @@ def test_many_targets_of_a_window_are_kept_in_blocks(tiny, corpus_dir: Path, mon
     for size in (999, 10):
         monkeypatch.setattr(protocols, "BLOCK", size)
         evaluation = evaluate(lively(tiny()), tiny(), text_of(corpus_dir), ["fixed"], [64], targets=24)
-        found.append((*measured(evaluation), evaluation.per_window))
+        found.append((*measured(evaluation), evaluation.table))
     (whole, in_wholes), (blocks, in_blocks) = found
     assert all(whole[key] == blocks[key] for key in ("length", "tokens", "bytes", "documents"))
     assert blocks["nll_sum"] == pytest.approx(whole["nll_sum"])
     assert blocks["gain"] == pytest.approx(whole["gain"], abs=1e-7)
-    assert in_blocks["plain/fixed/64/tokens"].tolist() == [10, 10, 4] * 6
+    assert in_blocks.tokens.tolist() == [10, 10, 4] * 6
     for name in ("nll", "bytes", "truncated_nll"):
-        summed = np.add.reduceat(in_blocks[f"plain/fixed/64/{name}"], range(0, 18, 3))
-        assert summed == pytest.approx(in_wholes[f"plain/fixed/64/{name}"])
+        summed = np.add.reduceat(in_blocks[name].to_numpy(), range(0, 18, 3))
+        assert summed == pytest.approx(in_wholes[name].to_numpy())
 
 
 def test_L_is_needed_for_truncation_alone_and_can_be_overruled(evaluated, tmp_path: Path) -> None:
@@ -369,8 +367,9 @@ def test_L_is_needed_for_truncation_alone_and_can_be_overruled(evaluated, tmp_pa
     evaluated("--data", str(short), "--train-length", "16", "--protocol", "fixed", "--json",
               str(tmp_path / "L.json"))
     found = results.read(tmp_path / "L.json")
-    assert found.head["seq_len"] == 16 and [r["length"] for r in found.records] == [8, 16]
-    assert found.records[1]["gain"] == 0 != found.records[0]["gain"]
+    sums = results.records(found.table)
+    assert found.head["seq_len"] == 16 and [r["length"] for r in sums] == [8, 16]
+    assert sums[1]["gain"] == 0 != sums[0]["gain"]
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
@@ -382,13 +381,13 @@ def test_an_evaluation_on_other_targets_is_refused_before_it_is_computed(
     before = evaluated("--lengths", "32,64", "--protocol", "fixed")[0]
     text = tmp_path / "words.txt"
     text.write_bytes(b"another text " * 20)                             # of the same name
-    monkeypatch.setattr(Evaluation, "measure", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr("eval.measure", lambda *_: pytest.fail("computed"))
     lengths = [] if "--lengths" in arguments else ["--lengths", "32,64"]
     with pytest.raises(UserError, match="--json FILE to keep both, or --replace to discard") as error:
         evaluated(*lengths, "--protocol", "fixed",
                   *(str(text) if argument == "TEXT" else argument for argument in arguments))
     assert expected in str(error.value)
-    assert len(results.read(run_dir / "eval" / "words.json").records) == len(before)
+    assert len(results.records(results.read(run_dir / "eval" / "words.json").table)) == len(before)
 
 
 def test_the_dtype_of_the_flag_is_used_and_recorded(evaluated, run_dir: Path) -> None:
@@ -433,12 +432,11 @@ def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corp
     plain = {"protocols": [protocol], "lengths": [32, 64], "longest": 128, "targets": 8, "windows": 4,
              "tokens": 512}
 
-    def targets(**change) -> tuple[list, dict]:
-        found = Evaluation(model, config, ByteTokenizer(), text, Settings(**{**plain, **change}))
-        counts = [[r.get(key) for key in ("length", "tokens", "bytes", "documents", "trials")]
-                  for r in measured(found)]
-        return counts, {key: array.tolist() for key, array in found.per_window.items()
-                        if not key.endswith("nll")}
+    def targets(**change) -> list:
+        e = Evaluation(model, config, ByteTokenizer(), text, Settings(**{**plain, **change}))
+        measured(e)
+        columns = ["length", "place", "document", "end", "tokens", "bytes"]
+        return e.table[columns].fillna(-1).to_numpy().tolist()
 
     before = targets()
     for name, value in {"longest": 160, "targets": 4, "windows": 12, "tokens": 256, "stride": 4}.items():
@@ -462,7 +460,7 @@ def test_a_method_that_does_not_fit_is_an_error_or_skipped(tiny, capsys) -> None
     config = tiny("alibi")
     arguments = (["yarn:beta_fast=2", "window"], lively(config), config, [16, 64])
     with pytest.raises(UserError, match="--extend yarn:beta_fast=2: needs a rotary encoding"):
-        protocols.open_extensions(*arguments)
-    assert [extend.spec for extend in protocols.open_extensions(*arguments, skip_unfit=True)] == ["window"]
+        extension.open_extensions(*arguments)
+    assert [extend.spec for extend in extension.open_extensions(*arguments, skip_unfit=True)] == ["window"]
     out = capsys.readouterr().out
     assert out.startswith("skipped --extend yarn:beta_fast=2: needs a rotary encoding; this run has alibi")

@@ -8,8 +8,9 @@ import torch
 from conftest import lively, measured, tokens
 
 from data.tokenizer import ByteTokenizer
-from evaluation import protocols, windows
-from evaluation.protocols import PROTOCOLS, Evaluation, Settings
+from evaluation import protocols, scoring, windows
+from evaluation.protocols import PROTOCOLS
+from evaluation.scoring import Evaluation, Settings
 from evaluation.windows import open_text
 
 BYTES = ByteTokenizer()
@@ -47,13 +48,13 @@ def test_windows_too_short_for_two_passages_are_left_out() -> None:
 
 def test_losses_at_are_those_of_the_tokens_named(tiny) -> None:
     model, ids, at = lively(tiny()), tokens((3, 20)), np.array([1, 5, 6, 19])
-    losses, is_top = protocols.losses_at(model, tiny().train, ids.numpy(), at)
+    losses, is_top = scoring.losses_at(model, tiny().train, ids.numpy(), at)
     logits = model(ids)[:, at - 1]
     expected = torch.nn.functional.cross_entropy(logits.mT, ids[:, at], reduction="none")
     assert losses == pytest.approx(expected.detach().numpy(), rel=1e-5)
     best = ids.clone()
     best[:, at] = logits.argmax(-1)
-    assert not is_top.all() and protocols.losses_at(model, tiny().train, best.numpy(), at[:1])[1].all()
+    assert not is_top.all() and scoring.losses_at(model, tiny().train, best.numpy(), at[:1])[1].all()
 
 
 def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path) -> None:
@@ -111,10 +112,10 @@ def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
         is_top[0, -2] = False                                           # one digit of one key missed
         return np.ones(is_top.shape), is_top
 
-    monkeypatch.setattr(protocols, "losses_at", losses_at)
+    monkeypatch.setattr(scoring, "losses_at", losses_at)
     records = measured(found)
     asked = [(length, depth) for length in (32, 64, 128) for depth in protocols.DEPTHS]
-    assert [(r["length"], r["depth"]) for r in records] == asked
+    assert [(r["length"], r["place"]) for r in records] == asked
     assert all((r["correct"], r["trials"], r["tokens"], r["ppl"]) == (1, 2, 12, pytest.approx(np.e))
                for r in records)
     assert all(np.array_equal(keys, seen[0]) for keys in seen)

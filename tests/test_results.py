@@ -1,18 +1,19 @@
 """Each figure of a result, in a table or in a text, is that of a record in results/."""
 
-import json
 import math
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import study
 from conftest import ROOT
 
+from docs import study
 from docs.gallery import update
-from evaluation.results import read
+from evaluation.results import records
+from evaluation.runs import is_saved, load
 
 RESULTS = ROOT / "results"
 # numbers of the study's page that are no results: sizes, rates, and figures of the pilots and of others
@@ -30,7 +31,7 @@ def test_the_tables_of_the_study_are_computed_from_its_runs(page: Path) -> None:
     text = page.read_text()
     names = re.findall("<!-- begin (.*) -->", text)
     assert names
-    assert update(text, {name: blocks()[name] for name in names}) == text, "run `python -m tests.study`"
+    assert update(text, {name: blocks()[name] for name in names}) == text, "run `python -m docs.study`"
 
 
 @pytest.mark.slow
@@ -53,8 +54,10 @@ def test_each_figure_in_the_text_of_the_study_is_in_its_tables() -> None:
             assert (value, *sorted(ends)) in intervals, (value, ends)
 
 
-def records_of(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["records"]
+@cache
+def records_of(folder: str) -> dict[str, list[dict[str, Any]]]:
+    """The sums of each run in a folder."""
+    return {run.name: records(run.table) for run in load(RESULTS / folder)}
 
 
 @pytest.mark.parametrize(("folder", "least"), [("every-encoding", 30), ("switches", 14)])
@@ -67,7 +70,7 @@ def test_each_figure_of_every_encoding_is_that_of_its_record(folder: str, least:
                if (length := re.fullmatch(r"\**(\d+)( = L)?\**", cell))}
     assert len(lengths) > 2 and len(rows) > least
     for row in rows:
-        ppl = {r["length"]: r["ppl"] for r in records_of(RESULTS / folder / f"{row[0]}.json")
+        ppl = {r["length"]: r["ppl"] for r in records_of(folder)[row[0]]
                if (r["extend"], r["protocol"]) == (None, "fixed")}
         expected = [(format(ppl[lengths[i]], ".4g") if lengths[i] in ppl else "-") if i in lengths else text
                     for i, text in enumerate(row)]
@@ -75,9 +78,17 @@ def test_each_figure_of_every_encoding_is_that_of_its_record(folder: str, least:
 
 
 @pytest.mark.slow
-def test_evaluations_made_before_still_load() -> None:
-    older = [path.with_suffix(".json") for path in RESULTS.rglob("*.npz")]
-    assert older and all(read(path).records and read(path).windows for path in older)
+def test_every_folder_of_results_can_be_compared_again() -> None:
+    folders = [path.parent for path in RESULTS.rglob("runs.json")]
+    assert len(folders) > 20
+    for folder in folders:
+        assert is_saved(folder) and load(folder), folder
+
+
+def test_results_stay_small() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z", "results"], cwd=ROOT, capture_output=True, text=True)
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert len(paths) <= 150 and sum(path.stat().st_size for path in paths if path.exists()) < 9e6
 
 
 def test_the_output_of_make_train_is_that_of_the_record() -> None:
@@ -86,12 +97,12 @@ def test_the_output_of_make_train_is_that_of_the_record() -> None:
     lines = [line.replace(" = L", "").split() for line in readme.splitlines()
              if re.match(r"\d+( = L)? +[\d.]+ +[\d.]+ ", line)]
     assert len(lines) >= 4
-    records = {(r["protocol"], r["length"]): r for r in records_of(RESULTS / "every-encoding" / "quick.json")}
+    sums = {(r["protocol"], r["length"]): r for r in records_of("every-encoding")["quick"]}
     for length, *shown in lines:
-        block, fixed = records["nonoverlap", int(length)], records["fixed", int(length)]
+        block, fixed = sums["nonoverlap", int(length)], sums["fixed", int(length)]
         truncated = math.exp(fixed["truncated_nll_sum"] / fixed["tokens"])
         figures = [block["ppl"], block["bpb"], fixed["ppl"], fixed["bpb"], truncated]
         assert shown == [*(f"{x:.4g}" for x in figures), f"{fixed['gain']:+.4f}"]
     text = " ".join(readme.split())
-    rise = [f"{records['fixed', length]['ppl']:.3g}" for length in (128, 256, 8192)]
+    rise = [f"{sums['fixed', length]['ppl']:.3g}" for length in (128, 256, 8192)]
     assert "from {} to {}, and at 64 L it is {}".format(*rise) in text

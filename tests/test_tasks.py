@@ -16,7 +16,7 @@ from data.prepare import prepare
 from data.sources import SourceOptions
 from data.tasks import ALGORITHMS, RETRIEVAL, TASKS, TaskDocument
 from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer
-from evaluation.protocols import Evaluation, Settings
+from evaluation.scoring import Evaluation, Settings
 from evaluation.windows import Text
 from model import GPT
 from runtime.parallel import Process
@@ -262,4 +262,4 @@ def test_answers_are_scored_as_by_an_explicit_forward(name: str, tiny) -> None:
         logits = model(ids[None, :-1])[0]
         nll += F.cross_entropy(logits[at - 1], ids[at], reduction="sum").item()
         correct += bool((logits[at - 1].argmax(dim=-1) == ids[at]).all())
-    assert (r["symbols"], r["correct"]) == (8, correct) and r["nll_sum"] == pytest.approx(nll, rel=1e-4)
+    assert (r["place"], r["correct"]) == (8, correct) and r["nll_sum"] == pytest.approx(nll, rel=1e-4)

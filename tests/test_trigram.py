@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import lively
+from conftest import lively, measured
 from test_probes import evaluation
 
 from data.loader import Corpus
@@ -44,8 +44,7 @@ def test_probabilities_are_those_of_the_formula_in_loops() -> None:
 
 def test_it_is_measured_on_the_targets_of_fixed(tiny, corpus_dir) -> None:
     config = tiny()
-    records = [r for found in evaluation(lively(config), config, corpus_dir, ["fixed", "trigram"]).measure()
-               for r in found]
+    records = measured(evaluation(lively(config), config, corpus_dir, ["fixed", "trigram"]))
     fixed, = (r for r in records if (r["protocol"], r["length"]) == ("fixed", 32))
     trigram, = (r for r in records if r["protocol"] == "trigram")
     assert trigram["length"] == 32 and trigram["nll_sum"] < fixed["nll_sum"]        # the model is random
@@ -57,7 +56,7 @@ def test_the_first_targets_of_a_document_are_scored_too(tiny, corpus_dir) -> Non
     config = tiny()
     e = evaluation(lively(config), config, corpus_dir, ["trigram"])
     e.settings, e.ends = e.settings._replace(targets=32), [(0, 32), (1, 40)]
-    record, = (r for records in e.measure() for r in records)
+    record, = measured(e)
     trigram = Trigram(Corpus(corpus_dir, splits=("train",)).read("train", 0), 257)
     first, second = (e.text.documents[d].astype(int) for d in (0, 1))
     expected = [trigram.losses(ids).sum() for ids in (np.append(first[0], first[:33]), second[7:41])]

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import FLEX_DEVICES, Bias, Mask, attend, with_block_masks
+from attention import FLEX_DEVICES, Mask, ScoreInputs, attend, with_block_masks
 from base.loss import cross_entropy
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.contract import starts_of
-from positions.switches import TEMPERATURES, drop_step, encodings_of
+from positions.switches import TEMPERATURES, encodings_of
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -168,11 +168,11 @@ class Attention(nn.Module):
         if features is not None:
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
         mask = mask._replace(window=self.window, chunk=self.chunk)
-        bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
+        score_inputs = ScoreInputs(encoding, q, k, at) if encoding.has_scores else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         v = encoding.turn_values(v, at)
         dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, mask, bias, dropout, self.sink)             # (B, H, Tq, D)
+        y = attend(q, k, v, mask, score_inputs, dropout, self.sink)     # (B, H, Tq, D)
         y = encoding.turn_back(y, at)
         y = y.transpose(1, 2).flatten(2)                                # (B, Tq, H D)
         if self.gate is not None:
@@ -260,7 +260,9 @@ class GPT(nn.Module):
         self.no_encoding = NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         self.encoding.clamp()
-        self.drop_step = drop_step(p, config.train.steps)
+        self.drop_step = math.inf       # from this step on the encoding is off: at the latest in the last one
+        if p.drop_at < 1:
+            self.drop_step = min(round(p.drop_at * config.train.steps), config.train.steps - 1)
         self.is_dropped = self.drop_step <= 0
         self.choose_encodings()
 
@@ -303,7 +305,8 @@ class GPT(nn.Module):
 
     def choose_encodings(self) -> None:
         """Set `encodings`, one for each layer. To be called after a change of the temperature."""
-        self.encodings = encodings_of(self.options, self.active(), self.temperature, len(self.blocks))
+        self.encodings = encodings_of(self.options, self.active(), self.no_encoding, self.temperature,
+                                      len(self.blocks))
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""
@@ -315,6 +318,9 @@ class GPT(nn.Module):
         x = self.hidden(tokens, positions, cache, documents)            # (B, T, C)
         if targets is None:
             return self.logits(x)                                       # (B, T, V)
+        # A fork adds an auxiliary loss of its blocks here, `if self.training`, so that validation reports
+        # cross entropy alone. Under reduction = "sum" (as in train.py) multiply a mean over tokens by the
+        # number of scored targets, (targets != IGNORED).sum().
         return cross_entropy(x.flatten(0, 1), self.output_matrix(), targets.flatten(), reduction)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,

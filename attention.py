@@ -55,13 +55,8 @@ class Mask(NamedTuple):
     in_order: bool = False  # positions are known to be consecutive, perhaps anew in each document
     block_masks: dict[Limits, Any] = {}  # the same for FlexAttention, where it may be used
 
-    def limit(self, Tk: int) -> int | None:
-        """The most keys that a query sees by its window and its chunk, if that is fewer than Tk."""
-        most = min(self.window or Tk, self.chunk or Tk)
-        return most if most < Tk else None
-
-    def parts(self) -> Tensor | None:
-        """The document of each token (B, T), or its chunk: a document's chunks begin with it."""
+    def segments(self) -> Tensor | None:
+        """Of each token of packed documents (B, T): its document, or its chunk, which begins with that."""
         if self.documents is None or self.chunk is None:
             return self.documents
         index = torch.arange(self.documents.shape[1], device=self.documents.device)
@@ -69,8 +64,8 @@ class Mask(NamedTuple):
         return is_first.cumsum(dim=1)
 
 
-class Bias(NamedTuple):
-    """An encoding that changes the logits, and the arguments of its `scores`: q and k before the rotation."""
+class ScoreInputs(NamedTuple):
+    """An encoding that changes the logits, and what its `scores` get besides them."""
 
     encoding: Encoding
     q: Tensor  # not rotated, (B, H, Tq, D)
@@ -78,98 +73,96 @@ class Bias(NamedTuple):
     at: At
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInputs | None = None,
            dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D) + bias) v.
 
     Rotated q (B, H, Tq, D, or wider if the encoding adds channels), k (B, G, Tk, as wide) and v (B, G, Tk, D)
     -> (B, H, Tq, D). `sink` (H,) is the logit of one more key for each head, whose value is zero.
     """
-    encoding = None if bias is None else bias.encoding
-    path = choose_path(q, v.shape[-1], mask, encoding, dropout, sink)
+    encoding = None if score_inputs is None else score_inputs.encoding
+    path = choose_path(q.shape[2], v.shape[-1], q.dtype, q.device, mask, encoding, dropout, sink is not None)
     if path == FLEX:
-        return attend_flex(q, k, v, mask, bias, sink)
+        return attend_flex(q, k, v, mask, score_inputs, sink)
     if path == FUSED:
-        return attend_fused(q, k, v, mask, bias, dropout)
-    return attend_in_blocks(q, k, v, mask, bias, dropout, sink)
+        return attend_fused(q, k, v, mask, score_inputs, dropout)
+    return attend_in_blocks(q, k, v, mask, score_inputs, dropout, sink)
 
 
-def choose_path(q: Tensor, head_dim: int, mask: Mask, encoding: Encoding | None, dropout: float,
-                sink: Tensor | None) -> str:
-    """FLEX, FUSED or EXPLICIT. Of q only length, dtype and device matter; encoding: that of the bias."""
+def choose_path(Tq: int, head_dim: int, dtype: torch.dtype, device: torch.device, mask: Mask,
+                encoding: Encoding | None, dropout: float, has_sink: bool) -> str:
+    """FLEX, FUSED or EXPLICIT, for Tq queries in this dtype; `encoding` is None if it has no `scores`."""
     limits = (mask.window, mask.chunk)
     if limits in mask.block_masks and head_dim >= FLEX_WIDTH and not dropout:
-        is_plain_causal = limits == (None, None) and mask.documents is None and sink is None
+        is_plain_causal = limits == (None, None) and mask.documents is None and not has_sink
         if encoding is None:
             is_served = not is_plain_causal                             # there the fused kernel is faster
         else:
             is_served = encoding.by_distance or encoding.scales_by_distance
         if is_served:
             return FLEX
-    if sink is not None:
+    if has_sink:
         return EXPLICIT
-    is_short = q.device.type == "cpu" and q.shape[2] < FUSE_FROM
+    is_short = device.type == "cpu" and Tq < FUSE_FROM
     if encoding is not None:
-        is_folded = encoding.fold_rows > 0 and mask.in_order and not is_short
+        is_folded = encoding.max_fold_queries > 0 and mask.in_order and not is_short
         return FUSED if is_folded else EXPLICIT
     # in short bfloat16 training on a CPU blocks are faster, although they round logits
-    is_training_low = q.dtype == torch.bfloat16 and torch.is_grad_enabled()
-    return EXPLICIT if is_short and is_training_low else FUSED
+    is_bf16_training = dtype == torch.bfloat16 and torch.is_grad_enabled()
+    return EXPLICIT if is_short and is_bf16_training else FUSED
 
 
 def describe_paths(model: Any, mask: Mask, T: int, dtype: torch.dtype, device: torch.device) -> str:
     """The path of a model's layers in training, as text: "fused", or each with the layers that take it."""
-    layers: dict[str, list[int]] = {}
+    layers_of: dict[str, list[str]] = {}
     for number, (block, encoding) in enumerate(zip(model.blocks, model.encodings, strict=True)):
         layer = block.attention
-        of_layer = mask._replace(window=layer.window, chunk=layer.chunk)
+        mask = mask._replace(window=layer.window, chunk=layer.chunk, block_masks={})
         if model.flex and mask.in_order and device.type in FLEX_DEVICES:
-            of_layer = of_layer._replace(block_masks={(layer.window, layer.chunk): None})
-        biased = encoding if encoding.has_scores() else None
-        q = torch.empty(1, 1, T, layer.head_dim, dtype=dtype, device=device)
-        path = choose_path(q, layer.head_dim, of_layer, biased, layer.dropout, layer.sink)
-        layers.setdefault(path, []).append(number)
-    if len(layers) == 1:
-        return next(iter(layers))
-    return ", ".join(f"{path} in layers {' '.join(map(str, numbers))}" for path, numbers in layers.items())
+            mask = mask._replace(block_masks={(layer.window, layer.chunk): None})
+        path = choose_path(T, layer.head_dim, dtype, device, mask, encoding if encoding.has_scores else None,
+                           layer.dropout, layer.sink is not None)
+        layers_of.setdefault(path, []).append(str(number))
+    if len(layers_of) == 1:
+        return next(iter(layers_of))
+    return ", ".join(f"{path} in layers {' '.join(numbers)}" for path, numbers in layers_of.items())
 
 
-def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInputs | None = None,
                  dropout: float = 0.0) -> Tensor:
     """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""
-    H, Tq, Tk, D = q.shape[1], q.shape[2], k.shape[2], v.shape[-1]
+    H, Tq = q.shape[1:3]
+    Tk = k.shape[2]
     k = for_each_head(k, H)
     v = for_each_head(v, H)
-    kernel = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=D**-0.5)
 
     # A bias becomes further channels of q and k. Where these hold sums over tokens (forgetting), long sums
-    # lose digits: then each block of at most fold_rows queries has sums of its own.
-    is_folded_by_block = bias is not None and Tq > bias.encoding.fold_rows
-    if bias is not None and not is_folded_by_block:
-        q, k = bias.encoding.fold(q, k, bias.at)
+    # lose digits: then each block of at most max_fold_queries has sums of its own.
+    is_folded_by_block = score_inputs is not None and Tq > score_inputs.encoding.max_fold_queries
+    if score_inputs is not None and not is_folded_by_block:
+        q, k = score_inputs.encoding.fold(q, k, score_inputs.at)
 
-    limit = mask.limit(Tk)
-    kernel_masks_itself = limit is None and mask.documents is None and Tq in (1, Tk)
+    limit = min(mask.window or Tk, mask.chunk or Tk)                    # most keys that a query sees
+    kernel_masks_itself = limit >= Tk and mask.documents is None and Tq in (1, Tk)
     if kernel_masks_itself and not is_folded_by_block:
         if Tq == 1:     # a single query is the last: it sees all
-            return kernel(q, k, as_wide_as(q, v))[..., :D]
-        return kernel(q, k, as_wide_as(q, v), is_causal=True)[..., :D]
+            return fused_kernel(q, k, v, dropout)
+        return fused_kernel(q, k, v, dropout, is_causal=True)
 
     # everything else has an explicit mask, in blocks of queries
-    parts = mask.parts()
+    segments = mask.segments()
 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
         q_rows = q[:, :, rows]
         k_seen = k[:, :, keys]
-        if bias is not None and is_folded_by_block:
-            q_rows, k_seen = bias.encoding.fold(q_rows, k_seen, bias.at.block(rows, keys))
-        v_seen = as_wide_as(q_rows, v[:, :, keys])
-        seen = visible_in(rows, keys, Tk - Tq, mask, parts, q.device)
-        return kernel(q_rows, k_seen, v_seen, seen)[..., :D]
+        if score_inputs is not None and is_folded_by_block:
+            q_rows, k_seen = score_inputs.encoding.fold(q_rows, k_seen, score_inputs.at.block(rows, keys))
+        seen = visible_in(rows, keys, Tk - Tq, mask, segments, q.device)
+        return fused_kernel(q_rows, k_seen, v[:, :, keys], dropout, seen)
 
-    if bias is not None and is_folded_by_block:
-        n_rows = bias.encoding.fold_rows
-    elif limit:
+    if score_inputs is not None and is_folded_by_block:
+        n_rows = score_inputs.encoding.max_fold_queries
+    elif limit < Tk:
         n_rows = max(limit, MIN_ROWS)
     else:
         n_rows = Tq
@@ -180,12 +173,18 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None 
     return by_rows(attend_rows, Tq, Tk, n_rows, mask, is_recomputed, dropout)
 
 
-def as_wide_as(q: Tensor, v: Tensor) -> Tensor:
-    """Values with zeros appended: with unequal widths PyTorch falls back to a path with T x T logits."""
-    return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+def fused_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float, seen: Tensor | None = None,
+                 is_causal: bool = False) -> Tensor:
+    """PyTorch's kernel, for q and k that may be wider than v (B, H, Tk, D)."""
+    D = v.shape[-1]
+    n_wider = q.shape[-1] - D
+    if n_wider:         # with unequal widths PyTorch falls back to a path with T x T logits
+        v = F.pad(v, (0, n_wider))
+    y = F.scaled_dot_product_attention(q, k, v, seen, dropout_p=dropout, is_causal=is_causal, scale=D**-0.5)
+    return y[..., :D]
 
 
-def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInputs | None = None,
                      dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
     """Explicit softmax in blocks of query rows: T x T logits never exist at once.
 
@@ -199,24 +198,24 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
     scale = v.shape[-1]**-0.5
     k = for_each_head(k, H)
     v = for_each_head(v, H)
-    if bias is not None:
-        bias = bias._replace(k=for_each_head(bias.k, H))
+    if score_inputs is not None:
+        score_inputs = score_inputs._replace(k=for_each_head(score_inputs.k, H))
     # A bias or a sink needs logits in fp32. Without them the product has rounded the logits already, and a
     # softmax in its dtype, which sums in fp32, gives the same weights (to the bit if sqrt(D) is a power of
     # two) in half the time. Backward then keeps them once, not also in fp32.
     logits_dtype = q.dtype
-    if bias is not None or sink is not None:
+    if score_inputs is not None or sink is not None:
         logits_dtype = torch.promote_types(q.dtype, torch.float32)
-    parts = mask.parts()
+    segments = mask.segments()
     is_consecutive = mask.in_order and Tq == Tk                         # no cache, which may have gaps
 
     def attend_rows(rows: slice, keys: slice) -> Tensor:
-        seen = visible_in(rows, keys, Tk - Tq, mask, parts, q.device)
+        seen = visible_in(rows, keys, Tk - Tq, mask, segments, q.device)
         mask_term = torch.where(seen, 0.0, -torch.inf).to(logits_dtype)
         logits = q[:, :, rows] @ k[:, :, keys].mT                       # (B, H, rows, keys)
-        logits = torch.add(mask_term, logits, alpha=scale)           # mask_term + scale * logits, in one pass
-        if bias is not None:
-            logits = add_scores(logits, bias, rows, keys, is_consecutive)
+        logits = torch.add(mask_term, logits, alpha=scale)          # mask_term + scale * logits, in one pass
+        if score_inputs is not None:
+            logits = add_scores(logits, score_inputs, rows, keys, is_consecutive)
         weights = logits.softmax(dim=-1)
         if sink is not None:    # the softmax with one more logit, whose weight is left out
             lse = logits.logsumexp(dim=-1, keepdim=True)                # (B, H, rows, 1)
@@ -227,7 +226,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
         return weights @ v[:, :, keys]                                  # (B, H, rows, D)
 
     most = most_logits(q.device)
-    if bias is not None and q.device.type == "cpu":
+    if score_inputs is not None and q.device.type == "cpu":
         most //= 2                                                      # `scores` hold more numbers per logit
     n_rows = Tq
     if B * H * Tq * Tk > most:
@@ -237,14 +236,15 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | N
     return by_rows(attend_rows, Tq, Tk, n_rows, mask, Tq >= RECOMPUTE_FROM, dropout)
 
 
-def add_scores(logits: Tensor, bias: Bias, rows: slice, keys: slice, is_consecutive: bool) -> Tensor:
+def add_scores(logits: Tensor, score_inputs: ScoreInputs, rows: slice, keys: slice,
+               is_consecutive: bool) -> Tensor:
     """Logits (B, H, rows, keys) of a block after `scores`."""
-    encoding = bias.encoding
-    at = bias.at.block(rows, keys, is_consecutive)
+    encoding, q, k, at = score_inputs
+    at = at.block(rows, keys, is_consecutive)
     if encoding.by_distance and is_consecutive:
-        of_distance = bias_at(encoding, toeplitz_distances(at), bias.q, at)      # (H, P), each distance once
+        of_distance = bias_at(encoding, toeplitz_distances(at), q, at)           # (H, P), each distance once
         return logits + ToeplitzBias.apply(of_distance, logits.shape[2])
-    return encoding.scores(logits, bias.q[:, :, rows], bias.k[:, :, keys], at)
+    return encoding.scores(logits, q[:, :, rows], k[:, :, keys], at)
 
 
 def most_logits(device: torch.device) -> int:
@@ -279,26 +279,26 @@ def by_rows(attend_rows: Callable[[slice, slice], Tensor], Tq: int, Tk: int, n_r
     return torch.cat(blocks, dim=2)
 
 
-def visible(i: Tensor, j: Tensor, b: Tensor, mask: Mask, parts: Tensor | None) -> Tensor:
-    """Whether query i of row b sees key j: tensors of indices that broadcast. `parts` is mask.parts()."""
+def visible(i: Tensor, j: Tensor, b: Tensor, mask: Mask, segments: Tensor | None) -> Tensor:
+    """Whether query i of row b sees key j: indices that broadcast. `segments` is mask.segments()."""
     seen = j <= i
     if mask.window:
         seen = seen & (i - j < mask.window)
-    if parts is not None:
-        return seen & (parts[b, i] == parts[b, j])
+    if segments is not None:
+        return seen & (segments[b, i] == segments[b, j])
     if mask.chunk:
         return seen & (i // mask.chunk == j // mask.chunk)
     return seen
 
 
-def visible_in(rows: slice, keys: slice, offset: int, mask: Mask, parts: Tensor | None,
+def visible_in(rows: slice, keys: slice, offset: int, mask: Mask, segments: Tensor | None,
                device: torch.device) -> Tensor:
     """`visible` of a block, (rows, keys), or with documents (B, 1, rows, keys); key `offset` is query 0."""
     i = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=device)
-    n_batch = 1 if parts is None else len(parts)
+    n_batch = 1 if segments is None else len(segments)
     b = torch.arange(n_batch, device=device)[:, None, None, None]
-    return visible(i, j, b, mask, parts)
+    return visible(i, j, b, mask, segments)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -315,25 +315,25 @@ def with_block_masks(mask: Mask, limits: set[Limits], T: int, device: torch.devi
     block_masks = {}
     for window, chunk in limits:
         of_layer = mask._replace(window=window, chunk=chunk)
-        parts = of_layer.parts()
+        segments = of_layer.segments()
         n_batch = None
-        if parts is not None:
-            n_batch = len(parts)
-            parts = F.pad(parts, (0, n_pad), value=-1)                  # padding is a document of its own
-        see = mask_function(of_layer, parts)
+        if segments is not None:
+            n_batch = len(segments)
+            segments = F.pad(segments, (0, n_pad), value=-1)            # padding is a segment of its own
+        see = mask_function(of_layer, segments)
         block_masks[window, chunk] = create(see, n_batch, None, T + n_pad, T + n_pad, device)
     return mask._replace(block_masks=block_masks)
 
 
-def mask_function(mask: Mask, parts: Tensor | None) -> Callable[..., Tensor]:
+def mask_function(mask: Mask, segments: Tensor | None) -> Callable[..., Tensor]:
     """`visible` as FlexAttention calls it: row, head, query and key."""
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return visible(i, j, b, mask, parts)
+        return visible(i, j, b, mask, segments)
 
     return mask_mod
 
 
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None = None,
+def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInputs | None = None,
                 sink: Tensor | None = None) -> Tensor:
     """FlexAttention. Arguments and result as in `attend`.
 
@@ -344,10 +344,14 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None =
     n_pad = -T % FLEX_BLOCK
     v = for_each_head(v, k.shape[1])            # a rotation may have made keys for each head of queries
     q, k, v = (F.pad(x, (0, 0, 0, n_pad)) for x in (q, k, v))
+    score_mod = None
+    options = None
+    if score_inputs is not None:
+        score_mod = score_function(score_inputs, T + n_pad)
+        options = FLEX_OPTIONS
     y, aux = flex_function("flex_attention", q.device)(
-        q, k, v, score_mod=None if bias is None else score_function(bias, T + n_pad),
-        block_mask=mask.block_masks[mask.window, mask.chunk], scale=D**-0.5,
-        enable_gqa=q.shape[1] != k.shape[1], kernel_options=None if bias is None else FLEX_OPTIONS,
+        q, k, v, score_mod=score_mod, block_mask=mask.block_masks[mask.window, mask.chunk], scale=D**-0.5,
+        enable_gqa=q.shape[1] != k.shape[1], kernel_options=options,
         return_aux=flex_attention.AuxRequest(lse=True))
     if sink is not None:
         share = torch.sigmoid(aux.lse - sink[:, None])                  # of all keys but the sink, (B, H, T)
@@ -355,13 +359,14 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, bias: Bias | None =
     return y[:, :, :T]
 
 
-def score_function(bias: Bias, T: int) -> Callable[..., Tensor]:
+def score_function(score_inputs: ScoreInputs, T: int) -> Callable[..., Tensor]:
     """`scores` as FlexAttention calls them: by distance, one number multiplies a logit and one is added."""
-    distance = torch.arange(T, device=bias.q.device)
-    term = bias_at(bias.encoding, distance, bias.q, bias.at)            # (H, T)
+    encoding, q, _, at = score_inputs
+    distance = torch.arange(T, device=q.device)
+    term = bias_at(encoding, distance, q, at)                           # (H, T)
     factor = None
-    if bias.encoding.scales_by_distance:
-        factor = bias_at(bias.encoding, distance, bias.q, bias.at, logit=1.0) - term
+    if encoding.scales_by_distance:
+        factor = bias_at(encoding, distance, q, at, logit=1.0) - term
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         d = (i - j).abs()                                               # keys ahead are masked

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import FLEX_DEVICES, Bias, Mask, attend, with_block_masks
+from attention import FLEX_DEVICES, Mask, ScoreInputs, attend, with_block_masks
 from base.loss import cross_entropy
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
 from positions.contract import starts_of
-from positions.switches import TEMPERATURES, drop_step, encodings_of
+from positions.switches import TEMPERATURES, encodings_of
 
 GATED = ("swiglu", "geglu")     # kinds of MLP with three matrices
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -74,21 +74,16 @@ def make_norm(config: ModelConfig, is_on: bool = True) -> nn.Module:
     return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
 
 
-class PreciseRMSNorm(nn.RMSNorm):
-    """RMSNorm in its weights' dtype, as under autocast on CUDA; a CPU kernel takes one dtype."""
+class QKNorm(nn.RMSNorm):
+    """RMSNorm of queries or keys: each head alone, or all heads together as one group of channels.
+
+    (B, T, n_groups * width) -> (B, T, n_groups, width). It computes in its weights' dtype, as under autocast
+    on CUDA; a CPU kernel takes one dtype.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
-
-
-def by_heads(x: Tensor, head_dim: int) -> Tensor:
-    """(B, T, n D) -> (B, n, T, D)."""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-
-
-def last_tokens(x: Tensor, n: int) -> Tensor:
-    """The last n tokens of x (B, T, C): x itself if it has no more, since a slice adds a copy in backward."""
-    return x if x.shape[1] == n else x[:, -n:]
+        groups = x.unflatten(-1, (-1, *self.normalized_shape))
+        return super().forward(groups.to(self.weight.dtype)).to(x.dtype)
 
 
 class Cache:
@@ -149,46 +144,40 @@ class Attention(nn.Module):
         self.o = nn.Linear(H * D, C, bias=config.bias)
         self.gate = nn.Linear(C, H * D, bias=False) if config.gate else None
         self.sink = nn.Parameter(torch.zeros(H)) if config.sink == "head" else None
-        self.is_whole = config.qk_norm == "whole"
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
-        if config.qk_norm:
-            self.q_norm = PreciseRMSNorm(H * D if self.is_whole else D, eps=config.norm_eps)
-            self.k_norm = PreciseRMSNorm(G * D if self.is_whole else D, eps=config.norm_eps)
+        if config.qk_norm == "whole":                                   # all heads together
+            self.q_norm = QKNorm(H * D, eps=config.norm_eps)
+            self.k_norm = QKNorm(G * D, eps=config.norm_eps)
+        elif config.qk_norm:                                            # each head alone
+            self.q_norm = QKNorm(D, eps=config.norm_eps)
+            self.k_norm = QKNorm(D, eps=config.norm_eps)
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask,
                 cache: Cache | None = None) -> Tensor:
-        q, k, v = self.project(x, at.q_pos.shape[1])                    # (B, H, Tq, D), (B, G, T, D) twice
+        # queries of the last Tq tokens; keys and values of all
+        B, T, _ = x.shape
+        Tq, D = at.q_pos.shape[1], self.head_dim
+        x_q = x[:, T - Tq:]         # not x[:, -Tq:], which adds a copy to the backward pass even if Tq == T
+        q = self.q_norm(self.q(x_q)).reshape(B, Tq, -1, D).transpose(1, 2)      # (B, H, Tq, D)
+        k = self.k_norm(self.k(x)).reshape(B, T, -1, D).transpose(1, 2)         # (B, G, T, D)
+        v = self.v(x).reshape(B, T, -1, D).transpose(1, 2)                      # (B, G, T, D)
         features = encoding.features(x, at.layer)                       # (B, H, T, F) or None
         if cache is not None:
             k, v, features = cache.append(at.layer, k, v, features)     # of all Tk tokens
         if features is not None:
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
         mask = mask._replace(window=self.window, chunk=self.chunk)
-        bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
+        score_inputs = ScoreInputs(encoding, q, k, at) if encoding.has_scores else None
         q, k = encoding.rotate(q, k, at)                                # RoPE happens here
         v = encoding.turn_values(v, at)
         dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, mask, bias, dropout, self.sink)             # (B, H, Tq, D)
+        y = attend(q, k, v, mask, score_inputs, dropout, self.sink)     # (B, H, Tq, D)
         y = encoding.turn_back(y, at)
         y = y.transpose(1, 2).flatten(2)                                # (B, Tq, H D)
         if self.gate is not None:
-            y = y * torch.sigmoid(self.gate(last_tokens(x, y.shape[1])))
+            y = y * torch.sigmoid(self.gate(x_q))
         return self.o(y)
-
-    def project(self, x: Tensor, Tq: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the last Tq tokens, keys and values of all x (B, T, C), by heads."""
-        q = self.q(last_tokens(x, Tq))
-        k = self.k(x)
-        if self.is_whole:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        q = by_heads(q, self.head_dim)
-        k = by_heads(k, self.head_dim)
-        if not self.is_whole:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        return q, k, by_heads(self.v(x), self.head_dim)
 
 
 class MLP(nn.Module):
@@ -230,7 +219,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, cache: Cache | None) -> Tensor:
         y = self.attention(self.attention_norm(x), encoding, at, mask, cache)
-        x = last_tokens(x, y.shape[1])                                         # (B, Tq, C)
+        x = x[:, x.shape[1] - y.shape[1]:]                              # (B, Tq, C)
         after = x + self.dropout(self.attention_post_norm(y))
         read = x if self.is_parallel else after
         y = self.mlp(self.mlp_norm(read))
@@ -271,7 +260,9 @@ class GPT(nn.Module):
         self.no_encoding = NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         self.encoding.clamp()
-        self.drop_step = drop_step(p, config.train.steps)
+        self.drop_step = math.inf       # from this step on the encoding is off: at the latest in the last one
+        if p.drop_at < 1:
+            self.drop_step = min(round(p.drop_at * config.train.steps), config.train.steps - 1)
         self.is_dropped = self.drop_step <= 0
         self.choose_encodings()
 
@@ -314,7 +305,8 @@ class GPT(nn.Module):
 
     def choose_encodings(self) -> None:
         """Set `encodings`, one for each layer. To be called after a change of the temperature."""
-        self.encodings = encodings_of(self.options, self.active(), self.temperature, len(self.blocks))
+        self.encodings = encodings_of(self.options, self.active(), self.no_encoding, self.temperature,
+                                      len(self.blocks))
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""
@@ -326,6 +318,9 @@ class GPT(nn.Module):
         x = self.hidden(tokens, positions, cache, documents)            # (B, T, C)
         if targets is None:
             return self.logits(x)                                       # (B, T, V)
+        # A fork adds an auxiliary loss of its blocks here, `if self.training`, so that validation reports
+        # cross entropy alone. Under reduction = "sum" (as in train.py) multiply a mean over tokens by the
+        # number of scored targets, (targets != IGNORED).sum().
         return cross_entropy(x.flatten(0, 1), self.output_matrix(), targets.flatten(), reduction)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,

@@ -74,7 +74,7 @@ class Rescaled(Extension):
         if problem := super().problem(model, config, T):
             return problem
         encoding = rotary(model)
-        may_change = any(kind.scaling == "extended" for kind in encoding.kinds)
+        may_change = "extended" in encoding.kinds
         if encoding.spectrum == "rope_id" or not may_change:
             return ("changes the frequencies of position.base in layers that see further than "
                     "train.seq_len, and this run has none")
@@ -157,7 +157,7 @@ class Regrouped(Wrapper):
         if hides:       # masked before `scores`: an encoding may count the keys that it sees
             is_first = n < getattr(self.method, self.method.hides)
             logits = logits.masked_fill(~is_first & (n < start), -torch.inf)
-            needs_all = self.inner.has_scores() or at.features is not None
+            needs_all = self.inner.has_scores or at.features is not None
             again = torch.ones_like(is_first) if needs_all else is_first
         else:
             again = n >= start.amin(2, keepdim=True)

@@ -111,7 +111,7 @@ class ALiBi(Encoding):
 
     Options = ALiBiOptions
     by_distance = True
-    fold_rows = 2**24
+    max_fold_queries = 2**24
     lr_scale = 10.0
 
     def __init__(self, shape: Shape, options: ALiBiOptions) -> None:
@@ -121,7 +121,7 @@ class ALiBi(Encoding):
         if options.learned:
             self.log_slopes = nn.Parameter(self.slopes(shape.n_head).log())
         # the gradients of folded slopes would be small differences of large sums, lost in bf16
-        self.fold_rows = 0 if options.learned else ALiBi.fold_rows
+        self.max_fold_queries = 0 if options.learned else ALiBi.max_fold_queries
 
     @staticmethod
     def slopes(n_head: int) -> Tensor:

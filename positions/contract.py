@@ -128,7 +128,7 @@ class Encoding(nn.Module):
     one per query head (H), not per key head (G, which may be fewer). A subclass of RoPE in
     positions/rotary.py gets every scaling and every method of --extend; it overrides `rotate`, or
     `frequencies`, to change what super().frequencies(k_pos, is_extended) returns, or, if layers differ,
-    `tables` and `of_layer`. Its options subclass RotaryOptions.
+    `tables`. Its options subclass RotaryOptions.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -142,7 +142,7 @@ class Encoding(nn.Module):
     by_distance: bool = False
     # `scores` multiplies logits by f(distance), then adds as `by_distance` does: FlexAttention may serve it
     scales_by_distance: bool = False
-    fold_rows: int = 0  # queries that `fold` takes at a time, at most; 0: attention does not call it
+    max_fold_queries: int = 0  # the most queries that one call of `fold` takes; 0: it is not called
     # `scores` adds what does not depend on the logits, and a temperature multiplies that too, not q alone
     tempers_bias: bool = False
     rotates_values: bool = False    # do `turn_values` and `turn_back` change anything?
@@ -153,6 +153,7 @@ class Encoding(nn.Module):
         Read no tensor's value, unless the tensor has device="cpu": --dry-run makes the rest without memory.
         """
         super().__init__()
+        self.has_scores = type(self).scores is not Encoding.scores      # does `scores` change the logits?
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Token embeddings x (B, T, C) at positions (1 or B, T) -> the input of the first layer (B, T, C)."""
@@ -209,10 +210,10 @@ class Encoding(nn.Module):
         return logits
 
     def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """Further channels of q and k, whose product is what `scores` adds, times sqrt(D): see fold_rows.
+        """Further channels of q and k, whose product is what `scores` adds, times sqrt(D).
 
         It may differ from it by a constant along each row, which vanishes in the softmax. Attention is then
-        the fused kernel where that pays.
+        the fused kernel where that pays. See max_fold_queries.
         """
         return q, k
 
@@ -230,10 +231,6 @@ class Encoding(nn.Module):
     def acts_in_layers(cls) -> bool:
         """Whether it acts in the layers, not only on the embeddings, so that `layers` has an effect."""
         return cls.rotate is not Encoding.rotate or cls.scores is not Encoding.scores
-
-    def has_scores(self) -> bool:
-        """Whether `scores` changes the logits."""
-        return type(self).scores is not Encoding.scores
 
 
 class NoPE(Encoding):

@@ -28,7 +28,7 @@ class Forgetting(Encoding):
     starts with std 0.02 and b at 0, so f near 1/2: a steep penalty of 0.7 per token.
     """
 
-    fold_rows = 256     # over more queries its sums lose digits
+    max_fold_queries = 256     # over more queries its sums lose digits
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)

@@ -6,7 +6,7 @@ Legend: B batch, T time (Tq queries, Tk keys), D channels of a head, R rotated c
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -73,13 +73,6 @@ class RoPEOptions(RotaryOptions):
         return super().problems(n_embd, head_dim)
 
 
-class Kind(NamedTuple):
-    """What the frequencies of a layer follow."""
-
-    base: float
-    scaling: Literal["extended", "trained", "none"]     # that of --extend, that of training, or none
-
-
 def is_within_length(layer: int, shape: Shape) -> bool:
     """Whether a window or chunks keep all distances below L in this layer: --extend leaves it alone."""
     reach = min(shape.window or math.inf, shape.chunk or math.inf)
@@ -94,7 +87,8 @@ class RoPE(Encoding):
 
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
     angles = staticmethod(rope.angles)      # positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)
-    spectrum = "geometric"                  # an option that only `rope` has
+    spectrum = "geometric"                  # two options that only `rope` has
+    local_base: float | None = None
 
     def __init__(self, shape: Shape, options: RotaryOptions) -> None:
         super().__init__(shape, options)
@@ -106,17 +100,16 @@ class RoPE(Encoding):
         if isinstance(options, RoPEOptions):
             self.spectrum = options.spectrum
             self.rotates_values = options.rotate_values
-        self.kinds = [self.kind_of(layer, shape, options) for layer in range(shape.n_layer)]
-
-    @staticmethod
-    def kind_of(layer: int, shape: Shape, options: RotaryOptions) -> Kind:
-        """What the frequencies of a layer follow."""
-        local_base = options.local_base if isinstance(options, RoPEOptions) else None
-        if local_base and layer in shape.local_layers:
-            return Kind(local_base, "none")
-        if is_within_length(layer, shape):
-            return Kind(options.base, "trained")
-        return Kind(options.base, "extended")
+            self.local_base = options.local_base
+        # which frequencies each layer has: of `scaling`, of training's scaling, or of local_base
+        self.kinds: list[Literal["extended", "trained", "local"]] = []
+        for layer in range(shape.n_layer):
+            if self.local_base and layer in shape.local_layers:
+                self.kinds.append("local")
+            elif is_within_length(layer, shape):
+                self.kinds.append("trained")
+            else:
+                self.kinds.append("extended")
 
     def frequencies(self, k_pos: Tensor, is_extended: bool = True) -> tuple[Tensor, float]:
         """Radians per position of each pair, (R/2,), and a factor on cos and sin.
@@ -136,27 +129,22 @@ class RoPE(Encoding):
             f = f.where(is_turning, 0.0)
         return f, factor
 
-    def table_of(self, layer: int) -> Kind:
-        """The key in `tables` of this layer's. Without --extend, layers under a scaling share one."""
-        kind = self.kinds[layer]
-        if kind.scaling == "trained" and self.scaling is self.trained_scaling:
-            return Kind(kind.base, "extended")
-        return kind
-
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
-        """For each kind of layer its `cos_and_sin`."""
-        tables = {}
-        for kind in dict.fromkeys(map(self.table_of, range(len(self.kinds)))):
-            if kind.scaling != "none":
-                f, factor = self.frequencies(k_pos, kind.scaling == "extended")
-            else:
-                f, factor = rope.inv_freq(self.rotary_dim, kind.base, device=k_pos.device), 1.0
-            tables[kind] = self.cos_and_sin(q_pos, k_pos, f, factor)
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> list[tuple[Any, ...]]:
+        """For each layer its `cos_and_sin`. Layers with the same frequencies share one."""
+        table_of: dict[str, tuple[Any, ...]] = {}
+        tables = []
+        for kind in self.kinds:
+            if kind == "trained" and self.scaling is self.trained_scaling:
+                kind = "extended"           # there is no --extend
+            if kind not in table_of:
+                if kind == "local":
+                    assert self.local_base is not None
+                    f, factor = rope.inv_freq(self.rotary_dim, self.local_base, device=k_pos.device), 1.0
+                else:
+                    f, factor = self.frequencies(k_pos, is_extended=kind == "extended")
+                table_of[kind] = self.cos_and_sin(q_pos, k_pos, f, factor)
+            tables.append(table_of[kind])
         return tables
-
-    def of_layer(self, at: At) -> tuple[Any, ...]:
-        """The `cos_and_sin` of this layer."""
-        return at.tables[self.table_of(at.layer)]
 
     def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Any, ...]:
         """The cosines and sines of queries, then of keys, (1 or B, 1, T, R/2) each, times the factor."""
@@ -167,21 +155,21 @@ class RoPE(Encoding):
         return tuple((x * factor).as_strided(x.shape, x.stride()) for x in tables)
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        q_cos, q_sin, k_cos, k_sin = self.of_layer(at)
+        q_cos, q_sin, k_cos, k_sin = at.tables[at.layer]
         return rope.turn(q, q_cos, q_sin, self.layout), rope.turn(k, k_cos, k_sin, self.layout)
 
     def turn_values(self, v: Tensor, at: At) -> Tensor:
         """Rotate values (B, G, Tk, D) as keys, under rotate_values."""
         if not self.rotates_values:
             return v
-        _, _, cos, sin = self.of_layer(at)
+        _, _, cos, sin = at.tables[at.layer]
         return rope.turn(v, cos, sin, self.layout)
 
     def turn_back(self, y: Tensor, at: At) -> Tensor:
         """Rotate the results (B, H, Tq, D) back from the positions of their queries, under rotate_values."""
         if not self.rotates_values:
             return y
-        cos, sin, _, _ = self.of_layer(at)
+        cos, sin, _, _ = at.tables[at.layer]
         square = cos**2 + sin**2                # a scaling's factor squared: values and results have one each
         return rope.turn(y, cos / square, -sin / square, self.layout)
 
@@ -308,7 +296,7 @@ class PoPE(RoPE):
         self.delta = nn.Parameter(torch.zeros(shape.n_layer, shape.n_head, shape.head_dim))
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        q_cos, q_sin, k_cos, k_sin = self.of_layer(at)
+        q_cos, q_sin, k_cos, k_sin = at.tables[at.layer]
         precise = torch.promote_types(q.dtype, torch.float32)
         q_radius, k_radius = F.softplus(q.to(precise)), F.softplus(k.to(precise))
         delta = self.delta[at.layer][:, None]                           # (H, 1, D)
@@ -361,7 +349,7 @@ class FoPE(RoPE):
         return *super().cos_and_sin(q_pos, k_pos, f[:M], factor), factor
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        *waves, factor = self.of_layer(at)
+        *waves, factor = at.tables[at.layer]
         n_constant = self.rotary_dim // 2 - self.cos_mixture.shape[3]
         with torch.autocast(q.device.type, enabled=False):
             q_cos, q_sin, k_cos, k_sin = (

@@ -113,6 +113,7 @@ class Wrapper(Encoding):
     def __init__(self, inner: Encoding) -> None:
         nn.Module.__init__(self)
         self.inner = inner
+        self.has_scores = True
         self.is_relative = inner.is_relative
         self.max_length = inner.max_length
         self.embed = inner.embed                    # type: ignore[method-assign]
@@ -141,11 +142,9 @@ class Tempered(Wrapper):
         # a bias times the temperature depends on more than the distance
         self.by_distance = inner.by_distance and not inner.tempers_bias
         self.scales_by_distance = inner.scales_by_distance
-        self.fold_rows = inner.fold_rows
+        self.has_scores = inner.has_scores
+        self.max_fold_queries = inner.max_fold_queries
         self.fold = inner.fold                      # type: ignore[method-assign]
-
-    def has_scores(self) -> bool:
-        return self.inner.has_scores()
 
     def scaled(self, q: Tensor, at: At) -> Tensor:
         """Queries (B, H, Tq, D) times the temperature."""
@@ -175,41 +174,31 @@ class ScaleInvariant(Wrapper):
     def __init__(self, inner: Encoding, tau: float) -> None:
         super().__init__(inner)
         self.tau = tau                                                  # in tokens, above 0
-        self.scales_by_distance = inner.by_distance or not inner.has_scores()
+        self.scales_by_distance = inner.by_distance or not inner.has_scores
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         logits = self.inner.scores(logits, q, k, at)
-        a, m = factor_and_bias(at.distance().to(logits.dtype), self.tau)        # (1 or B, 1, Tq, Tk) each
+        distance = at.distance().to(logits.dtype)                       # (1 or B, 1, Tq, Tk)
+        m = -2 * torch.log1p(distance / self.tau)
+        a = (1 - m).sqrt()
         return torch.addcmul(m, a, logits)                              # masked logits stay -inf
 
 
-def factor_and_bias(distance: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """The a and m of `ScaleInvariant` at distances of a floating-point type, in that type and shape."""
-    m = -2 * torch.log1p(distance / tau)
-    return (1 - m).sqrt(), m
-
-
-def encodings_of(options: Options, encoding: Encoding, temperature: Temperature,
+def encodings_of(options: Options, encoding: Encoding, no_encoding: NoPE, temperature: Temperature,
                  n_layer: int) -> list[Encoding]:
     """The encoding of each layer: this one or none, inside what acts under any encoding.
 
     Layers of the same kind share one, so that its tables are computed once.
     """
-    def wrapped(inner: Encoding, kind: str) -> Encoding:
-        is_tempered = type(temperature) is not Temperature
+    of_kind: dict[str, Encoding] = {"encoded": encoding, "unencoded": no_encoding}
+    for kind in of_kind:
+        is_tempered = type(temperature) is not Temperature              # that is no temperature
         if is_tempered and options.temperature_layers in ("all", kind):
-            inner = Tempered(inner, temperature)
+            of_kind[kind] = Tempered(of_kind[kind], temperature)
         if options.scale_invariant:
-            inner = ScaleInvariant(inner, options.scale_invariant)
-        return inner
-
-    encoded = wrapped(encoding, "encoded")
-    unencoded = wrapped(NoPE(temperature.shape, options), "unencoded")
-    return [encoded if options.is_encoded(layer) else unencoded for layer in range(n_layer)]
-
-
-def drop_step(options: Options, n_steps: int) -> float:
-    """The first of a run's steps without the encoding, by position.drop_at."""
-    if options.drop_at == 1:
-        return math.inf
-    return min(round(options.drop_at * n_steps), n_steps - 1)       # if at all, then at least the last one
+            of_kind[kind] = ScaleInvariant(of_kind[kind], options.scale_invariant)
+    encodings = []
+    for layer in range(n_layer):
+        kind = "encoded" if options.is_encoded(layer) else "unencoded"
+        encodings.append(of_kind[kind])
+    return encodings

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 from conftest import ROOT, TINY, lively
-from torch import Tensor
+from torch import Tensor, nn
 
 import rope
 from config import Config, load_config
@@ -107,6 +107,11 @@ def visible(config: Config, layer: int, T: int, documents: Tensor | None) -> Ten
     return seen
 
 
+def normalised(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """x over the root mean square of its last axis, times the norm's weights."""
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+
+
 def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
                  documents: Tensor | None = None, farthest: int | None = None) -> Tensor:
     """What a layer's attention returns, (B, T, C), for its normalised input x at pos (1 or B, T).
@@ -115,9 +120,12 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
     All switches are applied here, by their formulas.
     """
     a, p, name = model.blocks[layer].attention, config.position, config.position.encoding
-    q, k = (a.q_norm(a.q(x)), a.k_norm(a.k(x))) if config.model.qk_norm == "whole" else (a.q(x), a.k(x))
+    q, k = a.q(x), a.k(x)
+    if config.model.qk_norm == "whole":
+        q, k = normalised(q, a.q_norm), normalised(k, a.k_norm)
     q, k, v = (y.unflatten(-1, (-1, config.model.head_width)).transpose(1, 2) for y in (q, k, a.v(x)))
-    q, k = (q, k) if config.model.qk_norm == "whole" else (a.q_norm(q), a.k_norm(k))
+    if config.model.qk_norm is True:
+        q, k = normalised(q, a.q_norm), normalised(k, a.k_norm)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     encoded, tempered = layers_of(config)
     is_encoded = layer in encoded and p.drop_at > 0

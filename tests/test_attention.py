@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import attention
-from attention import Bias, Mask, attend_fused, attend_in_blocks
+from attention import Mask, ScoreInputs, attend_fused, attend_in_blocks
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.bias import ALiBi, ToeplitzBias
@@ -52,7 +52,7 @@ def at_of(encoding: Encoding, pos: Tensor, Tq: int) -> At:
 
 def by(path, q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: Mask | None = None) -> Tensor:
     """Attention of unrotated q and k on a path."""
-    bias = Bias(encoding, q, k, at) if encoding.has_scores() else None
+    bias = ScoreInputs(encoding, q, k, at) if encoding.has_scores else None
     return path(*encoding.rotate(q, k, at), v, mask or Mask(), bias)
 
 

@@ -70,7 +70,7 @@ def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tin
     has_sink = model.blocks[0].attention.sink is not None
     n_served = 2 if packed or has_sink else n_windows
     encoding = model.encodings[0]
-    if encoding.has_scores():   # a temperature makes the bias of bam one of more than the distance
+    if encoding.has_scores:   # a temperature makes the bias of bam one of more than the distance
         n_served = 2 * (encoding.by_distance or encoding.scales_by_distance)
     assert (n_none, n_taken) == (0, n_served)
 

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 TEMPERATURES = get_args(Options.model_fields["temperature"].annotation)
 ON = "position.scale_invariant=10"
 ONLY = "position.temperature_layers"
+# How far a later token may move a logit, in fp64. A mixture of experts, or another kernel whose rounding
+# depends on the rest of the batch, needs 1e-9. That still finds a leak: logits are about 1 here.
+LEAK = 0.0
 BEYOND = "train.seq_len=16"     # half of the tokens lie beyond L
 # what acts under any encoding
 SWITCHES = {
@@ -54,7 +57,10 @@ FAST = [*((name, "plain") for name in ENCODINGS),
          ("rope", "yarn"), ("pope", "both"), ("bam", "ssmax"),
         ("alibi", "grouped"), ("t5", "scale_invariant"), ("forgetting", "window"),
         ("path", "chunk"), ("learned", "dropped")]
+GROUPED = [(name, "grouped") for name in ENCODINGS]
 laws = pytest.mark.parametrize(("name", "switch"), slow_except(CASES, *FAST))
+# fast for each encoding with fewer heads of keys, too
+laws_of_keys = pytest.mark.parametrize(("name", "switch"), slow_except(CASES, *FAST, *GROUPED))
 every_encoding_slowly = pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope", "t5", "pope"))
 
 
@@ -73,7 +79,7 @@ def gaps(T: int) -> torch.Tensor:
 # --- Under every switch
 
 
-@laws
+@laws_of_keys
 def test_attention_is_one_softmax_over_all_pairs(name: str, switch: str, monkeypatch) -> None:
     """With gaps and packed documents, and at consecutive positions; at once, in blocks, in the kernel."""
     (model, x), config = given(name, switch, 24), config_of(name, SWITCHES[switch])
@@ -91,13 +97,14 @@ def test_attention_is_one_softmax_over_all_pairs(name: str, switch: str, monkeyp
 
 @laws
 def test_the_future_cannot_leak(name: str, switch: str) -> None:
+    """A change of token t leaves all logits before t as they were: to the bit, see LEAK."""
     model, x = given(name, switch)
     before, T = model(x), x.shape[1]
     for t in (1, T // 2, T - 1):
         changed = x.clone()
         changed[:, t] = (changed[:, t] + 1) % 257
         after = model(changed)
-        assert torch.equal(after[:, :t], before[:, :t])
+        torch.testing.assert_close(after[:, :t], before[:, :t], atol=LEAK, rtol=0)
         assert (after[:, t] != before[:, t]).any()
 
 
@@ -112,7 +119,7 @@ def test_only_relative_encodings_ignore_a_shift_of_all_positions(name: str, swit
     assert change < 1e-4 if is_relative else change > 1e-2
 
 
-@laws
+@laws_of_keys
 def test_cached_decoding_equals_the_full_forward(name: str, switch: str, monkeypatch) -> None:
     """Prefill, single tokens and chunks; consecutive positions, and with gaps; rows alone and together."""
     model, x = given(name, switch)
@@ -196,7 +203,7 @@ def test_far_keys_do_not_merge_in_bfloat16(name: str) -> None:
     """16,384 keys without content have as many biases under autocast as outside of it."""
     T, config, model = 16_384, config_of(name), model_of(name, dtype=torch.float32)
     encoding, H, D = model.encoding, config.model.n_head, config.model.head_width
-    if not encoding.has_scores() or encoding.max_length or name == "transformer_xl":
+    if not encoding.has_scores or encoding.max_length or name == "transformer_xl":
         pytest.skip("it has no scores, none at far keys, or those of the authors' products in 16 bits")
     pos, x = torch.arange(T)[None], torch.randn(1, T, config.model.n_embd)
     features = encoding.features(x, 0)
@@ -205,7 +212,7 @@ def test_far_keys_do_not_merge_in_bfloat16(name: str) -> None:
     at = At(pos[:, -4:], pos, 0, encoding.tables(pos[:, -4:], pos), features)
     found = []
     for dtype in (torch.bfloat16, torch.float32):
-        bias = attention.Bias(encoding, q.to(dtype), k.to(dtype), at)
+        bias = attention.ScoreInputs(encoding, q.to(dtype), k.to(dtype), at)
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             logits = attention.add_scores(torch.zeros(1, H, 4, T), bias, slice(0, 4), slice(0, T), False)
         found.append(len(logits.unique()))

@@ -320,8 +320,8 @@ def with_block_masks(mask: Mask, limits: set[Limits], T: int, device: torch.devi
         if segments is not None:
             n_batch = len(segments)
             segments = F.pad(segments, (0, n_pad), value=-1)            # padding is a segment of its own
-        see = mask_function(of_layer, segments)
-        block_masks[window, chunk] = create(see, n_batch, None, T + n_pad, T + n_pad, device)
+        mask_mod = mask_function(of_layer, segments)
+        block_masks[window, chunk] = create(mask_mod, n_batch, None, T + n_pad, T + n_pad, device)
     return mask._replace(block_masks=block_masks)
 
 

@@ -341,7 +341,10 @@ class GPT(nn.Module):
                 # each document has the first positions of its row: distances within it stay what they were
                 q_pos = k_pos = q_pos.expand_as(n_before).gather(1, n_before)
         # one set of tables for all layers of an encoding
-        tables = {each: each.tables(q_pos, k_pos) for each in dict.fromkeys(self.encodings)}
+        tables: dict[Encoding, Any] = {}
+        for encoding in self.encodings:
+            if encoding not in tables:
+                tables[encoding] = encoding.tables(q_pos, k_pos)
         mask = Mask(documents=documents, in_order=positions is None)
         if self.flex and mask.in_order and cache is None and tokens.device.type in FLEX_DEVICES:
             limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}

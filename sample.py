@@ -5,6 +5,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
 
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from base.command import positive, run_command, run_parser
 from base.errors import UserError
-from data.tokenizer import decode
+from data.tokenizer import decode, to_utf8
 from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import eos_ids
 from model import GPT
@@ -65,7 +66,10 @@ def main() -> None:
         raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
     folder = Path(pulled(args.run))
     model, config, tokenizer, *_ = open_run(folder, args.checkpoint, args.device)
-    prompt = [tokenizer.separator, *tokenizer.encode(args.prompt.encode()).tolist()]
+    text, n_surrogates = to_utf8(args.prompt)
+    if n_surrogates:
+        print(f"warning: --prompt is not UTF-8: {n_surrogates} bytes became U+FFFD", file=sys.stderr)
+    prompt = [tokenizer.separator, *tokenizer.encode(text).tolist()]
     ends = eos_ids(folder) if is_pretrained(folder) else set()
     limit = model.active().max_length
     if limit and len(prompt) + args.tokens > limit + 1:     # the last token is drawn, but not fed

@@ -44,7 +44,7 @@ def read_layers(path: Path) -> list[Layer]:
         try:
             if len(layers) > 99:
                 raise ValueError("it extends itself in a circle; remove one `extends`")
-            content = tomllib.loads(path.read_text(encoding="utf-8"))
+            content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
             hint = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
             raise UserError(f"config {path}: {(error.strerror or str(error)).lower()}"

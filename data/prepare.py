@@ -9,10 +9,12 @@ Several SOURCEs become one corpus. Each is one of
               installs. A document of documentation and one of code per project, or only one of these kinds
   TASK        generated documents, described in data/tasks.py: repeats, passkey, needles, variables, copying,
               reversal, sorting, addition, parity or flip_flop
-  FILE        .txt: one text, its last tenth is for validation. .jsonl, .jsonl.gz, .jsonl.zst: a document per
-              line. .parquet: a document per row. A hash of the text puts 1 document in 100 into validation
-  FOLDER      a folder of these files. Subfolders train/ and val/ are the splits if both exist. Else each .txt
-              file is a document, and a hash of its path puts a tenth into validation; rows as for FILE
+  FILE        .txt: one text, its last tenth is for validation; or the articles of WikiText, or documents that
+              --separator separates. .jsonl, .jsonl.gz, .jsonl.zst: a document per line. .parquet: a document
+              per row. A hash of the text puts 1 of 100 of these documents into validation, one at least
+  FOLDER      a folder of these files. If subfolders, or the names of all files, are those of splits, train
+              and validation (or valid, val, dev, else test), these are the splits. Else each .txt file is a
+              document, and a hash of its path puts a tenth into validation; rows as for FILE
   https://... one of these files, or a .zip with one in it; downloaded once (also http, file)
   hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, hf:ORG/NAME, or a local folder in its layout,
               hf:./folder. The splits are train and validation, else test. If there is only one split, or
@@ -27,6 +29,7 @@ The corpus appears at DIR when it is complete. After an interruption, the same c
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 from array import array
@@ -52,9 +55,17 @@ from base.files import flush, sha256_of, write_whole
 from data import tokenizer as tokenizers
 from data.loader import FORMAT_VERSION, SPLITS, read_meta
 from data.sdists import PASSAGE, count_shared
-from data.sources import KINDS, SUFFIXES, Document, Reader, SourceOptions, documents, open_source
+from data.sources import (
+    SUFFIXES,
+    Document,
+    Reader,
+    SourceOptions,
+    documents,
+    open_source,
+    share_held_out,
+)
 from data.tasks import TASKS, TaskDocument
-from data.tokenizer import TOKENIZER_FILE, Tokenizer, pieces
+from data.tokenizer import SEPARATOR, TOKENIZER_FILE, Tokenizer, pieces
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 
@@ -62,6 +73,7 @@ LEARN_BYTES = 2**27             # most text that bpe:N learns from
 LEARN_PIECE = 2**14             # bytes that are learned from at a time
 DOCUMENTS_AT_ONCE = 256         # encoded on all cores, then written
 DEFAULTS = SourceOptions()
+SEPARATOR_LINE = re.compile(rf"^{re.escape(SEPARATOR)}\r?$".encode(), re.MULTILINE)
 CORPUS_FILES = {"meta.json", TOKENIZER_FILE,
                 *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy", "mask.bin"))}
 
@@ -153,7 +165,9 @@ class Writer:
         self.tokenizer = tokenizer
         self.splits = {split: SplitWriter(folder, split, tokenizer, has_mask) for split in SPLITS}
         self.n_null = 0                                 # rows without text
+        self.n_surrogates = 0
         self.odd: list[str] = []                        # names of documents that are not UTF-8
+        self.several: list[str] = []                    # names of documents with lines that separate others
 
     def write(self, texts: Iterator[Document], limit: int, bar: tqdm) -> None:
         """Write documents until the train split has `limit` tokens."""
@@ -161,10 +175,14 @@ class Writer:
             while group := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
                 encoded = pool.map(partial(encode, tokenizer=self.tokenizer), group)
                 for document, (ids, is_answer) in zip(group, encoded, strict=True):
+                    self.n_surrogates += document.n_surrogates
                     if document.text is None:
                         self.n_null += 1
-                    elif isinstance(document.text, bytes) and is_odd(document.text):
-                        self.odd.append(document.name)
+                    elif isinstance(document.text, bytes):
+                        if is_odd(document.text):
+                            self.odd.append(document.name)
+                        if SEPARATOR_LINE.search(document.text):
+                            self.several.append(document.name)
                     split = self.splits[document.split]
                     room = len(ids)
                     if document.split == "train":
@@ -181,6 +199,12 @@ class Writer:
             print(f"warning: {len(self.odd):,} documents with NUL bytes or bytes that are not UTF-8, such as "
                   f"{self.odd[0]}; --tokenizer byte keeps all bytes, others replace those outside UTF-8 by "
                   "U+FFFD", file=sys.stderr)
+        if self.n_surrogates:
+            print(f"warning: {self.n_surrogates:,} lone surrogates, which are not text, became U+FFFD",
+                  file=sys.stderr)
+        if self.several:
+            print(f"warning: {len(self.several):,} documents have lines of {SEPARATOR} alone, such as "
+                  f"{self.several[0]}; --separator '{SEPARATOR}' splits .txt files there", file=sys.stderr)
 
 
 def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions = DEFAULTS,
@@ -228,11 +252,12 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
     `replaced` is the tokenizer of the corpus at `out`, if it must be the same. Raises UserError.
     """
     opened = open_source(source, out.parent / ".downloads", tokenizer, options)
+    row_share = share_held_out(opened, options)
     # learn the tokenizer, and keep its file in the corpus
     file = tokenizer.file if tokenizer else ""
     if tokenizer is None:
         print(f"learning {tokenizer_name} from {opened.name}", flush=True)
-        texts = learn_from(documents(opened.readers, options.val_share))
+        texts = learn_from(documents(opened.readers, row_share))
         file = tokenizers.learn(texts, tokenizers.size_of(tokenizer_name) or 0)
     if file:
         write_whole(folder / TOKENIZER_FILE, file)
@@ -248,13 +273,9 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
     n_train = sum(reader.split != "val" for reader in readers)
     limit = options.limit_tokens or sys.maxsize
     with tqdm(desc="preparing", total=opened.n_bytes or None, unit="B", unit_scale=True, disable=None) as bar:
-        writer.write(documents(readers[:n_train], options.val_share), limit, bar)
-        writer.write(documents(readers[n_train:], options.val_share), limit, bar)
+        writer.write(documents(readers[:n_train], row_share), limit, bar)
+        writer.write(documents(readers[n_train:], row_share), limit, bar)
     writer.report(opened.name)
-    for split in SPLITS:
-        if not writer.splits[split].n_tokens:
-            raise UserError(f"source {opened.name}: no text for {split}; add text ({KINDS}), or change "
-                            "--val-share if a hash of each document chooses its split")
     # describe the corpus
     splits = {split: writer.splits[split].finish() for split in SPLITS}
     meta: dict[str, Any] = {
@@ -310,12 +331,14 @@ def main() -> None:
                         help="replace a corpus by another tokenizer in the folder")
     parser.add_argument("--revision", help="hf: a commit, branch or tag (default main)")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="of tables and .jsonl objects")
+    parser.add_argument("--separator", metavar="TEXT",
+                        help=f"what separates the documents of a .txt file, such as '{SEPARATOR}'")
     parser.add_argument("--val-share", type=float, metavar="X",
                         help="share of validation if a hash chooses (default .1 of .txt files, .01 of rows)")
     parser.add_argument("--limit-tokens", type=positive, metavar="N",
                         help="end the train split after N tokens; validation files stay whole, and if a hash "
                              "chooses, validation has what it chose until then")
-    parser.add_argument("--length", type=int, metavar="L",
+    parser.add_argument("--length", type=positive, metavar="L",
                         help="tasks: train.seq_len (default 128, algorithms 64, a quarter of it in symbols)")
     args = parser.parse_args()
     options = SourceOptions(*(getattr(args, name) for name in SourceOptions._fields))

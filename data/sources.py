@@ -6,25 +6,25 @@ reader without a split, a hash of each document's text chooses it.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import importlib.metadata
 import io
 import itertools
 import json
+import math
 import os
 import platform
 import re
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import url2pathname, urlretrieve
+from urllib.request import url2pathname
 
 from base.errors import UserError
 from base.files import sha256_of
@@ -32,7 +32,7 @@ from data.loader import SPLITS
 from data.sdists import KINDS as SDIST_KINDS
 from data.sdists import read_texts
 from data.tasks import TASKS, TaskDocument
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, to_utf8
 
 FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single file
 ROW_VAL_SHARE = 0.01            # of rows and lines, which are many
@@ -40,8 +40,10 @@ SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 JSON_LINES = re.compile(r".*\.(jsonl?|ndjson)(\.gz|\.zst)?", re.IGNORECASE)     # .json too on the hub
 KINDS = ".txt, .jsonl (or .gz, .zst of it) or .parquet"
 ROWS_AT_ONCE = 16               # of a table
+TITLE_WITHIN = 4096             # bytes of a text in which its first line ends, if it is a title
+EPSILON = 2**-33                # less than the difference of two ranks
 TASK_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}       # their numbers
-VALIDATION = ("validation", "valid", "val", "test")     # splits to validate on, the first that is there
+VALIDATION = ("validation", "valid", "val", "dev", "test")      # to validate on the first that is there
 HEADING = re.compile(rb"= (?!= ).*(?<! =) =")
 STDLIB_LEFT_OUT = (             # tests, other packages, generated files and tables
     "test/*", "tests/*", "idle_test/*", "lib2to3/*", "site-packages/*", "__pycache__/*", "_sysconfigdata*",
@@ -59,6 +61,7 @@ class SourceOptions(NamedTuple):
 
     revision: str | None = None
     text_column: str = "text"
+    separator: str | None = None
     val_share: float | None = None
     limit_tokens: int | None = None
     length: int | None = None
@@ -87,27 +90,61 @@ class Document(NamedTuple):
     split: str
     text: bytes | TaskDocument | None
     name: str                   # for messages
+    n_surrogates: int = 0       # lone ones, which became U+FFFD
 
 
-def documents(readers: Iterable[Reader], val_share: float | None) -> Iterator[Document]:
-    """The documents of readers, in their order. Raises UserError."""
+def documents(readers: Iterable[Reader], row_share: float) -> Iterator[Document]:
+    """The documents of readers, in their order; a hash puts row_share into val. Raises UserError."""
     for reader in readers:
         number = 1
         try:
             for text in reader.read():
+                n_surrogates = 0
                 if isinstance(text, str):
-                    text = text.encode()
+                    text, n_surrogates = to_utf8(text)
                 if not isinstance(text, bytes | TaskDocument | None):
                     raise TypeError("the text must be a string; name its column with --text-column")
                 split = reader.split
                 if split is None:
-                    is_val = isinstance(text, bytes) and rank(text) < (val_share or ROW_VAL_SHARE)
+                    is_val = isinstance(text, bytes) and rank(text) < row_share
                     split = "val" if is_val else "train"
-                yield Document(split, text, f"{reader.name}, document {number}")
+                yield Document(split, text, f"{reader.name}, document {number}", n_surrogates)
                 number += 1
+        except UserError:
+            raise
         except Exception as error:  # each file format and HTTP library has its own exceptions
             raise UserError(f"{reader.name}: document {number}: {error} ({type(error).__name__}); "
                             "repair it or get it again") from error
+
+
+def share_held_out(source: Source, options: SourceOptions) -> float:
+    """The share of rows for validation: --val-share, unless one split would have none of them.
+
+    Reads until both splits have text, in rows at most --limit-tokens bytes. Raises UserError if one has none.
+    """
+    share = options.val_share or ROW_VAL_SHARE
+    splits: set[str] = set()            # that have text
+    ranks: set[float] = set()           # of rows
+    room = options.limit_tokens or math.inf             # a token has a byte at least
+    for reader in source.readers:
+        if reader.split in splits or len(splits) == len(SPLITS) or room < 0:
+            continue
+        for document in documents([reader], share):
+            if not document.text:
+                continue
+            splits.add(document.split)
+            if isinstance(document.text, bytes) and reader.split is None:
+                ranks.add(rank(document.text))
+                room -= len(document.text)
+            if reader.split or len(splits) == len(SPLITS) or room < 0:
+                break
+    if len(splits) == len(SPLITS):
+        return share
+    if len(ranks) < 2:
+        missing = "train" if "train" not in splits else "val"
+        raise UserError(f"source {source.name}: no text for {missing}; add text ({KINDS}), or put files into "
+                        "the folders train/ and val/ of it")
+    return max(ranks) if "val" in splits else min(ranks) + EPSILON      # one row on the other side
 
 
 def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: SourceOptions) -> Source:
@@ -133,6 +170,8 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
         raise UserError(f"source {source}: --revision is for hf:NAME; omit it")
     if source in TASKS:
         return open_task(source, tokenizer, options.length)
+    if not source.strip() or Path(source).resolve() == Path("/"):
+        raise UserError(f"SOURCE {source!r}: an unset variable? give stdlib, a file, a folder, or see --help")
     if options.length:
         raise UserError(f"source {source}: --length is for tasks; omit it")
     if source == "stdlib":
@@ -142,10 +181,10 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
     if source.startswith("sdists:"):
         return open_sdists(source, cache)
     if source.startswith("hf:"):
-        return open_dataset(source, options.text_column, options.revision)
+        return open_dataset(source, options)
     if source.startswith(("http://", "https://", "file://")):
-        return open_url(source, cache, options.text_column, share)
-    return open_local(source, options.text_column, share)
+        return open_url(source, cache, options, share)
+    return open_local(source, options, share)
 
 
 def open_task(source: str, tokenizer: Tokenizer | None, length: int | None) -> Source:
@@ -153,7 +192,10 @@ def open_task(source: str, tokenizer: Tokenizer | None, length: int | None) -> S
     if tokenizer is None:
         raise UserError(f"source {source}: bpe:N is learned from text; give byte, gpt2 or a folder")
     task = TASKS[source]
-    make = partial(task.make, tokenizer, length or task.length)
+    length = length or task.length
+    if length < task.least:
+        raise UserError(f"--length {length}: {source} needs at least {task.least} tokens")
+    make = partial(task.make, tokenizer, length)
     return Source(source, None, [Reader(source, split, partial(map, make, TASK_DOCUMENTS[split]))
                                  for split in SPLITS])
 
@@ -165,8 +207,8 @@ def open_stdlib(val_share: float) -> Source:
     left_out = re.compile("|".join(patterns))
     paths = [path for path in root.rglob("*.py")
              if path.is_file() and not left_out.match(path.relative_to(root).as_posix())]
-    return Source("stdlib", f"Python {platform.python_version()}", split_by_hash(root, paths, val_share),
-                  size_of(paths))
+    return Source("stdlib", f"Python {platform.python_version()}", split_by_hash(root, paths, val_share, {}),
+                  sum(path.stat().st_size for path in paths))
 
 
 def open_packages(val_share: float) -> Source:
@@ -214,21 +256,20 @@ def open_sdists(source: str, cache: Path) -> Source:
                   sum(len(text.content) for text in texts))
 
 
-def size_of(paths: Iterable[Path]) -> int:
-    """Bytes of files."""
-    return sum(path.stat().st_size for path in paths)
-
-
 def rank(text: bytes) -> float:
     """A number in [0, 1) that depends only on the text: the same on any machine and in any order."""
     return int(hashlib.sha256(text).hexdigest()[:8], 16) / 2**32
 
 
-def read_file(url: str, column: str = "text") -> Iterator[Any]:
-    """The documents of a file: one per row of .parquet, one per line of .jsonl, else one."""
+def read_file(url: str, options: SourceOptions) -> Iterator[Any]:
+    """The documents of a file: one per row of .parquet, one per line of .jsonl.
+
+    Other files are one, or are split at a separator.
+    """
     import fsspec
     import pyarrow.parquet  # comes with datasets; unlike Python, it has zstd
 
+    column = options.text_column
     with fsspec.open(url) as file:
         if url.lower().endswith(".parquet"):
             # with buffer_size, pages are read when they are needed, not a row group at once
@@ -244,58 +285,124 @@ def read_file(url: str, column: str = "text") -> Iterator[Any]:
                 if line.isspace():
                     continue
                 row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"each line must be an object with a {column!r}, not {line[:40]!r}")
                 if column not in row:
                     raise ValueError(f"no {column!r}: give one of {list(row)} as --text-column")
                 yield row[column]
+        elif options.separator:
+            yield from split_at(options.separator.encode(), file)
         else:
             yield file.read()
 
 
-def readers_of(urls: Iterable[str], split: str | None, column: str) -> list[Reader]:
-    """A reader for each file. Raises UserError for the hub's own conversion of the start of a dataset."""
+def split_at(separator: bytes, lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Cut a text at its separators, which may be alone on a line."""
+    document: list[bytes] = []
+    for line in lines:
+        first, *others = line.split(separator)
+        document.append(first)
+        for text in others:
+            yield b"".join(document)
+            document = [] if text.isspace() else [text]                 # not the end of the separator's line
+    yield b"".join(document)
+
+
+def is_wikitext(url: str, options: SourceOptions) -> bool:
+    """Whether the rows of a table, or the lines of a text, are those of WikiText: the first is a title."""
+    import fsspec
+
+    try:
+        if is_text(url):
+            with fsspec.open(url) as file:
+                rows: list[Any] = file.read(TITLE_WITHIN).splitlines()
+        else:
+            rows = list(itertools.islice(read_file(url, options), ROWS_AT_ONCE))
+    except Exception:           # who reads the documents is told
+        return False
+    for row in rows:
+        if isinstance(row, str):
+            row, _ = to_utf8(row)
+        if row and not row.isspace():
+            return row.startswith(b" = ") and HEADING.fullmatch(row.strip()) is not None
+    return False
+
+
+def is_text(name: str) -> bool:
+    return name.lower().endswith(".txt")
+
+
+def readers_of(urls: Iterable[str | Path], split: str | None, options: SourceOptions) -> list[Reader]:
+    """A reader for each file, or one for the articles of WikiText.
+
+    Raises UserError for the hub's own conversion of the start of a dataset.
+    """
     readers: list[Reader] = []
-    for url in urls:
+    for url in map(str, urls):
         if "/partial-" in url:
             raise UserError(f"source {url}: its folder partial-... holds only a part of the dataset; give a "
                             "copy that has all of it, or rename the folder to train on the part")
-        readers.append(Reader(url, split, partial(read_file, url, column)))
+        readers.append(Reader(url, split, partial(read_file, url, options)))
+    if readers and is_wikitext(readers[0].name, options):
+        return [Reader(readers[0].name, split, partial(articles, readers))]
     return readers
 
 
-def open_local(source: str, column: str, val_share: float) -> Source:
-    """A file, or a folder of files. Raises UserError if it is missing or has no text."""
-    root = Path(source)
-    if not root.exists():
-        raise UserError(f"source {source}: no such file or folder; give stdlib, a task ({', '.join(TASKS)}), "
-                        f"hf:NAME, or a {KINDS} file or a folder of them")
-    folder = root
-    names = [source]
-    if root.is_dir():
-        # unlike rglob, it follows links, and leaves out hidden files
-        names = glob.glob(f"{glob.escape(source)}/**", recursive=True)
-    else:
-        folder = root.parent
-    paths = [path for path in sorted(map(Path, names))
-             if path.is_file() and path.name.lower().endswith(SUFFIXES)]
-    # folders called like the splits are the splits; files beside them are left out
-    readers: list[Reader] = []
-    if all((folder / split).is_dir() for split in SPLITS):
-        of_split = {split: [path for path in paths if path.relative_to(folder).parts[0] == split]
-                    for split in SPLITS}
-        for split in SPLITS:
-            readers += readers_of(map(str, of_split[split]), split, column)
-        return Source(root.name, None, readers, size_of(itertools.chain(*of_split.values())))
-    # otherwise a hash chooses: of the path of a text, of each row of a table
-    texts = [path for path in paths if path.name.lower().endswith(".txt")]
-    tables = [str(path) for path in paths if path not in texts]
-    readers = split_by_hash(folder, texts, val_share) + readers_of(tables, None, column)
-    return Source(root.name, None, readers, size_of(paths))
+def files_in(folder: Path) -> list[Path]:
+    """The files of a folder, sorted, without hidden ones; links are followed, and each file is there once."""
+    paths: dict[Path, Path] = {}            # by where a file really is
+    visited: set[Path] = set()
+    pending = deque([folder])
+    while pending:
+        parent = pending.popleft()
+        if parent.resolve() in visited:
+            continue
+        visited.add(parent.resolve())
+        for path in sorted(parent.iterdir()):
+            if path.name.startswith("."):
+                continue
+            if not path.is_dir():
+                if path.is_file() and (path.resolve() not in paths or not path.is_symlink()):
+                    paths[path.resolve()] = path
+            elif path.is_symlink():
+                pending.append(path)        # after all folders: a file has its own path rather than a link's
+            else:
+                pending.appendleft(path)
+    return sorted(paths.values())
 
 
-def split_by_hash(root: Path, paths: Sequence[Path], val_share: float) -> list[Reader]:
+def validation_of(splits: Iterable[str]) -> str | None:
+    """The split to validate on, if there is one."""
+    return next((name for name in VALIDATION if name in splits), None)
+
+
+def split_by_name(folder: Path, paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Files by the split that they are named after; empty without one to train on and one to validate.
+
+    The folders train/ and validation/ are splits, whatever lies beside them. Otherwise the path of every file
+    must name one, such as data/test-00000.parquet or wiki.valid.txt.
+    """
+    names = ("train", *VALIDATION)
+    folders = [name for name in names if (folder / name).is_dir()]
+    are_folders = "train" in folders and validation_of(folders) is not None
+    splits: dict[str, list[Path]] = {name: [] for name in folders if are_folders}
+    for path in paths:
+        inside = path.relative_to(folder)
+        named = set(names) & set(re.split("[^a-z]+", inside.as_posix().lower()))
+        if are_folders:
+            named = {inside.parts[0]}
+        if len(named) != 1:
+            return {}
+        splits.setdefault(named.pop(), []).append(path)
+    return splits if "train" in splits and validation_of(splits) else {}
+
+
+def split_by_hash(root: Path, paths: Sequence[Path], val_share: float,
+                  originals: Mapping[Path, Path]) -> list[Reader]:
     """Split text files by a hash of the path inside root: the same on any machine, and after adding files.
 
-    A single file is cut in two: the first part for train, the rest for val, not inside a UTF-8 character.
+    A copy is on the side of its original. A single file is cut in two: the first part for train, the rest for
+    val, not inside a UTF-8 character.
     """
     if len(paths) == 1:
         text = paths[0].read_bytes()
@@ -304,16 +411,75 @@ def split_by_hash(root: Path, paths: Sequence[Path], val_share: float) -> list[R
             cut += 1
         return [Reader(str(paths[0]), "train", partial(list, [text[:cut]])),
                 Reader(str(paths[0]), "val", partial(list, [text[cut:]]))]
-    ranks = {path: rank(os.fsencode(path.relative_to(root).as_posix())) for path in sorted(paths)}
-    limit = max(val_share, min(ranks.values(), default=0) + 2**-33)     # at least one is for val
+    ranks: dict[Path, float] = {}
+    for path in sorted(paths):
+        original = originals.get(path, path)
+        ranks[path] = rank(os.fsencode(original.relative_to(root).as_posix()))
+    limit = max(val_share, min(ranks.values(), default=0) + EPSILON)    # at least one is for val
     readers: list[Reader] = []
     for split in SPLITS:
-        names = [str(path) for path in ranks if (ranks[path] < limit) == (split == "val")]
-        readers += readers_of(names, split, "")
+        for path in ranks:
+            if (ranks[path] < limit) == (split == "val"):
+                readers.append(Reader(str(path), split, partial(read_file, str(path), SourceOptions())))
     return readers
 
 
-def open_url(url: str, cache: Path, column: str, val_share: float) -> Source:
+def open_local(source: str, options: SourceOptions, val_share: float) -> Source:
+    """A file, or a folder of files; what is left out is counted. Raises UserError if it is missing."""
+    root = Path(source)
+    if not root.exists():
+        raise UserError(f"source {source}: no such file or folder; give stdlib, a task ({', '.join(TASKS)}), "
+                        f"hf:NAME, or a {KINDS} file or a folder of them")
+    folder = root if root.is_dir() else root.parent
+    paths: list[Path] = []
+    left_out: Counter[str] = Counter()
+    for path in files_in(root) if root.is_dir() else [root]:
+        if path.name.lower().endswith(SUFFIXES):
+            paths.append(path)
+        else:
+            left_out[path.suffix or path.name] += 1
+    first: dict[str, Path] = {}                         # of equal texts
+    originals = {path: first.setdefault(sha256_of(path), path) for path in paths if is_text(path.name)}
+    splits = split_by_name(folder, paths)
+    validation = validation_of(splits)
+    if validation:
+        # splits as they are named; train has no file of validation, and other splits are not read
+        held_out = {originals.get(path) for path in splits[validation]}
+        train = [path for path in splits["train"] if originals.get(path, path) not in held_out]
+        left_out[f"equal to one of {validation}"] = len(splits["train"]) - len(train)
+        for name, others in splits.items():
+            if name not in ("train", validation):
+                left_out[f"in {name}"] = len(others)
+        readers = readers_of(train, "train", options) + readers_of(splits[validation], "val", options)
+        paths = train + splits[validation]
+    else:
+        # a hash chooses: of the path of a file that is one text, of each row or article of the others
+        texts = [path for path in paths
+                 if is_text(path.name) and not options.separator and not is_wikitext(str(path), options)]
+        tables = [path for path in paths if not is_text(path.name)]
+        readers = split_by_hash(folder, texts, val_share, originals) + readers_of(tables, None, options)
+        for path in sorted({*paths} - {*texts, *tables}):
+            readers += readers_of([path], None, options)
+    counts = [f"{n:,} {kind}" for kind, n in left_out.most_common() if n]
+    if counts:
+        print(f"left out of {root.name}: {', '.join(counts)} ({KINDS} is read)")
+    return Source(root.name, None, readers, sum(path.stat().st_size for path in paths))
+
+
+def download(url: str, path: Path) -> None:
+    """Download a file; what an interrupted download had is kept beside `path`, and goes on from there.
+
+    The client gives up a connection that stalls, and asks for the rest again, five times in a row.
+    """
+    from huggingface_hub.file_download import http_get
+
+    unfinished = path.with_name(f"{path.name}.part")
+    with unfinished.open("ab") as file:
+        http_get(url, file, resume_size=file.tell())
+    unfinished.rename(path)
+
+
+def open_url(url: str, cache: Path, options: SourceOptions, val_share: float) -> Source:
     """A file at a URL, downloaded once into `cache`; a .zip must hold a single file. Raises UserError."""
     address = urlsplit(url)
     name = f"{address.scheme}://{address.hostname or ''}{address.path}"        # without keys and passwords
@@ -323,8 +489,7 @@ def open_url(url: str, cache: Path, column: str, val_share: float) -> Source:
         if address.scheme != "file":
             path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{path.name}"
             if not path.exists():
-                urlretrieve(url, f"{path}.part")                        # noqa: S310
-                Path(f"{path}.part").rename(path)
+                download(url, path)
         revision = f"sha256 {sha256_of(path)}"
         if path.suffix.lower() == ".zip":
             with zipfile.ZipFile(path) as archive:
@@ -332,13 +497,14 @@ def open_url(url: str, cache: Path, column: str, val_share: float) -> Source:
                 is_known = inner.lower().endswith(SUFFIXES)
                 path = cache / f"{path.stem}-{Path(inner).name}{'' if is_known else '.txt'}"
                 path.write_bytes(archive.read(inner))
-    except (OSError, ValueError, HTTPException, zipfile.BadZipFile) as error:
-        raise UserError(f"source {name}: cannot be downloaded, or unpacked into one file ({error}); check "
-                        f"the address and the network, or delete {path}") from error
-    return open_local(str(path), column, val_share)._replace(name=name, revision=revision)
+    except Exception as error:  # the client raises the exceptions of its HTTP library
+        raise UserError(f"source {name}: cannot be downloaded, or unpacked into one file "
+                        f"({type(error).__name__}: {str(error).replace(url, name)}); check the address and "
+                        f"the network, then give the same command again, or delete {path}") from error
+    return open_local(str(path), options, val_share)._replace(name=name, revision=revision)
 
 
-def open_dataset(source: str, column: str, revision: str | None) -> Source:
+def open_dataset(source: str, options: SourceOptions) -> Source:
     """Open `hf:NAME[:CONFIG][:SPLIT]`, where NAME is ORG/NAME on the hub or a local folder in its layout.
 
     Without SPLIT, the splits are train and validation, else test. If there is only one split, or SPLIT names
@@ -350,7 +516,7 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     name, config, split = [*source.removeprefix("hf:").split(":"), "", ""][:3]
-    has_lines = Path(name).name == "wikitext"       # its rows are lines of documents
+    revision = options.revision
     try:
         if not Path(name).is_dir():
             if HF_HUB_OFFLINE:          # what is in the cache, as a local folder
@@ -377,25 +543,27 @@ def open_dataset(source: str, column: str, revision: str | None) -> Source:
     if train not in urls_of_split:
         raise UserError(f"source {source}: no configuration or split {train!r}; configurations are "
                         f"{', '.join(configs)}, splits {', '.join(urls_of_split)}; give hf:NAME:CONFIG:SPLIT")
-    val = [name for name in VALIDATION if name in urls_of_split and name != train]
-    chosen = {train: "train", val[0]: "val"} if val and not split else {train: None}
-    readers: list[Reader] = []
-    for key, of_split in chosen.items():
-        of_files = readers_of(urls_of_split[key], of_split, column)
-        if has_lines:
-            of_files = [Reader(f"{source} [{key}]", of_split, partial(articles, of_files))]
-        readers += of_files
+    val = validation_of(urls_of_split.keys() - {train})
+    if split or not val:
+        readers = readers_of(urls_of_split[train], None, options)
+    else:
+        readers = readers_of(urls_of_split[train], "train", options)
+        readers += readers_of(urls_of_split[val], "val", options)
     return Source(source, revision, readers, builder.info.dataset_size or 0)
 
 
 def articles(readers: Iterable[Reader]) -> Iterator[bytes]:
-    """Join rows that are lines into documents, which ` = Title = ` after an empty line opens (WikiText)."""
-    lines: list[bytes] = []
+    """Join lines into documents, which ` = Title = ` after an empty line opens: WikiText.
+
+    A row is a line, or all lines of a file.
+    """
+    document: list[bytes] = []
     for row in itertools.chain.from_iterable(reader.read() for reader in readers):
-        line = (row or "").encode().rstrip(b"\n") + b"\n"               # an empty line is an empty row
-        is_title = HEADING.fullmatch(line.strip()) and lines and lines[-1].isspace()
-        if is_title and b"".join(lines).strip():
-            yield b"".join(lines)
-            lines = []
-        lines.append(line)
-    yield b"".join(lines)
+        text = to_utf8(row)[0] if isinstance(row, str) else row or b""
+        for line in text.splitlines() or [b""]:                         # an empty line is an empty row
+            is_title = HEADING.fullmatch(line.strip()) and document and document[-1].isspace()
+            if is_title and b"".join(document).strip():
+                yield b"".join(document)
+                document = []
+            document.append(line + b"\n")
+    yield b"".join(document)

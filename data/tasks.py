@@ -35,6 +35,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
+from base.errors import UserError
 from data.tokenizer import Tokenizer
 
 FILLER = (" The mill stands by the river.", " A cart waits at the gate.", " It may rain before dusk.",
@@ -301,7 +302,7 @@ def train_retrieval(kinds: Sequence[str], tokenizer: Tokenizer, length: int,
     facts_seed = [number, 3, 1]
     least = shortest(kind, tokenizer, np.random.default_rng(facts_seed))
     if least > most:
-        raise ValueError(f"a {kind} document needs at least {least - 1} tokens, got --length {length}")
+        raise UserError(f"--length {length}: a {kind} document needs at least {least - 1} tokens")
 
     size = most
     if rng.random() >= 0.5:
@@ -313,11 +314,8 @@ def train_retrieval(kinds: Sequence[str], tokenizer: Tokenizer, length: int,
 
 def train_algorithm(name: str, tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
     """1 ... n symbols, n being a quarter of `length`, and separators up to length + 1 ids."""
-    most = n_symbols(length)
-    if most < 4:
-        raise ValueError(f"needs --length 16 at least, got {length}")
     rng = np.random.default_rng([number, 2, 1])
-    n = int(rng.integers(1, most + 1))
+    n = int(rng.integers(1, n_symbols(length) + 1))
     document = algorithm(name, tokenizer, n, rng)
     return pad(document, length + 1, tokenizer)
 
@@ -360,15 +358,16 @@ class Task(NamedTuple):
 
     make: Callable[[Tokenizer, int, int], TaskDocument]     # tokenizer, length, number of the document
     length: int                                     # default of data/prepare.py --length
+    least: int                                      # that it can be; needles depend on the tokenizer, too
     has_windows: bool                               # a document is a window of `length` inputs
     has_mask: bool                                  # answers alone are targets
     protocols: tuple[str, ...]                      # of eval.py that test it
 
 
 TASKS = {
-    "repeats": Task(train_repeats, 128, True, False, ()),
-    "passkey": Task(train_passkey, 128, False, False, ("passkey",)),
-    "needles": Task(partial(train_retrieval, NEEDLES), 128, True, True, NEEDLES),
-    "variables": Task(partial(train_retrieval, ("variables",)), 128, True, True, ("variables",)),
-    **{name: Task(partial(train_algorithm, name), 64, True, True, (name,)) for name in ALGORITHMS},
+    "repeats": Task(train_repeats, 128, 12, True, False, ()),
+    "passkey": Task(train_passkey, 128, 24, False, False, ("passkey",)),
+    "needles": Task(partial(train_retrieval, NEEDLES), 128, 1, True, True, NEEDLES),
+    "variables": Task(partial(train_retrieval, ("variables",)), 128, 1, True, True, ("variables",)),
+    **{name: Task(partial(train_algorithm, name), 64, 16, True, True, (name,)) for name in ALGORITHMS},
 }

@@ -76,6 +76,12 @@ def cut_before_space(window: bytes) -> int:
     return len(window)
 
 
+def to_utf8(text: str) -> tuple[bytes, int]:
+    """UTF-8 of a text, and how many lone surrogates, for which UTF-8 has no bytes, became U+FFFD."""
+    whole, n_surrogates = re.subn("[\ud800-\udfff]", "\ufffd", text)
+    return whole.encode(), n_surrogates
+
+
 class Tokenizer:
     """Bytes to ids and back. Text is UTF-8; other bytes become U+FFFD, except with the byte tokenizer."""
 

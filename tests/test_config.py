@@ -54,6 +54,11 @@ def test_configs_of_the_size_of_gpt2_have_its_parameters(name: str) -> None:
     assert config.train.batch_size * config.train.seq_len == 491_520    # nanoGPT's half a million tokens
 
 
+def test_a_byte_order_mark_is_not_a_key(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_bytes(b'\xef\xbb\xbf[position]\nencoding = "rope"\n')
+    assert load_config(tmp_path / "a.toml").position.encoding == "rope"
+
+
 def test_extends_inherits_and_overrides_come_last(tmp_path: Path) -> None:
     write(tmp_path / "base.toml", MINIMAL + "base = 500.0\n[train]\nlr = 0.5\nsteps = 7\n")
     child = write(tmp_path / "child.toml", 'extends = "base.toml"\n[train]\nlr = 0.25\n')

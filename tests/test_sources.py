@@ -3,9 +3,14 @@
 import hashlib
 import importlib.metadata
 import json
+import shutil
+import threading
+import time
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -146,19 +151,166 @@ def test_offline_a_dataset_is_read_from_the_hubs_cache(tmp_path: Path, monkeypat
     assert len(both(tmp_path / "lines")[0]) == 2                        # documents, not lines
 
 
-def test_headings_open_the_articles_of_wikitext(tmp_path: Path) -> None:
-    lines = ["", " = One = \n", "", " Text . \n", "", " = = Part = = \n", " where x \n", " = 3 y = \n", "",
-             " = Two = \n", "", " More . \n"]
-    expected = [b"\n = One = \n\n Text . \n\n = = Part = = \n where x \n = 3 y = \n\n",
-                b" = Two = \n\n More . \n"]
-    write_table(tmp_path / "wikitext" / "train-0.parquet", lines[:5])   # the first goes on in the next file
-    write_table(tmp_path / "wikitext" / "train-1.parquet", lines[5:])
-    write_table(tmp_path / "wikitext" / "validation.parquet", lines)
-    prepare(f"hf:{tmp_path / 'wikitext'}", tmp_path / "out", "byte")
-    assert both(tmp_path / "out") == (expected, expected)
+def write_texts(folder: Path, texts: dict[str, str]) -> Path:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+WIKITEXT = ["", " = One = \n", "", " Text . \n", "", " = = Part = = \n", " where x \n", " = 3 y = \n", "",
+            " = Two = \n", "", " More . \n"]
+ARTICLES = [b"\n = One = \n\n Text . \n\n = = Part = = \n where x \n = 3 y = \n\n",
+            b" = Two = \n\n More . \n"]
+
+
+@pytest.mark.parametrize("source", ["hf:{}", "{}"])
+def test_headings_open_the_articles_of_wikitext(source: str, tmp_path: Path) -> None:
+    """Whatever its folder is called: rows that are lines, the first of them a title."""
+    write_table(tmp_path / "any" / "train-0.parquet", WIKITEXT[:5])     # the first goes on in the next file
+    write_table(tmp_path / "any" / "train-1.parquet", WIKITEXT[5:])
+    write_table(tmp_path / "any" / "validation.parquet", WIKITEXT)
+    prepare(source.format(tmp_path / "any"), tmp_path / "out", "byte")
+    assert both(tmp_path / "out") == (ARTICLES, ARTICLES)
+
+
+def test_a_text_of_articles_is_split_into_them(tmp_path: Path) -> None:
+    lines = [line or "\n" for line in WIKITEXT]
+    write_texts(tmp_path, {"wiki.txt": "".join(lines), "rows/a.txt": "= One =\n\nText\n"})
+    prepare(str(tmp_path / "wiki.txt"), tmp_path / "out", "byte", SourceOptions(val_share=0.5))
+    assert sorted(sum(both(tmp_path / "out"), [])) == sorted(ARTICLES)
+    prepare(str(tmp_path / "rows"), tmp_path / "one", "byte")           # a heading of another kind
+    assert b"".join(sum(both(tmp_path / "one"), [])) == b"= One =\n\nText\n"
     text = needs("wikitext-2", "valid.txt").read_text()
     found = list(articles([Reader("", None, lambda: text.splitlines(keepends=True))]))
     assert len(found) == 60 and b"".join(found) == text.encode()        # as published
+
+
+def test_rows_are_documents_even_if_they_begin_with_a_title(tmp_path: Path) -> None:
+    whole = [article.decode() for article in ARTICLES] * 2
+    write_json(tmp_path / "a.jsonl", [text.lstrip("\n") for text in whole])
+    prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", "byte", SourceOptions(val_share=0.5))
+    assert len(sum(both(tmp_path / "out"), [])) == 4
+
+
+@pytest.mark.parametrize("names", [
+    ("train/{}.txt", "validation/{}.txt", "test/{}.txt"),               # PG-19
+    ("data/train-{}-of-2.txt", "data/valid-{}-of-2.txt", "data/test-{}-of-2.txt"),      # the hub's
+    ("wiki.train.{}.txt", "wiki.dev.{}.txt", "wiki.test.{}.txt")])
+def test_splits_are_taken_as_they_are_named(names: tuple[str, ...], tmp_path: Path, capsys) -> None:
+    write_texts(tmp_path / "s", {name.format(i): f"{name} {i}" for name in names for i in range(3)})
+    write_texts(tmp_path / "s", {"metadata.csv": "", "README.md": "", "more/NEWS.md": ""})
+    prepare(str(tmp_path / "s"), tmp_path / "out", "byte")
+    train, val = both(tmp_path / "out")
+    assert train == [f"{names[0]} {i}".encode() for i in range(3)]
+    assert val == [f"{names[1]} {i}".encode() for i in range(3)]
+    assert "left out of s: 3 in test, 2 .md, 1 .csv (" in capsys.readouterr().out
+    (tmp_path / "s" / "another.txt").write_text("one file without a split")
+    prepare(str(tmp_path / "s"), tmp_path / "out", "byte")
+    n = len(sum(both(tmp_path / "out"), []))
+    assert n == (6 if names[0].startswith("train/") else 10)            # beside folders, or all by hash
+
+
+def test_equal_texts_are_on_one_side(tmp_path: Path, capsys) -> None:
+    write_texts(tmp_path / "a", {f"{i}.txt": f"text {i // 3}" for i in range(90)})
+    prepare(str(tmp_path / "a"), tmp_path / "out", "byte", SourceOptions(val_share=0.3))
+    train, val = both(tmp_path / "out")
+    assert len(train) + len(val) == 90 and val and not set(train) & set(val)
+    write_texts(tmp_path / "b", {"train/1.txt": "one", "train/2.txt": "two", "val/3.txt": "two"})
+    prepare(str(tmp_path / "b"), tmp_path / "out", "byte")
+    assert both(tmp_path / "out") == ([b"one"], [b"two"])
+    assert "left out of b: 1 equal to one of val (" in capsys.readouterr().out
+
+
+def test_each_file_is_read_once_whatever_links_to_it(tmp_path: Path) -> None:
+    write_texts(tmp_path / "s", {f"deep/{i}.txt": f"text {i}" for i in range(20)})
+    (tmp_path / "s" / "a").mkdir()
+    links = {"a/itself": "s", "a/parent": ".", "a/sibling": "s/deep", "0.txt": "s/deep/0.txt"}
+    for name, place in links.items():
+        (tmp_path / "s" / name).symlink_to(tmp_path / place)
+    prepare(str(tmp_path / "s"), tmp_path / "linked", "byte")
+    assert sorted(sum(both(tmp_path / "linked"), [])) == sorted(f"text {i}".encode() for i in range(20))
+    shutil.rmtree(tmp_path / "s" / "a")
+    (tmp_path / "s" / "0.txt").unlink()
+    prepare(str(tmp_path / "s"), tmp_path / "plain", "byte")
+    assert both(tmp_path / "linked") == both(tmp_path / "plain")        # a link moves nothing
+
+
+def test_a_separator_splits_texts_and_is_asked_for(tmp_path: Path, capsys) -> None:
+    texts = [f"Story {i}.\nThe end.\n" for i in range(40)]
+    path = tmp_path / "stories.txt"
+    for text in ("<|endoftext|>\n".join(texts), "<|endoftext|>".join(texts), "<|endoftext|>\r\n".join(texts)):
+        path.write_text(text, newline="")
+        prepare(str(path), tmp_path / "out", "byte")
+        is_alone = "<|endoftext|>S" not in text
+        assert ("--separator '<|endoftext|>' splits .txt" in capsys.readouterr().err) == is_alone
+        prepare(str(path), tmp_path / "out", "byte", SourceOptions(separator="<|endoftext|>"))
+        assert not capsys.readouterr().err
+        assert sorted(sum(both(tmp_path / "out"), [])) == sorted(text.encode() for text in texts)
+
+
+def test_lone_surrogates_are_replaced_and_counted(tmp_path: Path, capsys) -> None:
+    texts = [r"half \ud83d of \ude00 one", r"all \ud83d\ude00 of it", r"\udfff"]
+    write_lines(tmp_path / "a.jsonl", [f'{{"text": "{text}"}}'.encode() for text in texts])
+    prepare(str(tmp_path / "a.jsonl"), tmp_path / "out", "byte")
+    expected = ["half \ufffd of \ufffd one", "all \U0001f600 of it", "\ufffd"]
+    assert sorted(sum(both(tmp_path / "out"), [])) == sorted(text.encode() for text in expected)
+    assert capsys.readouterr().err == "warning: 3 lone surrogates, which are not text, became U+FFFD\n"
+
+
+@pytest.mark.parametrize("n", [2, 3, 22])
+@pytest.mark.parametrize("limit", [None, 500])
+def test_of_few_rows_one_is_held_out(n: int, limit: int | None, tmp_path: Path) -> None:
+    path = write_json(tmp_path / "a.jsonl", TEXTS[:n])
+    prepare(str(path), tmp_path / "out", "byte", SourceOptions(limit_tokens=limit))
+    train, val = both(tmp_path / "out")
+    assert len(val) == 1 and train and val[0] in RAW.values()
+    assert limit or len(train) == n - 1
+    prepare(str(path), tmp_path / "out", "byte", SourceOptions(val_share=0.9999))
+    assert [len(texts) for texts in both(tmp_path / "out")] == [1, n - 1]
+
+
+def test_what_cannot_be_split_is_refused_before_a_tokenizer_is_learned(tmp_path: Path, capsys) -> None:
+    path = write_json(tmp_path / "one.jsonl", TEXTS[:1])
+    with pytest.raises(UserError, match="no text for val; add text"):
+        prepare(str(path), tmp_path / "out", "bpe:300")
+    assert "learning" not in capsys.readouterr().out
+
+
+class Stalling(BaseHTTPRequestHandler):
+    """Sends 1,000 bytes and no more, until it is asked for the rest."""
+
+    content = RAW[119] * 9
+    ranges: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        asked = self.headers["Range"]
+        self.ranges.append(asked)
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(len(self.content) - start))
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}")
+        self.end_headers()
+        self.wfile.write(self.content[start:start + 1000] if start < 2000 else self.content[start:])
+        self.wfile.flush()
+        if start < 2000:
+            time.sleep(1)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_stalled_download_goes_on_where_it_was(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 500)   # kept of a stalled one
+    monkeypatch.setattr(Stalling, "ranges", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stalling)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sources.download(f"http://127.0.0.1:{server.server_port}/a.txt", tmp_path / "a.txt")
+    server.shutdown()
+    assert (tmp_path / "a.txt").read_bytes() == Stalling.content and len([*tmp_path.iterdir()]) == 1
+    assert Stalling.ranges == [None, "bytes=1000-", "bytes=2000-"]
 
 
 def test_a_url_is_downloaded_once_and_its_keys_are_not_recorded(tmp_path: Path, monkeypatch) -> None:
@@ -166,8 +318,7 @@ def test_a_url_is_downloaded_once_and_its_keys_are_not_recorded(tmp_path: Path, 
     with zipfile.ZipFile(tmp_path / "far.zip", "w") as archive:
         archive.writestr("folder/enwik", RAW[0] * 9)
     content = (tmp_path / "far.zip").read_bytes()
-    monkeypatch.setattr(sources, "urlretrieve",
-                        lambda url, path: asked.append(url) or Path(path).write_bytes(content))
+    monkeypatch.setattr(sources, "download", lambda url, path: asked.append(url) or path.write_bytes(content))
     for _ in range(2):
         meta = prepare(url, tmp_path / "out", "byte")
     assert asked == [url] and meta["source"] == "https://host.org/wiki.zip"
@@ -184,8 +335,8 @@ def test_files_are_split_by_a_hash_of_their_path_or_by_folders(tmp_path: Path, m
     def split(folder: str, *names: str) -> dict[str, set[str]]:
         for name in names:
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / folder / name).write_bytes(b"x")
-        parts = open_local(str(tmp_path / folder), "text", 0.1).readers
+            (tmp_path / folder / name).write_bytes(name.encode())
+        parts = open_local(str(tmp_path / folder), SourceOptions(), 0.1).readers
         return {key: {str(Path(p.name).relative_to(tmp_path / folder)) for p in parts if p.split == key}
                 for key in ("train", "val")}
 
@@ -238,7 +389,8 @@ def test_several_sources_become_one_corpus(tmp_path: Path) -> None:
 def test_a_single_text_is_cut_between_characters(tmp_path: Path) -> None:
     for n in range(60, 90):
         (tmp_path / "a.txt").write_text(("äöü€𝄞" * 7)[:n])
-        train, val = ([*part.read()][0] for part in open_local(str(tmp_path / "a.txt"), "text", 0.1).readers)
+        readers = open_local(str(tmp_path / "a.txt"), SourceOptions(), 0.1).readers
+        train, val = ([*reader.read()][0] for reader in readers)
         assert (train + val).decode() == ("äöü€𝄞" * 7)[:n] and train.decode() and val.decode()
 
 
@@ -273,6 +425,8 @@ def one_error(expected: str, source: object, tmp_path: Path, **options) -> None:
 @pytest.mark.parametrize(("name", "line", "expected"), [
     ("a.jsonl", b'{"text": ', "a.jsonl: document 2: .*JSONDecodeError"),
     ("a.jsonl", b'{"body": "x", "url": 3}', r"document 2: no 'text': give one of \['body', 'url'\]"),
+    ("a.jsonl", b'["a"]', "document 2: each line must be an object with a 'text', not b'..a"),
+    ("a.jsonl", b"3", "document 2: each line must be an object"),
     ("a.jsonl", b'{"text": 3}', "document 2: the text must be a string; name its column")])
 def test_a_bad_line_is_named(name: str, line: bytes, expected: str, tmp_path: Path) -> None:
     write_lines(tmp_path / name, [b'{"text": "fine"}', line, b'{"text": "fine"}'])
@@ -285,11 +439,19 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     one_error("a.parquet: document", path, tmp_path)
 
 
+@pytest.mark.parametrize("source", ["", " ", "/", ".//" + "../" * 30])
+def test_an_unset_variable_is_no_source(source: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="an unset variable"):
+        prepare(source, tmp_path / "out", "byte")
+    with pytest.raises(UserError, match="an unset variable"):
+        prepare(f"stdlib + {source}", tmp_path / "out", "byte")
+
+
 @pytest.mark.parametrize(("files", "source", "expected"), [
     ([], "no/such/place", "no such file or folder"), (["a.pdf"], "a.pdf", "no text for train; add .* .jsonl"),
     (["s/train/a.txt", "s/val/a.md"], "s", "no text for val"), (["empty.txt"], "empty.txt", "no text for"),
     (["two.zip"], "file:two.zip", "unpacked into one file"), ([], "file:no.txt", "check the address"),
-    ([], "hf:../no/such/place", "check the name"), ([], "hf:few", "change --val-share"),
+    ([], "hf:../no/such/place", "check the name"),
     (["s/partial-train/0.jsonl"], "s", "s/partial-train/0.jsonl: its folder partial-... holds only a part"),
     (["hub/partial-train/0.jsonl"], "hf:hub", "holds only a part"),
     (["hub/train.csv", "hub/test.csv"], "hf:hub", "cannot read .*train.csv; give the dataset as .txt"),

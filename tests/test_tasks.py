@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import draw, lively, measured, places_of
+from conftest import call, draw, lively, measured, places_of
 
 from base.errors import UserError
 from data import tasks
 from data.loader import SPLITS, Corpus
 from data.prepare import prepare
-from data.sources import SourceOptions
 from data.tasks import ALGORITHMS, RETRIEVAL, TASKS, TaskDocument
 from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer
 from evaluation.scoring import Evaluation, Settings
@@ -181,8 +180,14 @@ def test_windows_that_are_not_the_documents_are_refused(tmp_path: Path) -> None:
         Corpus(tmp_path / "out", "never").require_windows(64)
     starts = {int(start) for _, start in places_of(Corpus(tmp_path / "out"), 128, 40, 0, 0)}
     assert starts <= {*range(0, 10**7, 129)}                            # whatever data.cross_documents is
-    with pytest.raises(UserError, match="needs at least .* tokens, got --length 20"):
-        prepare("needles", tmp_path / "short", "byte", SourceOptions(length=20))
+
+
+@pytest.mark.parametrize(("name", "length"), [
+    ("needles", 20), ("variables", 30), ("passkey", 23), ("repeats", 11), ("sorting", 15), ("parity", 0)])
+def test_a_length_that_is_too_small_is_named(name: str, length: int, tmp_path: Path) -> None:
+    ended = call("data.prepare", name, "--length", length, "--out", tmp_path / "out")
+    assert ended.code == 2 and ended.err.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert re.search(rf"--length.* (got )?{length}\b", ended.err) and "at least" in ended.err
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import needs, words
+from conftest import call, needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,6 +161,9 @@ def test_a_run_keeps_the_vocabulary_of_its_corpus(tiny, tmp_path: Path) -> None:
     assert decode(tokenizer, [*tokenizer.encode(PROSE).tolist(), 300, 303]) == PROSE.decode()
     text = open_text(str(tmp_path / "a.txt"), "", tokenizer)
     assert text.documents[0].tolist() == [299, *tokenizer.encode((tmp_path / "a.txt").read_bytes())]
+    sampled = call("sample", run, "--prompt", "caf\udce9 \ud83d", "--tokens", 2)  # no UTF-8
+    assert sampled.code == 0 and sampled.out.startswith("caf\ufffd \ufffd")
+    assert sampled.err == "warning: --prompt is not UTF-8: 2 bytes became U+FFFD\n"
     (run / "tokenizer.json").write_text(learn([PROSE], 300))
     with pytest.raises(UserError, match="made with another bpe:300 tokenizer"):
         load_run(run)

@@ -246,7 +246,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
     if is_of_run:       # one that does not say so is from before data.positions
         default["data"] = {"positions": "row"}
-    layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides)]
+    keys_of = {section: schema.model_fields for section, schema in SECTIONS.items()}
+    layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides, keys_of)]
     folder = merge(layers)[0].get("train", {}).get("init_from")
     if pretrained and folder and not is_of_run:
         layers.insert(0, Layer(f"in {folder}", pretrained(str(folder))))
@@ -356,7 +357,13 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
           for key, default in (("layers", "all"), ("skip_every", 0)))]
     broken = [(f"{section}.{key}", f"{rule} (got {getattr(getattr(config, section), key)})")
               for section, key, is_broken, rule in rules if is_broken]
-    return broken or [(f"position.{key}", rule) for key, rule in p.problems(m.n_embd, m.head_width).items()]
+    if not broken:
+        for key, rule in p.problems(m.n_embd, m.head_width).items():
+            hint = ""
+            if m.head_width % 2:
+                hint = f"; model.n_head = {m.n_head} leaves {m.head_width} channels a head: choose another"
+            broken.append((f"position.{key}", rule + hint))
+    return broken
 
 
 def toml_value(value: object) -> str:

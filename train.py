@@ -17,7 +17,6 @@ import functools
 import math
 import signal
 import sys
-import textwrap
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from base.command import argument_parser, run_command
+from base.command import argument_parser, positive, run_command
 from base.errors import UserError
 from base.files import finite
 from base.loss import IGNORED
@@ -36,7 +35,8 @@ from data.tokenizer import byte_lengths, tokenizer_of
 from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
-from runtime.device import autocast, dtype_name, missing_compiler, pick_device, set_up_cpu, should_compile
+from runtime.device import autocast, dtype_name, missing_compiler, set_up_cpu, should_compile
+from runtime.dry_run import dry_run
 from runtime.help import help_text
 from runtime.log import Log, echo
 from runtime.optimizer import make_optimizer
@@ -241,17 +241,6 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     return 0
 
 
-def dry_run(config: Config) -> int:
-    """Check the corpus and the run's folder; print the config as TOML, and the model's size as comments."""
-    config, corpus = open_corpus(config)
-    with torch.device("meta"):                          # shapes without memory
-        model = GPT(config)
-    is_finished(Path(config.run.dir), config, corpus)   # raises UserError if the folder has another run
-    print(textwrap.indent(describe(config, corpus, model, str(pick_device(config.train.device))), "# "))
-    print(to_toml(config), end="")
-    return 0
-
-
 def main() -> int:
     parser = argument_parser(__doc__, add_help=False)
     parser.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC",
@@ -260,7 +249,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value",
                         help="such as train.lr=1e-3")
     parser.add_argument("--dry-run", action="store_true",
-                        help="check config and corpus, print them and the model's size, and exit")
+                        help="check everything that training checks; print the config, size and cost; exit")
+    parser.add_argument("--tokens-per-s", type=positive, metavar="N",
+                        help="speed from which --dry-run computes the hours (default: that of the run's log)")
     args = parser.parse_intermixed_args()
     if args.help is not None:
         page = help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}"
@@ -270,7 +261,7 @@ def main() -> int:
         raise UserError("CONFIG.toml: missing; give one of configs/, or see train.py --help")
     config = load_config(args.config, args.overrides, pretrained_tables)
     if args.dry_run:
-        return dry_run(config)
+        return dry_run(Path(args.config), config, args.tokens_per_s)
     return train(config, stop=[])
 
 

@@ -20,8 +20,16 @@ ELSEWHERE = {"learning_rate": "lr", "max_iters": "steps", "max_steps": "steps", 
              "eval_interval": "eval_every"}
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message that suggests the known word nearest to this one; empty if none is near."""
-    known = list(known)
-    near = [ELSEWHERE[word]] if ELSEWHERE.get(word) in known else difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word nearest to this one, in any case of letters; None if none is near."""
+    by_letters = {name.lower(): name for name in known}
+    if ELSEWHERE.get(word) in by_letters:
+        return ELSEWHERE[word]
+    near = difflib.get_close_matches(word.lower(), by_letters, n=1)
+    return by_letters[near[0]] if near else None
+
+
+def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
+    """The end of a message that suggests the nearest known word, in this form; empty if none is near."""
+    near = nearest(word, known)
+    return f"; did you mean {form.format(near)}?" if near else ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from base.errors import UserError, did_you_mean
+from base.errors import UserError, did_you_mean, nearest
 
 SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
@@ -25,6 +25,19 @@ class Section(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False,
                               use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_whole_numbers(cls, keys: Any) -> Any:
+        """1e3, which is no integer in TOML, for a key that takes integers and no floats."""
+        taken = dict(keys)
+        for key, value in keys.items():
+            field = cls.model_fields.get(key)
+            if field and isinstance(value, float) and value.is_integer():
+                kinds = (field.annotation, *get_args(field.annotation))
+                if int in kinds and float not in kinds:
+                    taken[key] = int(value)
+        return taken
 
 
 class Layer(NamedTuple):
@@ -46,9 +59,13 @@ def read_layers(path: Path) -> list[Layer]:
                 raise ValueError("it extends itself in a circle; remove one `extends`")
             content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
-            hint = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
-            raise UserError(f"config {path}: {(error.strerror or str(error)).lower()}"
-                            f"{asked}{hint or '; give the path of a .toml file'}") from error
+            files = {}
+            for folder in (Path("configs"), path.parent):
+                files.update({file.stem: file for file in folder.glob("*.toml")})
+            near = nearest(path.name.removesuffix(".toml"), files)
+            hint = f"did you mean {files[near]}?" if near else "give the path of a .toml file"
+            reason = (error.strerror or str(error)).lower()
+            raise UserError(f"config {path}: {reason}{asked}; {hint}") from error
         except ValueError as error:
             raise UserError(f"config {path}: not valid TOML: {error}") from error
         parent = content.pop("extends", None)
@@ -61,12 +78,20 @@ def read_layers(path: Path) -> list[Layer]:
     return layers
 
 
-def read_overrides(overrides: Sequence[str]) -> Layer:
-    """The tables of `section.key=value` arguments; a bare word is a string, without quotes."""
+def read_overrides(overrides: Sequence[str], keys_of: Mapping[str, Collection[str]]) -> Layer:
+    """The tables of `section.key=value` arguments; a bare word is a string, without quotes.
+
+    keys_of has the keys of each section, to name the one of a key that is given alone.
+    """
     tables: Tables = {}
     for text in overrides:
         name, equals, value = text.partition("=")
         section, _, key = name.strip().partition(".")
+        if not equals and text.endswith(".toml"):
+            raise UserError(f"{text}: a second config; give one, or train several with sweep.py")
+        homes = [known for known, keys in keys_of.items() if name in keys]
+        if equals and homes:
+            raise UserError(f"override {text!r}: the section is missing; did you mean {homes[0]}.{text}?")
         if not (equals and key) or "." in key:
             raise UserError(f"override {text!r}: must read section.key=value, such as train.lr=1e-3 or "
                             'position.scaling={method="yarn",factor=4.0}')
@@ -95,19 +120,23 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, p
         if len(path) > 3 or kind.startswith("union_tag"):       # a table with a choice of `method`
             methods = tables_of(known[path[1]])
             known = methods[path[2]].model_fields if len(path) > 3 else methods     # type: ignore[assignment]
+        full_name = ".".join((*path[:2], *(path[3:] or path[2:])))     # without the method
         where = origin.get(".".join(path[:2]), place)
         messages = dict.fromkeys(one["msg"].replace("Input should be", "must be") for one in errors)
-        message = f"{' or '.join(messages)} (got {first['input']!r})"
+        value = first["input"]
+        message = f"{' or '.join(messages)} (got {value!r})"
         if kind == "missing":
             message = f"missing; add {path[-1]} = ..."
         elif kind == "extra_forbidden":
-            hint = did_you_mean(path[-1], known) or f"; its keys are {', '.join(known)}"
-            message = f"unknown key{hint}"
+            hint = did_you_mean(path[-1], known, full_name.removesuffix(path[-1]) + "{}")
+            message = "unknown key" + (hint or f"; its keys are {', '.join(known)}")
+        elif kind == "model_attributes_type" and isinstance(value, str):
+            method = nearest(value, tables_of(known[path[1]])) or "yarn"
+            message = f'must be a table; write {".".join(path)}={{method="{method}",factor=4.0}}'
         elif kind == "union_tag_invalid":
             method = first["ctx"]["tag"]
             hint = did_you_mean(method, known) or f"; choose from {', '.join(known)}"
             message = f"unknown method {method!r}{hint}"
-        full_name = ".".join((*path[:2], *(path[3:] or path[2:])))     # without the method
         yield f"{full_name} {where}: {message}"
 
 

@@ -186,18 +186,23 @@ def open_run(run_dir: str | Path, which: str = "newest", device: str = "auto") -
     return Opened(model.to(place).eval(), config, tokenizer, state, corpus)
 
 
-def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer) -> str:
+def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer | None) -> str:
     """Read the newest weights of another run into a model of the same shape, encoding and tokenizer.
 
-    Returns their checksum. An encoding whose formula contains L (fire, integer_normalised) uses the new L.
+    Without a tokenizer that is not checked. Returns their checksum. An encoding whose formula contains L
+    (fire, integer_normalised) uses the new L.
     """
     source, source_config, source_tokenizer, *_ = opened = open_run(run_dir)
     changes = differences(source_config, config, MAY_DIFFER["init_from"])
-    if source_tokenizer.sha256 != tokenizer.sha256:
-        changes.append(f"tokenizer: {source_tokenizer.name} -> {tokenizer.name}")
     if changes:
         raise UserError(*(f"train.init_from {run_dir}: its model differs: {line}; use the value of that run"
                           for line in changes))
+    if tokenizer and source_tokenizer.sha256 != tokenizer.sha256:
+        names = f"{source_tokenizer.name}, data.dir has {tokenizer.name}"
+        if source_tokenizer.name == tokenizer.name:
+            names = f"another {tokenizer.name} than that of data.dir"
+        raise UserError(f"train.init_from {run_dir}: its tokenizer is {names}; prepare the text with "
+                        f"--tokenizer {run_dir}")
     scaling, L = getattr(config.position, "scaling", None), source_config.train.seq_len
     if scaling is not None and scaling.original_length is None and config.train.seq_len != L:
         raise UserError(f"position.scaling: {run_dir} was trained at L = {L}, not at train.seq_len = "

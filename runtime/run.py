@@ -159,19 +159,31 @@ class TrainingRun:
 def open_corpus(config: Config) -> tuple[Config, Corpus]:
     """The corpus that [data] describes, and the config with its vocabulary size. Raises UserError."""
     d = config.data
+    folder = Path(d.dir)
+    if not (folder / "meta.json").exists() and any(folder.glob("*.txt")):
+        raise UserError(f"data.dir {d.dir}: holds text, not a prepared corpus; run `python data/prepare.py "
+                        f"{d.dir} --out {d.dir}-corpus` and give data.dir={d.dir}-corpus")
     corpus = Corpus(d.dir, d.cross_documents, d.bos)
     if d.mixture:
         corpus = Mixture(d.dir, d.mixture, d.cross_documents, d.bos, only=d.mixture_only)
     corpus.require_windows(config.train.seq_len)
-    needed = corpus.meta["vocab_size"]
+    return with_vocabulary(config, corpus.meta["vocab_size"]), corpus
+
+
+def with_vocabulary(config: Config, needed: int) -> Config:
+    """The config with model.vocab_size, for a corpus of `needed` tokens. Raises UserError if it has less."""
     # a multiple of 64 makes a large vocabulary's products faster on GPUs: 50,304 for GPT-2's 50,257
     padded = needed + -needed % 64 if needed > 2**12 else needed
     size = config.model.vocab_size or padded
+    source = config.train.init_from
+    if size < needed and source:
+        raise UserError(f"train.init_from {source}: its vocabulary has {size} tokens, {config.data.dir} has "
+                        f"{needed}: another tokenizer; prepare the text with --tokenizer {source}")
     if size < needed:
-        raise UserError(f"model.vocab_size: the corpus {d.dir} has {needed} tokens (got {size}); "
+        raise UserError(f"model.vocab_size: the corpus {config.data.dir} has {needed} tokens (got {size}); "
                         "remove the key")
     model = config.model.model_copy(update={"vocab_size": size})
-    return config.model_copy(update={"model": model}), corpus
+    return config.model_copy(update={"model": model})
 
 
 def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
@@ -237,8 +249,8 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
     return state
 
 
-def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> str:
-    """Lines for the screen about what is going to be trained."""
+def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, data: str = "") -> str:
+    """Lines for the screen about what is going to be trained; `data` stands for a corpus that is missing."""
     m, p, t = config.model, config.position, config.train
     n_tokens = t.steps * t.batch_size * t.seq_len
     keys = p.model_dump(exclude_defaults=True, exclude={"encoding"})
@@ -249,14 +261,20 @@ def describe(config: Config, corpus: Corpus, model: GPT, machine: str) -> str:
         documents = torch.zeros(1, t.seq_len, dtype=torch.long, device=device)
     mask = Mask(documents=documents, in_order=t.positions == "plain")
     paths = describe_paths(model, mask, t.seq_len, pick_dtype(t.dtype, device), device)
-    return "\n".join([
+    if corpus:
+        data = (f"{corpus.folder}, {len(corpus.tokens['train']):,} tokens; {n_tokens:,} to train on "
+                f"({corpus.n_epochs(t):.2f} epochs)")
+    lines = [
         f"model     {m.n_layer} layers, {m.n_embd} wide, {m.n_head} heads, {model.n_parameters():,} "
         "parameters",
         f"position  {p.encoding}, {options}trained at L = {t.seq_len}",
         f"attention {paths}",
-        f"data      {corpus.folder}, {len(corpus.tokens['train']):,} tokens; {n_tokens:,} to train on "
-        f"({corpus.n_epochs(t):.2f} epochs)",
-        f"machine   {machine}"])
+        f"data      {data}",
+        f"machine   {machine}"]
+    if t.steps < t.warmup:
+        lines.append(f"warning: train.steps = {t.steps} end within train.warmup = {t.warmup}; the learning "
+                     "rate will not reach train.lr")
+    return "\n".join(lines)
 
 
 def read_summary(run_dir: Path) -> str:

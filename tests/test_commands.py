@@ -1,5 +1,6 @@
 """Help, dry runs and samples. What goes wrong is in test_mistakes.py and test_promises.py."""
 
+import json
 import signal
 import tomllib
 from pathlib import Path
@@ -8,8 +9,10 @@ import pytest
 import torch
 from conftest import ROOT, call, lively, python, slow_except, tokens
 
-from config import to_toml
+from config import load_config, to_toml
 from model import GPT
+from runtime.dry_run import training_bytes
+from runtime.parallel import Process
 from sample import generate
 
 
@@ -33,6 +36,65 @@ def test_a_dry_run_prints_config_and_size_and_writes_nothing(tiny, tmp_path: Pat
     assert tomllib.loads(ended.out)["train"]["lr"] == 0.25
     assert f"{model.n_parameters():,} parameters" in ended.out
     assert list(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_works_before_the_corpus_is_there(monkeypatch) -> None:
+    """GPT-2 on OpenWebText: docs/scaling.md has 798 MFLOP a token, 7.8e18 in all, 5.2 h at 520,000/s."""
+    monkeypatch.chdir(ROOT)
+    ended = call("train", "configs/gpt2-124m.toml", "--dry-run", "--tokens-per-s", "520000",
+                 "train.dtype=bfloat16", "train.device=cpu", "data.dir=nowhere/openwebtext")
+    assert ended.code == 0, ended.err
+    lines = Path("configs/gpt2-124m.toml").read_text().splitlines()
+    (comment,) = (line.removeprefix("# ") for line in lines if "prepare.py" in line)
+    assert comment in ended.out
+    assert "123,587,328 parameters" in ended.out and "9,830,400,000 tokens x 798." in ended.out
+    assert "= 7.8e+18 FLOP" in ended.out and "5.3 hours at 520,000 tokens/s (--tokens-per-s)" in ended.out
+    ended = call("train", "configs/wikitext103.toml", "--dry-run", "data.dir=nowhere/wikitext103")
+    assert "vocab_size = 50304" in ended.out                            # from --tokenizer gpt2 of the line
+    ended = call("train", "configs/gpt2-124m.toml", "--dry-run", "data.dir=nowhere/else")
+    assert ended.code == 2 and "nowhere/else: no prepared corpus" in ended.err
+
+
+def test_memory_by_the_formula_is_that_of_a_measured_step() -> None:
+    """19.7 GB were allocated on an H200: results/gpu/training.md."""
+    config = load_config(ROOT / "configs" / "quick-adamw.toml", [
+        "model.n_layer=12", "model.n_embd=768", "model.n_head=12", "model.vocab_size=50304",
+        "train.seq_len=1024", "train.batch_size=32", "train.accumulate=1", "train.dtype=bfloat16"])
+    with torch.device("meta"):
+        model = GPT(config)
+    n_bytes = training_bytes(config, model, Process(torch.device("cpu")), is_explicit=False)
+    assert n_bytes == pytest.approx(19.704e9, rel=0.05)
+    # two processes share the batch, not the weights
+    assert 0.5 < training_bytes(config, model, Process(torch.device("cpu"), 0, 2), False) / n_bytes < 0.65
+
+
+def test_the_hours_of_a_dry_run_are_those_of_the_log(tiny, tmp_path: Path) -> None:
+    path, run_dir = tmp_path / "config.toml", tmp_path / "run"
+    path.write_text(to_toml(tiny()))
+    assert "give --tokens-per-s" in call("train", path, "--dry-run").out
+    assert call("train", path).code == 0
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    slow = [json.dumps({**line, "tokens_per_s": 128}) for line in lines]
+    (run_dir / "metrics.jsonl").write_text("\n".join(slow))
+    assert "0.2 minutes at 128 tokens/s (the median of" in call("train", path, "--dry-run").out
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_dry_run_refuses_what_training_refuses(rank: str, tiny, tmp_path: Path, monkeypatch) -> None:
+    """A batch that the processes cannot share, before they join."""
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(tiny()))
+    for name, value in (("WORLD_SIZE", "3"), ("RANK", rank), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, value)
+    ended = call("train", path, "--dry-run")
+    assert ended.code == 2 and "batch_size 4: must be a multiple of 3 processes" in ended.err
+
+
+def test_a_run_that_ends_in_its_warm_up_says_so(tiny, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(tiny()))
+    pages = [call("train", path, "--dry-run", f"train.warmup={n}").out for n in (12, 13)]
+    assert ["within train.warmup = 13" in page for page in pages] == [False, True]
 
 
 def test_top_k_and_temperature(tiny) -> None:

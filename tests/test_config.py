@@ -112,7 +112,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path / "quick.toml", MINIMAL)
     assert problems(tmp_path / "quik.toml") == (
-        f"config {tmp_path / 'quik.toml'}: no such file or directory; did you mean quick.toml?",)
+        f"config {tmp_path}/quik.toml: no such file or directory; did you mean {tmp_path}/quick.toml?",)
     assert "valid TOML" in problems(write(tmp_path / "bad.toml", "[train\n"))[0]
     assert "directory" in problems(tmp_path)[0]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from conftest import ROOT, call
+from conftest import ROOT, call, words
 from test_promises import SMALL, Case, one_error
 
 from config import load_config, to_toml
@@ -30,7 +30,20 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "{config} train.dtype=float16 train.parallel=fsdp", ["bfloat16 or ddp"]),
     ("train", "{config} --no-such-option", ["--no-such-option"]),
     ("train", "{config} --lr 1e-3", ["train.lr="]),
-    ("train", "{config} train.learning_rate=1e-3 train.block_size=64", ["mean lr?", "mean seq_len?"]),
+    ("train", "{config} train.learning_rate=1 train.block_size=64", ["mean train.lr?", "train.seq_len?"]),
+    ("train", "quick", ["did you mean configs/quick.toml?"]),
+    ("train", "{config} n_head=4", ["did you mean model.n_head=4?"]),
+    ("train", "{config} model.n_embd=192 model.n_head=64", ["n_head = 64 leaves 3 channels a head"]),
+    ("train", "{config} position.scaling=yarn", ['position.scaling={{method="yarn",factor=4.0}}']),
+    ("train", "{config} position.encoding=RoPE", ["did you mean rope?"]),
+    ("train", "{config} configs/alibi.toml", ["a second config", "sweep.py"]),
+    ("train", "{config} data.dir={texts}", ["holds text", "prepare.py {texts} --out {texts}-corpus"]),
+    ("train", "{config} --dry-run train.init_from={run} model.n_embd=64", ["model.n_embd: 16 -> 64"]),
+    ("train", "{config} --dry-run train.init_from={run} data.dir={bpe}", ["257", "--tokenizer {run}"]),
+    ("train", "{config} --dry-run train.init_from={bpe_run} data.dir={bpe_too}", ["--tokenizer {bpe_run}"]),
+    ("train", "{config} train.init_from={bpe_run} data.dir={bpe_too}", ["another bpe:266 ", "{bpe_run}"]),
+    ("train", "{config} --dry-run --tokens-per-s 0", ["--tokens-per-s", "at least 1"]),
+    ("sweep", "{config} --eval --windows", ['--eval="VALUE"']),
     ("train", "{orphan}", ["nowhere.toml", "which {orphan} extends"]),
     ("train", "{slip}", ["did you mean extends?"]),
     ("train", "{config} run.dir={run} train.steps=2 train.warmup=0", ["train.init_from={run}"]),
@@ -41,7 +54,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("eval", "{run} --protocol fixd", ["fixd", "fixed"]),
     ("eval", "{hf} --data {text} --protocol trigram", ["--protocol trigram", "(none)"]),
     ("eval", "{run} --extend yran", ["yran", "yarn"]),
-    ("eval", "{run} --extend yarn:beta=2", ["yarn.beta", "did you mean beta_"]),
+    ("eval", "{run} --extend yarn:beta=2", ["yarn.beta", "did you mean yarn.beta_"]),
     ("eval", "{learned} --extend yarn --lengths 16", ["yarn", "learned"]),
     ("eval", "{learned} --lengths 64", ["--lengths", "learned"]),
     ("eval", "{run} --data nowhere", ["--data nowhere"]),
@@ -95,9 +108,15 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str
         encoding = f"position.encoding={'rope' if name == 'run' else name}"
         assert case.train(name, "train.steps=1", "train.warmup=0", encoding).code == 0
     assert call("export", folder / "run", folder / "hf").code == 0
+    for name, text in (("bpe", words(0, 9000)), ("bpe_too", words(0, 9000)[::-1])):
+        (folder / f"{name}.txt").write_bytes(text)
+        command = ["data.prepare", folder / f"{name}.txt", "--tokenizer", "bpe:266", "--out", folder / name]
+        assert call(*command).code == 0
+    assert case.train("bpe_run", "train.steps=1", "train.warmup=0", f"data.dir={folder / 'bpe'}").code == 0
     config = to_toml(load_config(case.config, [*SMALL, f"run.dir={folder / 'new'}"]))
     for name, content in {
-            "config": config, "mine/mine.md": "mine", "text.txt": "text " * 99, "empty.txt": "",
+            "config": config, "mine/mine.md": "mine", "texts/a.txt": "text",
+            "text.txt": "text " * 99, "empty.txt": "",
             "orphan.toml": 'extends = "nowhere.toml"', "slip.toml": 'extend = "quick.toml"',
             "rows.jsonl": '{"body": "text"}\n' * 9, "torn.jsonl": '{"text": "text"}\n{"text": "te',
             }.items():
@@ -107,9 +126,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str
     pandas.DataFrame({"text": ["text"] * 99}).to_parquet(folder / "partial" / "partial-train" / "0.parquet")
     shutil.copytree(corpus_dir, folder / "cut")
     (folder / "cut" / "train.bin").write_bytes(b"cut short")
-    return {name.partition(".")[0]: folder / name for name in
-            ("config", "orphan.toml", "slip.toml", "run", "learned", "cope", "hf", "mine", "text.txt",
-             "empty.txt", "rows.jsonl", "torn.jsonl", "partial", "cut", "new", "out")}
+    names = ("config orphan.toml slip.toml run learned cope hf mine text.txt texts bpe bpe_too bpe_run "
+             "empty.txt rows.jsonl torn.jsonl partial cut new out")
+    return {name.partition(".")[0]: folder / name for name in names.split()}
 
 
 @pytest.mark.parametrize(("command", "arguments", "expected"), MISTAKES,

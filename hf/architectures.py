@@ -347,7 +347,7 @@ class SmolLM3(Windowed):
         if is_every_fourth and not config.model.window:
             return []
         return ["llama.cpp reads SmolLM3 with windows in no layer and without an encoding in every fourth, "
-                "whatever config.json says; run this folder by transformers or vLLM"]
+                "whatever config.json says; run this folder by transformers"]
 
     def positions_json(self, config: Config) -> Fields:
         p, layers = config.position, range(config.model.n_layer)

@@ -144,9 +144,9 @@ def main() -> None:
     parser.add_argument("--length", type=positive, help="longest context in tokens (default: train.seq_len)")
     parser.add_argument("--bos", action="store_true", help="prompts open with the separator, as in training")
     args, options = parser.parse_known_args()
-    model = {"run": args.run, "checkpoint": args.checkpoint, "device": args.device, "bos": args.bos,
-             "max_length": args.length}
-    sys.argv = ["lm_eval", "run", "--model", "nanorope", "--model_args", json.dumps(model), *options]
+    model = {"run": args.run, "checkpoint": args.checkpoint, "bos": args.bos, "max_length": args.length}
+    sys.argv = ["lm_eval", "run", "--model", "nanorope", "--model_args", json.dumps(model),
+                "--device", args.device, *options]
     cli_evaluate()
 
 

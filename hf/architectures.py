@@ -347,7 +347,7 @@ class SmolLM3(Windowed):
         if is_every_fourth and not config.model.window:
             return []
         return ["llama.cpp reads SmolLM3 with windows in no layer and without an encoding in every fourth, "
-                "whatever config.json says; run this folder by transformers or vLLM"]
+                "whatever config.json says; run this folder by transformers"]
 
     def positions_json(self, config: Config) -> Fields:
         p, layers = config.position, range(config.model.n_layer)
@@ -393,9 +393,9 @@ class Cohere2(Windowed):
                          "mlp_norm": ("mlp.gate", "mlp.up")}
 
     def obstacles(self, config: Config) -> list[str]:
-        obstacles, p = super().obstacles(config), config.position
-        local = shape_of(config).local_layers
-        if any(p.is_encoded(layer) != (layer in local) for layer in range(config.model.n_layer)):
+        obstacles = super().obstacles(config)
+        encoded = {layer for layer in range(config.model.n_layer) if config.position.is_encoded(layer)}
+        if encoded != shape_of(config).local_layers:
             obstacles.append("position.layers or skip_every beside windows in other layers")
         return obstacles
 
@@ -475,7 +475,8 @@ class Gemma3(Windowed):
 
     def positions_json(self, config: Config) -> Fields:
         fields = super().positions_json(config)
-        full, theta = fields["rope_parameters"], None
+        full = fields["rope_parameters"]
+        theta = None
         if isinstance(config.position, RoPEOptions):
             theta = config.position.local_base
         sliding = {"rope_type": "default", "rope_theta": theta} if theta else full

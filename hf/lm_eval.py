@@ -84,7 +84,8 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
             rows.append((context + continuation)[-self.max_length - 1:])
         longest_first = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         for T, group in itertools.groupby(longest_first, lambda i: len(rows[i])):
-            same_length, size = list(group), max(1, TOKENS_PER_FORWARD // T)
+            same_length = list(group)
+            size = max(1, TOKENS_PER_FORWARD // T)
             for start in range(0, len(same_length), size):
                 batch = same_length[start:start + size]
                 n_scored = max(len(requests[i][2]) for i in batch)
@@ -119,7 +120,9 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
                                 "do_sample=false")
             prompt_ids = self.tok_encode(prompt)[n_new - self.max_length:] or [self.coder.separator]
             stops = options.get("until") or []
-            texts.append(self.continuation(prompt_ids, n_new, [stops] if isinstance(stops, str) else stops))
+            if isinstance(stops, str):
+                stops = [stops]
+            texts.append(self.continuation(prompt_ids, n_new, stops))
         return texts
 
     def continuation(self, prompt_ids: list[int], n_new: int, stops: list[str]) -> str:
@@ -144,9 +147,9 @@ def main() -> None:
     parser.add_argument("--length", type=positive, help="longest context in tokens (default: train.seq_len)")
     parser.add_argument("--bos", action="store_true", help="prompts open with the separator, as in training")
     args, options = parser.parse_known_args()
-    model = {"run": args.run, "checkpoint": args.checkpoint, "device": args.device, "bos": args.bos,
-             "max_length": args.length}
-    sys.argv = ["lm_eval", "run", "--model", "nanorope", "--model_args", json.dumps(model), *options]
+    model = {"run": args.run, "checkpoint": args.checkpoint, "bos": args.bos, "max_length": args.length}
+    sys.argv = ["lm_eval", "run", "--model", "nanorope", "--model_args", json.dumps(model),
+                "--device", args.device, *options]
     cli_evaluate()
 
 

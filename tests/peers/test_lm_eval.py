@@ -30,6 +30,7 @@ import lm_eval  # noqa: E402
 
 import hf.lm_eval  # noqa: E402, F401  (registers nanorope)
 
+QUICK = ("train.lr=1e-2", "train.steps=4", "run.eval_every=4")
 PAGE = (ROOT / "docs/hugging-face.md").read_text()
 LF = words(99, 94 * 32 + 7) + "é\n\n".encode()
 TEXTS = {"LF": LF, "CRLF": LF.replace(b" ", b"\r\n").replace(b"e", b"\r"),
@@ -108,7 +109,7 @@ def test_bits_per_byte_are_the_same(length: int, overrides: list[str], tiny, tas
 
 
 def test_choices_and_texts_are_those_of_the_export(tiny, tasks: Path) -> None:
-    train(tiny("rope", "train.lr=1e-2", "train.steps=40"), [])
+    train(tiny("rope", *QUICK), [])
     export(Path("run"), Path("out"), *load_run("run"))
     places = {"hf": {"pretrained": "out", "dtype": "float32"}, "nanorope": {"run": "run"}}
     found = {model: evaluate(model, [*TASKS], tasks, max_length=32, **place)["samples"]
@@ -124,7 +125,7 @@ def test_choices_and_texts_are_those_of_the_export(tiny, tasks: Path) -> None:
 @pytest.mark.parametrize("encoding", ["t5", "fire", "learned"])
 def test_any_encoding_gets_numbers(encoding: str, tiny, tasks: Path) -> None:
     """Of t5 and fire beyond L; rolling perplexity is our protocol's."""
-    train(tiny(encoding, "train.lr=1e-2", "train.steps=40"), [])
+    train(tiny(encoding, *QUICK), [])
     write_text(LF[:1000])
     length = 32 if encoding == "learned" else 96
     found = evaluate("nanorope", ["my_text", *TASKS], tasks, run="run", max_length=length)["results"]
@@ -136,7 +137,7 @@ def test_any_encoding_gets_numbers(encoding: str, tiny, tasks: Path) -> None:
 
 
 def test_the_command_prints_a_table(tiny, tasks: Path) -> None:
-    train(tiny("t5"), [])
+    train(tiny("t5", *QUICK), [])
     write_text(LF[:200])
     ended = subprocess.run(
         [sys.executable, "-m", "hf.lm_eval", str(tasks / "run"), "--length", "64", "--tasks", "my_text",
@@ -156,7 +157,7 @@ def test_rolling_scores_a_separator_that_the_tokenizer_adds(tiny, tasks: Path, c
         "model_type": "llama", "vocab_size": 500, "bos_token_id": 499})
     Path("text.txt").write_bytes(words(0, 4000) + b"\n\n" + words(1, 4000))
     prepare("text.txt", Path("corpus"), "source")
-    train(tiny("rope", "train.lr=1e-2", "train.steps=40", "model.vocab_size=500", "data.dir=corpus"), [])
+    train(tiny("rope", *QUICK, "model.vocab_size=500", "data.dir=corpus"), [])
     export(Path("run"), Path("out"), *load_run("run"))
     tokenizer: Tokenizer = load_run("run")[2]
     assert prefix_ids(tokenizer) == [499] == prefix_ids(load_run("out")[2])

@@ -82,12 +82,12 @@ def read_runs(paths: Sequence[Path], data: str | None) -> list[Run]:
     Files, such as logs, and what compare.py wrote of runs that are named too, are passed over.
     """
     runs: dict[str, Run] = {}
-    saved: list[Run] = []
     for path in paths:
         if is_run(path):
             runs[str(path)] = read_run(path, data)
         elif is_saved(path):
-            saved += load(path)
+            for run in load(path):
+                runs.setdefault(run.name, run)
         elif path.is_dir():
             inside = [child for child in sorted(path.iterdir()) if is_run(child)]
             if not inside:
@@ -101,8 +101,6 @@ def read_runs(paths: Sequence[Path], data: str | None) -> list[Run]:
         elif not path.exists():
             raise UserError(f"run {path}: no such folder; give runs, a folder of them, or one that "
                             "compare.py wrote")
-    for run in saved:
-        runs.setdefault(run.name, run)
     if not runs:
         raise UserError(f"{', '.join(map(str, paths))}: no evaluated run there; run `python eval.py RUN` "
                         "first")

@@ -88,6 +88,7 @@ def call(command: Sequence[str], log: Path) -> str:
     """Run a command of this repository, with its output in the log; return "" or what failed."""
     with log.open("a", encoding="utf-8") as file:
         print(f"\n$ python {shlex.join(command)}", file=file, flush=True)
+        began = file.tell()
         child = subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]], stdout=file,
                                  stderr=subprocess.STDOUT)
     RUNNING.add(child)
@@ -103,8 +104,10 @@ def call(command: Sequence[str], log: Path) -> str:
         return ""
     if code == 3:
         return DIVERGED
-    last_line = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
-    return f"{command[0]} ended with {code}: {last_line}; see {log}"
+    # its error; the last line may be of another process, which trains this run and writes into the same log
+    written = log.read_bytes()[began:].decode("utf-8", errors="replace").strip().splitlines()
+    errors = [line for line in written if line.startswith("error: ")]
+    return f"{command[0]} ended with {code}: {(errors or written or ['no output'])[-1]}; see {log}"
 
 
 # -----------------------------------------------------------------------------------------------------------

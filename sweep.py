@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
                         help="submitit's parameters: timeout_min=240 slurm_partition=gpu gpus_per_node=1")
     for flag, value in itertools.pairwise(sys.argv):
         if flag == "--eval" and value.startswith("--"):
-            raise UserError(f"--eval {value}: write all arguments of eval.py in quotes, after an equals sign, "
+            raise UserError(f"--eval {value}: write all arguments of eval.py in quotes after an equals sign, "
                             f'--eval="{value} ..."')
     args = parser.parse_intermixed_args()
     args.overrides = [text for text in args.configs if "=" in text]

@@ -246,8 +246,9 @@ def check_comparable(runs: Sequence[Run]) -> None:
         if run.trained_on is not None and run.trained_on != trained[0].trained_on:
             raise UserError(f"runs {trained[0].name} and {run.name}: trained on different text; compare runs "
                             "on the same corpus")
-        for (_, *place), rows in run.table.groupby(results.PLACE, sort=False):
-            wanted = rows[list(MUST_AGREE["targets"])].to_numpy()
+        columns = run.table[list(MUST_AGREE["targets"])].to_numpy()
+        for (_, *place), rows in run.table.groupby(results.PLACE, sort=False).indices.items():
+            wanted = columns[rows]
             earlier, known = targets.setdefault(tuple(place), (run, wanted))
             if not is_same(known, wanted):
                 protocol, length, _ = place

@@ -215,9 +215,9 @@ def load(folder: Path) -> list[Run]:
         runs = []
         tables = dict(iter(table.groupby("run", sort=False)))
         curves = dict(iter(training.groupby("run", sort=False)[TRAINING]))
-        for name, own in about["runs"].items():
-            parts = {part: common[part] | own.get(part, {}) for part in common}
-            runs.append(Run(name, own["label"], parts["config"], parts["head"], parts["more"]["trained_on"],
+        for name, entry in about["runs"].items():
+            parts = {part: common[part] | entry.get(part, {}) for part in common}
+            runs.append(Run(name, entry["label"], parts["config"], parts["head"], parts["more"]["trained_on"],
                             parts["summary"], curves.get(name, training[TRAINING][:0]),
                             tables.get(name, table[:0])))
         return runs

@@ -50,13 +50,13 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
             values = [text.replace("=", "-").partition(".")[2] for text in point]
             parts = [Path(config).stem, *(re.sub(r"[^A-Za-z0-9._-]+", "_", value) for value in values)]
             name = "-".join(parts if seed is None else [*parts, f"seed{seed}"])
-            own = [*overrides, *point, f"run.dir={toml_value(str(runs / name))}"]
-            own += [] if seed is None else [f"train.seed={seed}"]
+            job_overrides = [*overrides, *point, f"run.dir={toml_value(str(runs / name))}"]
+            job_overrides += [] if seed is None else [f"train.seed={seed}"]
             if name in jobs:
                 problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")
-            jobs[name] = Job(name, config, point, own, runs / name, eval_arguments)
+            jobs[name] = Job(name, config, point, job_overrides, runs / name, eval_arguments)
             try:
-                load_config(config, own, pretrained_tables)
+                load_config(config, job_overrides, pretrained_tables)
             except UserError as error:
                 problems += error.problems
     if problems:

@@ -57,14 +57,16 @@ def main() -> None:
     L = runs[0].head["seq_len"]
     frame = frame_of(curves)
     notes = remarks(curves)
-    tables = make_tables(curves, baseline, frame, L)
+    gates = {curve.label: gate_of(curve, L) for curve in curves}
+    failed = [label for label, gate in gates.items() if gate.is_failed]
+    tables = make_tables(curves, baseline, frame, L, failed)
 
     n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     title = f"{n_runs}, trained at L = {L}, evaluated on {runs[0].head['data']}"
     about = pd.DataFrame({curve.label: {
         "encoding": curve.runs[0].config["position.encoding"], "extend": curve.extend,
         "seeds": f"{len(curve.runs)}: {', '.join(run.seed for run in curve.runs)}",
-        "gate at L": str(gate_of(curve, L)),
+        "gate at L": str(gates[curve.label]),
         "runs": ", ".join(run.title for run in curve.runs)} for curve in curves}).T
     save(args.out, list({run.name: run for curve in curves for run in curve.runs}.values()))
     pictures = draw(tables, list(about.index), args.out)

@@ -1,24 +1,25 @@
-"""Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--protocol fixed] [--extend yarn]`.
+"""Perplexity at longer contexts: `python eval.py RUN [--lengths 128,256] [--extend yarn]`.
 
-There are several protocols, because the usual one flatters long contexts. All use the same documents at every
-length, no window crosses a document, and sums and counts are kept, never means of means. As in training, a
-window begins anywhere in a document, and no token is added before it.
+There are several protocols, because the usual one flatters long contexts. All use the same
+documents at every length, no window crosses a document, and sums and counts are kept, never means
+of means. As in training, a window begins anywhere in a document, and no token is added before it.
 
-"truncated" is the plain model's result on the targets of fixed at L, the training length: what a longer
-context must beat. gain = loss(truncated) - loss, in nats per token: positive where more context helps, 0
-where it is ignored, negative where it breaks the model.
+"truncated" is the plain model's result on the targets of fixed at L, the training length: what a
+longer context must beat. gain = loss(truncated) - loss, in nats per token: positive where more
+context helps, 0 where it is ignored, negative where it breaks the model.
 
-Each --extend METHOD[:key=value,...] measures the same model under a method that extends its context;
-METHOD+METHOD applies both. `--extend all` measures every method that fits and needs no options, at L, 2 L and
-4 L unless --lengths says otherwise, and ends in a table: loss against truncation, keys found, seconds. If the
-best method beats truncation, it prints what to write into config.json (`python export.py RUN OUT --extend
-METHOD` writes it).
+Each --extend METHOD[:key=value,...] measures the same model under a method that extends its
+context; METHOD+METHOD applies both. `--extend all` measures every method that fits and needs no
+options, at L, 2 L and 4 L unless --lengths says otherwise, and ends in a table: loss against
+truncation, keys found, seconds. If the best method beats truncation, it prints what to write into
+config.json (`python export.py RUN OUT --extend METHOD` writes it).
 
-Writes RUN/eval/DATA.parquet (the sums of each window), .json (sums, and of which checkpoint) and .png (a
-picture); with --extend all DATA-extended. The first two are written after each length, so the same command
-continues an interrupted evaluation. A second call adds what they lack; --replace measures everything again.
-Both calls must have the same targets, model and code. The longest length decides which documents and targets
-are used, so to add shorter lengths later, pass the earlier longest one with --longest.
+Writes RUN/eval/DATA.parquet (the sums of each window), .json (sums, and of which checkpoint) and
+.png (a picture); with --extend all DATA-extended. The first two are written after each length, so
+the same command continues an interrupted evaluation. A second call adds what they lack; --replace
+measures everything again. Both calls must have the same targets, model and code. The longest length
+decides which documents and targets are used, so to add shorter lengths later, pass the earlier
+longest one with --longest.
 """
 
 from __future__ import annotations
@@ -213,6 +214,9 @@ def head_of(run: Opened, e: Evaluation) -> dict[str, Any]:
 def main() -> None:
     args = parse_arguments()
     args.run = str(pulled(args.run))
+    inside = [path.parent.name for path in sorted(Path(args.run).glob("*/config.toml"))]
+    if inside and not (Path(args.run) / "config.toml").exists():
+        raise UserError(f"run {args.run}: a folder of runs; give one of them, such as {args.run}/{inside[0]}")
     run = open_run(args.run, args.checkpoint, args.device)
     e = open_evaluation(args, run)
     head = head_of(run, e)

@@ -54,7 +54,9 @@ def tables_of(data: str) -> dict[str, Table]:
     curves = curves_of(data)
     if not curves:
         return {}
-    return {one.key: one for one in make_tables(curves, curves[0], frame_of(curves), length_of(curves[0]))}
+    here = length_of(curves[0])
+    failed = [curve.label for curve in curves if gate_of(curve, here).is_failed]
+    return {table.key: table for table in make_tables(curves, curves[0], frame_of(curves), here, failed)}
 
 
 def length_of(curve: Curve) -> int:
@@ -109,42 +111,64 @@ def tuned() -> dict[str, list[Run]]:
     return groups
 
 
+def cell_of(data: str, key: str, label: str, column: int | str) -> Cell | None:
+    """A cell of a table of compare.py; None where nothing was measured."""
+    tables = tables_of(data)
+    return tables[key].rows.get(label, {}).get(str(column)) if key in tables else None
+
+
 def control() -> str:
     """One row for each run: the gain on a passage 16 L before, and over another passage in its place."""
-    tables = [tables_of(f"{data}-control")[key].rows for data in TEXTS for key in ("repeat", "use")]
-    return table(["run", *(f"{text}: {what}" for text in TEXTS.values() for what in (
-        "over the first time", "over another passage"))],
-                 [[label, *(interval(rows[label].get(FAR_REPEAT)) for rows in tables)]
-                  for label in sorted(tables[0])])
+    head = ["run"]
+    columns = []
+    for data, text in TEXTS.items():
+        head += [f"{text}: over the first time", f"{text}: over another passage"]
+        columns += [(f"{data}-control", "repeat"), (f"{data}-control", "use")]
+    rows = []
+    for label in sorted(tables_of(columns[0][0])["repeat"].rows):
+        cells = [cell_of(data, key, label, FAR_REPEAT) for data, key in columns]
+        rows.append([label, *map(interval, cells)])
+    return table(head, rows)
+
+
+def shares(runs: Sequence[Sequence[int]]) -> str:
+    """The mean of each run over its depths."""
+    return " ".join(map(share, runs))
+
+
+def by_depth(runs: Sequence[Sequence[int]]) -> str:
+    """The mean of each depth over the runs."""
+    return " ".join(map(share, zip(*runs, strict=True)))
 
 
 def needles() -> str:
     """One row for each encoding: needles found, a number for each run, and by depth the mean of the runs."""
-    rows, order = {}, {}
+    head = ["% found"]
+    for kind in ("one fact", "of four"):
+        head += [f"{kind} {place}" for place in ("at L", "at 4 L", "at 16 L", "at 16 L by depth")]
+    rows = []
     for name, runs in tuned().items():
-        rows[name] = [name]
+        row = [name]
         for kind in ("needle", "multi_key"):
-            by_length = {n: [percents(run, kind, n * L) for run in runs] for n in (1, 4, 16)}
-            rows[name] += [" ".join(map(share, by_run)) for by_run in by_length.values()]
-            rows[name].append(" ".join(map(share, zip(*by_length[16], strict=True))))
-        order[name] = -sum(map(sum, by_length[4] + by_length[16])) / len(runs)          # of four facts
-    columns = [f"{name} {at}" for name in ("one fact", "of four")
-               for at in ("at L", "at 4 L", "at 16 L", "at 16 L by depth")]
-    return table(["% found", *columns], [rows[name] for name in sorted(rows, key=lambda name: order[name])])
+            at_L, at_4L, at_16L = ([percents(run, kind, n * L) for run in runs] for n in (1, 4, 16))
+            row += [shares(at_L), shares(at_4L), shares(at_16L), by_depth(at_16L)]
+        n_right = sum(map(sum, at_4L + at_16L)) / len(runs)             # of four facts
+        rows.append((-n_right, row))
+    rows.sort(key=lambda pair: pair[0])
+    return table(head, [row for _, row in rows])
 
 
 def methods_on_needles() -> str:
     """One row for each method of --extend on the tuned runs of rope: the share of needles found by each."""
     runs = [run for run in runs_of(STUDY / "needles") if re.fullmatch("rope-lr.*-methods", run.name)]
-    rows = {}
+    rows = []
     for extend in join(*(run.table for run in runs)).extend.unique():
         near, far = ([percents(run, "needle", n * L, extend) for run in runs] for n in (4, 16))
         name = "no method" if extend == NO_METHOD else f"`{extend}`"
-        rows[-sum(map(sum, near)), extend] = [name, *(
-            " ".join(map(share, by_run)) if any(by_run) else "-" for by_run in (near, far)),
-            " ".join(map(share, zip(*near, strict=True)))]
-    return table(["rope with", "% found at 4 L", "at 16 L", "at 4 L by depth"],
-                 [rows[key] for key in sorted(rows, key=lambda key: key[0])])
+        cells = [shares(by_run) if any(by_run) else "-" for by_run in (near, far)]
+        rows.append((-sum(map(sum, near)), [name, *cells, by_depth(near)]))
+    rows.sort(key=lambda pair: pair[0])
+    return table(["rope with", "% found at 4 L", "at 16 L", "at 4 L by depth"], [row for _, row in rows])
 
 
 def algorithms() -> str:
@@ -163,55 +187,58 @@ def algorithms() -> str:
 
 def overview() -> str:
     """One row for each encoding, best on prose first: both texts at L, at 16 L and 64 L, and needles."""
-    curves = {data: curves_of(data) for data in TEXTS}
+    head = ["encoding"]
+    for text in TEXTS.values():
+        head += [f"{text} at L", "gain of 16 L", "of 64 L", "repeat at 16 L"]
     rows = []
-    for curve in sorted(curves["books"], key=bits):
-        row = [curve.label]
+    for label in [curve.label for curve in sorted(curves_of("books"), key=bits)]:
+        row = [label]
         for data in TEXTS:
-            shown = tables_of(data)
-            one = next(same for same in curves[data] if same.label == curve.label)
-            gain, repeat = (shown[key].rows[curve.label].get(column) for key, column in (
-                ("gain", FAR), ("repeat", FAR_REPEAT)))
-            distant = tables_of(f"{data}-far")["gain"].rows.get(curve.label, {}).get(str(64 * L))
-            numbers = [f"{bits(one):.3f}", *("-" if x is None else f"{x.value:+.2f}"
-                                             for x in (gain, distant, repeat))]
-            is_failed = gate_of(one, L).is_failed
-            row += [f"*{x}*" if is_failed and x != "-" else x for x in numbers]
-        rows.append([*row, share([percent for run in tuned().get(curve.label, [])
-                                  for percent in percents(run, "multi_key", 16 * L)])])
-    return table(["encoding", *(text for name in TEXTS.values() for text in (
-        f"{name} at L", "gain of 16 L", "of 64 L", "repeat at 16 L")), "needles at 16 L, %"], rows)
+            curve = next(curve for curve in curves_of(data) if curve.label == label)
+            cells = [cell_of(data, "gain", label, FAR), cell_of(f"{data}-far", "gain", label, 64 * L),
+                     cell_of(data, "repeat", label, FAR_REPEAT)]
+            numbers = [f"{bits(curve):.3f}"]
+            numbers += ["-" if cell is None else f"{cell.value:+.2f}" for cell in cells]
+            if gate_of(curve, L).is_failed:
+                numbers = [number if number == "-" else f"*{number}*" for number in numbers]
+            row += numbers
+        runs = tuned().get(label, [])
+        row.append(share([percent for run in runs for percent in percents(run, "multi_key", 16 * L)]))
+        rows.append(row)
+    return table([*head, "needles at 16 L, %"], rows)
 
 
 def summary(data: str) -> str:
     """One row for each encoding: how it was trained, and what becomes of it beyond L."""
-    curves, near, distant = curves_of(data), tables_of(data), tables_of(f"{data}-far")
-    far = distant["gain"].rows if distant else {}
+    curves = sorted(curves_of(data), key=bits)
+    has_far = bool(tables_of(f"{data}-far"))
+    plain = next(curve for curve in curves if curve.label == BASELINE).runs[0].summary["parameters"]
     rows = []
-    made = {curve.label: [run.summary for run in curve.runs] for curve in curves}
-    for curve in sorted(curves, key=bits):
-        gain, repeat = (near[key].rows[curve.label] for key in ("gain", "repeat"))
+    for curve in curves:
+        label = curve.label
+        first = curve.runs[0]
         gate = gate_of(curve, L)
-        trained = made[curve.label][0]
-        rate = re.sub(r".*?-lr-(.*?)-(lr_|seed).*", r"\1", curve.runs[0].name)
-        if trained["parameters"] > made[BASELINE][0]["parameters"]:       # its own
-            rate += f" x {curve.runs[0].config['position.lr_scale']:g}"
-        over = near["fixed-gain"].rows.get(curve.label, {}).get(str(L))
-        rows.append([name_of(curve), rate, f"{trained['parameters']:,}", str(len(curve.runs)),
-                     f"{gate.loss:.3f}", interval(over),
-                     interval(gain.get(str(2 * L))), interval(gain.get(FAR)),
-                     *([interval(far.get(curve.label, {}).get(str(64 * L)))] if far else []),
-                     interval(repeat.get(str(L // 2))), interval(repeat.get(FAR_REPEAT))])
-    table_of_one = curves[0].runs[0].table
-    scored = table_of_one[(table_of_one.protocol == "fixed") & (table_of_one.length == L)]
-    head = f"encoding (a trigram has {gate.trigram:.3f})"
-    commits = sorted({run["git_revision"][:7] for runs in made.values() for run in runs})
-    about = (f"\n\n{scored.tokens.sum():,} tokens, {scored.bytes.sum():,.0f} bytes, "
-             f"{scored.document.nunique()} documents; "
-             f"trained in {trained['dtype']} at commit {', '.join(commits)}.")
-    columns = ["rate", "parameters", "seeds", "loss at L", "over rope at L", "gain of 2 L", "gain of 16 L",
-               *["gain of 64 L"] * bool(far), "repeat at L", "repeat at 16 L"]
-    return table([head, *columns], rows) + about
+        rate = re.sub(r".*?-lr-(.*?)-(lr_|seed).*", r"\1", first.name)
+        if first.summary["parameters"] > plain:         # it has parameters of its own
+            rate += f" x {first.config['position.lr_scale']:g}"
+        cells = [cell_of(data, "fixed-gain", label, L), cell_of(data, "gain", label, 2 * L),
+                 cell_of(data, "gain", label, FAR)]
+        if has_far:
+            cells.append(cell_of(f"{data}-far", "gain", label, 64 * L))
+        cells += [cell_of(data, "repeat", label, L // 2), cell_of(data, "repeat", label, FAR_REPEAT)]
+        rows.append([name_of(curve), rate, f"{first.summary['parameters']:,}", str(len(curve.runs)),
+                     f"{gate.loss:.3f}", *map(interval, cells)])
+    # below the table: what was scored, and by which code it was trained
+    fixed = first.table[(first.table.protocol == "fixed") & (first.table.length == L)]
+    revisions = {run.summary["git_revision"][:7] for curve in curves for run in curve.runs}
+    about = (f"\n\n{fixed.tokens.sum():,} tokens, {fixed.bytes.sum():,.0f} bytes, "
+             f"{fixed.document.nunique()} documents; "
+             f"trained in {first.summary['dtype']} at commit {', '.join(sorted(revisions))}.")
+    head = [f"encoding (a trigram has {gate.trigram:.3f})", "rate", "parameters", "seeds", "loss at L",
+            "over rope at L", "gain of 2 L", "gain of 16 L"]
+    if has_far:
+        head.append("gain of 64 L")
+    return table([*head, "repeat at L", "repeat at 16 L"], rows) + about
 
 
 @cache
@@ -227,13 +254,18 @@ def methods(data: str) -> str:
     curves = curves_of(f"{data}-methods")
     if not curves:
         return "Not measured yet."
-    shown, seconds = tables_of(f"{data}-methods"), costs()
+    seconds = costs()
     failed = {curve.label for curve in curves_of(data) if gate_of(curve, L).is_failed}
-    rows = [[f"*{curve.label}*" if curve.label.split(" + ")[0] in failed else curve.label,
-             *(interval(shown["gain"].rows[curve.label].get(str(n * L))) for n in (2, 4, 16)),
-             *(interval(shown["repeat"].rows[curve.label].get(str(n * L - L // 2))) for n in (2, 4, 16)),
-             f"{seconds[curve.extend] / seconds[NO_METHOD]:.1f}" if curve.extend in seconds else "-"]
-            for curve in curves]
+    rows = []
+    for curve in curves:
+        label = curve.label
+        cells = [cell_of(f"{data}-methods", "gain", label, n * L) for n in (2, 4, 16)]
+        cells += [cell_of(f"{data}-methods", "repeat", label, n * L - L // 2) for n in (2, 4, 16)]
+        name = f"*{label}*" if label.partition(" + ")[0] in failed else label
+        time = "-"
+        if curve.extend in seconds:
+            time = f"{seconds[curve.extend] / seconds[NO_METHOD]:.1f}"
+        rows.append([name, *map(interval, cells), time])
     return table([f"seeds of rope: {len(curves[0].runs)}", "gain of 2 L", "4 L", "16 L", "repeat at 2 L",
                   "4 L", "16 L", "time at 64 L"], rows)
 
@@ -241,14 +273,14 @@ def methods(data: str) -> str:
 def gpu() -> str:
     """Two rows for each encoding of the study on a GPU, prose and code."""
     rows = []
-    for data, text in TEXTS.items():
-        shown, curves = tables_of(f"gpu-{data}"), curves_of(f"gpu-{data}")
-        for curve in curves:
+    for text_data, text in TEXTS.items():
+        data = f"gpu-{text_data}"
+        for curve in curves_of(data):
             here = length_of(curve)
             gate = gate_of(curve, here)
-            cells = [shown[key].rows.get(curve.label, {}).get(str(column)) for key, column in (
-                ("fixed-gain", here), ("gain", 2 * here), ("gain", 16 * here), ("repeat", here // 2),
-                ("use", 16 * here - here // 2))]
+            places = [("fixed-gain", here), ("gain", 2 * here), ("gain", 16 * here), ("repeat", here // 2),
+                      ("use", 16 * here - here // 2)]
+            cells = [cell_of(data, key, curve.label, column) for key, column in places]
             rows.append([name_of(curve), text, str(len(curve.runs)), f"{gate.loss:.3f}",
                          *map(interval, cells)])
         rows.append(["Kneser-Ney trigram", text, "-", f"{gate.trigram:.3f}", *["-"] * 5])
@@ -278,9 +310,12 @@ def gpu_60m() -> str:
 
 def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
     """A table of compare.py in Markdown."""
-    curves, shown = curves_of(data), tables_of(data)[key]
-    rows = [[name_of(curve), *(text(shown.rows[curve.label].get(column)) for column in shown.x.index)]
-            for curve in curves if curve.label in shown.rows]
+    shown = tables_of(data)[key]
+    rows = []
+    for curve in curves_of(data):
+        if curve.label in shown.rows:
+            cells = [cell_of(data, key, curve.label, column) for column in shown.x.index]
+            rows.append([name_of(curve), *map(text, cells)])
     return table(["context" if key == "fixed" else "distance", *map(shown.heading, shown.x.index)], rows)
 
 

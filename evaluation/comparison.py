@@ -116,9 +116,9 @@ def frame_of(curves: Sequence[Curve]) -> pd.DataFrame:
 # Tables
 
 
-def make_tables(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L: int) -> list[Table]:
-    """The tables of each protocol, and of its gains over the baseline."""
-    failed = [curve.label for curve in curves if gate_of(curve, L).is_failed]
+def make_tables(curves: Sequence[Curve], baseline: Curve, frame: pd.DataFrame, L: int,
+                failed: Sequence[str]) -> list[Table]:
+    """The tables of each protocol, and of its gains over the baseline; rows of `failed` labels are grey."""
     tables = []
     for measure in (measure for protocol in PROTOCOLS.values() for measure in protocol.measures()):
         key, form = measure.key, measure.form

@@ -170,11 +170,11 @@ class Regrouped(Wrapper):
         second, k = second.block(slice(None), keys), k[:, :, keys]
         second = second._replace(tables=self.inner.tables(second.q_pos, second.k_pos))
         q_rotated, k_rotated = self.inner.rotate(q, k, second)
-        other = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
-        other = other.masked_fill(logits[..., keys].isneginf(), -torch.inf)
-        other = self.inner.scores(other, q, k, second)
+        rescored = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
+        rescored = rescored.masked_fill(logits[..., keys].isneginf(), -torch.inf)
+        rescored = self.inner.scores(rescored, q, k, second)
         is_kept = (n[..., keys] >= start) == hides
-        scored[..., keys] = torch.where(is_kept, scored[..., keys], other)
+        scored[..., keys] = torch.where(is_kept, scored[..., keys], rescored)
         return scored
 
 

@@ -109,7 +109,7 @@ def draw_curves(axis: Any, table: Table, labels: Sequence[str]) -> None:
         colour, marker = STYLES[i % len(STYLES)]
         axis.errorbar([x for x, _ in points], [cell.value for _, cell in points],
                       list(zip(*bars, strict=True)) if any(map(any, bars)) else None,
-                      label=label, capsize=2, linewidth=1.4, color=colour, marker=marker,
+                      label=label.replace("$", r"\$"), capsize=2, linewidth=1.4, color=colour, marker=marker,
                       linestyle=DASHES[(i + i // len(STYLES)) % len(DASHES)],
                       markersize=5 if len(points) <= 2 * MARKED else 2)
     axis.set(xlabel=table.form.x_label, ylabel=table.form.y_label)

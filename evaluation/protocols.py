@@ -44,7 +44,7 @@ from evaluation.windows import (
     fixed_ends,
     position_buckets,
     repeat_distance,
-    repeated,
+    repeat_passages,
 )
 from hf.tokenizer import prefix_ids
 
@@ -307,6 +307,8 @@ class Repeat(Protocol):
     title = "Repeated text"
     form = REPETITION
     place_name = "distance"
+    has_bytes: ClassVar[bool] = True            # its tokens are text
+    key_of_control: ClassVar[str] = "use"       # of its second table in reports
     target_settings = ("longest", "targets", "windows")
 
     def stretches(self, e: Evaluation) -> list[np.ndarray]:
@@ -318,12 +320,11 @@ class Repeat(Protocol):
         distance = repeat_distance(length, e.L)
         if distance is None or len(e.ends) < 2:
             return None
-        tokens, control, first, second = repeated(self.stretches(e), length, e.L)
+        tokens, control, first, second = repeat_passages(self.stretches(e), length, e.L)
         (losses, _), seconds = e.probe(self.name, length, tokens, np.concatenate((first, second)))
         (losses_of_control, _), more = e.probe(self.name, length, control, second)
         documents = [d for d, _ in e.ends]
-        is_text = type(self) is Repeat
-        n_bytes = e.byte_lengths[tokens[:, second]].sum(axis=1) if is_text else np.nan
+        n_bytes = e.byte_lengths[tokens[:, second]].sum(axis=1) if self.has_bytes else np.nan
         return e.rows(
             self.name, length, seconds + more, place=str(distance),
             nll=losses[:, len(first):].sum(axis=1), first_nll=losses[:, :len(first)].sum(axis=1),
@@ -339,18 +340,18 @@ class Repeat(Protocol):
         return int(place), place
 
     def measures(self) -> list[Measure]:
-        if self.name != "repeat":
-            return super().measures()
         note = ("How much better the second occurrence is predicted than with another passage in place of "
                 "the first: 0 where the first is ignored.")
         return [*super().measures(),
-                Measure("use", self.name, "Repeated text, over the control", note, CONTROLLED)]
+                Measure(self.key_of_control, self.name, f"{self.title}, over the control", note, CONTROLLED)]
 
 
 class Copy(Repeat):
     """The same on tokens drawn at random from the document, where only the first copy can help."""
 
     title = "Repeated random tokens"
+    has_bytes = False
+    key_of_control = "copy-use"
 
     def stretches(self, e: Evaluation) -> list[np.ndarray]:
         rng = np.random.default_rng(e.settings.seed)

@@ -34,7 +34,7 @@ COLUMNS = {
     "length": "int",            # context in tokens
     "place": "str",             # position: bucket, such as 128-180, both included; repeat, copy: distance of
                                 # the copies in tokens; retrieval: depth; algorithms: symbols; "" for others.
-                                # Places sort by their first number: sort_places
+                                # Not padded: the places of a protocol come in order, or by its `column`
     "document": "float",        # number of the window's document in the text; of the trial's facts
     "end": "float",             # the last target is token `end` of the document
     "tokens": "int",            # targets
@@ -77,11 +77,6 @@ def join(*tables: pd.DataFrame) -> pd.DataFrame:
     """Tables one below the other."""
     filled = [table for table in tables if len(table)]
     return pd.concat(filled, ignore_index=True) if filled else make_table()
-
-
-def sort_places(places: pd.Series) -> pd.Series:
-    """A number for each text of the column `place`, by which they sort: the first that stands in it, or 0."""
-    return places.str.extract(r"([\d.]+)", expand=False).fillna(0).astype(float)
 
 
 def perplexity(loss: float) -> float:

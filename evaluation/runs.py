@@ -82,12 +82,12 @@ def read_runs(paths: Sequence[Path], data: str | None) -> list[Run]:
     Files, such as logs, and what compare.py wrote of runs that are named too, are passed over.
     """
     runs: dict[str, Run] = {}
-    saved: list[Run] = []
     for path in paths:
         if is_run(path):
             runs[str(path)] = read_run(path, data)
         elif is_saved(path):
-            saved += load(path)
+            for run in load(path):
+                runs.setdefault(run.name, run)
         elif path.is_dir():
             inside = [child for child in sorted(path.iterdir()) if is_run(child)]
             if not inside:
@@ -101,8 +101,6 @@ def read_runs(paths: Sequence[Path], data: str | None) -> list[Run]:
         elif not path.exists():
             raise UserError(f"run {path}: no such folder; give runs, a folder of them, or one that "
                             "compare.py wrote")
-    for run in saved:
-        runs.setdefault(run.name, run)
     if not runs:
         raise UserError(f"{', '.join(map(str, paths))}: no evaluated run there; run `python eval.py RUN` "
                         "first")
@@ -217,9 +215,9 @@ def load(folder: Path) -> list[Run]:
         runs = []
         tables = dict(iter(table.groupby("run", sort=False)))
         curves = dict(iter(training.groupby("run", sort=False)[TRAINING]))
-        for name, own in about["runs"].items():
-            parts = {part: common[part] | own.get(part, {}) for part in common}
-            runs.append(Run(name, own["label"], parts["config"], parts["head"], parts["more"]["trained_on"],
+        for name, entry in about["runs"].items():
+            parts = {part: common[part] | entry.get(part, {}) for part in common}
+            runs.append(Run(name, entry["label"], parts["config"], parts["head"], parts["more"]["trained_on"],
                             parts["summary"], curves.get(name, training[TRAINING][:0]),
                             tables.get(name, table[:0])))
         return runs
@@ -248,8 +246,9 @@ def check_comparable(runs: Sequence[Run]) -> None:
         if run.trained_on is not None and run.trained_on != trained[0].trained_on:
             raise UserError(f"runs {trained[0].name} and {run.name}: trained on different text; compare runs "
                             "on the same corpus")
-        for (_, *place), rows in run.table.groupby(results.PLACE, sort=False):
-            wanted = rows[list(MUST_AGREE["targets"])].to_numpy()
+        columns = run.table[list(MUST_AGREE["targets"])].to_numpy()
+        for (_, *place), rows in run.table.groupby(results.PLACE, sort=False).indices.items():
+            wanted = columns[rows]
             earlier, known = targets.setdefault(tuple(place), (run, wanted))
             if not is_same(known, wanted):
                 protocol, length, _ = place

@@ -50,13 +50,13 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
             values = [text.replace("=", "-").partition(".")[2] for text in point]
             parts = [Path(config).stem, *(re.sub(r"[^A-Za-z0-9._-]+", "_", value) for value in values)]
             name = "-".join(parts if seed is None else [*parts, f"seed{seed}"])
-            own = [*overrides, *point, f"run.dir={toml_value(str(runs / name))}"]
-            own += [] if seed is None else [f"train.seed={seed}"]
+            job_overrides = [*overrides, *point, f"run.dir={toml_value(str(runs / name))}"]
+            job_overrides += [] if seed is None else [f"train.seed={seed}"]
             if name in jobs:
                 problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")
-            jobs[name] = Job(name, config, point, own, runs / name, eval_arguments)
+            jobs[name] = Job(name, config, point, job_overrides, runs / name, eval_arguments)
             try:
-                load_config(config, own, pretrained_tables)
+                load_config(config, job_overrides, pretrained_tables)
             except UserError as error:
                 problems += error.problems
     if problems:
@@ -88,6 +88,7 @@ def call(command: Sequence[str], log: Path) -> str:
     """Run a command of this repository, with its output in the log; return "" or what failed."""
     with log.open("a", encoding="utf-8") as file:
         print(f"\n$ python {shlex.join(command)}", file=file, flush=True)
+        began = file.tell()
         child = subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]], stdout=file,
                                  stderr=subprocess.STDOUT)
     RUNNING.add(child)
@@ -103,8 +104,10 @@ def call(command: Sequence[str], log: Path) -> str:
         return ""
     if code == 3:
         return DIVERGED
-    last_line = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
-    return f"{command[0]} ended with {code}: {last_line}; see {log}"
+    # its error; the last line may be of another process, which trains this run and writes into the same log
+    written = log.read_bytes()[began:].decode("utf-8", errors="replace").strip().splitlines()
+    errors = [line for line in written if line.startswith("error: ")]
+    return f"{command[0]} ended with {code}: {(errors or written or ['no output'])[-1]}; see {log}"
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def read_points(path: Path, configs: Sequence[str]) -> dict[str, list[Point]]:
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        grids = {name: [shlex.split(grid) for grid in own] for name, own in content.items()}
+        grids = {name: [shlex.split(grid) for grid in texts] for name, texts in content.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"--trials {path}: {error}; see sweep.py --help for an example") from error
     names = [Path(config).stem for config in configs]
@@ -76,21 +76,22 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
     Raises UserError unless every config has as many trials, all losses of a config are comparable, and
     position.lr_scale has an effect where it is tried.
     """
-    counts = {Path(config).stem: len(own) for config, own in points.items()}
+    counts = {Path(config).stem: len(of_config) for config, of_config in points.items()}
     if len(set(counts.values())) > 1 or min(counts.values()) < 2:
         raise UserError("--choose: every config needs the same number of trials, at least two, got "
                         + ", ".join(f"{n} for {name}" for name, n in counts.items()))
     first = load_config(next(iter(points)), overrides, pretrained_tables)
     unequal = []
-    for config, own in points.items():
-        keys = {override.partition("=")[0] for point in own for override in point}
+    for config, of_config in points.items():
+        keys = {override.partition("=")[0] for point in of_config for override in point}
         for key in sorted(keys):
             if key.startswith(MUST_AGREE["trials"]):
                 raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
                                 f"be comparable; give {key}=VALUE for all instead")
         resolved = load_config(config, overrides, pretrained_tables)
         # with a trial's keys: its temperature may be what is trained
-        shape, p = shape_of(resolved), load_config(config, [*overrides, *own[0]], pretrained_tables).position
+        shape = shape_of(resolved)
+        p = load_config(config, [*overrides, *of_config[0]], pretrained_tables).position
         with torch.device("meta"):              # shapes without memory
             modules: list[nn.Module] = [ENCODINGS[p.encoding](shape, p), TEMPERATURES[p.temperature](shape)]
         is_trained = any([*part.parameters()] for part in modules)

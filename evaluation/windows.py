@@ -136,8 +136,8 @@ def repeat_distance(length: int, L: int) -> int | None:
     return length - 2 * quarter if quarter >= 2 and length >= 3 * quarter else None
 
 
-def repeated(stretches: Sequence[np.ndarray], length: int,
-             L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def repeat_passages(stretches: Sequence[np.ndarray], length: int,
+                    L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Windows (n, length) whose last L / 4 tokens repeat an earlier passage; the indices to score in both.
 
     The second result is the same windows, each with the passage of another in place of the first copy.

@@ -103,6 +103,8 @@ def intact(run_dir: Path) -> Iterator[tuple[Path, State]]:
             content = read_json(folder / "state.json")
             if content.pop("check") != _check(content):
                 raise ValueError("state.json: checksum mismatch")
+            if content["step"] != int(folder.name):
+                raise ValueError(f"it is of step {content['step']}: a copy, or renamed")
             for name in FILES:
                 if content["sha256"][name] != sha256_of(folder / name):
                     raise ValueError(f"{name}: checksum mismatch")

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -429,3 +430,65 @@ def test_methods_on_a_pretrained_model_have_paired_intervals(tmp_path: Path, mon
     rows = rows_of(tmp_path / "out", "Gain over base, fixed")
     assert [*rows] == ["tuned", "run", "base + yarn", "tuned + yarn"]
     assert rows["tuned"]["256"] == "**+0.5000 [+0.5000, +0.5000]**"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Folders of runs, and those that compare.py wrote
+
+
+def test_a_report_is_compared_again_with_the_same_figures(tmp_path: Path, monkeypatch) -> None:
+    """Without its runs, and with another run; labels and training curves are kept."""
+    runs, out = runs_of(tmp_path, 2, rope=0.0, alibi=0.5), tmp_path / "out"
+    for run in runs:
+        (run / "metrics.jsonl").write_text('{"step": 2, "tokens": 64, "loss": 3.5}\n')
+    call(monkeypatch, *runs, "--label=a", "--label=a", "--label=b", "--label=b", "--out", out)
+    first = (out / "report.html").read_text()
+    shutil.move(runs[0].parent / "out", tmp_path / "kept")
+    for run in runs:
+        shutil.rmtree(run)
+    call(monkeypatch, tmp_path / "kept", "--out", out)
+    assert (out / "report.html").read_text() == first
+    for name in ("table.parquet", "training.parquet", "runs.json"):
+        assert (out / name).read_bytes() == (tmp_path / "kept" / name).read_bytes()
+    assert pd.read_parquet(out / "training.parquet").loss.tolist() == [3.5] * 4
+    call(monkeypatch, tmp_path / "kept", fabricate(tmp_path / "t5", "t5", better=0.2), "--out", out)
+    assert [*rows_of(out, "Gain over a, fixed")] == ["b", "t5"]
+
+
+def test_logs_reports_and_runs_without_evaluation_are_passed_over(tmp_path: Path, monkeypatch,
+                                                                  capsys) -> None:
+    """In a folder of runs, and among the arguments that a shell makes of `runs/*`."""
+    runs, out = runs_of(tmp_path / "runs", 2, rope=0.0, alibi=0.5), tmp_path / "runs" / "report"
+    (tmp_path / "runs" / "rope-seed0.log").write_text("")
+    shutil.rmtree(fabricate(tmp_path / "runs" / "new") / "eval")
+    call(monkeypatch, *runs, "--out", out)
+    first = results.read_table(out / "table.parquet")
+    call(monkeypatch, tmp_path / "runs", "--out", tmp_path / "out")
+    assert "new: not evaluated, left out" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "runs" / "new")
+    call(monkeypatch, *sorted((tmp_path / "runs").iterdir()), "--out", out)
+    for folder in (tmp_path / "out", out):
+        assert results.read_table(folder / "table.parquet").nll.sum() == first.nll.sum()
+    with pytest.raises(UserError, match="run .*missing: no such folder"):
+        call(monkeypatch, runs[0], tmp_path / "missing", "--out", out)
+
+
+def test_a_label_with_signs_of_tex_is_drawn(tmp_path: Path, monkeypatch) -> None:
+    run = fabricate(tmp_path / "rope", protocols=("passkey",))
+    call(monkeypatch, run, "--label=$\\frac{1$", "--out", tmp_path / "out", draws=True)
+    assert "$\\frac{1$" in (tmp_path / "out" / "passkey.svg").read_text()
+
+
+@pytest.mark.parametrize("n_bytes", [0, 2000, 20_000])
+def test_a_full_disk_is_one_line(n_bytes: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    run = fabricate(tmp_path / "rope", protocols=("fixed", "passkey"))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(run), "--out", str(tmp_path / "out")])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limit[1]))
+    try:
+        with pytest.raises(SystemExit) as end:
+            run_command(command.main)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and "too large" in error

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import TINY, every_encoding_slowly, lively, measured, slow_except
 
+import compare
 from base.errors import UserError
 from config import load_config
 from data.tokenizer import ByteTokenizer
@@ -464,3 +465,81 @@ def test_a_method_that_does_not_fit_is_an_error_or_skipped(tiny, capsys) -> None
     assert [extend.spec for extend in extension.open_extensions(*arguments, skip_unfit=True)] == ["window"]
     out = capsys.readouterr().out
     assert out.startswith("skipped --extend yarn:beta_fast=2: needs a rotary encoding; this run has alibi")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# A protocol of a fork, and the command line
+
+
+class LastToken(protocols.Protocol):
+    """The last token of each document, after as many tokens as the length has."""
+
+    title = "Perplexity of last tokens"
+    target_settings = ("longest",)
+
+    def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
+        ends = [len(document) - 1 for document in text.documents]
+        return [Window(d, end - length, end, 1) for d, end in enumerate(ends)]
+
+    def cells(self, record: dict) -> dict[str, str]:
+        return {"nats": f"{record['nll_sum'] / record['tokens']:.3f}"}
+
+
+def test_a_protocol_of_a_fork_is_in_table_json_help_and_report(evaluated, run_dir: Path, tmp_path: Path,
+                                                               monkeypatch, capsys) -> None:
+    """A class and a line in the registry."""
+    monkeypatch.setitem(PROTOCOLS, "last_token", LastToken("last_token"))
+    sums, table = evaluated("--lengths", "16,64", "--protocol", "last_token")
+    printed = capsys.readouterr().out
+    assert [key[1:3] for key in sums] == [("last_token", 16), ("last_token", 64)]
+    for r in sums.values():
+        assert r["tokens"] == r["documents"] == len(table[table.length == r["length"]])
+        assert "nats" in printed and f"{r['nll_sum'] / r['tokens']:.3f}" in printed
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(run_dir), "--out", str(tmp_path / "report")])
+    compare.main()
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "Perplexity of last tokens</h2>" in page and "after as many tokens as the length has" in page
+    assert (tmp_path / "report" / "last_token.svg").exists()
+    for topic, expected in (([], "last_token"), (["last_token"], "last token of each document")):
+        monkeypatch.setattr(sys, "argv", ["eval.py", "--help", *topic])
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main()
+        assert expected in capsys.readouterr().out
+
+
+def test_help_fits_a_screen_and_explains_each_method_and_protocol(monkeypatch, capsys) -> None:
+    def page(*topic: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["eval.py", "--help", *topic])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    lines = page().splitlines()
+    assert len(lines) <= 80 and max(map(len, lines)) <= 100
+    for name in (*PROTOCOLS, *EXTENSIONS):
+        assert name in " ".join(lines) and page(name).startswith(f"{name}: ")
+    assert "beta_fast" in page("yarn")
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--help", "yarm"])
+    with pytest.raises(UserError, match="did you mean yarn"):
+        main()
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    (["--lengths", "0"], "--lengths 0: .*1 ..."), (["--extend", "yarn:beta_fast=x"], "with numbers or lists"),
+    (["--protocol", "slidng"], "did you mean sliding"),
+    (["--lenghts", "3"], "unrecognized arguments: --lenghts 3")])
+def test_mistakes_of_the_command_name_what_to_type(arguments: list[str], expected: str, evaluated) -> None:
+    with pytest.raises(UserError, match=expected):
+        evaluated(*arguments)
+
+
+def test_lengths_may_be_given_with_blanks(evaluated) -> None:
+    assert [key[2] for key in evaluated("--protocol", "nonoverlap", "--lengths", "16", "32")[0]] == [16, 32]
+
+
+def test_a_folder_of_runs_is_named_with_one_of_them(run_dir: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir.parent)])
+    with pytest.raises(UserError, match=f"a folder of runs; give one of them, such as {run_dir}"):
+        main()

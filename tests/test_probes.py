@@ -24,7 +24,7 @@ def evaluation(model, config, corpus_dir: Path, protocols, lengths=(16, 32, 64, 
 @pytest.mark.parametrize("length", [32, 33, 64, 200])
 def test_the_second_passage_is_the_first_at_its_distance(length: int) -> None:
     stretches = [np.arange(i, i + 200) for i in (0, 1000)]
-    tokens, _, first, second = windows.repeated(stretches, length, 32)
+    tokens, _, first, second = windows.repeat_passages(stretches, length, 32)
     assert tokens.shape == (2, length)
     assert np.array_equal(tokens[:, first], tokens[:, second])
     assert set(second - first) == {windows.repeat_distance(length, 32)}
@@ -36,7 +36,7 @@ def test_the_second_passage_is_the_first_at_its_distance(length: int) -> None:
 def test_the_control_differs_in_the_first_copy_alone() -> None:
     stretches = [np.arange(100 * i, 100 * i + 64) for i in range(3)]
     for L in (32, 20):                                                  # passages of 8 and of 5
-        tokens, control, _, _ = windows.repeated(stretches, 48, L)
+        tokens, control, _, _ = windows.repeat_passages(stretches, 48, L)
         differs = (tokens != control).all(axis=0)
         assert np.flatnonzero(differs).tolist() == [*range(L // 4, L // 2)]
         assert np.array_equal(tokens[:, ~differs], control[:, ~differs])

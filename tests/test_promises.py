@@ -331,6 +331,14 @@ def test_an_evaluation_of_an_older_checkpoint_is_not_compared(evaluated: Path) -
     assert "--replace" in one_error(call("compare", evaluated / "run", "--out", evaluated / "report"))
 
 
+def test_a_copied_or_renamed_checkpoint_is_not_the_newest(evaluated: Path) -> None:
+    folder = evaluated / "run" / "checkpoints"
+    shutil.copytree(folder / "00000008", folder / "00000099")
+    ended = evaluate(evaluated, "--replace")
+    assert ended.code == 0 and "00000099 is damaged (it is of step 8: a copy, or renamed)" in ended.out
+    assert json.loads((evaluated / "run" / "eval" / "words.json").read_text())["step"] == 12
+
+
 # 7. A full disk or an interrupted prepare leaves nothing that loads; the same command goes on
 
 def fill_disk(n_bytes: int = 2**13) -> None:

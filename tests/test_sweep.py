@@ -213,3 +213,22 @@ def test_each_config_may_have_its_own_trials_and_differences_are_named() -> None
 def test_repeated_seeds_combine(monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["sweep.py", "a.toml", "--seeds", "0", "--seeds", "1,2"])
     assert sweep.parse_arguments().seeds == [0, 1, 2]
+
+
+def test_a_run_that_another_sweep_trains_is_named_so(monkeypatch) -> None:
+    """Both write into the same log."""
+    Path("runs").mkdir()
+    log = Path("runs/rope.log")
+    log.write_text("error: of an earlier call\n")
+    script = Path("train.py")
+    script.write_text("print('error: runs/rope: another process trains it; stop it', 'step 3', sep='\\n', "
+                      "flush=True)\nraise SystemExit(2)")
+    monkeypatch.setattr(sweeping, "ROOT", Path.cwd())
+    assert sweeping.call(["train.py"], log) == (
+        "train.py ended with 2: error: runs/rope: another process trains it; stop it; see runs/rope.log")
+
+
+def test_arguments_of_eval_need_an_equals_sign(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "rope.toml", "--eval", "--windows", "8"])
+    with pytest.raises(UserError, match='--eval="--windows'):
+        sweep.parse_arguments()

@@ -11,6 +11,7 @@ measures     how reports show a protocol, computed from sums
 runs         reading what train.py and eval.py wrote of runs, and refusing those that cannot be compared
 comparison   comparing them: curves, tables, differences
 intervals    intervals over seeds and text, and Holm's correction
+estimates    tables of them: what is shown of each curve, the gate, what may be claimed
 report       the page of compare.py
 pictures     the pictures of eval.py and compare.py
 sweeping     many runs: train, evaluate, resume

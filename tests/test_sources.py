@@ -295,14 +295,15 @@ class Stalling(BaseHTTPRequestHandler):
         self.wfile.write(self.content[start:start + 1000] if start < 2000 else self.content[start:])
         self.wfile.flush()
         if start < 2000:
-            time.sleep(1)
+            time.sleep(9)
 
     def log_message(self, *_: object) -> None:
         pass
 
 
 def test_a_stalled_download_goes_on_where_it_was(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)     # other tests set the variable
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 2)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 500)   # kept of a stalled one
     monkeypatch.setattr(Stalling, "ranges", [])
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stalling)

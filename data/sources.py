@@ -194,7 +194,7 @@ def open_task(source: str, tokenizer: Tokenizer | None, length: int | None) -> S
     task = TASKS[source]
     length = length or task.length
     if length < task.least:
-        raise UserError(f"--length {length}: {source} needs at least {task.least} tokens")
+        raise UserError(f"--length {length}: too short for {source}; give --length {task.least} or more")
     make = partial(task.make, tokenizer, length)
     return Source(source, None, [Reader(source, split, partial(map, make, TASK_DOCUMENTS[split]))
                                  for split in SPLITS])

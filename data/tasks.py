@@ -302,7 +302,7 @@ def train_retrieval(kinds: Sequence[str], tokenizer: Tokenizer, length: int,
     facts_seed = [number, 3, 1]
     least = shortest(kind, tokenizer, np.random.default_rng(facts_seed))
     if least > most:
-        raise UserError(f"--length {length}: a {kind} document needs at least {least - 1} tokens")
+        raise UserError(f"--length {length}: too short for {kind}; give --length {least - 1} or more")
 
     size = most
     if rng.random() >= 0.5:

@@ -55,8 +55,9 @@ def test_configs_of_the_size_of_gpt2_have_its_parameters(name: str) -> None:
 
 
 def test_a_byte_order_mark_is_not_a_key(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_bytes(b'\xef\xbb\xbf[position]\nencoding = "rope"\n')
-    assert load_config(tmp_path / "a.toml").position.encoding == "rope"
+    text = '[data]\ndir = "somewhere"\n[position]\nencoding = "rope"\n'
+    (tmp_path / "a.toml").write_text(text, encoding="utf-8-sig")
+    assert load_config(tmp_path / "a.toml").data.dir == "somewhere"
 
 
 def test_extends_inherits_and_overrides_come_last(tmp_path: Path) -> None:

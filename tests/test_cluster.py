@@ -36,7 +36,8 @@ def test_it_trains_saves_at_the_signal_and_is_queued_again(tiny, tmp_path: Path)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     job = {"SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2",
-           "SLURM_JOB_ID": "7", "PATH": f"{slurm}:{os.environ['PATH']}", "PYTHON": sys.executable, "PORT": str(port)}
+           "SLURM_JOB_ID": "7", "PATH": f"{slurm}:{os.environ['PATH']}", "PYTHON": sys.executable,
+           "PORT": str(port)}
     started = subprocess.Popen(["bash", SCRIPT, tmp_path / "a.toml"], cwd=ROOT, env={**os.environ, **job},
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for _ in range(600):

@@ -128,8 +128,10 @@ def training_bytes(config: Config, model: GPT, process: Process, is_explicit: bo
             attention. An explicit softmax of fewer than 2048 queries adds its weights, 4 H T or 2 H T
     logits  12 for each token of a micro-batch and entry of the vocabulary, up to MAX_LOGITS at a time
 
-    Checked once: 20.3 GB, where an H200 allocated 19.7 (and 17.0 compiled) for 12 x 768, T 1024, batch 32, V
-    50,304 in bfloat16 (results/gpu/training.md).
+    Half as much again on a CPU, where the process keeps freed blocks and products have buffers.
+    Checked once by bench.steps: 20.3 GB, where an H200 allocated 19.7 (and 17.0 compiled), for 12 x 768, T
+    1024, batch 32, V 50,304 in bfloat16; 1.56 GB, where a CPU held 1.52, for 6 x 384, T 256, batch 16, V 257
+    in float32.
     """
     t, m = config.train, config.model
     state = 16 * model.n_parameters()
@@ -142,7 +144,8 @@ def training_bytes(config: Config, model: GPT, process: Process, is_explicit: bo
         of_layer += (4 if is_fp32 else 2) * H * T
     n_tokens = t.batch_size // t.accumulate // process.world_size * T
     logits = 12 * min(n_tokens * model.embedding.num_embeddings, MAX_LOGITS)
-    return state + n_tokens * m.n_layer * of_layer + logits
+    n_bytes = state + n_tokens * m.n_layer * of_layer + logits
+    return 1.5 * n_bytes if process.device.type == "cpu" else n_bytes
 
 
 def logged_speed(path: Path) -> float | None:

@@ -55,17 +55,20 @@ def test_a_dry_run_works_before_the_corpus_is_there(monkeypatch) -> None:
     assert ended.code == 2 and "nowhere/else: no prepared corpus" in ended.err
 
 
-def test_memory_by_the_formula_is_that_of_a_measured_step() -> None:
-    """19.7 GB were allocated on an H200: results/gpu/training.md."""
-    config = load_config(ROOT / "configs" / "quick-adamw.toml", [
-        "model.n_layer=12", "model.n_embd=768", "model.n_head=12", "model.vocab_size=50304",
-        "train.seq_len=1024", "train.batch_size=32", "train.accumulate=1", "train.dtype=bfloat16"])
+@pytest.mark.parametrize(("device", "shape", "measured"), [
+    ("cuda", "model.n_layer=12 model.n_embd=768 model.n_head=12 model.vocab_size=50304 train.seq_len=1024 "
+             "train.batch_size=32 train.dtype=bfloat16", 19.704e9),
+    ("cpu", "model.n_layer=6 model.n_embd=384 model.n_head=6 model.vocab_size=257 train.seq_len=256 "
+            "train.batch_size=16 train.dtype=float32", 1.516e9)])
+def test_memory_by_the_formula_is_that_of_a_measured_step(device: str, shape: str, measured: float) -> None:
+    """By bench.steps: results/gpu/training.md, and on two cores."""
+    config = load_config(ROOT / "configs" / "quick-adamw.toml", [*shape.split(), "train.accumulate=1"])
     with torch.device("meta"):
         model = GPT(config)
-    n_bytes = training_bytes(config, model, Process(torch.device("cpu")), is_explicit=False)
-    assert n_bytes == pytest.approx(19.704e9, rel=0.05)
+    n_bytes = training_bytes(config, model, Process(torch.device(device)), is_explicit=False)
+    assert n_bytes == pytest.approx(measured, rel=0.05)
     # two processes share the batch, not the weights
-    assert 0.5 < training_bytes(config, model, Process(torch.device("cpu"), 0, 2), False) / n_bytes < 0.65
+    assert 0.5 < training_bytes(config, model, Process(torch.device(device), 0, 2), False) / n_bytes < 0.65
 
 
 def test_the_hours_of_a_dry_run_are_those_of_the_log(tiny, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,11 +176,13 @@ def write_runs(folder: Path, runs: Sequence[Run]) -> None:
     parts: dict[str, list[Keys]] = {
         "config": [run.config for run in runs], "head": [run.head for run in runs],
         "summary": [run.summary for run in runs], "more": [{"trained_on": run.trained_on} for run in runs]}
-    common = {name: shared(tables) for name, tables in parts.items()}
-    about = {}
-    for i, run in enumerate(runs):
-        rest = {name: without(tables[i], common[name]) for name, tables in parts.items()}
-        about[run.name] = {"label": run.label, **{name: table for name, table in rest.items() if table}}
+    common: dict[str, Keys] = {}
+    about: dict[str, Keys] = {run.name: {"label": run.label} for run in runs}
+    for part, tables in parts.items():
+        common[part], rests = split_common(tables)
+        for run, rest in zip(runs, rests, strict=True):
+            if rest:
+                about[run.name][part] = rest
     folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / TABLE, join(*(run.table for run in runs)))
     training = [run.training.assign(run=run.name)[["run", *TRAINING]] for run in runs if len(run.training)]
@@ -191,16 +193,14 @@ def write_runs(folder: Path, runs: Sequence[Run]) -> None:
     write_whole(folder / ABOUT, json.dumps({"common": common, "runs": about}, indent=1) + "\n")
 
 
-def shared(tables: Iterable[Keys]) -> Keys:
-    """What all of these tables have with the same value."""
-    first, *others = tables
-    return {key: value for key, value in first.items()
-            if all(key in table and table[key] == value for table in others)}
-
-
-def without(table: Keys, common: Keys) -> Keys:
-    """What is left of a table."""
-    return {key: value for key, value in table.items() if key not in common}
+def split_common(tables: Sequence[Keys]) -> tuple[Keys, list[Keys]]:
+    """What all of these tables have with the same value, and what each has besides."""
+    common = {}
+    for key, value in tables[0].items():
+        if all(key in table and table[key] == value for table in tables):
+            common[key] = value
+    rests = [{key: value for key, value in table.items() if key not in common} for table in tables]
+    return common, rests
 
 
 def load(folder: Path) -> list[Run]:

@@ -380,6 +380,15 @@ def test_other_targets_are_refused_by_their_settings(tmp_path: Path) -> None:
         table.loc[rows.index[0], "tokens"] -= 1
 
 
+def test_numbers_that_an_older_evaluation_lacks_are_not_compared(tmp_path: Path) -> None:
+    runs = [read_run(fabricate(tmp_path / name, name), None) for name in ("rope", "alibi")]
+    runs[0].table["bytes"] = np.nan
+    check_comparable(runs)
+    runs[1].table["end"] += 1
+    with pytest.raises(UserError, match="different targets"):
+        check_comparable(runs)
+
+
 def test_other_code_and_dtypes_are_named_in_one_line_each(tmp_path: Path, monkeypatch, capsys) -> None:
     runs = [fabricate(tmp_path / "a-seed0", commit="1" * 40, train_dtype="float32"),
             fabricate(tmp_path / "a-seed1", seed=1, commit="2" * 40, train_dtype="bfloat16", step=5),

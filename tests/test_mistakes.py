@@ -64,7 +64,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("eval", "{run} --device cuda", ["--device cuda", "auto or cpu"]),
     ("sample", "{run} --checkpoint best", ["--checkpoint best", "run.keep_best", "steps 1"]),
     ("eval", "{hf}", ["--data"]),
-    ("compare", "nowhere", ["nowhere", "config.toml"]),
+    ("compare", "nowhere", ["nowhere: no such folder", "a folder of them"]),
     ("compare", "{run}", ["eval.py {run}"]),
     ("sweep", "train.lr=1", ["config"]),
     ("sweep", "{config} --seeds 0,a", ["--seeds", "0,a"]),

@@ -19,7 +19,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
 
-import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -27,11 +27,13 @@ import pandas as pd
 from base.command import argument_parser, run_command
 from base.errors import UserError
 from base.files import write_whole
-from evaluation.comparison import frame_of, gate_of, make_curves, make_tables, remarks
-from evaluation.pictures import draw
-from evaluation.report import html
+from evaluation.comparison import make_curves, make_sections, remarks, table_of
+from evaluation.estimates import caption, gates
+from evaluation.figures import draw_measure, draw_training, save
+from evaluation.measures import GAIN, TRAINING
+from evaluation.report import ONE_RATE, SIGNS, Section, describe_curves, html, means, summarize
 from evaluation.results import NO_METHOD
-from evaluation.runs import check_comparable, read_runs, save
+from evaluation.runs import Run, check_comparable, read_runs, write_runs
 
 
 def main() -> None:
@@ -49,37 +51,78 @@ def main() -> None:
     runs = read_runs(args.runs, args.data)
     check_comparable(runs)
     curves = make_curves(runs, args.label)
-    labels = [curve.label for curve in curves]
+    labels = list(dict.fromkeys(run.label for curve in curves for run in curve.runs))
     if args.baseline not in (None, *labels):
         raise UserError(f"--baseline {args.baseline}: no such curve; choose from {', '.join(labels)}")
-    baseline = curves[labels.index(args.baseline) if args.baseline else 0]
-    curves.sort(key=lambda curve: (curve is not baseline, curve.extend != NO_METHOD))    # a stable sort
-    L = runs[0].head["seq_len"]
-    frame = frame_of(curves)
-    notes = remarks(curves)
-    gates = {curve.label: gate_of(curve, L) for curve in curves}
-    failed = [label for label, gate in gates.items() if gate.is_failed]
-    tables = make_tables(curves, baseline, frame, L, failed)
+    baseline = args.baseline or labels[0]
+    curves.sort(key=lambda curve: curve.label != baseline)              # it comes first: a stable sort
+    runs = list({run.name: run for curve in curves for run in curve.runs}.values())
 
+    # tables and figures
+    L = runs[0].head["seq_len"]
+    gate = gates(table_of(curves), L)
+    sections = make_sections(curves, baseline, gate)
+    write_runs(args.out, runs)
+    sections = [*draw_sections(sections, runs, args.out), *training_section(runs, gate, args.out)]
+
+    # what is said of them
     n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    title = f"{n_runs}, trained at L = {L}, evaluated on {runs[0].head['data']}"
-    about = pd.DataFrame({curve.label: {
-        "encoding": curve.runs[0].config["position.encoding"], "extend": curve.extend,
-        "seeds": f"{len(curve.runs)}: {', '.join(run.seed for run in curve.runs)}",
-        "gate at L": str(gates[curve.label]),
-        "runs": ", ".join(run.title for run in curve.runs)} for curve in curves}).T
-    save(args.out, list({run.name: run for curve in curves for run in curve.runs}.values()))
-    pictures = draw(tables, list(about.index), args.out)
-    write_whole(args.out / "report.html", html(title, notes, about, tables, pictures))
-    print(f"{title}: {len(curves)} curves, compared with {baseline.label}", *notes, sep="\n")
-    for table in tables:
-        if table.key == "fixed":
-            here = frame[(frame.protocol == "fixed") & (frame.length == L)]
-            sums = here.groupby("label")[["nll", "bytes"]].sum()
-            at_L = (sums.nll / sums.bytes / math.log(2)).rename("bits/byte at L").map("{:.3f}".format)
-            means = table.frame(only_means=True).join(at_L)
-            print(f"\n{table.title}, means over seeds", means.to_string(), "", sep="\n")
-    print(f"wrote {args.out}/report.html, table.parquet and {len(pictures)} pictures (SVG, PDF)")
+    text = runs[0].head["data"]
+    title = f"{n_runs}, trained at L = {L}, evaluated on {text}"
+    notes = remarks(curves)
+    rows = pd.concat([section.curves for section in sections if section.form is not TRAINING])
+    about = rows.drop_duplicates("name")
+    by_key = {section.key: section.curves for section in sections}
+    none = about[:0]
+    sentences = summarize(about, by_key.get("fixed", none), by_key.get("fixed-gain", none), text, L)
+    signs = f"{SIGNS.format(baseline=baseline)} {caption(rows)}"
+    rates = {run.config["train.lr"] for run in runs}
+    is_one_rate = len(rates) == 1 and len({run.config["position.encoding"] for run in runs}) > 1
+    first = [ONE_RATE] if is_one_rate else []
+    page = html(title, [*first, *notes], sentences, signs, describe_curves(about, gate), sections, L)
+    write_whole(args.out / "report.html", page)
+
+    print(f"{title}: {len(curves)} curves, compared with {baseline}", *first, *notes, sep="\n")
+    for section in sections:
+        if section.key == "fixed":
+            print(f"\n{section.title}", means(section, L).to_string(), "", sep="\n")
+    n_figures = sum(bool(section.figure) for section in sections)
+    print(f"wrote {args.out}/report.html, table.parquet and {n_figures} figures (SVG, PDF, PNG)")
+
+
+def draw_sections(sections: Sequence[Section], runs: Sequence[Run], out: Path) -> list[Section]:
+    """The sections with their figures, which are written too."""
+    L = runs[0].head["seq_len"]
+    drawn = []
+    for section in sections:
+        curves = section.curves
+        if section.form is GAIN:
+            curves = curves[curves["x"] > L]            # at L it is 0
+        figure = ""
+        if section.is_drawn and len(curves):
+            title = f"{section.title} on {runs[0].head['data']}: {describe_model(runs)}"
+            figure = save(draw_measure(curves, section.form, title, L), out / section.key)
+        drawn.append(section._replace(figure=figure))
+    return drawn
+
+
+def training_section(runs: Sequence[Run], gate: pd.DataFrame, out: Path) -> list[Section]:
+    """The training curves; none of Hugging Face folders."""
+    training = pd.concat([run.training.assign(
+        run=run.name, name=run.label, encoding=run.config["position.encoding"], extend=NO_METHOD,
+        state=gate.loc[run.label, "state"], text="") for run in runs])
+    if training["loss"].isna().all():
+        return []
+    figure = draw_training(training, f"Training: {describe_model(runs)}", runs[0].head["seq_len"])
+    note = "Loss on the training batches, a mean of nearby steps; bands are the range of seeds."
+    return [Section("training", "Training", note, TRAINING, training, figure=save(figure, out / "training"))]
+
+
+def describe_model(runs: Sequence[Run]) -> str:
+    """Size and L, for titles."""
+    sizes = {f"{run.config['model.n_layer']} layers, {run.config['model.n_embd']} channels" for run in runs}
+    size = sizes.pop() if len(sizes) == 1 else "models of several sizes"
+    return f"{size}, L = {runs[0].head['seq_len']}"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import rope
 from base.command import argument_parser, run_command
 from base.errors import UserError
 from docs.properties import HOOKS, SHAPE, biases, hooks_of, logits, make, position_vectors, properties
-from evaluation.pictures import DASHES, STYLES
+from evaluation.figures import DASHES, HUES
 from positions import ENCODINGS, Encoding
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +39,7 @@ ROUNDING = 1e-3         # a residual, or a change of logits, below it counts as 
 UNWRITTEN = "Not written yet."      # in a section that `update` adds; the tests refuse it in the guide
 MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.12, "top": 0.86}    # the "constrained" layout is slow
 LOWEST = 40             # lines end this far below the highest logit of a head: a weight of exp(-40)
-LINES = [{"color": colour, "linestyle": dash} for (colour, _), dash in zip(STYLES[1:], DASHES, strict=False)]
+LINES = [{"color": colour, "linestyle": dash} for colour, dash in zip(HUES[1:], DASHES, strict=False)]
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -10,12 +10,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
 
 from base.command import argument_parser, run_command
 from docs.gallery import ROOT, table, update
-from evaluation.comparison import Curve, frame_of, gate_of, make_curves, make_tables
-from evaluation.pictures import draw_table
-from evaluation.report import Cell, Table
+from evaluation.comparison import Curve, make_curves, make_sections, table_of
+from evaluation.estimates import LEAST_GAIN, gates
+from evaluation.figures import caption, draw_measure, save
+from evaluation.measures import GAIN, PERPLEXITY
 from evaluation.results import NO_METHOD, join, records
 from evaluation.runs import Run, check_comparable, load
 
@@ -49,14 +54,17 @@ def curves_of(data: str) -> list[Curve]:
 
 
 @cache
-def tables_of(data: str) -> dict[str, Table]:
-    """Key -> table of compare.py: fixed, gain (over truncation), repeat and others; {} without runs."""
+def tables_of(data: str) -> dict[str, pd.DataFrame]:
+    """Key -> table of compare.py: fixed, gain (over truncation), repeat and others; {} without runs.
+
+    A row for each name and heading, the index, with the columns of estimates.py.
+    """
     curves = curves_of(data)
     if not curves:
         return {}
-    here = length_of(curves[0])
-    failed = [curve.label for curve in curves if gate_of(curve, here).is_failed]
-    return {table.key: table for table in make_tables(curves, curves[0], frame_of(curves), here, failed)}
+    gate = gates(table_of(curves), length_of(curves[0]))
+    sections = make_sections(curves, curves[0].label, gate)
+    return {section.key: section.curves.set_index(["name", "heading"], drop=False) for section in sections}
 
 
 def length_of(curve: Curve) -> int:
@@ -64,22 +72,38 @@ def length_of(curve: Curve) -> int:
     return curve.runs[0].config["train.seq_len"]
 
 
-def interval(cell: Cell | None) -> str:
+def interval(row: Any) -> str:
     """A number with its interval."""
-    if cell is None:
+    if row is None:
         return "-"
-    ends = f" [{cell.low:+.2f}, {cell.high:+.2f}]" if cell.low is not None and cell.high is not None else ""
-    return f"{cell.value:+.2f}{ends}"
+    ends = "" if math.isnan(row["low"]) else f" [{row['low']:+.2f}, {row['high']:+.2f}]"
+    return f"{row['value']:+.2f}{ends}"
 
 
-def spread(cell: Cell | None) -> str:
-    """A mean with its standard deviation over seeds."""
-    return "-" if cell is None else f"{cell.value:.1f}" + (f" ± {cell.spread:.1f}" if cell.spread else "")
+def spread(row: Any) -> str:
+    """Mean and standard deviation of the perplexities of all seeds."""
+    if row is None:
+        return "-"
+    seeds = np.array([PERPLEXITY.figure(score) for score in row["seeds"]])
+    return f"{seeds.mean():.1f} ± {seeds.std(ddof=1):.1f}" if len(seeds) > 1 else f"{seeds.mean():.1f}"
+
+
+def gate_of(curve: Curve) -> Any:
+    """A row of `gates`."""
+    return gates(table_of([curve]), length_of(curve)).loc[curve.runs[0].label]
+
+
+def is_failed(curve: Curve) -> bool:
+    """Whether it fails the gate by its means over seeds; of the passage, over its first time."""
+    table = table_of([curve])
+    is_at_L = (table.protocol == "repeat") & (table.length == length_of(curve)) & (table.extend == NO_METHOD)
+    sums = table[is_at_L][["first_nll", "nll", "tokens"]].sum()
+    return gate_of(curve)["below"] <= 0 or (sums.first_nll - sums.nll) / sums.tokens < LEAST_GAIN
 
 
 def name_of(curve: Curve) -> str:
     """A label; in italics if the curve fails its gate."""
-    return f"*{curve.label}*" if gate_of(curve, length_of(curve)).is_failed else curve.label
+    return f"*{curve.label}*" if is_failed(curve) else curve.label
 
 
 def bits(curve: Curve) -> float:
@@ -111,10 +135,11 @@ def tuned() -> dict[str, list[Run]]:
     return groups
 
 
-def cell_of(data: str, key: str, label: str, column: int | str) -> Cell | None:
-    """A cell of a table of compare.py; None where nothing was measured."""
-    tables = tables_of(data)
-    return tables[key].rows.get(label, {}).get(str(column)) if key in tables else None
+def cell_of(data: str, key: str, label: str, column: int | str) -> Any:
+    """A row of a table of compare.py; None where nothing was measured."""
+    table = tables_of(data).get(key)
+    place = (label, str(column))
+    return None if table is None or place not in table.index else table.loc[place]
 
 
 def control() -> str:
@@ -125,7 +150,7 @@ def control() -> str:
         head += [f"{text}: over the first time", f"{text}: over another passage"]
         columns += [(f"{data}-control", "repeat"), (f"{data}-control", "use")]
     rows = []
-    for label in sorted(tables_of(columns[0][0])["repeat"].rows):
+    for label in sorted(tables_of(columns[0][0])["repeat"]["name"].unique()):
         cells = [cell_of(data, key, label, FAR_REPEAT) for data, key in columns]
         rows.append([label, *map(interval, cells)])
     return table(head, rows)
@@ -198,8 +223,8 @@ def overview() -> str:
             cells = [cell_of(data, "gain", label, FAR), cell_of(f"{data}-far", "gain", label, 64 * L),
                      cell_of(data, "repeat", label, FAR_REPEAT)]
             numbers = [f"{bits(curve):.3f}"]
-            numbers += ["-" if cell is None else f"{cell.value:+.2f}" for cell in cells]
-            if gate_of(curve, L).is_failed:
+            numbers += ["-" if cell is None else f"{cell['value']:+.2f}" for cell in cells]
+            if is_failed(curve):
                 numbers = [number if number == "-" else f"*{number}*" for number in numbers]
             row += numbers
         runs = tuned().get(label, [])
@@ -217,7 +242,7 @@ def summary(data: str) -> str:
     for curve in curves:
         label = curve.label
         first = curve.runs[0]
-        gate = gate_of(curve, L)
+        gate = gate_of(curve)
         rate = re.sub(r".*?-lr-(.*?)-(lr_|seed).*", r"\1", first.name)
         if first.summary["parameters"] > plain:         # it has parameters of its own
             rate += f" x {first.config['position.lr_scale']:g}"
@@ -255,7 +280,7 @@ def methods(data: str) -> str:
     if not curves:
         return "Not measured yet."
     seconds = costs()
-    failed = {curve.label for curve in curves_of(data) if gate_of(curve, L).is_failed}
+    failed = {curve.label for curve in curves_of(data) if is_failed(curve)}
     rows = []
     for curve in curves:
         label = curve.label
@@ -277,7 +302,7 @@ def gpu() -> str:
         data = f"gpu-{text_data}"
         for curve in curves_of(data):
             here = length_of(curve)
-            gate = gate_of(curve, here)
+            gate = gate_of(curve)
             places = [("fixed-gain", here), ("gain", 2 * here), ("gain", 16 * here), ("repeat", here // 2),
                       ("use", 16 * here - here // 2)]
             cells = [cell_of(data, key, curve.label, column) for key, column in places]
@@ -308,20 +333,28 @@ def gpu_60m() -> str:
     return table(["encoding", "validation", "loss at L", *gain_heads, *use_heads], rows)
 
 
-def by_length(data: str, key: str, text: Callable[[Cell | None], str]) -> str:
+def by_length(data: str, key: str, text: Callable[[Any], str]) -> str:
     """A table of compare.py in Markdown."""
-    shown = tables_of(data)[key]
+    headings = tables_of(data)[key].drop_duplicates("x").sort_values("x")["heading"]
     rows = []
     for curve in curves_of(data):
-        if curve.label in shown.rows:
-            cells = [cell_of(data, key, curve.label, column) for column in shown.x.index]
-            rows.append([name_of(curve), *map(text, cells)])
-    return table(["context" if key == "fixed" else "distance", *map(shown.heading, shown.x.index)], rows)
+        cells = [cell_of(data, key, curve.label, heading) for heading in headings]
+        rows.append([name_of(curve), *map(text, cells)])
+    columns = [f"{heading} = L" if heading == str(L) else heading for heading in headings]
+    return table(["context" if key == "fixed" else "distance", *columns], rows)
+
+
+def gains() -> pd.DataFrame:
+    """The gains over truncation on both texts, for the picture."""
+    parts = [tables_of(data)["gain"].assign(text=text) for data, text in TEXTS.items()]
+    rows = pd.concat(parts, ignore_index=True)
+    return rows[rows["x"] > L]
 
 
 def blocks() -> Iterator[tuple[str, str]]:
     """Name -> each generated part of the page."""
     yield "overview", overview()
+    yield "grey", f"Grey: {caption(gains())}."
     yield "gpu", gpu()
     yield "gpu 60m", gpu_60m()
     yield "control", control()
@@ -342,9 +375,8 @@ def main() -> None:
         text = page.read_text(encoding="utf-8")
         names = re.findall("<!-- begin (.*) -->", text)
         page.write_text(update(text, {name: parts[name] for name in names}), encoding="utf-8")
-    for data, name in TEXTS.items():
-        figure = draw_table(tables_of(data)["fixed"], [curve.label for curve in curves_of(data)])
-        figure.savefig(PAGE.with_name(f"{name}.png"), dpi=90)
+    title = f"Gain over truncation on novels and code: 1.1 M parameters, L = {L}"
+    save(draw_measure(gains(), GAIN, title, L), PAGE.with_name("gains"))
     print("wrote the pictures and the tables of", *(str(page.relative_to(ROOT)) for page in PAGES))
 
 

@@ -26,6 +26,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from evaluation.estimates import FAILED, NOT_GATED
 from evaluation.extension import EXTENSIONS
+from evaluation.measures import BY_POSITION, GAIN, TRAINING, Form
 from positions import ENCODINGS
 
 # distinct for the colour-blind: Okabe and Ito 2008 without yellow, and Tol's wine
@@ -66,9 +67,7 @@ class Panel(NamedTuple):
 
     title: str
     curves: pd.DataFrame
-    x_label: str
-    y_label: str
-    has_zero: bool = False  # a line there
+    form: Form
     is_log: bool = True     # the x axis
 
 
@@ -158,10 +157,10 @@ def draw_panel(axis: Any, panel: Panel, keys: Keys, L: int) -> None:
         draw_curve(axis, rows, keys[curve], has_bars)
 
     axis.set_title(panel.title, loc="left")
-    axis.set_xlabel(panel.x_label)
-    axis.set_ylabel(panel.y_label)
+    axis.set_xlabel(panel.form.x_label)
+    axis.set_ylabel(panel.form.y_label)
     axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    if panel.has_zero:
+    if panel.form.is_gain:
         axis.axhline(0, color="black", linewidth=0.8)
     if panel.is_log:
         axis.set_xscale("log", base=2)
@@ -204,7 +203,7 @@ def set_reach(axis: Any, panels: Sequence[Panel], keys: Keys) -> None:
         curves = named
     ends = curves.reindex(columns=["shown", "shown_low", "shown_high", "seed_low", "seed_high"])
     low, high = np.nanmin(ends), np.nanmax(ends)
-    if panels[0].has_zero:
+    if panels[0].form.is_gain:
         low, high = min(low, 0.0), max(high, 0.0)
     margin = 0.06 * (high - low) or 0.1
     axis.set_ylim(low - margin, high + margin)
@@ -242,14 +241,14 @@ def name_ends(axis: Any, curves: pd.DataFrame, keys: Keys, height: float) -> Non
 # Figures
 
 
-def draw_measure(curves: pd.DataFrame, title: str, x_label: str, y_label: str, L: int,
-                 has_zero: bool = False) -> Figure:
+def draw_measure(curves: pd.DataFrame, form: Form, title: str, L: int) -> Figure:
     """One number at each place, two texts side by side.
 
-    If it `has_zero`, it is a gain: what stays flat is zoomed, in panels apart from what breaks.
+    Of a gain, what stays flat is zoomed, in panels apart from what breaks.
     """
+    curves = as_shown(curves, form)
     groups = {"": curves}
-    if has_zero:
+    if form.is_gain:
         lowest = curves.groupby("name", sort=False)["shown"].min()
         is_flat = curves["name"].map(lowest >= -FLAT)
         groups = {f"no loss above {FLAT:g} nats": curves[is_flat], "larger losses": curves[~is_flat]}
@@ -257,11 +256,20 @@ def draw_measure(curves: pd.DataFrame, title: str, x_label: str, y_label: str, L
     rows = []
     for what, group in groups.items():
         if not group.empty:
-            rows.append([Panel(": ".join(filter(None, (text, what))), group[group["text"] == text], x_label,
-                               y_label, has_zero) for text in texts])
+            rows.append([Panel(": ".join(filter(None, (text, what))), group[group["text"] == text], form)
+                         for text in texts])
     if len(texts) == 1:
         rows = [[panel for row in rows for panel in row]]
     return draw(rows, make_keys(curves), title, L, shares_y=len(texts) > 1)
+
+
+def as_shown(curves: pd.DataFrame, form: Form) -> pd.DataFrame:
+    """The curves with their scores as the numbers of a form."""
+    shown = curves.copy()
+    for name in ("shown", "shown_low", "shown_high", "seed_low", "seed_high"):
+        shown[name] = curves[name].map(form.figure)
+    shown["seeds"] = [tuple(map(form.figure, seeds)) for seeds in curves["seeds"]]
+    return shown
 
 
 def draw_training(training: pd.DataFrame, title: str, L: int) -> Figure:
@@ -277,14 +285,13 @@ def draw_training(training: pd.DataFrame, title: str, L: int) -> Figure:
     places = late.groupby(["name", "encoding", "extend", "state", "text", "tokens"], sort=False)["loss"]
     curves = places.agg(shown="mean", shown_low="min", shown_high="max").reset_index()
     curves["x"] = curves["tokens"] / 1e6
-    panel = Panel("", curves, "tokens (millions)", "training loss (nats/token)", is_log=False)
-    return draw([[panel]], make_keys(training), title, L)
+    return draw([[Panel("", curves, TRAINING, is_log=False)]], make_keys(training), title, L)
 
 
 def draw_evaluation(gains: pd.DataFrame, by_position: pd.DataFrame, title: str, L: int) -> Figure:
     """The picture of one run: gain over truncation beside loss by position; one of them may be empty."""
-    panels = [Panel("Fixed targets", gains, "context (tokens)", "gain over truncation (nats/token)", True),
-              Panel("Loss by position", by_position, "position (tokens of context)", "loss (nats/token)")]
+    panels = [Panel("Fixed targets", gains, GAIN),
+              Panel("Loss by position", as_shown(by_position, BY_POSITION), BY_POSITION)]
     row = [panel for panel in panels if not panel.curves.empty]
     return draw([row], make_keys(pd.concat([gains, by_position])), title, L)
 

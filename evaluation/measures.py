@@ -33,10 +33,10 @@ class Form(NamedTuple):
 
     x_label: str
     y_label: str
-    scale: str                                  # of the y axis: log, linear or asinh
     form: str
     score: Score
     figure: Callable[[float], float] = float    # the number that is shown, from the score
+    is_gain: bool = False                       # 0 says that nothing was gained
 
 
 class Measure(NamedTuple):
@@ -52,12 +52,12 @@ class Measure(NamedTuple):
 CONTEXT = "context (tokens)"
 LOSS = Score("", "nll")
 FOUND = Score("correct", "", "trials")
-PERPLEXITY = Form(CONTEXT, "perplexity per token", "log", "#.4g", LOSS, lambda score: perplexity(-score))
-BY_POSITION = Form("position (tokens of context)", "loss (nats/token)", "linear", "z.3f", LOSS,
-                   lambda score: -score)
-REPETITION = Form("distance (tokens)", "gain on the second copy (nats/token)", "linear", "z.3f",
-                  Score("first_nll", "nll"))
+PERPLEXITY = Form(CONTEXT, "perplexity per token", "#.4g", LOSS, lambda score: perplexity(-score))
+BY_POSITION = Form("position (tokens of context)", "loss (nats/token)", "z.3f", LOSS, lambda score: -score)
+REPETITION = Form("distance (tokens)", "gain on the second copy (nats/token)", "z.3f",
+                  Score("first_nll", "nll"), is_gain=True)
 CONTROLLED = REPETITION._replace(y_label="gain over another passage (nats/token)",
                                  score=Score("control_nll", "nll"))
-ANSWERS = Form(CONTEXT, "share correct", "linear", ".0%", FOUND)
-GAIN = Form(CONTEXT, "gain (nats/token)", "asinh", "+z.4f", Score("truncated_nll", "nll"))
+ANSWERS = Form(CONTEXT, "share correct", ".0%", FOUND)
+GAIN = Form(CONTEXT, "gain over truncation (nats/token)", "+z.3f", Score("truncated_nll", "nll"), is_gain=True)
+TRAINING = Form("tokens (millions)", "training loss (nats/token)", "z.3f", LOSS)

@@ -1,109 +1,204 @@
-"""The report of compare.py: its tables, and one static HTML page of them that opens offline."""
+"""The report of compare.py: what can be said in five sentences, then figures and tables, on one page.
+
+The page is static HTML that opens offline. Its tables have the same rows as its figures (figures.py), with
+the column `is_better`: whether a number is bold (estimates.py). L = train.seq_len. Loss in nats per token.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
+from evaluation.estimates import FAILED, LEAST_GAIN, NOT_GATED, PASSED, WITHIN
+from evaluation.figures import GREYS, caption, mark_L
 from evaluation.measures import Form
 
-ASINH_WIDTH = 0.05      # gains look linear up to about this, in nats per token, and logarithmic beyond
+MOST_COLUMNS = 9        # places whose cells have intervals; with more they would not fit on 1,200 pixels
+ONE_RATE = "One learning rate for all, not tuned for each: see docs/fair-comparisons.md."
 STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; max-width: 72em; margin: 1.5em auto; padding: 0 1em; }
-svg { max-width: 100%; height: auto; } div { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { padding: .15em .7em; text-align: right; border: 0 solid #ddd; border-bottom-width: 1px; }
-td { white-space: nowrap; }
-tr:has(th i) { color: #999; }
-tbody th, .words td { text-align: left; font-weight: normal; }"""
+li { margin: .3em 0; } figcaption, .signs { color: #555; font-size: 14px; }
+div, figure { overflow-x: auto; margin: 1em 0; } figure svg { max-width: max(100%, 45em); height: auto; }
+table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
+th, td { padding: .2em .55em; text-align: right; vertical-align: top; border-bottom: 1px solid #ddd; }
+td, thead th { white-space: nowrap; } td small { color: #666; font-size: 11px; }
+tbody th { position: sticky; left: 0; background: white; max-width: 11em; overflow-wrap: anywhere; }
+tbody th, .words td, .words th { text-align: left; font-weight: normal; white-space: normal; }
+tr:has(th i), tr:has(th i) small { color: #999; }"""
+SIGNS = """A number is a mean over seeds, above its interval [a, b] and, beyond L, the range of seeds a ... b.
+In figures a full mark and a broad bar are mean and interval, an open mark and a thin line median and range,
+and small dots are seeds. Bold: better, by a test at 5 % with Holm's correction over all that could be bold,
+than {baseline} on the same targets or, under "Gain over truncation", than the own context cut to L. A row is
+grey if it failed the gate or was not gated: nothing follows from it. "-": the encoding is not defined there,
+or it was not measured."""
 
 
-class Cell(NamedTuple):
-    """Mean over seeds, its standard deviation and a 95 % interval; None if not available."""
+class Section(NamedTuple):
+    """A table with its figure."""
 
-    value: float
-    spread: float | None = None
-    low: float | None = None
-    high: float | None = None
-    beats: bool = False     # better than what it is compared with, after Holm's correction
-
-    def ends(self) -> tuple[float, float]:
-        """Lower and upper end of its bar, the interval."""
-        low, high = (self.value if end is None else end for end in (self.low, self.high))
-        return low, high
-
-
-Cells = dict[str, dict[str, Cell]]      # label -> heading of the column -> cell
-
-
-class Table(NamedTuple):
-    """Curves by columns: lengths, positions or distances."""
-
-    key: str                            # file name of its picture
+    key: str                # names the figure's files
     title: str
     note: str
     form: Form
-    L: int                              # training length
-    x: pd.Series                        # heading of a column -> its place on the x axis, from left to right
-    rows: Cells
-    failed: Sequence[str] = ()          # labels that fail the gate
-    truncated: float | None = None      # of the baseline, with its context cut to L
-
-    def heading(self, name: str) -> str:
-        """A column's heading, which marks the training length, or the bucket that ends there."""
-        return name + (" = L" if name == str(self.L) else ", L" if name.endswith(f"-{self.L - 1}") else "")
-
-    def text(self, cell: Cell | None) -> str:
-        """Value ± standard deviation [interval]; the deviation ends where the value does: 193.9 ± 3.7."""
-        if cell is None:
-            return "-"
-        text = format(cell.value, self.form.form).removesuffix(".")
-        if cell.spread is not None:
-            form = self.form.form.lstrip("+")
-            if "g" in form:
-                form = "#.2g" if "e" in text else f".{len(text.partition('.')[2])}f"
-            text += f" ± {format(cell.spread, form)}"
-        if cell.low is not None and cell.high is not None:
-            text += f" [{format(cell.low, self.form.form)}, {format(cell.high, self.form.form)}]"
-        return text
-
-    def frame(self, only_means: bool = False) -> pd.DataFrame:
-        """The cells as HTML, bold where they beat what they are compared with; or the means as plain text."""
-        def text(cell: Cell | None) -> str:
-            if only_means:
-                return self.text(cell and Cell(cell.value))
-            return f"<b>{self.text(cell)}</b>" if cell and cell.beats else self.text(cell)
-
-        def name(label: str) -> str:
-            if only_means:
-                return label
-            return f"<i>{escape(label)}</i>" if label in self.failed else escape(label)
-
-        cells = {name(label): [text(row.get(heading)) for heading in self.x.index]
-                 for label, row in self.rows.items()}
-        return pd.DataFrame.from_dict(cells, "index", columns=[*map(self.heading, self.x.index)])
+    curves: pd.DataFrame    # see figures.py
+    is_drawn: bool = False
+    figure: str = ""        # SVG
 
 
-def html(title: str, notes: Sequence[str], about: pd.DataFrame, tables: Sequence[Table],
-         pictures: dict[str, str]) -> str:
-    """report.html: what the signs mean, the runs, and each picture (SVG) above its table."""
-    signs = ("± is the standard deviation over training seeds. [a, b] and the bars are a 95 % interval, over "
-             "seeds and text if there are several seeds, not corrected for the number of comparisons. A "
-             f"number is bold where it beats {about.index[0]} on the same targets, by a test at 5 % with "
-             "Holm's correction over the curves of its column, never with one trained run; under 'Gain over "
-             "truncation', where it beats its own truncated context. Grey rows fail the gate. '-': the "
-             "encoding is not defined there, or it was not measured. The axis of gains is "
-             f"linear up to about {ASINH_WIDTH} on both sides of 0 and logarithmic beyond (asinh).")
+# -----------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def cell(row: Any, form: Form, L: int, is_brief: bool) -> str:
+    """The HTML of a number: what is shown, its interval and, beyond L, the range of seeds."""
+    def span(low: float, high: float, template: str) -> str:
+        ends = sorted((form.figure(low), form.figure(high)))
+        return template.format(*(format(end, form.form).removesuffix(".") for end in ends))
+
+    shown = format(form.figure(row.shown), form.form).removesuffix(".")
+    if row.is_better:
+        shown = f"<b>{shown}</b>"
+    lines = []
+    if not row.is_unstable and not math.isnan(row.low):
+        lines.append(span(row.low, row.high, "[{}, {}]"))
+    if row.is_unstable or (row.length > L and len(row.seeds) > 1):
+        lines.append(span(row.seed_low, row.seed_high, "{} ... {}"))
+    if is_brief or not lines:
+        return shown
+    return f"{shown}<br><small>{'<br>'.join(lines)}</small>"
+
+
+def means(section: Section, L: int) -> pd.DataFrame:
+    """The numbers of a table alone, as plain text."""
+    plain = section.curves.assign(is_better=False)
+    cells = {name: {mark_L(row.heading, L).replace("\n", " "): cell(row, section.form, L, is_brief=True) for row in rows.itertuples()}
+             for name, rows in plain.groupby("name", sort=False)}
+    return pd.DataFrame.from_dict(cells, "index").fillna("-")
+
+
+def name_cell(name: str, state: str) -> str:
+    """A curve's name; in italics, which STYLE makes a grey row, if nothing follows from it."""
+    return f"<i>{escape(name)}</i>" if state in GREYS else escape(name)
+
+
+def make_table(section: Section, L: int) -> pd.DataFrame:
+    """A row for each curve, a column for each place, cells of HTML."""
+    places = section.curves.drop_duplicates("x").sort_values("x")
+    columns = {heading: mark_L(heading, L).replace("\n", " ") for heading in places["heading"]}
+    is_brief = len(columns) > MOST_COLUMNS
+    cells: dict[str, dict[str, str]] = {}
+    for row in section.curves.itertuples():
+        own = cells.setdefault(name_cell(row.name, row.state), dict.fromkeys(columns.values(), "-"))
+        own[columns[row.heading]] = cell(row, section.form, L, is_brief)
+    return pd.DataFrame.from_dict(cells, "index").rename_axis(columns=escape(section.form.x_label))
+
+
+def describe_curves(curves: pd.DataFrame, gates: pd.DataFrame) -> pd.DataFrame:
+    """A row for each curve: encoding, method, seeds and gate. `curves` has a row for each name."""
+    rows = {}
+    for row in curves.itertuples():
+        gate = gates.loc[row.label]
+        cells = {"encoding": row.encoding, "method": row.extend, "seeds": row.n_seeds, "gate": gate["state"]}
+        for column, what in (("below", "loss below a trigram's"), ("gain", "gain on a repeated passage")):
+            low, high = gate[f"{column}_low"], gate[f"{column}_high"]
+            is_known = gate["state"] != NOT_GATED
+            cells[what] = f"{gate[column]:+.2f} [{low:+.2f}, {high:+.2f}]" if is_known else "-"
+        rows[name_cell(row.name, row.state)] = cells
+    return pd.DataFrame.from_dict(rows, "index").rename_axis(columns="curve")
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What is said in words
+
+
+def summarize(curves: pd.DataFrame, losses: pd.DataFrame, better: pd.DataFrame, text: str,
+              L: int) -> Iterator[str]:
+    """What was compared, on what, what passed, what is best at L and at the longest length, what is open.
+
+    `curves` has a row for each curve, `losses` are estimates of -loss on fixed targets, and `better` those of
+    their differences to the baseline, with is_better.
+    """
+    counts = " or ".join(map(str, sorted({*curves["n_seeds"]})))
+    yield f"Compared: {join(curves['name'])}, trained at L = {L} tokens. Seeds of each: {counts}."
+
+    if losses.empty:
+        yield f"They are evaluated on {text}, but not on fixed targets, so lengths cannot be compared."
+    else:
+        first = losses.iloc[0]
+        yield (f"They are scored on the same targets of {text} ({first['n_units']} {first['unit']}) at every "
+               f"length, from {losses['length'].min()} to {losses['length'].max()} tokens of context.")
+
+    parts = []
+    for state in (PASSED, WITHIN, FAILED, NOT_GATED):
+        names = curves["name"][curves["state"] == state]
+        if len(names):
+            what = "within its uncertainty" if state == WITHIN else state
+            parts.append(f"{what}: {join(names)}")
+    yield (f"Gate at L, a loss below a trigram's and {LEAST_GAIN:g} nats or more gained on a repeated "
+           f"passage: {'; '.join(parts)}.")
+
+    passed = losses[losses["state"] == PASSED]
+    if passed.empty:
+        yield "Nothing is ranked, because no curve passed the gate."
+    else:
+        lengths = dict.fromkeys((L, losses["length"].max()))
+        claims = [best(passed[passed["length"] == length], better, length) for length in lengths]
+        yield f"Of those that passed, {', and '.join(filter(None, claims))}."
+
+    limits = ["whether the order is the same on another text, at another size or training length"]
+    unstable = losses["name"][losses["is_unstable"] & (losses["length"] > L)].unique()
+    if len(unstable):
+        limits.append(f"what a new seed of {join(unstable)} does beyond L, where its seeds differ too much "
+                      "for an interval")
+    alone = curves["name"][curves["n_seeds"] == 1]
+    if len(alone):
+        limits.append(f"how another seed of {join(alone)} would do")
+    yield f"Not known: {'; '.join(limits)}; and a difference that is not bold may be chance."
+
+
+def best(here: pd.DataFrame, better: pd.DataFrame, length: int) -> str:
+    """Which curve has the lowest loss at a length, and whether it beats the baseline; "" if there is none."""
+    if here.empty:
+        return ""
+    winner = here.loc[here["shown"].idxmax()]
+    text = f"{winner['name']} has the lowest loss with {length} tokens ({-winner['shown']:.3f} nats per token"
+    pair = better[(better["length"] == length) & (better["name"] == winner["name"])]
+    if pair.empty:
+        return f"{text})"
+    what = "below" if pair["is_better"].item() else "not shown to be below"
+    return f"{text}, {what} that of {pair['baseline'].item()})"
+
+
+def join(names: Sequence[str]) -> str:
+    """a, b and c."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else str(last)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The page
+
+
+def html(title: str, remarks: Sequence[str], sentences: Iterable[str], signs: str, about: pd.DataFrame,
+         sections: Sequence[Section], L: int) -> str:
+    """report.html: remarks, five sentences, the curves, how to read, and each figure above its table."""
     parts = ["<!doctype html>\n<html lang='en'>\n<meta charset='utf-8'>",
+             "<meta name='viewport' content='width=device-width'>",
              f"<title>{escape(title)}</title>\n<style>{STYLE}\n</style>\n<h1>{escape(title)}</h1>",
-             *(f"<p>{escape(note)}</p>" for note in (*notes, signs)),
-             f"<div>{about.to_html(classes='words')}</div>"]
-    for table in tables:
-        cells = table.frame().rename_axis(columns=escape(table.form.x_label))
-        parts += [f"<h2 id='{table.key}'>{escape(table.title)}</h2>",
-                  f"<p>{escape(table.note)}</p>",
-                  f"<div>{pictures.get(table.key, '')}</div>",
-                  f"<div>{cells.to_html(escape=False)}</div>"]
+             *(f"<p>{escape(remark)}</p>" for remark in remarks),
+             f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>",
+             f"<div>{about.to_html(classes='words', escape=False, border=0)}</div>",
+             f"<p class='signs'>{escape(signs)}</p>"]
+    for section in sections:
+        parts.append(f"<h2 id='{section.key}'>{escape(section.title)}</h2>\n<p>{escape(section.note)}</p>")
+        if section.figure:
+            grey = caption(section.curves)
+            below = f"{section.title}, in grey: {grey}." if grey else ""
+            parts.append(f"<figure>{section.figure}<figcaption>{escape(below)}</figcaption></figure>")
+        if "shown" in section.curves:
+            parts.append(f"<div>{make_table(section, L).to_html(escape=False, border=0)}</div>")
     return "\n".join([*parts, "</html>\n"])

@@ -171,7 +171,7 @@ def read_training(folder: Path) -> pd.DataFrame:
 # The folder of compare.py
 
 
-def save(folder: Path, runs: Sequence[Run]) -> None:
+def write_runs(folder: Path, runs: Sequence[Run]) -> None:
     """Write the three files, each whole. Raises OSError."""
     parts: dict[str, list[Keys]] = {
         "config": [run.config for run in runs], "head": [run.head for run in runs],

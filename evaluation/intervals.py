@@ -1,5 +1,7 @@
 """Intervals and p-values of numbers that vary with the training seed and with the text; Holm's correction.
 
+estimates.py applies them to tables of results.
+
 The same text is scored for every seed, so the two are crossed, not nested: d[s, u] = mean + seed[s] + text[u]
 + rest[s, u], per token. One component of variance is estimated for each, and Student's t allows for how few
 seeds and units of text there are. Seeds of two curves are not paired: runs that share one are hardly alike.
@@ -18,6 +20,8 @@ import numpy as np
 
 LEVEL = 0.05                # intervals are of 1 - LEVEL
 DRAWS = 10_000              # of the error's distribution
+LARGEST_SPREAD = 0.1        # of seeds whose mean describes them: standard deviation, nats per token or share
+OUTLIER_LEVEL = 0.01        # of Grubbs' test: at 5 % one column in twenty would have an outlier by chance
 ENOUGH_DOCUMENTS = 5        # to be the units of text; with fewer, windows are
 ENOUGH_WINDOWS = 8          # for any interval: fewer cannot show how much they vary
 
@@ -130,6 +134,44 @@ def two_way_share(found: np.ndarray, trials: np.ndarray, other: np.ndarray | Non
                          high=min(1.0, max(value, wide.high)))
 
 
+def is_scattered(seeds: np.ndarray) -> bool:
+    """Whether the seeds (S,) differ by more than an interval of their mean can describe.
+
+    Beyond L a run may break where its neighbours do not. Then the standard deviation is above LARGEST_SPREAD,
+    or the largest residual is an outlier by Grubbs' test, which needs 3 seeds.
+    """
+    S = len(seeds)
+    if S < 2:
+        return False
+    spread = float(seeds.std(ddof=1))
+    largest = float(np.abs(seeds - seeds.mean()).max())
+    return spread > LARGEST_SPREAD or (S > 2 and largest > critical_residual(S) * spread)
+
+
+@lru_cache(maxsize=64)
+def critical_residual(S: int) -> float:
+    """The value that max |x - mean| / s of S normal numbers exceeds in OUTLIER_LEVEL of the cases.
+
+    Grubbs 1950, Annals of Mathematical Statistics 21, 27; with Bonferroni's bound, from Student's t.
+    """
+    t = float(student(1 - OUTLIER_LEVEL / (2 * S), S - 2))
+    return (S - 1) / S**0.5 * (t**2 / (S - 2 + t**2))**0.5
+
+
+def range_holds_new_seed(S: int) -> float:
+    """The probability that one more seed falls between the lowest and the highest of S.
+
+    Each of the S + 1 is equally likely to be the lowest, or the highest. So this needs no distribution, only
+    that seeds are exchangeable. Equal values make it more likely.
+    """
+    return (S - 1) / (S + 1)
+
+
+def range_holds_median(S: int) -> float:
+    """The probability that the median of all seeds is in the range of S: not all are on one side of it."""
+    return 1 - 2.0**(1 - S)
+
+
 @lru_cache(maxsize=256)
 def student_draws(df: float, stream: int) -> np.ndarray:
     """DRAWS values of Student's t, evenly spaced in probability and shuffled; streams are independent."""
@@ -151,8 +193,11 @@ def holm(p: Sequence[float]) -> list[float]:
     Rejecting where a corrected value is below 5 % makes any wrong rejection among the m at most 5 % likely.
     Holm 1979, Scandinavian Journal of Statistics 6, 65.
     """
-    corrected, highest = [0.0] * len(p), 0.0
-    for i, k in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        highest = max(highest, min(1.0, (len(p) - i) * p[k]))
+    m = len(p)
+    corrected = [0.0] * m
+    highest = 0.0
+    smallest_first = sorted(range(m), key=p.__getitem__)
+    for i, k in enumerate(smallest_first):
+        highest = max(highest, min(1.0, (m - i) * p[k]))
         corrected[k] = highest
     return corrected

@@ -1,11 +1,41 @@
-"""Intervals cover at their rate, whatever varies: the seed, the text, or both; Holm and Student are right."""
+"""Intervals cover at their rate, whatever varies: the seed, the text, or both; Holm and Student are right.
+
+What is shown of seeds that break, the gate, and what may be claimed.
+"""
+
+from collections.abc import Callable
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import slow_except
 
 from evaluation import intervals
-from evaluation.intervals import holm, student, two_way, two_way_share, units_of
+from evaluation.estimates import (
+    FAILED,
+    LEAST_GAIN,
+    NOT_GATED,
+    PASSED,
+    WITHIN,
+    Sample,
+    caption,
+    claims,
+    estimate,
+    estimates,
+    gates,
+)
+from evaluation.intervals import (
+    critical_residual,
+    holm,
+    is_scattered,
+    range_holds_median,
+    range_holds_new_seed,
+    student,
+    two_way,
+    two_way_share,
+    units_of,
+)
+from evaluation.measures import GAIN, LOSS
 
 TRUTH = 0.3
 NOISES = {
@@ -31,7 +61,7 @@ def study(rng: np.random.Generator, S: int, documents: int, noise: str, kind: st
     return per_token * tokens, tokens, document
 
 
-def estimate(d: np.ndarray, tokens: np.ndarray, document: np.ndarray) -> intervals.Estimate:
+def interval(d: np.ndarray, tokens: np.ndarray, document: np.ndarray) -> intervals.Estimate:
     units = units_of(document)
     return two_way(units.sums(d), units.sums(tokens))
 
@@ -39,7 +69,7 @@ def estimate(d: np.ndarray, tokens: np.ndarray, document: np.ndarray) -> interva
 def coverage(S: int, documents: int, noise: str, kind: str, n: int) -> float:
     """The share of n simulated studies whose interval holds the truth."""
     rng = np.random.default_rng(S * documents)
-    found = [estimate(*study(rng, S, documents, noise, kind)) for _ in range(n)]
+    found = [interval(*study(rng, S, documents, noise, kind)) for _ in range(n)]
     return float(np.mean([e.low <= TRUTH <= e.high for e in found]))
 
 
@@ -97,9 +127,9 @@ def test_a_share_of_all_or_none_has_an_interval_with_a_width() -> None:
 
 def test_estimates_shift_and_scale_with_the_numbers() -> None:
     d, tokens, document = study(np.random.default_rng(0), 3, 12, "skewed", "all")
-    before, moved = estimate(d, tokens, document), estimate(-2 * d + 0.5 * tokens, tokens, document)
+    before, moved = interval(d, tokens, document), interval(-2 * d + 0.5 * tokens, tokens, document)
     assert np.allclose(moved[:3], [0.5 - 2 * before.value, 0.5 - 2 * before.high, 0.5 - 2 * before.low])
-    assert estimate(d, tokens, document) == before                     # the same every time
+    assert interval(d, tokens, document) == before                     # the same every time
     assert before.value == pytest.approx(d.sum() / 3 / tokens.sum())
     same = two_way(np.full((3, 9), 0.2), np.ones(9))
     assert np.allclose(same[:3], 0.2)                                   # nothing varies: no width
@@ -159,3 +189,258 @@ def test_units_are_documents_or_windows_or_none() -> None:
     assert units_of(np.zeros(8)).name == "windows" and units_of(np.zeros(7)) is None
     units = units_of(np.array([4, 4, 1, 2, 3, 0]))
     assert np.array_equal(units.sums(np.array([[1, 2, 3, 4, 5, 6]])), [[6, 3, 4, 5, 3]])
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Seeds that break
+
+
+def normal(rng: np.random.Generator, S: int) -> np.ndarray:
+    return rng.normal(-0.3, 0.1, S)
+
+
+def lognormal(rng: np.random.Generator, S: int) -> np.ndarray:
+    """Losses beyond L as the study's RoPE has them."""
+    return -rng.lognormal(np.log(0.25), 0.6, S)
+
+
+def all_or_nothing(rng: np.random.Generator, S: int) -> np.ndarray:
+    """One seed in six breaks by about a nat, the others are flat."""
+    is_broken = rng.random(S) < 1 / 6
+    return rng.normal(0.02, 0.004, S) - is_broken * rng.normal(1, 0.2, S)
+
+
+SEEDS = [normal, lognormal, all_or_nothing]
+
+
+def sample(seeds: np.ndarray, n_documents: int = 10) -> Sample:
+    """Seeds with these numbers on documents that are all alike; of 1 document there is no interval."""
+    weight = np.ones(n_documents)
+    return Sample(LOSS, np.outer(seeds, weight), weight, np.arange(n_documents))
+
+
+@pytest.mark.parametrize("S", [2, 3, 5])
+@pytest.mark.parametrize("draw", SEEDS)
+def test_a_range_holds_a_new_seed_and_the_median_as_often_as_it_says(draw: Callable, S: int) -> None:
+    """(S - 1) / (S + 1) and 1 - 2^(1 - S), whatever the distribution; the standard errors are 1.6 %."""
+    rng = np.random.default_rng(S)
+    median = np.median(draw(rng, 100_000))
+    holds_seed, holds_median = [], []
+    for _ in range(1_000):
+        row = estimate(sample(draw(rng, S), 1))
+        new = draw(rng, 1)[0]
+        holds_seed.append(row["seed_low"] <= new <= row["seed_high"])
+        holds_median.append(row["seed_low"] <= median <= row["seed_high"])
+    assert np.mean(holds_seed) == pytest.approx(range_holds_new_seed(S), abs=0.05)
+    assert np.mean(holds_median) == pytest.approx(range_holds_median(S), abs=0.05)
+
+
+@pytest.mark.parametrize("draw", SEEDS)
+def test_a_range_of_pairs_holds_a_new_pair_at_least_as_often(draw: Callable) -> None:
+    """Of a curve with 3 seeds less a baseline with 5, which vary alike, and less one that does not vary."""
+    rng = np.random.default_rng(0)
+    for spread in (1.0, 0.001):
+        found = []
+        for _ in range(1_000):
+            row = estimate(sample(draw(rng, 3), 1), sample(spread * draw(rng, 5), 1))
+            new = draw(rng, 1)[0] - spread * draw(rng, 1)[0]
+            found.append(row["seed_low"] <= new <= row["seed_high"])
+        assert row["n_seeds"] == 3 and len(row["seeds"]) == 15
+        assert np.mean(found) > range_holds_new_seed(3) - 0.05
+
+
+def test_what_is_shown_of_seeds_that_break_is_what_most_seeds_do() -> None:
+    """Mean and interval if no seed is broken, else median and range; an interval of the mean alone fails."""
+    rng = np.random.default_rng(0)
+    draws = all_or_nothing(rng, 100_000)
+    shown_holds_median, interval_holds_mean = [], []
+    for _ in range(300):
+        seeds = all_or_nothing(rng, 5)
+        row = estimate(sample(seeds))
+        is_broken = seeds.min() < -0.2
+        assert row["is_unstable"] or not is_broken
+        shown_holds_median.append(row["shown_low"] <= np.median(draws) <= row["shown_high"])
+        interval_holds_mean.append(row["low"] <= draws.mean() <= row["high"])
+    assert np.mean(shown_holds_median) > 0.92
+    assert np.mean(interval_holds_mean) < 0.7
+
+
+def test_median_and_range_stand_where_the_mean_does_not_describe_the_seeds() -> None:
+    """The study's RoPE at 2 L, one seed that leaves the others, and seeds that agree."""
+    rope = np.array([-0.113, -0.136, -0.299, -0.413, -0.212])
+    row = estimate(sample(rope))
+    assert row["is_unstable"] and row["value"] == pytest.approx(rope.mean())
+    assert (row["shown"], row["shown_low"], row["shown_high"]) == pytest.approx((-0.212, -0.413, -0.113))
+    assert is_scattered(np.array([0.010, 0.011, 0.012, 0.011, -0.06]))
+    quiet = estimate(sample(rope / 10))
+    assert not quiet["is_unstable"]
+    for end in ("low", "high"):
+        assert quiet[f"shown_{end}"] == quiet[end]
+    assert not is_scattered(np.array([0.5])) and not is_scattered(np.array([0.02, 0.06]))
+    flat = estimate(sample(np.array([0.02, 0.021, 0.022])), sample(rope))
+    assert flat["is_unstable"]                                          # because of the baseline
+    paired = estimate(sample(rope + 0.1), sample(rope), is_paired=True)
+    assert not paired["is_unstable"] and np.allclose(paired["seeds"], 0.1)
+
+
+def test_critical_residuals_are_those_of_tables() -> None:
+    """Grubbs' test at 1 %, two-sided."""
+    for S, wanted in {3: 1.1547, 5: 1.7637, 10: 2.4821}.items():
+        assert critical_residual(S) == pytest.approx(wanted, abs=2e-4)
+    rng = np.random.default_rng(0)
+    rate = np.mean([is_scattered(seeds) for seeds in rng.normal(0, 0.001, (3_000, 5))])
+    assert rate == pytest.approx(0.01, abs=0.006)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def rows_of(label: str, loss: np.ndarray, length: int = 64, protocol: str = "fixed", extend: str = "none",
+            **losses: np.ndarray) -> pd.DataFrame:
+    """Rows of the table, from losses per token (S, W); each of the W windows is a document of 4 tokens."""
+    S, W = loss.shape
+    seed, window = (x.ravel() for x in np.indices((S, W)))
+    columns = {"nll": loss, **losses}
+    return pd.DataFrame({
+        "label": label, "run": [f"{label}-seed{s}" for s in seed], "extend": extend, "protocol": protocol,
+        "length": length, "place": str(length), "document": window, "tokens": 4,
+        **{name: 4 * values.ravel() for name, values in columns.items()}})
+
+
+def noise(seed: int, S: int = 3, W: int = 12, scale: float = 0.01) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, scale, (S, W))
+
+
+def test_a_table_gives_each_curve_and_column_its_estimate() -> None:
+    a, b, plain = 3 + noise(0), 3.2 + noise(1, S=4), 4 + noise(2)
+    table = pd.concat([rows_of("a", a, truncated_nll=a + 0.1), rows_of("b", b, truncated_nll=b),
+                       rows_of("a", a - 0.5, extend="yarn", truncated_nll=a), rows_of("a", plain, 128)])
+    table = table.sample(frac=1, random_state=0).sort_values("document", kind="stable")  # runs in any order
+
+    scores = estimates(table).set_index(["label", "extend", "length"])
+    assert len(scores) == 4 and scores.value["a", "none", 64] == pytest.approx(-a.mean())
+    weight = np.full(12, 4.0)
+    expected = two_way(-4 * b, weight)
+    assert tuple(scores.loc[("b", "none", 64), ["value", "low", "high", "p"]]) == pytest.approx(expected)
+    gains = estimates(table[table.length == 64], GAIN.score).set_index(["label", "extend"]).value
+    assert [gains["a", "none"], gains["b", "none"], gains["a", "yarn"]] == pytest.approx([0.1, 0.0, 0.5])
+
+    over = estimates(table, baseline="a").set_index(["label", "extend"])
+    assert sorted(over.index) == [("a", "yarn"), ("b", "none")]
+    assert tuple(over.loc[("b", "none"), ["value", "low", "high", "p"]]) == pytest.approx(
+        two_way(-4 * b, weight, -4 * a))
+    assert over.value["a", "yarn"] == pytest.approx(0.5) and over.high["a", "yarn"] - 0.5 < 1e-9     # paired
+    assert over.n_seeds["b", "none"] == 3 and set(over.baseline) == {"a"}
+    assert estimates(table, baseline="none of them").empty
+
+
+def test_repeat_is_scored_over_its_control_and_answers_by_the_share_found() -> None:
+    """A model that breaks, alike on both passages, has made no use of the copy: 0, not -1.8."""
+    broken = 5 + noise(0)
+    table = rows_of("rope", broken, protocol="repeat", first_nll=broken - 1.8, control_nll=broken)
+    assert estimates(table).value[0] == pytest.approx(0)
+    assert estimates(table.drop(columns="control_nll")).value[0] == pytest.approx(-1.8)
+    found = rows_of("rope", broken, protocol="passkey").assign(correct=[1, 0, 0] * 12)
+    row = estimates(found).iloc[0]
+    assert (row.value, row.unit, row.n_units) == (pytest.approx(1 / 3), "trials", 12)
+    few = estimates(rows_of("rope", broken[:, :4])).iloc[0]
+    assert (few.unit, few.n_units) == ("none", 4) and np.isnan(few.low) and np.isnan(few.p)
+
+
+def test_the_caption_says_what_is_covered_and_why_a_median_stands() -> None:
+    quiet = rows_of("a", 3 + noise(0))
+    loud = rows_of("b", 3 + noise(1, S=5) + np.array([[0.0, 0.0, 0.0, 0.0, 1.0]]).T)
+    text = caption(estimates(quiet))
+    assert "mean over seeds and 12 documents" in text and "50% for 3 seeds," in text and "[a, b]" in text
+    assert "median" not in text and "1 seed" not in text and "at least" not in text
+    text = caption(estimates(pd.concat([quiet, loud])))
+    assert "50% for 3 seeds, 67% for 5 seeds" in text and "94% for 5 seeds" in text
+    assert "median and range stand" in text
+    single = caption(estimates(rows_of("a", 3 + noise(0, S=1))))
+    assert "With 1 seed" in single and "range" not in single
+    assert "at least 50% for 3" in caption(estimates(pd.concat([quiet, loud]), baseline="b"))
+    one = rows_of("c", 3 + noise(0, S=1))
+    text = caption(estimates(pd.concat([one, loud]), baseline="b"))
+    assert "With 1 seed" in text and "0% for 1 seed" in text            # the baseline's seeds are scattered
+    assert "others are not covered" in caption(estimates(quiet.assign(document=0)))
+    assert caption(estimates(quiet.query("document < 4"))).startswith("4 windows are too few")
+    assert caption(estimates(quiet[:0])) == ""
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The gate, and what may be claimed
+
+
+def gated(label: str, loss: float = 3.0, gain: float = 1.0, spread: float = 0.01) -> pd.DataFrame:
+    """The rows that the gate reads, of three seeds, where a trigram has 3.5."""
+    seeds = spread * np.array([[-1.0, 0.0, 1.0]]).T
+    own = noise(0) + loss + seeds
+    copies = noise(1) + 2 + seeds
+    return pd.concat([rows_of(label, own), rows_of(label, 3.5 + noise(2, S=1).repeat(3, axis=0),
+                                                   protocol="trigram"),
+                      rows_of(label, copies, protocol="repeat", first_nll=copies,
+                              control_nll=noise(3) + 2 + gain)])
+
+
+def test_a_gate_is_passed_failed_within_its_uncertainty_or_not_measured() -> None:
+    ready = gated("ready")
+    table = pd.concat([
+        ready, gated("no better than a trigram", loss=3.6), gated("does not look back", gain=0.1),
+        gated("near the trigram", loss=3.45, spread=0.06), gated("hardly looks back", gain=LEAST_GAIN),
+        gated("no trigram").query("protocol != 'trigram'"), gated("elsewhere").assign(length=128),
+        gated("one run without").query("protocol != 'repeat' or run != 'one run without-seed1'"),
+        gated("a seed fails", loss=3.2, spread=0.4), gated("few windows").query("document < 4"),
+        gated("seeds differ", loss=2.6, spread=0.4), gated("extended").assign(extend="yarn")])
+    found = gates(table, 64)
+    assert found.state.to_dict() == {
+        "ready": PASSED, "no better than a trigram": FAILED, "does not look back": FAILED,
+        "near the trigram": WITHIN, "hardly looks back": WITHIN, "no trigram": NOT_GATED,
+        "elsewhere": NOT_GATED, "one run without": NOT_GATED, "a seed fails": WITHIN, "few windows": WITHIN,
+        "seeds differ": PASSED, "extended": NOT_GATED}
+    row = found.loc["ready"]
+    assert row.trigram - row.loss == pytest.approx(row.below) and row.below_low < row.below < row.below_high
+    assert row.is_controlled and row.gain == pytest.approx(1, abs=0.02)
+    older = gates(ready.assign(first_nll=ready.control_nll).drop(columns="control_nll"), 64)
+    assert not older.is_controlled["ready"] and older.state["ready"] == PASSED
+
+
+def table_of_claims(p: list[float], **columns: object) -> pd.DataFrame:
+    names = [f"curve{i}" for i in range(len(p))]
+    return pd.DataFrame({"label": names, "baseline": "", "value": 0.1, "p": p, "n_seeds": 3,
+                         "is_unstable": False, "seed_low": 0.05}).assign(**columns)
+
+
+def test_all_that_is_claimed_is_one_family_but_what_was_named_in_advance() -> None:
+    found = table_of_claims([0.01, 0.02, 0.03, 0.9])
+    passed = pd.DataFrame({"state": PASSED}, index=found.label)
+    assert [*claims(found, passed).corrected] == pytest.approx([0.04, 0.06, 0.06, 0.9])
+    assert [*claims(found, passed).is_better] == [True, False, False, False]
+    named = found.label == "curve2"
+    result = claims(found, passed, in_advance=named)
+    assert [*result.corrected] == pytest.approx([0.03, 0.04, 0.03, 0.9])
+    assert [*result.is_better] == [True, True, True, False]
+    assert not claims(found.assign(value=-0.1), passed).is_better.any()
+    assert claims(found[:0], passed).empty
+
+
+@pytest.mark.parametrize("state", [FAILED, WITHIN, NOT_GATED])
+def test_nothing_is_better_that_did_not_pass_its_gate_or_over_what_did_not(state: str) -> None:
+    """Nor does it count in the family."""
+    found = table_of_claims([0.001, 0.02])
+    gate = pd.DataFrame({"state": [state, PASSED]}, index=["curve0", "curve1"])
+    result = claims(found, gate)
+    assert [*result.is_better] == [False, True] and result.corrected[1] == 0.02
+    assert not claims(found.assign(baseline="curve0"), gate).is_better.any()
+    assert [*claims(found.assign(baseline="curve1"), gate).is_better] == [False, True]
+
+
+def test_of_one_seed_or_of_seeds_of_both_signs_nothing_is_claimed() -> None:
+    found = table_of_claims([0.001, 0.001])
+    passed = pd.DataFrame({"state": PASSED}, index=found.label)
+    one = found.assign(n_seeds=1)
+    assert not claims(one, passed).is_better.any()
+    assert [*claims(one, passed, whole=["curve1"]).is_better] == [False, True]      # a pretrained model
+    assert claims(found.assign(is_unstable=True), passed).is_better.all()
+    assert not claims(found.assign(is_unstable=True, seed_low=-0.01), passed).is_better.any()
+    assert not claims(found.assign(p=np.nan), passed).is_better.any()

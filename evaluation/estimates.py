@@ -1,0 +1,280 @@
+"""Estimates from the table of results: for each curve and column a mean over seeds, its interval and range.
+
+A curve is the runs of one `label` under one method of --extend, which differ only in their seed. A column of
+a report is a protocol, length and place. Beyond L a run may break where the others do not: where the mean
+does not describe the seeds, their median and range are shown. intervals.py has the formulas, results.py the
+table.
+
+Legend: S seeds, that is runs; windows: windows or trials. Loss in nats per token, L = train.seq_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from evaluation.intervals import (
+    LARGEST_SPREAD,
+    LEVEL,
+    OUTLIER_LEVEL,
+    Estimate,
+    holm,
+    is_scattered,
+    range_holds_median,
+    range_holds_new_seed,
+    two_way,
+    two_way_share,
+    units_of,
+)
+from evaluation.measures import CONTROLLED, FOUND, LOSS, REPETITION, Score
+
+CURVE = ["label", "extend"]
+COLUMN = ["protocol", "length", "place"]
+ESTIMATED = ["shown", "shown_low", "shown_high", "value", "low", "high", "p", "median", "seed_low",
+             "seed_high", "seeds", "n_seeds", "unit", "n_units", "is_unstable"]
+GATE = ["state", "loss", "trigram", "below", "below_low", "below_high", "gain", "gain_low", "gain_high",
+        "is_controlled"]
+LEAST_GAIN = 0.3    # nats per token on a passage repeated inside L; a model below it does not look back
+PASSED, FAILED, WITHIN, NOT_GATED = "passed", "failed", "within", "not gated"
+
+
+def usual_score(rows: pd.DataFrame) -> Score:
+    """The score of a protocol: the first of these whose columns its rows have.
+
+    So `repeat` is scored over another passage in place of the first: over the first time a model that breaks
+    would show its breakage. Older results have no such control.
+    """
+    for score in (FOUND, CONTROLLED.score, REPETITION.score):
+        if score.plus in rows and rows[score.plus].notna().all():
+            return score
+    return LOSS
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Means, intervals and ranges
+
+
+class Sample(NamedTuple):
+    """The scores of one curve in one column."""
+
+    score: Score
+    scores: np.ndarray      # (S, windows), not yet divided by the weight
+    weight: np.ndarray      # (windows,), the same for every seed
+    document: np.ndarray    # (windows,)
+
+    @property
+    def seeds(self) -> np.ndarray:
+        """The number of each seed (S,)."""
+        return self.scores.sum(axis=1) / self.weight.sum()
+
+
+def make_sample(rows: pd.DataFrame, score: Score) -> Sample:
+    """The rows of some runs on the same windows, which are in the same order in each run."""
+    rows = rows.sort_values("run", kind="stable")
+    S = rows["run"].nunique()
+    n_windows = len(rows) // S
+    assert S * n_windows == len(rows), "runs with different windows are refused when they are read"
+    scores = np.asarray(score.total(rows), dtype=float).reshape(S, n_windows)
+    first_run = rows[:n_windows]
+    weight = np.ones(n_windows)                         # trials: each row is one
+    if score.per in rows:
+        weight = first_run[score.per].to_numpy(float)
+    return Sample(score, scores, weight, first_run["document"].to_numpy())
+
+
+def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = False) -> dict[str, Any]:
+    """A row of `estimates` without its keys: of the sample, or of the sample less the baseline.
+
+    The baseline has the same windows and other runs, or if `is_paired` the same ones.
+    """
+    # the numbers whose range is shown: of each seed, or of each pair of a seed and one of the baseline
+    seeds = sample.seeds
+    n_seeds = len(seeds)
+    is_unstable = is_scattered(seeds)
+    if baseline is not None and is_paired:
+        assert len(baseline.seeds) == n_seeds
+        seeds = seeds - baseline.seeds
+        is_unstable = is_scattered(seeds)
+    elif baseline is not None:
+        n_seeds = min(n_seeds, len(baseline.seeds))
+        is_unstable = is_unstable or is_scattered(baseline.seeds)
+        seeds = np.subtract.outer(seeds, baseline.seeds).ravel()
+
+    # the interval of the mean, over seeds and units of text
+    units = units_of(sample.document)
+    unit, n_units = "none", len(sample.weight)
+    mean = Estimate(float(seeds.mean()), np.nan, np.nan, np.nan)
+    if units is not None:
+        unit, n_units = units.name, units.n
+        method = two_way_share if sample.score == FOUND else two_way
+        subtracted = units.sums(baseline.scores) if baseline is not None else None
+        mean = method(units.sums(sample.scores), units.sums(sample.weight), subtracted, is_paired)
+        if sample.score == FOUND:
+            unit = "trials"
+
+    # what is to be shown of both
+    median = float(np.median(seeds))
+    lowest = float(seeds.min())
+    highest = float(seeds.max())
+    shown = mean[:3]
+    if is_unstable:
+        shown = (median, lowest, highest)
+    return {"shown": shown[0], "shown_low": shown[1], "shown_high": shown[2], **mean._asdict(),
+            "median": median, "seed_low": lowest, "seed_high": highest, "seeds": tuple(seeds.tolist()),
+            "n_seeds": n_seeds, "unit": unit, "n_units": n_units, "is_unstable": is_unstable}
+
+
+def estimates(table: pd.DataFrame, score: Score | None = None, baseline: str | None = None) -> pd.DataFrame:
+    """One row for each curve and column: its score, or its score less that of the label `baseline`.
+
+    Without `score` it is the usual one of each protocol. Columns: those of CURVE and COLUMN;
+      baseline              its label, "" if there is none
+      shown, shown_low, shown_high      what a report shows: mean and interval, or median and range
+      value, low, high      mean over seeds, ends of its 95 % interval (NaN if there are too few windows)
+      p                     two-sided, of the mean against 0; not corrected: `claims` does that
+      median, seed_low, seed_high       of the seeds. Of a difference: of all pairs of a seed of each curve
+      seeds                 these numbers, to be drawn
+      n_seeds               of a difference: of the curve that has fewer
+      unit, n_units         what the interval is over, besides seeds: documents, windows, trials or none
+      is_unstable           median and range are shown, because the mean does not describe the seeds
+    A method of --extend is compared with the plain curve of the baseline; on the same runs it is paired.
+    """
+    rows = []
+    for column, column_rows in table.groupby(COLUMN, sort=False, dropna=False):
+        column_score = score or usual_score(column_rows)
+        reference = None
+        if baseline is not None:
+            is_plain = (column_rows["label"] == baseline) & (column_rows["extend"] == "none")
+            plain = column_rows[is_plain]
+            if plain.empty:
+                continue
+            reference = make_sample(plain, column_score)
+        for curve, curve_rows in column_rows.groupby(CURVE, sort=False):
+            if curve == (baseline, "none"):
+                continue
+            is_paired = curve[0] == baseline
+            row = estimate(make_sample(curve_rows, column_score), reference, is_paired)
+            keys = {**dict(zip(CURVE, curve, strict=True)), **dict(zip(COLUMN, column, strict=True))}
+            rows.append({**keys, "baseline": baseline or "", **row})
+    return pd.DataFrame(rows, columns=[*CURVE, *COLUMN, "baseline", *ESTIMATED])
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """What the intervals and ranges of `estimates` cover, and where median and range stand, and why."""
+    sentences = []
+    least = ""
+    # what the intervals are over
+    over = []
+    for unit, n_units in frame[["unit", "n_units"]].drop_duplicates().itertuples(index=False):
+        if unit == "none":
+            sentences.append(f"{n_units} windows are too few for an interval.")
+        elif unit == "windows":
+            over.append(f"{n_units} windows (there are too few documents: others are not covered)")
+        else:
+            over.append(f"{n_units} {unit}")
+    if over:
+        sentences.append(f"[a, b] is a 95 % interval of the mean over seeds and {'; '.join(over)}.")
+    if 1 in set(frame["n_seeds"]):
+        sentences.append("With 1 seed an interval does not cover how training varies.")
+
+    # what the range of seeds says of another seed
+    if (frame["n_seeds"] > 1).any():
+        of_what = "of seeds"
+        if frame["baseline"].any():
+            of_what = "over all pairs of a seed of each curve"
+            least = "at least "
+        sentences.append(f"a ... b is the range {of_what}: a new seed falls inside it with a probability of "
+                         f"{least}{rates(frame, range_holds_new_seed)}, whatever the distribution of seeds. "
+                         "Neither can show a break that none of these seeds had.")
+
+    # where an interval would say what it cannot know
+    unstable = frame[frame["is_unstable"]]
+    if len(unstable):
+        sentences.append(
+            "Where seeds differ by more than an interval of their mean can describe (a standard deviation "
+            f"above {LARGEST_SPREAD:g}, or an outlier by Grubbs' test at {OUTLIER_LEVEL:.0%}), median and "
+            "range stand in place of mean and interval. The range holds the median of all possible seeds "
+            f"with a probability of {least}{rates(unstable, range_holds_median)}.")
+    return " ".join(sentences)
+
+
+def rates(frame: pd.DataFrame, probability: Callable[[int], float]) -> str:
+    """The probability for each number of seeds: "50% for 3 seeds, 67% for 5 seeds"."""
+    texts = []
+    for n in sorted(set(frame["n_seeds"])):
+        texts.append(f"{probability(n):.0%} for {n} seed" + ("s" if n > 1 else ""))
+    return ", ".join(texts)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# What may be claimed
+
+
+def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
+    """For each label whether it has learned enough at L for its other numbers to mean something.
+
+    Two margins, without extension: how far its loss on the targets of fixed is below that of a Kneser-Ney
+    trigram of the same training text, and how far its gain on a repeated passage, over another passage, is
+    above LEAST_GAIN. Both are estimates over the same runs and windows, with intervals; where seeds differ
+    too much for one, with their range. Columns:
+      state     PASSED if both intervals are above 0, FAILED if one is below 0, else WITHIN; NOT_GATED if a
+                protocol was not measured, at L and for each of its runs
+      loss, trigram                     means over seeds
+      below, below_low, below_high      trigram - loss, as shown
+      gain, gain_low, gain_high         on the repeated passage, as shown
+      is_controlled                     False: over the passage's first time, in older results
+    """
+    rows: dict[Any, dict[str, Any]] = {}
+    for label, runs in table.groupby("label", sort=False):
+        at_L = runs[(runs["length"] == L) & (runs["extend"] == "none")]
+        parts = {name: at_L[at_L["protocol"] == name] for name in ("fixed", "trigram", "repeat")}
+        n_runs = runs["run"].nunique()
+        if any(part["run"].nunique() < n_runs for part in parts.values()):
+            rows[label] = {"state": NOT_GATED}
+            continue
+        loss = make_sample(parts["fixed"], LOSS)
+        trigram = make_sample(parts["trigram"], LOSS)
+        score = usual_score(parts["repeat"])
+        below = estimate(loss, trigram, is_paired=True)
+        gain = estimate(make_sample(parts["repeat"], score))
+
+        state = WITHIN
+        if below["shown_high"] <= 0 or gain["shown_high"] < LEAST_GAIN:
+            state = FAILED
+        elif below["shown_low"] > 0 and gain["shown_low"] >= LEAST_GAIN:
+            state = PASSED
+        rows[label] = {
+            "state": state, "loss": -loss.seeds.mean(), "trigram": -trigram.seeds.mean(),
+            "below": below["shown"], "below_low": below["shown_low"], "below_high": below["shown_high"],
+            "gain": gain["shown"], "gain_low": gain["shown_low"], "gain_high": gain["shown_high"],
+            "is_controlled": score == CONTROLLED.score}
+    return pd.DataFrame.from_dict(rows, "index", columns=GATE).rename_axis("label")
+
+
+def claims(frame: pd.DataFrame, gate: pd.DataFrame, in_advance: pd.Series | None = None,
+           whole: Collection[str] = ()) -> pd.DataFrame:
+    """`estimates` with two more columns: `corrected`, its p-value, and `is_better`, whether it may be bold.
+
+    The rows are one family: all that a report could mark or say in a sentence. So concatenate the tables
+    that it marks, at the lengths that it marks: each further row makes a claim harder. Holm's correction is
+    over the rows whose label, and baseline if there is one, passed the gate (`gates`). Of one trained seed
+    nothing is claimed; the labels in `whole` are no samples of seeds: pretrained models. `in_advance` is True
+    for the one comparison that was named before the runs: it is not corrected, and does not count.
+    A row is better if its value is above 0, the corrected p-value is below LEVEL and, where seeds differ too
+    much for a mean, the whole range of seeds is above 0 as well.
+    """
+    passed = gate.index[gate["state"] == PASSED]
+    baseline_passed = frame["baseline"].isin(passed) | (frame["baseline"] == "")
+    is_sampled = (frame["n_seeds"] > 1) | frame["label"].isin([*whole])
+    can_be = frame["label"].isin(passed) & baseline_passed & is_sampled & frame["p"].notna()
+    corrected = frame["p"].where(can_be)
+    family = can_be
+    if in_advance is not None:
+        family = can_be & ~in_advance
+    corrected[family] = holm(frame["p"][family].tolist())
+    seeds_agree = ~frame["is_unstable"] | (frame["seed_low"] > 0)
+    is_better = (corrected < LEVEL) & (frame["value"] > 0) & seeds_agree
+    return frame.assign(corrected=corrected, is_better=is_better)

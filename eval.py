@@ -33,13 +33,18 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from base.command import positive, run_command, run_parser
 from base.errors import UserError, did_you_mean
 from data.loader import read_meta
 from data.tasks import TASKS
 from evaluation import results
+from evaluation.comparison import place_curves
+from evaluation.estimates import estimates
 from evaluation.extension import EXTENSIONS, describe_extension, open_extensions
-from evaluation.pictures import draw_evaluation
+from evaluation.figures import draw_evaluation, merge_positions
+from evaluation.measures import BY_POSITION, GAIN
 from evaluation.protocols import DEFAULT_PROTOCOLS, PROTOCOLS, measure, target_settings
 from evaluation.results import Results
 from evaluation.scoring import Evaluation, Settings
@@ -211,6 +216,20 @@ def head_of(run: Opened, e: Evaluation) -> dict[str, Any]:
             "commit": git_revision(code_changes()), "settings": target_settings(e)}
 
 
+def draw(table: pd.DataFrame, e: Evaluation, title: str, path: Path) -> bool:
+    """The picture, with intervals over the text; False if what it shows was not measured."""
+    label = e.config.position.encoding
+    table = table.assign(label=label)
+    is_beyond = (table.protocol == "fixed") & (table.length > e.L)
+    by_position = merge_positions(table[table.protocol == "position"])
+    gains, positions = (place_curves(estimates(rows, form.score), pd.Series({label: ""}), pd.Series({label: label}))
+                        for rows, form in ((table[is_beyond], GAIN), (by_position, BY_POSITION)))
+    if gains.empty and positions.empty:
+        return False
+    draw_evaluation(gains, positions, title, e.L).savefig(path, dpi=150)
+    return True
+
+
 def main() -> None:
     args = parse_arguments()
     args.run = str(pulled(args.run))
@@ -245,7 +264,7 @@ def main() -> None:
     if limit and limit < max(e.lengths):
         print(f"{head['encoding']} is not defined beyond position {limit - 1}: empty cells")
     title += f", evaluated on {e.text.name}"
-    is_drawn = draw_evaluation(saved.table, title, e.L, path.with_suffix(".png"))
+    is_drawn = draw(saved.table, e, title, path.with_suffix(".png"))
     print(f"wrote {path}, .parquet and .png" if is_drawn else f"wrote {path} and .parquet")
 
 

@@ -308,7 +308,7 @@ def test_a_resume_under_another_config_or_corpus_lists_the_differences(case: Cas
 def evaluated(finished: Path, tmp_path: Path, monkeypatch) -> Path:
     """A copy of the folder with an evaluation; no pictures are drawn."""
     monkeypatch.setattr("eval.draw_evaluation", lambda *_, **__: True)
-    monkeypatch.setattr("compare.draw", lambda *_, **__: {})
+    monkeypatch.setattr("compare.draw_sections", lambda sections, *_: sections)
     return shutil.copytree(finished, tmp_path / "copy")
 
 

@@ -299,10 +299,11 @@ def draw_evaluation(gains: pd.DataFrame, by_position: pd.DataFrame, title: str, 
 def caption(curves: pd.DataFrame) -> str:
     """Which curves are grey, and why; "" if none is."""
     grey = curves[curves["state"].isin([*GREYS])]
+    texts = grey.groupby(["state", "name"], sort=False)["text"].agg(lambda text: " and ".join(text.unique()))
     parts = []
-    for (state, text), rows in grey.groupby(["state", "text"], sort=False):
-        where = f"{state} on {text}" if text else state
-        parts.append(f"{', '.join(rows['name'].unique())} ({where})")
+    for (state, where), rows in texts.reset_index().groupby(["state", "text"], sort=False):
+        why = f"{state} on {where}" if where else state
+        parts.append(f"{', '.join(rows['name'])} ({why})")
     return "; ".join(parts)
 
 

@@ -74,7 +74,7 @@ def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=("non
 
 
 def call(monkeypatch, *arguments: Any, draws: bool = False) -> None:
-    """Run compare.py, without pictures unless the test is about them: they take seconds."""
+    """Run compare.py, without figures unless the test is about them: they take seconds."""
     if not draws:
         monkeypatch.setattr(command, "draw_sections", lambda sections, *_: sections)
         monkeypatch.setattr(command, "training_section", lambda *_: [])
@@ -201,7 +201,7 @@ def test_one_learning_rate_for_all_is_said(tmp_path: Path, monkeypatch) -> None:
 
 
 # -----------------------------------------------------------------------------------------------------------
-# Curves, training, pictures
+# Curves, training, figures
 
 
 def test_curves_are_folders_and_extensions_with_seeds_together(tmp_path: Path) -> None:

@@ -355,8 +355,8 @@ def gains() -> pd.DataFrame:
 def blocks() -> Iterator[tuple[str, str]]:
     """Name -> each generated part of the page."""
     yield "overview", overview()
-    legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with the range of "
-              f"seeds. Grey: {caption(gains())}.")
+    legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with the "
+              f"range of seeds. Grey: {caption(gains())}.")
     yield "picture", textwrap.fill(legend, 120)
     yield "gpu", gpu()
     yield "gpu 60m", gpu_60m()

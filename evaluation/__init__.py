@@ -11,7 +11,7 @@ measures     how reports show a protocol, computed from sums
 runs         reading what train.py and eval.py wrote of runs, and refusing those that cannot be compared
 comparison   comparing them: curves, tables, differences
 intervals    intervals over seeds and text, and Holm's correction
-estimates    means, intervals and ranges of seeds; the gate, and what may be claimed
+estimates    tables of them: what is shown of each curve, the gate, what may be claimed
 figures      the figures of eval.py, compare.py and the pages
 report       the page of compare.py
 sweeping     many runs: train, evaluate, resume

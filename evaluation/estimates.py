@@ -31,6 +31,7 @@ from evaluation.intervals import (
 )
 from evaluation.measures import CONTROLLED, FOUND, LOSS, REPETITION, Score
 
+NO_METHOD = "none"          # `extend` of a model without one
 CURVE = ["label", "extend"]
 COLUMN = ["protocol", "length", "place"]
 ESTIMATED = ["shown", "shown_low", "shown_high", "value", "low", "high", "p", "median", "seed_low",
@@ -105,7 +106,7 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
 
     # the interval of the mean, over seeds and units of text
     units = units_of(sample.document)
-    unit, n_units = "none", len(sample.weight)
+    unit, n_units = "", len(sample.weight)
     mean = Estimate(float(seeds.mean()), np.nan, np.nan, np.nan)
     if units is not None:
         unit, n_units = units.name, units.n
@@ -138,7 +139,7 @@ def estimates(table: pd.DataFrame, score: Score | None = None, baseline: str | N
       median, seed_low, seed_high       of the seeds. Of a difference: of all pairs of a seed of each curve
       seeds                 these numbers, to be drawn
       n_seeds               of a difference: of the curve that has fewer
-      unit, n_units         what the interval is over, besides seeds: documents, windows, trials or none
+      unit, n_units         what the interval is over, besides seeds: documents, windows, trials or ""
       is_unstable           median and range are shown, because the mean does not describe the seeds
     A method of --extend is compared with the plain curve of the baseline; on the same runs it is paired.
     """
@@ -147,13 +148,13 @@ def estimates(table: pd.DataFrame, score: Score | None = None, baseline: str | N
         column_score = score or usual_score(column_rows)
         reference = None
         if baseline is not None:
-            is_plain = (column_rows["label"] == baseline) & (column_rows["extend"] == "none")
+            is_plain = (column_rows["label"] == baseline) & (column_rows["extend"] == NO_METHOD)
             plain = column_rows[is_plain]
             if plain.empty:
                 continue
             reference = make_sample(plain, column_score)
         for curve, curve_rows in column_rows.groupby(CURVE, sort=False):
-            if curve == (baseline, "none"):
+            if curve == (baseline, NO_METHOD):
                 continue
             is_paired = curve[0] == baseline
             row = estimate(make_sample(curve_rows, column_score), reference, is_paired)
@@ -169,7 +170,7 @@ def caption(frame: pd.DataFrame) -> str:
     # what the intervals are over
     over = []
     for unit, n_units in frame[["unit", "n_units"]].drop_duplicates().itertuples(index=False):
-        if unit == "none":
+        if not unit:
             sentences.append(f"{n_units} windows are too few for an interval.")
         elif unit == "windows":
             over.append(f"{n_units} windows (there are too few documents: others are not covered)")
@@ -229,7 +230,7 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
     """
     rows: dict[Any, dict[str, Any]] = {}
     for label, runs in table.groupby("label", sort=False):
-        at_L = runs[(runs["length"] == L) & (runs["extend"] == "none")]
+        at_L = runs[(runs["length"] == L) & (runs["extend"] == NO_METHOD)]
         parts = {name: at_L[at_L["protocol"] == name] for name in ("fixed", "trigram", "repeat")}
         n_runs = runs["run"].nunique()
         if any(part["run"].nunique() < n_runs for part in parts.values()):

@@ -345,7 +345,7 @@ def test_repeat_is_scored_over_its_control_and_answers_by_the_share_found() -> N
     row = estimates(found).iloc[0]
     assert (row.value, row.unit, row.n_units) == (pytest.approx(1 / 3), "trials", 12)
     few = estimates(rows_of("rope", broken[:, :4])).iloc[0]
-    assert (few.unit, few.n_units) == ("none", 4) and np.isnan(few.low) and np.isnan(few.p)
+    assert (few.unit, few.n_units) == ("", 4) and np.isnan(few.low) and np.isnan(few.p)
 
 
 def test_the_caption_says_what_is_covered_and_why_a_median_stands() -> None:

@@ -222,8 +222,9 @@ def draw(table: pd.DataFrame, e: Evaluation, title: str, path: Path) -> bool:
     table = table.assign(label=label)
     is_beyond = (table.protocol == "fixed") & (table.length > e.L)
     by_position = merge_positions(table[table.protocol == "position"])
-    gains, positions = (place_curves(estimates(rows, form.score), pd.Series({label: ""}), pd.Series({label: label}))
-                        for rows, form in ((table[is_beyond], GAIN), (by_position, BY_POSITION)))
+    no_gate, encodings = pd.Series({label: ""}), pd.Series({label: label})
+    gains = place_curves(estimates(table[is_beyond], GAIN.score), no_gate, encodings)
+    positions = place_curves(estimates(by_position, BY_POSITION.score), no_gate, encodings)
     if gains.empty and positions.empty:
         return False
     draw_evaluation(gains, positions, title, e.L).savefig(path, dpi=150)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from base.command import argument_parser, run_command
 from docs.gallery import ROOT, table, update
 from evaluation.comparison import Curve, make_curves, make_sections, table_of
 from evaluation.estimates import LEAST_GAIN, gates
-from evaluation.figures import caption, draw_measure, save
+from evaluation.figures import caption, draw_measure
 from evaluation.measures import GAIN, PERPLEXITY
 from evaluation.results import NO_METHOD, join, records
 from evaluation.runs import Run, check_comparable, load
@@ -354,7 +355,9 @@ def gains() -> pd.DataFrame:
 def blocks() -> Iterator[tuple[str, str]]:
     """Name -> each generated part of the page."""
     yield "overview", overview()
-    yield "grey", f"Grey: {caption(gains())}."
+    legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with the "
+              f"range of seeds. Grey: {caption(gains())}.")
+    yield "picture", textwrap.fill(legend, 120)
     yield "gpu", gpu()
     yield "gpu 60m", gpu_60m()
     yield "control", control()
@@ -376,8 +379,8 @@ def main() -> None:
         names = re.findall("<!-- begin (.*) -->", text)
         page.write_text(update(text, {name: parts[name] for name in names}), encoding="utf-8")
     title = f"Gain over truncation on novels and code: 1.1 M parameters, L = {L}"
-    save(draw_measure(gains(), GAIN, title, L), PAGE.with_name("gains"))
-    print("wrote the pictures and the tables of", *(str(page.relative_to(ROOT)) for page in PAGES))
+    draw_measure(gains(), GAIN, title, L).savefig(PAGE.with_name("gains.png"), dpi=120)
+    print("wrote the picture and the tables of", *(str(page.relative_to(ROOT)) for page in PAGES))
 
 
 if __name__ == "__main__":

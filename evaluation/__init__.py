@@ -12,8 +12,8 @@ runs         reading what train.py and eval.py wrote of runs, and refusing those
 comparison   comparing them: curves, tables, differences
 intervals    intervals over seeds and text, and Holm's correction
 estimates    tables of them: what is shown of each curve, the gate, what may be claimed
+figures      the figures of eval.py, compare.py and the pages
 report       the page of compare.py
-pictures     the pictures of eval.py and compare.py
 sweeping     many runs: train, evaluate, resume
 trials       the values that sweep.py tries for each config, and the choice among them
 """

@@ -99,9 +99,8 @@ def table_of(curves: Sequence[Curve]) -> pd.DataFrame:
     return join(*(run.table.assign(label=run.label) for run in runs.values()))
 
 
-def place_curves(estimates: pd.DataFrame, states: pd.Series, encodings: pd.Series) -> pd.DataFrame:
-    """Estimates with what figures.py needs besides; gates and encodings are given by label."""
-    rows = estimates
+def place_curves(rows: pd.DataFrame, states: pd.Series, encodings: pd.Series) -> pd.DataFrame:
+    """Estimates with what figures.py needs besides; states of gates and encodings are given by label."""
     has_method = rows["extend"] != NO_METHOD
     places = [PROTOCOLS[protocol].column(length, place) for protocol, length, place in
               zip(rows["protocol"], rows["length"], rows["place"], strict=True)]
@@ -119,7 +118,7 @@ def make_sections(curves: Sequence[Curve], baseline: str, gate: pd.DataFrame) ->
     """The tables of each protocol, and of its gains over the curves of the label `baseline`."""
     table = table_of(curves)
     sections = []
-    marked = {}                                         # key -> estimates that may be bold: one family of tests
+    marked = {}                                 # key -> estimates that may be bold: one family of tests
     for measure in (measure for protocol in PROTOCOLS.values() for measure in protocol.measures()):
         key, form = measure.key, measure.form
         needed = [name for name in form.score if name in COLUMNS]
@@ -128,6 +127,12 @@ def make_sections(curves: Sequence[Curve], baseline: str, gate: pd.DataFrame) ->
             continue
         if form is BY_POSITION:
             rows = merge_positions(rows)
+        # places that have one column, such as depths, become one
+        places = {}
+        for length, place in rows[["length", "place"]].drop_duplicates().itertuples(index=False):
+            _, heading = PROTOCOLS[measure.protocol].column(length, place)
+            places[place] = place if heading == place else ""
+        rows = rows.assign(place=rows["place"].map(places))
         values = estimates(rows, form.score)
         is_drawn = form is not PERPLEXITY               # its intervals hide what a gain shows
         sections.append(Section(key, measure.title, measure.note, form, values, is_drawn))

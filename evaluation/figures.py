@@ -27,7 +27,6 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from evaluation.estimates import FAILED, NOT_GATED
 from evaluation.extension import EXTENSIONS
 from evaluation.measures import BY_POSITION, GAIN, TRAINING, Form
-from evaluation.results import NO_METHOD
 from positions import ENCODINGS
 
 # distinct for the colour-blind: Okabe and Ito 2008 without yellow, and Tol's wine
@@ -78,7 +77,7 @@ class Panel(NamedTuple):
 
 def hue(encoding: str, extend: str) -> str:
     """The colour of an encoding, or of a method of --extend, by its place in the registry."""
-    name = encoding if extend == NO_METHOD else extend.replace("+", ":").partition(":")[0]
+    name = encoding if extend == "none" else extend.replace("+", ":").partition(":")[0]
     known = [*ENCODINGS, *EXTENSIONS]
     place = known.index(name) if name in known else crc32(name.encode())    # old results have others
     return HUES[place % len(HUES)]
@@ -300,10 +299,11 @@ def draw_evaluation(gains: pd.DataFrame, by_position: pd.DataFrame, title: str, 
 def caption(curves: pd.DataFrame) -> str:
     """Which curves are grey, and why; "" if none is."""
     grey = curves[curves["state"].isin([*GREYS])]
+    texts = grey.groupby(["state", "name"], sort=False)["text"].agg(lambda text: " and ".join(text.unique()))
     parts = []
-    for (state, text), rows in grey.groupby(["state", "text"], sort=False):
-        where = f"{state} on {text}" if text else state
-        parts.append(f"{', '.join(rows['name'].unique())} ({where})")
+    for (state, where), rows in texts.reset_index().groupby(["state", "text"], sort=False):
+        why = f"{state} on {where}" if where else state
+        parts.append(f"{', '.join(rows['name'])} ({why})")
     return "; ".join(parts)
 
 

@@ -59,5 +59,6 @@ REPETITION = Form("distance (tokens)", "gain on the second copy (nats/token)", "
 CONTROLLED = REPETITION._replace(y_label="gain over another passage (nats/token)",
                                  score=Score("control_nll", "nll"))
 ANSWERS = Form(CONTEXT, "share correct", ".0%", FOUND)
-GAIN = Form(CONTEXT, "gain over truncation (nats/token)", "+z.3f", Score("truncated_nll", "nll"), is_gain=True)
+GAIN = Form(CONTEXT, "gain over truncation (nats/token)", "+z.3f", Score("truncated_nll", "nll"),
+            is_gain=True)
 TRAINING = Form("tokens (millions)", "training loss (nats/token)", "z.3f", LOSS)

@@ -74,9 +74,10 @@ def cell(row: Any, form: Form, L: int, is_brief: bool) -> str:
 
 def means(section: Section, L: int) -> pd.DataFrame:
     """The numbers of a table alone, as plain text."""
-    plain = section.curves.assign(is_better=False)
-    cells = {name: {mark_L(row.heading, L).replace("\n", " "): cell(row, section.form, L, is_brief=True) for row in rows.itertuples()}
-             for name, rows in plain.groupby("name", sort=False)}
+    cells: dict[str, dict[str, str]] = {}
+    for row in section.curves.assign(is_better=False).itertuples():
+        heading = mark_L(row.heading, L).replace("\n", " ")
+        cells.setdefault(row.name, {})[heading] = cell(row, section.form, L, is_brief=True)
     return pd.DataFrame.from_dict(cells, "index").fillna("-")
 
 

@@ -49,7 +49,7 @@ def curve(name: str, encoding: str = "rope", at_longest: float = 0.1, state: str
 def gains(*curves: pd.DataFrame) -> Any:
     """A figure of gains whose layout is done."""
     rows = pd.concat(curves, ignore_index=True)
-    figure = figures.draw_measure(rows[rows["x"] > L], "title", "context", "gain", L, has_zero=True)
+    figure = figures.draw_measure(rows[rows["x"] > L], GAIN, "title", L)
     FigureCanvasAgg(figure).draw()
     return figure
 
@@ -278,11 +278,11 @@ def test_a_cell_is_mean_and_interval_or_median_and_range() -> None:
 
     stable = cells(curve("rope", at_longest=0.5))
     assert [*stable] == ["64", "128 = L", "256 = 2 L", "512 = 4 L", "1024 = 8 L", "2048 = 16 L"]
-    assert stable["128 = L"] == ["+0.1000", "[+0.0800, +0.1200]"]
-    assert stable["2048 = 16 L"] == ["+0.5000", "[+0.4800, +0.5200]", "+0.4900 ... +0.5100"]
+    assert stable["128 = L"] == ["+0.100", "[+0.080, +0.120]"]
+    assert stable["2048 = 16 L"] == ["+0.500", "[+0.480, +0.520]", "+0.490 ... +0.510"]
     unstable = cells(curve("rope", at_longest=0.5, unstable=True))
-    assert unstable["2048 = 16 L"] == ["+0.5030", "+0.4900 ... +0.5100"]
-    assert cells(curve("rope", at_longest=0.5, seeds=1))["2048 = 16 L"] == ["+0.5000", "[+0.4800, +0.5200]"]
+    assert unstable["2048 = 16 L"] == ["+0.503", "+0.490 ... +0.510"]
+    assert cells(curve("rope", at_longest=0.5, seeds=1))["2048 = 16 L"] == ["+0.500", "[+0.480, +0.520]"]
     # perplexity falls where the score rises: the ends change places
     assert cells(curve("rope", at_longest=-4.0), PERPLEXITY)["2048 = 16 L"][1] == "[53.52, 55.70]"
     many = cells(curve("rope", lengths=[64 * 2**n for n in range(report.MOST_COLUMNS + 1)]))

@@ -306,9 +306,9 @@ def test_a_resume_under_another_config_or_corpus_lists_the_differences(case: Cas
 
 @pytest.fixture
 def evaluated(finished: Path, tmp_path: Path, monkeypatch) -> Path:
-    """A copy of the folder with an evaluation; no pictures are drawn."""
+    """A copy of the folder with an evaluation; no figures are drawn."""
     monkeypatch.setattr("eval.draw_evaluation", lambda *_, **__: True)
-    monkeypatch.setattr("compare.draw", lambda *_, **__: {})
+    monkeypatch.setattr("compare.draw_sections", lambda sections, *_: sections)
     return shutil.copytree(finished, tmp_path / "copy")
 
 

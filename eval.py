@@ -4,9 +4,10 @@ There are several protocols, because the usual one flatters long contexts. All u
 documents at every length, no window crosses a document, and sums and counts are kept, never means
 of means. As in training, a window begins anywhere in a document, and no token is added before it.
 
-"truncated" is the plain model's result on the targets of fixed at L, the training length: what a
-longer context must beat. gain = loss(truncated) - loss, in nats per token: positive where more
-context helps, 0 where it is ignored, negative where it breaks the model.
+"truncated" is the plain model's result on the targets of fixed, each predicted from its own last L
+tokens, L being the training length: what a longer context must beat. gain = loss(truncated) - loss,
+in nats per token: positive where more context helps, 0 where it is ignored, negative where it
+breaks the model. At L it is near 0: of k targets in one window the first has only L - k + 1 tokens.
 
 Each --extend METHOD[:key=value,...] measures the same model under a method that extends its
 context; METHOD+METHOD applies both. `--extend all` measures every method that fits and needs no
@@ -90,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=positive, metavar="TOKENS",
                         help="use only documents with more tokens than this, and the same targets as at this "
                         "length (default: the longest of --lengths, and L for fixed)")
-    parser.add_argument("--targets", type=positive, help="fixed: k, tokens scored (default min(256, L/4))")
+    parser.add_argument("--targets", type=positive, help="fixed: k, tokens scored (default min(32, L/4))")
     parser.add_argument("--windows", type=positive,
                         help="fixed, position, repeat, copy: number of windows; algorithms: trials; of "
                         "retrieval, a quarter of it at each depth (default 32, with --extend all 8)")
@@ -166,7 +167,7 @@ def choose_settings(args: argparse.Namespace, names: list[str], L: int, text: Te
         lowest = "the longest of --lengths" + (" and L" if needs_L else "")
         raise UserError(f"--longest {longest}: must be in {needed} ... {longest_document}, from {lowest} to "
                         f"the longest document of {text.name}")
-    targets = args.targets or max(1, min(256, L // 4))
+    targets = args.targets or max(1, min(32, L // 4))
     uses_targets = any("targets" in protocol.target_settings for protocol in protocols)
     if uses_targets and targets > min(lengths):
         raise UserError(f"--targets {targets}: must be at most the shortest length, {min(lengths)}")

@@ -197,11 +197,10 @@ class Fixed(Protocol):
     needs_L = True
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
-        """With the truncated control: the plain model at L, on the same targets."""
+        """With the truncated control: the plain model with the last L tokens of each target."""
         measured = e.table[e.table.protocol == "fixed"]
         if measured.empty:                      # without a method, which comes first
-            losses, _ = e.score_ended(e.L)
-            truncated = np.array([x.sum() for x in self.in_blocks(e, e.L, losses)[1]])
+            truncated = self.truncated_nll(e)
         else:
             first = measured.iloc[0]            # of any method and length: all have the same control
             is_first = (measured.extend == first.extend) & (measured.length == first.length)
@@ -210,8 +209,24 @@ class Fixed(Protocol):
         blocks, losses = self.in_blocks(e, length, losses)
         return e.rows_of_windows("fixed", length, seconds, blocks, losses, truncated_nll=truncated)
 
+    def truncated_nll(self, e: Evaluation) -> np.ndarray:
+        """Loss of each block (blocks,), where each target has its own last L tokens before it.
+
+        That is a forward pass over L tokens for each target. In one window of L the first of k targets would
+        have L - k + 1, and a model that sees no further than L would differ with more context.
+        """
+        k = e.settings.targets
+        windows = []
+        for d, end in e.ends:
+            for target in range(end - k + 1, end + 1):
+                windows.append(Window(d, max(0, target - e.L), target, 1))
+        losses, _ = e.score("truncated", e.L, windows)
+        per_window = np.concatenate(losses).reshape(len(e.ends), k)
+        _, blocks = self.in_blocks(e, e.L, per_window)
+        return np.array([x.sum() for x in blocks])
+
     def in_blocks(self, e: Evaluation, length: int,
-                  losses: Sequence[np.ndarray]) -> tuple[list[Window], list[np.ndarray]]:
+                  losses: Sequence[np.ndarray] | np.ndarray) -> tuple[list[Window], list[np.ndarray]]:
         """The targets in blocks of at most BLOCK, so that few long windows have an interval too."""
         k = e.settings.targets
         bounds = [(i, min(i + BLOCK, k)) for i in range(0, k, BLOCK)]
@@ -462,12 +477,14 @@ def measure(e: Evaluation, known: Results | None = None) -> Iterator[pd.DataFram
                 yield rows
 
 
-def target_settings(e: Evaluation) -> dict[str, dict[str, int | None]]:
+def target_settings(e: Evaluation) -> dict[str, dict[str, int | str | None]]:
     """Protocol -> the settings that decide its targets. Evaluations with equal settings can be merged."""
     values = e.settings._asdict()
-    settings = {}
+    settings: dict[str, dict[str, int | str | None]] = {}
     for name in e.settings.protocols:
         settings[name] = {key: values[key] for key in PROTOCOLS[name].target_settings}
         if PROTOCOLS[name].is_at_longest:
             settings[name]["length"] = max(e.possible, default=None)
+    if "fixed" in settings:
+        settings["fixed"]["truncated"] = "per target"       # older results: in one window of L
     return settings

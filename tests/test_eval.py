@@ -118,15 +118,39 @@ def test_rolling_scores_every_token_once_in_whole_windows(length: int, corpus_di
         assert w.end - w.start == min(length, len(text.documents[w.document]) - 1) and w.start >= 0
 
 
+def truncated_loss(model: GPT, config, evaluation: Evaluation, first: int | None = None) -> float:
+    """Sum over the targets of fixed, each after its own last L tokens; `first` replaces the first of them."""
+    L, total = config.train.seq_len, 0.0
+    for d, end in evaluation.ends:
+        for target in range(end - evaluation.settings.targets + 1, end + 1):
+            ids = evaluation.text.documents[d][max(0, target - L):target + 1].astype(np.int64)
+            ids[0] = ids[0] if first is None else first
+            logits = model(torch.tensor(ids[None, :-1]))[0, -1]
+            total += torch.nn.functional.cross_entropy(logits, torch.tensor(ids[-1])).item()
+    return total
+
+
+@pytest.mark.parametrize("name", ["none", "alibi", "t5", "kerple_log"])
+def test_context_beyond_L_gains_nothing_for_a_model_that_does_not_see_it(name: str, tiny, corpus_dir) -> None:
+    """One layer with a window of L: each target of `truncated` has all that the model can see."""
+    config = tiny(name, "model.n_layer=1", "model.window=32")
+    model = lively(config).double()
+    evaluation = evaluate(model, config, text_of(corpus_dir), ["fixed"], [32, 64, 128])
+    at_L, *beyond = measured(evaluation)
+    assert [r["gain"] for r in beyond] == pytest.approx([0.0, 0.0], abs=1e-9)
+    assert abs(at_L["gain"]) > 1e-3             # early targets of a window of L have fewer tokens before them
+    assert protocols.target_settings(evaluation)["fixed"]["truncated"] == "per target"
+
+
 def test_lengths_below_L_are_also_compared_with_truncation_to_L(tiny) -> None:
     """Documents too short for L are left out, even where every length is shorter than L."""
     rng = np.random.default_rng(0)
     text = Text("x", [rng.integers(256, size=n) for n in (20, 300)])
-    short, whole = (evaluate(lively(tiny()), tiny(), text, ["fixed"], lengths, targets=4)
-                    for lengths in ([8, 16], [8, 16, 32]))
+    model = lively(tiny())
+    short = evaluate(model, tiny(), text, ["fixed"], [8, 16], targets=4)
     assert [len(short.text.documents[d]) for d, _ in short.ends] == [300] * 6
-    *_, at_L = measured(whole)
-    assert [r["truncated_nll_sum"] for r in measured(short)] == pytest.approx([at_L["nll_sum"]] * 2)
+    expected = truncated_loss(model, tiny(), short)
+    assert [r["truncated_nll_sum"] for r in measured(short)] == pytest.approx([expected] * 2)
 
 
 def test_sliding_by_one_is_the_last_token_of_each_window(tiny, corpus_dir: Path) -> None:
@@ -149,8 +173,9 @@ def test_fixed_is_slice_and_forward(name: str, bos: bool, tiny, corpus_dir: Path
     model = lively(config)
     evaluation = evaluate(model, config, text)
     records = {(r["protocol"], r["length"]): r for r in measured(evaluation) if "bucket" not in r}
+    truncated = truncated_loss(model, config, evaluation, ByteTokenizer.separator if bos else None)
     expected = {}
-    for length in {*evaluation.possible, 32}:
+    for length in evaluation.possible:
         total = 0.0
         for document, end in evaluation.ends:
             piece = torch.tensor(text.documents[document][end - length:end + 1].astype(np.int64))[None]
@@ -162,10 +187,9 @@ def test_fixed_is_slice_and_forward(name: str, bos: bool, tiny, corpus_dir: Path
     for length in evaluation.possible:
         r = records["fixed", length]
         assert r["nll_sum"] == pytest.approx(expected[length], rel=1e-4)
-        assert r["truncated_nll_sum"] == pytest.approx(expected[32], rel=1e-4)
-        assert r["gain"] == pytest.approx((expected[32] - expected[length]) / r["tokens"], abs=1e-4)
+        assert r["truncated_nll_sum"] == pytest.approx(truncated, rel=1e-4)
+        assert r["gain"] == pytest.approx((truncated - expected[length]) / r["tokens"], abs=1e-4)
         assert r["tokens"] == 8 * 6 and r["ppl"] == pytest.approx(math.exp(r["nll_sum"] / r["tokens"]))
-    assert records["fixed", 32]["gain"] == 0
 
 
 def test_position_buckets_cover_each_position_once(tiny, corpus_dir: Path) -> None:
@@ -370,7 +394,7 @@ def test_L_is_needed_for_truncation_alone_and_can_be_overruled(evaluated, tmp_pa
     found = results.read(tmp_path / "L.json")
     sums = results.records(found.table)
     assert found.head["seq_len"] == 16 and [r["length"] for r in sums] == [8, 16]
-    assert sums[1]["gain"] == 0 != sums[0]["gain"]
+    assert sums[0]["truncated_nll_sum"] == sums[1]["truncated_nll_sum"] > 0
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [

@@ -321,6 +321,8 @@ def save(figure: Figure, path: Path) -> str:
 
 def merge_positions(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of the protocol position, with the first MERGED positions of each window as one place."""
+    if table.empty:
+        return table
     is_early = table["place"].str.partition("-")[2].astype(int) < MERGED
     window = table.groupby(["run", "extend", "place"]).cumcount()       # the same windows in each place
     early = table[is_early].assign(place=f"0-{MERGED - 1}")

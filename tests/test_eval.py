@@ -523,7 +523,6 @@ def test_a_protocol_of_a_fork_is_in_table_json_help_and_report(evaluated, run_di
     compare.main()
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Perplexity of last tokens</h2>" in page and "after as many tokens as the length has" in page
-    assert (tmp_path / "report" / "last_token.svg").exists()
     for topic, expected in (([], "last_token"), (["last_token"], "last token of each document")):
         monkeypatch.setattr(sys, "argv", ["eval.py", "--help", *topic])
         capsys.readouterr()

@@ -192,6 +192,7 @@ def test_the_first_positions_are_one_place_with_all_their_targets() -> None:
     first = merged[merged["place"] == "0-63"]
     assert [*merged["place"].unique()] == ["0-63", "64-127", "128-255"]
     assert first["nll"].tolist() == [3.0, 303.0, 603.0] * 2 and set(first["tokens"]) == {30}
+    assert figures.merge_positions(merged[:0]).empty
     assert first["document"].tolist() == [0, 1, 2] * 2 and first["run"].tolist() == [*"aaabbb"]
 
 

@@ -270,7 +270,7 @@ SHORT = ("--windows", "4", "--tokens", "512")
 @pytest.fixture
 def evaluated(run_dir: Path, monkeypatch):
     """evaluated("--lengths", "16") -> the sums, without seconds, and the table of a run after eval.py."""
-    monkeypatch.setattr("eval.draw_evaluation", lambda *_: False)
+    monkeypatch.setattr("eval.draw", lambda *_: False)
     monkeypatch.setattr("eval.git_revision", lambda changes: "this code")
 
     def call(*arguments: str) -> tuple[dict, pd.DataFrame]:

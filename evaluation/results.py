@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 from filelock import FileLock, Timeout
 
@@ -86,20 +87,25 @@ def perplexity(loss: float) -> float:
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
     """The sums of each method, protocol, length and place, as the JSON has them (docs/longer-contexts.md)."""
-    return [record(rows) for _, rows in table.groupby(PLACE, sort=False)]
+    columns = {name: table[name].to_numpy() for name in ("document", *SUMMED)}
+    places = table.groupby(PLACE, sort=False).indices
+    return [record(place, {name: column[rows] for name, column in columns.items()})
+            for place, rows in places.items()]
 
 
-def record(rows: pd.DataFrame) -> dict[str, Any]:
+def record(key: tuple[str, str, int, str], columns: dict[str, np.ndarray]) -> dict[str, Any]:
     """The sums of one place: perplexity is exp(nll / tokens), bits per byte are nll / ln 2 / bytes."""
-    extend, protocol, length, place = rows.iloc[0][PLACE]
+    extend, protocol, length, place = key
     # numpy's sum of an array, as everywhere: pandas adds in another order
-    sums = {name: float(rows[name].to_numpy().sum()) for name in SUMMED}
+    sums = {name: float(columns[name].sum()) for name in SUMMED}
     nll, tokens = sums["nll"], int(sums["tokens"])
     has_text = not math.isnan(sums["bytes"])
-    result = {
+    document = columns["document"]
+    n_documents = len(np.unique(document[~np.isnan(document)]))         # 0 where sums alone are known
+    result: dict[str, Any] = {
         "extend": None if extend == NO_METHOD else extend, "protocol": protocol, "length": int(length),
         "nll_sum": nll, "tokens": tokens, "bytes": int(sums["bytes"]) if has_text else None,
-        "documents": rows.document.nunique() if has_text else None,
+        "documents": n_documents if has_text else None,
         "ppl": finite(perplexity(nll / tokens)),
         "bpb": nll / math.log(2) / sums["bytes"] if has_text else None,
         "seconds": round(sums["seconds"], 3)}
@@ -114,7 +120,7 @@ def record(rows: pd.DataFrame) -> dict[str, Any]:
             result[gain] = (sums[name] - nll) / tokens
     if not math.isnan(sums["correct"]):
         result["correct"] = int(sums["correct"])
-        result["trials"] = len(rows)
+        result["trials"] = len(columns["correct"])
     return result
 
 

@@ -165,7 +165,7 @@ class Attention(nn.Module):
         v = self.v(x).reshape(B, T, -1, D).transpose(1, 2)                      # (B, G, T, D)
         features = encoding.features(x, at.layer)                       # (B, H, T, F) or None
         if cache is not None:
-            k, v, features = cache.append(at.layer, k, v, features)     # now of all Tk tokens, with the cached ones
+            k, v, features = cache.append(at.layer, k, v, features)     # now of all tokens, cached ones too
         if features is not None:
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
         mask = mask._replace(window=self.window, chunk=self.chunk)
@@ -354,8 +354,8 @@ class GPT(nn.Module):
                 tables[encoding] = encoding.tables(q_pos, k_pos)
         mask = Mask(documents=documents, in_order=positions is None)
         if self.flex and mask.in_order and cache is None and tokens.device.type in FLEX_DEVICES:
-            limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
-            mask = with_block_masks(mask, limits, T, tokens.device)
+            localities = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
+            mask = with_block_masks(mask, localities, T, tokens.device)
         x = self.embedding(tokens)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -389,7 +389,7 @@ class GPT(nn.Module):
             if cache is not None and cache.positions is not None:
                 # each row goes on from its own end
                 positions = cache.positions.amax(dim=1, keepdim=True) + 1 + positions
-            elif max_length is None or T <= max_length:
+            elif max_length is None or max_length >= T:
                 return positions        # the usual case, known to be right without waiting for the device
         if positions.dim() == 1:
             positions = positions[None]

@@ -87,7 +87,7 @@ def test_attention_is_one_softmax_over_all_pairs(name: str, switch: str, monkeyp
     x, packed = x[:, :T], {"positions": gaps(T), "documents": (torch.arange(T) // 11).expand(2, T)}
     for arguments, n_rows, fuse_from in ((packed, 99, 1024), (packed, 5, 1), ({}, 5, 1024), ({}, 5, 1)):
         monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * T * n_rows)
-        monkeypatch.setattr(attention, "MIN_ROWS", 5)
+        monkeypatch.setattr(attention, "MIN_QUERIES", 5)
         monkeypatch.setattr(attention, "FUSE_FROM", fuse_from)
         pos = arguments.get("positions", torch.arange(T)[None])
         for layer, (before, after) in enumerate(watched(model, x, **arguments)):
@@ -171,7 +171,7 @@ def test_the_default_positions_change_no_value_and_no_gradient(name: str, switch
     model, x = given(name, switch, 24)
     parameters, found = list(model.parameters()), []
     monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 24 * 5)         # blocks of a few rows
-    monkeypatch.setattr(attention, "MIN_ROWS", 5)
+    monkeypatch.setattr(attention, "MIN_QUERIES", 5)
     monkeypatch.setattr(attention, "FUSE_FROM", 1)
     for positions in (None, torch.arange(x.shape[1])):
         with torch.enable_grad():

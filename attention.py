@@ -144,7 +144,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: Scor
         q, k = to_fold.encoding.fold(q, k, to_fold.at)
         to_fold = None
 
-    max_keys = min(mask.window or Tk, mask.chunk or Tk)                 # that a query sees
+    max_keys = min(mask.window or Tk, mask.chunk or Tk)                 # the most that a query sees
     kernel_masks_itself = max_keys >= Tk and mask.documents is None and Tq in (1, Tk)
     if kernel_masks_itself and to_fold is None:
         if Tq == 1:     # a single query is the last: it sees all
@@ -271,7 +271,7 @@ def in_query_blocks(attend_queries: Callable[[slice, slice], Tensor], Tq: int, T
         starts = range(0, Tq, n_queries)
     for start in starts:
         queries = slice(start, min(start + n_queries, Tq))
-        first_index = Tk - Tq + start           # of the block's first query, among the Tk tokens
+        first_index = Tk - Tq + start           # index of the block's first query among the Tk tokens
         if mask.documents is None:
             start_of_chunk = first_index // chunk * chunk
         else:                   # chunks begin with documents: at most chunk - 1 keys before the first query
@@ -359,7 +359,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: Score
         enable_gqa=q.shape[1] != k.shape[1], kernel_options=options,
         return_aux=flex_attention.AuxRequest(lse=True))
     if sink is not None:
-        share = torch.sigmoid(aux.lse - sink[:, None])                  # of all keys but the sink, (B, H, T)
+        share = torch.sigmoid(aux.lse - sink[:, None])          # weight of all keys but the sink, (B, H, T)
         y = y * share[..., None].to(y.dtype)
     return y[:, :, :T]
 

@@ -363,7 +363,7 @@ class FIRE(Encoding):
         Tq = logits.shape[2]
         n = 0       # queries whose bias depends on the distance alone: it is computed once for each distance
         if at.first_distance is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            is_near = (at.q_pos < threshold).all(dim=0)     # in the whole batch; documents may restart
+            is_near = (at.q_pos < threshold).all(dim=0)     # in every batch row: documents may differ
             n = int(is_near.cumprod(dim=0).sum())
         biases = []
         with torch.autocast(logits.device.type, enabled=False):         # bf16 would merge far distances

@@ -139,7 +139,7 @@ class Encoding(nn.Module):
     is_relative: bool = True  # do the logits depend on distances alone? (tested)
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
-    # of parameters: their least and largest value, None for no limit. `clamp` keeps them there
+    # least and largest value of parameters, None for no limit; `clamp` keeps them there
     bounds: ClassVar[dict[str, tuple[float | None, float | None]]] = {}
     rotates_values: bool = False    # do `turn_values` and `turn_back` change anything?
     tempers_bias: bool = False      # scores = logits + bias, and a temperature multiplies the bias too

@@ -233,7 +233,7 @@ class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
     With reduction="sum" it returns the sum of the losses.
-    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's.
+    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or in each row those after its cache.
     `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see one another;
     it excludes a cache. Under data.positions = "document" each of them has the first positions of its row.
     Raises ValueError for wrong positions.

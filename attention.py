@@ -2,7 +2,7 @@
 
 - `attend_fused`: PyTorch's fused kernel, where the logits are products of q and k. Some biases become such
   products (`fold`: ALiBi, forgetting). O(T) memory, except for the mask of packed documents.
-- `attend_in_blocks`: an explicit softmax, block by block of query rows, for everything else.
+- `attend_in_blocks`: an explicit softmax, block by block of queries, for everything else.
 - `attend_flex`: FlexAttention on CUDA where `model.flex` asks for it, for windows, packed documents, a sink
   and biases by distance. O(T) memory.
 
@@ -33,7 +33,7 @@ FUSED, EXPLICIT, FLEX = "fused", "explicit softmax", "FlexAttention"
 MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
 MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
 FUSE_FROM = 1024        # below this many queries a CPU is faster in blocks: folded biases, bfloat16 training
-MIN_ROWS = 256          # smallest number of queries that share the keys of a window
+MIN_QUERIES = 256       # smallest number of queries that share the keys of a window
 RECOMPUTE_FROM = 2048   # queries: from here on training does not keep explicit weights: O(T) memory
 
 FLEX_DEVICES = {"cuda"}     # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
@@ -43,7 +43,7 @@ FLEX_WIDTH = 16             # smallest number of channels of a head that it take
 FLEX_OPTIONS = {"num_stages": 2}
 compiled = cache(torch.compile)     # each function once
 
-Limits = tuple[int | None, int | None]      # window and chunk of a layer
+Locality = tuple[int | None, int | None]    # window and chunk of a layer
 
 
 class Mask(NamedTuple):
@@ -53,7 +53,7 @@ class Mask(NamedTuple):
     chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
     in_order: bool = False  # positions are known to be consecutive, perhaps anew in each document
-    block_masks: dict[Limits, Any] = {}  # the same for FlexAttention, where it may be used
+    block_masks: dict[Locality, Any] = {}  # the same for FlexAttention, where it may be used
 
     def segments(self) -> Tensor | None:
         """Of each token of packed documents (B, T): its document, or its chunk, which begins with that."""
@@ -92,9 +92,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInput
 def choose_path(Tq: int, head_dim: int, dtype: torch.dtype, device: torch.device, mask: Mask,
                 encoding: Encoding | None, dropout: float, has_sink: bool) -> str:
     """FLEX, FUSED or EXPLICIT, for Tq queries in this dtype; `encoding` is None if it has no `scores`."""
-    limits = (mask.window, mask.chunk)
-    if limits in mask.block_masks and head_dim >= FLEX_WIDTH and not dropout:
-        is_plain_causal = limits == (None, None) and mask.documents is None and not has_sink
+    locality = (mask.window, mask.chunk)
+    if locality in mask.block_masks and head_dim >= FLEX_WIDTH and not dropout:
+        is_plain_causal = locality == (None, None) and mask.documents is None and not has_sink
         if encoding is None:
             is_served = not is_plain_causal                             # there the fused kernel is faster
         else:
@@ -115,17 +115,18 @@ def choose_path(Tq: int, head_dim: int, dtype: torch.dtype, device: torch.device
 def describe_paths(model: Any, mask: Mask, T: int, dtype: torch.dtype, device: torch.device) -> str:
     """The path of a model's layers in training, as text: "fused", or each with the layers that take it."""
     layers_of: dict[str, list[str]] = {}
-    for number, (block, encoding) in enumerate(zip(model.blocks, model.encodings, strict=True)):
-        layer = block.attention
-        mask = mask._replace(window=layer.window, chunk=layer.chunk, block_masks={})
+    for layer, (block, encoding) in enumerate(zip(model.blocks, model.encodings, strict=True)):
+        attention = block.attention
+        layer_mask = mask._replace(window=attention.window, chunk=attention.chunk)
         if model.flex and mask.in_order and device.type in FLEX_DEVICES:
-            mask = mask._replace(block_masks={(layer.window, layer.chunk): None})
-        path = choose_path(T, layer.head_dim, dtype, device, mask, encoding if encoding.has_scores else None,
-                           layer.dropout, layer.sink is not None)
-        layers_of.setdefault(path, []).append(str(number))
+            layer_mask = layer_mask._replace(block_masks={(attention.window, attention.chunk): None})
+        scoring = encoding if encoding.has_scores else None
+        path = choose_path(T, attention.head_dim, dtype, device, layer_mask, scoring, attention.dropout,
+                           attention.sink is not None)
+        layers_of.setdefault(path, []).append(str(layer))
     if len(layers_of) == 1:
         return next(iter(layers_of))
-    return ", ".join(f"{path} in layers {' '.join(numbers)}" for path, numbers in layers_of.items())
+    return ", ".join(f"{path} in layers {' '.join(layers)}" for path, layers in layers_of.items())
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInputs | None = None,
@@ -138,13 +139,14 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: Scor
 
     # A bias becomes further channels of q and k. Where these hold sums over tokens (forgetting), long sums
     # lose digits: then each block of at most max_fold_queries has sums of its own.
-    is_folded_by_block = score_inputs is not None and Tq > score_inputs.encoding.max_fold_queries
-    if score_inputs is not None and not is_folded_by_block:
-        q, k = score_inputs.encoding.fold(q, k, score_inputs.at)
+    to_fold = score_inputs
+    if to_fold is not None and Tq <= to_fold.encoding.max_fold_queries:
+        q, k = to_fold.encoding.fold(q, k, to_fold.at)
+        to_fold = None
 
-    limit = min(mask.window or Tk, mask.chunk or Tk)                    # most keys that a query sees
-    kernel_masks_itself = limit >= Tk and mask.documents is None and Tq in (1, Tk)
-    if kernel_masks_itself and not is_folded_by_block:
+    max_keys = min(mask.window or Tk, mask.chunk or Tk)                 # the most that a query sees
+    kernel_masks_itself = max_keys >= Tk and mask.documents is None and Tq in (1, Tk)
+    if kernel_masks_itself and to_fold is None:
         if Tq == 1:     # a single query is the last: it sees all
             return fused_kernel(q, k, v, dropout)
         return fused_kernel(q, k, v, dropout, is_causal=True)
@@ -152,25 +154,24 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: Scor
     # everything else has an explicit mask, in blocks of queries
     segments = mask.segments()
 
-    def attend_rows(rows: slice, keys: slice) -> Tensor:
-        q_rows = q[:, :, rows]
+    def attend_queries(queries: slice, keys: slice) -> Tensor:
+        q_block = q[:, :, queries]
         k_seen = k[:, :, keys]
-        if score_inputs is not None and is_folded_by_block:
-            q_rows, k_seen = score_inputs.encoding.fold(q_rows, k_seen, score_inputs.at.block(rows, keys))
-        seen = visible_in(rows, keys, Tk - Tq, mask, segments, q.device)
-        return fused_kernel(q_rows, k_seen, v[:, :, keys], dropout, seen)
+        if to_fold is not None:
+            q_block, k_seen = to_fold.encoding.fold(q_block, k_seen, to_fold.at.block(queries, keys))
+        seen = visible_in(queries, keys, Tk - Tq, mask, segments, q.device)
+        return fused_kernel(q_block, k_seen, v[:, :, keys], dropout, seen)
 
-    if score_inputs is not None and is_folded_by_block:
-        n_rows = score_inputs.encoding.max_fold_queries
-    elif limit < Tk:
-        n_rows = max(limit, MIN_ROWS)
-    else:
-        n_rows = Tq
-    if Tq < Tk:     # in blocks, mask and products cost no more than what is seen
-        n_rows = min(n_rows, max(MIN_ROWS, most_logits(q.device) // Tk))
+    n_queries = Tq
+    if to_fold is not None:
+        n_queries = to_fold.encoding.max_fold_queries
+    elif max_keys < Tk:
+        n_queries = max(max_keys, MIN_QUERIES)
+    if Tq < Tk:     # queries after a cache: their explicit mask has at most most_logits elements
+        n_queries = min(n_queries, max(MIN_QUERIES, most_logits(q.device) // Tk))
     # recomputed: otherwise the wider q and k, and the mask, of each block would be kept for backward
-    is_recomputed = is_folded_by_block and Tq >= RECOMPUTE_FROM
-    return by_rows(attend_rows, Tq, Tk, n_rows, mask, is_recomputed, dropout)
+    is_recomputed = to_fold is not None and Tq >= RECOMPUTE_FROM
+    return in_query_blocks(attend_queries, Tq, Tk, n_queries, mask, is_recomputed, dropout)
 
 
 def fused_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float, seen: Tensor | None = None,
@@ -186,7 +187,7 @@ def fused_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float, seen: Tensor |
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInputs | None = None,
                      dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
-    """Explicit softmax in blocks of query rows: T x T logits never exist at once.
+    """Explicit softmax in blocks of queries: T x T logits never exist at once.
 
     Arguments and result as in `attend`.
 
@@ -209,42 +210,42 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: 
     segments = mask.segments()
     is_consecutive = mask.in_order and Tq == Tk                         # no cache, which may have gaps
 
-    def attend_rows(rows: slice, keys: slice) -> Tensor:
-        seen = visible_in(rows, keys, Tk - Tq, mask, segments, q.device)
+    def attend_queries(queries: slice, keys: slice) -> Tensor:
+        seen = visible_in(queries, keys, Tk - Tq, mask, segments, q.device)
         mask_term = torch.where(seen, 0.0, -torch.inf).to(logits_dtype)
-        logits = q[:, :, rows] @ k[:, :, keys].mT                       # (B, H, rows, keys)
+        logits = q[:, :, queries] @ k[:, :, keys].mT                    # (B, H, queries, keys)
         logits = torch.add(mask_term, logits, alpha=scale)          # mask_term + scale * logits, in one pass
         if score_inputs is not None:
-            logits = add_scores(logits, score_inputs, rows, keys, is_consecutive)
+            logits = add_scores(logits, score_inputs, queries, keys, is_consecutive)
         weights = logits.softmax(dim=-1)
         if sink is not None:    # the softmax with one more logit, whose weight is left out
-            lse = logits.logsumexp(dim=-1, keepdim=True)                # (B, H, rows, 1)
+            lse = logits.logsumexp(dim=-1, keepdim=True)                # (B, H, queries, 1)
             weights = weights * torch.sigmoid(lse - sink[:, None, None])
         weights = weights.to(v.dtype)
         if dropout:
             weights = F.dropout(weights, dropout)
-        return weights @ v[:, :, keys]                                  # (B, H, rows, D)
+        return weights @ v[:, :, keys]                                  # (B, H, queries, D)
 
     most = most_logits(q.device)
     if score_inputs is not None and q.device.type == "cpu":
         most //= 2                                                      # `scores` hold more numbers per logit
-    n_rows = Tq
+    n_queries = Tq
     if B * H * Tq * Tk > most:
         n_blocks = math.ceil(Tq / max(1, most // (B * H * Tk)))
-        n_rows = math.ceil(Tq / n_blocks)                               # of equal size
+        n_queries = math.ceil(Tq / n_blocks)                            # blocks of equal size
     # recomputed: otherwise all blocks' weights would be kept
-    return by_rows(attend_rows, Tq, Tk, n_rows, mask, Tq >= RECOMPUTE_FROM, dropout)
+    return in_query_blocks(attend_queries, Tq, Tk, n_queries, mask, Tq >= RECOMPUTE_FROM, dropout)
 
 
-def add_scores(logits: Tensor, score_inputs: ScoreInputs, rows: slice, keys: slice,
+def add_scores(logits: Tensor, score_inputs: ScoreInputs, queries: slice, keys: slice,
                is_consecutive: bool) -> Tensor:
-    """Logits (B, H, rows, keys) of a block after `scores`."""
+    """Logits (B, H, queries, keys) of a block after `scores`."""
     encoding, q, k, at = score_inputs
-    at = at.block(rows, keys, is_consecutive)
+    at = at.block(queries, keys, is_consecutive)
     if encoding.by_distance and is_consecutive:
         of_distance = bias_at(encoding, toeplitz_distances(at), q, at)           # (H, P), each distance once
         return logits + ToeplitzBias.apply(of_distance, logits.shape[2])
-    return encoding.scores(logits, q[:, :, rows], k[:, :, keys], at)
+    return encoding.scores(logits, q[:, :, queries], k[:, :, keys], at)
 
 
 def most_logits(device: torch.device) -> int:
@@ -252,35 +253,36 @@ def most_logits(device: torch.device) -> int:
     return MAX_BLOCK if device.type == "cpu" else MAX_BLOCK_GPU
 
 
-def by_rows(attend_rows: Callable[[slice, slice], Tensor], Tq: int, Tk: int, n_rows: int, mask: Mask,
-            is_recomputed: bool, dropout: float) -> Tensor:
-    """attend_rows of blocks of n_rows queries, each with the slice of keys that any of them can see.
+def in_query_blocks(attend_queries: Callable[[slice, slice], Tensor], Tq: int, Tk: int, n_queries: int,
+                    mask: Mask, is_recomputed: bool, dropout: float) -> Tensor:
+    """attend_queries of blocks of n_queries, each with the slice of keys that any query of it can see.
 
     The queries are the last Tq of the Tk tokens. If `is_recomputed`, training keeps nothing of the blocks for
     the backward pass.
     """
     if is_recomputed and torch.is_grad_enabled():
-        attend_rows = partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=dropout > 0)
+        attend_queries = partial(checkpoint, attend_queries, use_reentrant=False,
+                                 preserve_rng_state=dropout > 0)
     window = mask.window or Tk
     chunk = mask.chunk or Tk
     blocks = []
     starts: Sequence[int] = [0]
-    if n_rows < Tq:             # only then a range: with one, torch.compile compiles for each length anew
-        starts = range(0, Tq, n_rows)
+    if n_queries < Tq:          # a range over a symbolic length makes torch.compile recompile for each length
+        starts = range(0, Tq, n_queries)
     for start in starts:
-        rows = slice(start, min(start + n_rows, Tq))
-        first = Tk - Tq + start                                         # the index of its first query
+        queries = slice(start, min(start + n_queries, Tq))
+        first_index = Tk - Tq + start           # index of the block's first query among the Tk tokens
         if mask.documents is None:
-            start_of_chunk = first // chunk * chunk
+            start_of_chunk = first_index // chunk * chunk
         else:                   # chunks begin with documents: at most chunk - 1 keys before the first query
-            start_of_chunk = first + 1 - chunk
-        keys = slice(max(0, first + 1 - window, start_of_chunk), Tk - Tq + rows.stop)
-        blocks.append(attend_rows(rows, keys))
+            start_of_chunk = first_index + 1 - chunk
+        keys = slice(max(0, first_index + 1 - window, start_of_chunk), Tk - Tq + queries.stop)
+        blocks.append(attend_queries(queries, keys))
     return torch.cat(blocks, dim=2)
 
 
 def visible(i: Tensor, j: Tensor, b: Tensor, mask: Mask, segments: Tensor | None) -> Tensor:
-    """Whether query i of row b sees key j: indices that broadcast. `segments` is mask.segments()."""
+    """Whether query i of batch row b sees key j: indices that broadcast. `segments` is mask.segments()."""
     seen = j <= i
     if mask.window:
         seen = seen & (i - j < mask.window)
@@ -291,13 +293,16 @@ def visible(i: Tensor, j: Tensor, b: Tensor, mask: Mask, segments: Tensor | None
     return seen
 
 
-def visible_in(rows: slice, keys: slice, offset: int, mask: Mask, segments: Tensor | None,
+def visible_in(queries: slice, keys: slice, offset: int, mask: Mask, segments: Tensor | None,
                device: torch.device) -> Tensor:
-    """`visible` of a block, (rows, keys), or with documents (B, 1, rows, keys); key `offset` is query 0."""
-    i = torch.arange(offset + rows.start, offset + rows.stop, device=device)[:, None]
+    """`visible` of a block, (queries, keys), or with documents (B, 1, queries, keys).
+
+    Query 0 has the index `offset` among the keys.
+    """
+    i = torch.arange(offset + queries.start, offset + queries.stop, device=device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=device)
     n_batch = 1 if segments is None else len(segments)
-    b = torch.arange(n_batch, device=device)[:, None, None, None]
+    b = torch.arange(n_batch, device=device)[:, None, None, None]       # axes of heads, queries and keys
     return visible(i, j, b, mask, segments)
 
 
@@ -305,22 +310,22 @@ def visible_in(rows: slice, keys: slice, offset: int, mask: Mask, segments: Tens
 # FlexAttention
 
 
-def with_block_masks(mask: Mask, limits: set[Limits], T: int, device: torch.device) -> Mask:
-    """A mask that lets layers with these limits use FlexAttention: which blocks of keys see which queries.
+def with_block_masks(mask: Mask, localities: set[Locality], T: int, device: torch.device) -> Mask:
+    """A mask that lets layers of these localities use FlexAttention: which blocks of queries see which keys.
 
     Made once per forward pass, not once per layer. It takes O(T) memory too.
     """
     n_pad = -T % FLEX_BLOCK
     create = flex_function("create_block_mask", device)
     block_masks = {}
-    for window, chunk in limits:
-        of_layer = mask._replace(window=window, chunk=chunk)
-        segments = of_layer.segments()
+    for window, chunk in localities:
+        layer_mask = mask._replace(window=window, chunk=chunk)
+        segments = layer_mask.segments()
         n_batch = None
         if segments is not None:
             n_batch = len(segments)
             segments = F.pad(segments, (0, n_pad), value=-1)            # padding is a segment of its own
-        mask_mod = mask_function(of_layer, segments)
+        mask_mod = mask_function(layer_mask, segments)
         block_masks[window, chunk] = create(mask_mod, n_batch, None, T + n_pad, T + n_pad, device)
     return mask._replace(block_masks=block_masks)
 
@@ -354,7 +359,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: Score
         enable_gqa=q.shape[1] != k.shape[1], kernel_options=options,
         return_aux=flex_attention.AuxRequest(lse=True))
     if sink is not None:
-        share = torch.sigmoid(aux.lse - sink[:, None])                  # of all keys but the sink, (B, H, T)
+        share = torch.sigmoid(aux.lse - sink[:, None])          # weight of all keys but the sink, (B, H, T)
         y = y * share[..., None].to(y.dtype)
     return y[:, :, :T]
 

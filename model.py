@@ -75,15 +75,14 @@ def make_norm(config: ModelConfig, is_on: bool = True) -> nn.Module:
 
 
 class QKNorm(nn.RMSNorm):
-    """RMSNorm of queries or keys: each head alone, or all heads together as one group of channels.
+    """RMSNorm of queries or keys, (B, T, n * width) -> (B, T, n, width): D norms each head, H D all of them.
 
-    (B, T, n_groups * width) -> (B, T, n_groups, width). It computes in its weights' dtype, as under autocast
-    on CUDA; a CPU kernel takes one dtype.
+    It casts x to the weight's dtype, because the CPU kernel takes one dtype only; on CUDA autocast does so.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        groups = x.unflatten(-1, (-1, *self.normalized_shape))
-        return super().forward(groups.to(self.weight.dtype)).to(x.dtype)
+        x_in_groups = x.unflatten(-1, (-1, *self.normalized_shape))
+        return super().forward(x_in_groups.to(self.weight.dtype)).to(x.dtype)
 
 
 class Cache:
@@ -94,25 +93,27 @@ class Cache:
 
     def __init__(self, n_layer: int) -> None:
         self.positions: Tensor | None = None                            # (1 or B, Tk)
-        self.layers: list[list[Any] | None] = [None] * n_layer
+        self.layers: list[tuple[Any, ...] | None] = [None] * n_layer    # k, v and features of each layer
 
     def append_positions(self, positions: Tensor) -> Tensor:
-        """Add the positions of new tokens. -> the positions of all keys."""
+        """Add the positions (1 or B, T) of new tokens. -> the positions of all keys, (1 or B, Tk)."""
         if self.positions is not None:
-            positions = torch.cat((self.positions, positions), dim=1)
+            B = max(len(self.positions), len(positions))
+            positions = torch.cat((self.positions.expand(B, -1), positions.expand(B, -1)), dim=1)
         self.positions = positions
         return positions
 
-    def append(self, layer: int, *new: Tensor | None) -> list[Any]:
+    def append(self, layer: int, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Any, ...]:
         """Add a layer's keys, values (B, G, T, D), features (B, H, T, F) or None. -> those of all tokens."""
         old = self.layers[layer]
-        joined = list(new)
         if old is not None:
-            for n, x in enumerate(new):
-                if x is not None:
-                    joined[n] = torch.cat((old[n], x), dim=2)
-        self.layers[layer] = joined
-        return joined
+            old_k, old_v, old_features = old
+            k = torch.cat((old_k, k), dim=2)
+            v = torch.cat((old_v, v), dim=2)
+            if features is not None:
+                features = torch.cat((old_features, features), dim=2)
+        self.layers[layer] = (k, v, features)
+        return k, v, features
 
 
 class Attention(nn.Module):
@@ -125,7 +126,7 @@ class Attention(nn.Module):
     included (Hugging Face's convention). With chunks of W, it sees those of tokens n W ... n W + W - 1 of the
     row, or of its packed document, that are not after it (Llama 4). `is_local = False` ignores both.
 
-    Only the tokens at at.q_pos, the last of x, become queries: x (B, T, C) -> (B, Tq, C).
+    x has T tokens; only the last Tq of them, those in at.q_pos, become queries: (B, T, C) -> (B, Tq, C).
     """
 
     def __init__(self, config: ModelConfig, is_local: bool) -> None:
@@ -164,7 +165,7 @@ class Attention(nn.Module):
         v = self.v(x).reshape(B, T, -1, D).transpose(1, 2)                      # (B, G, T, D)
         features = encoding.features(x, at.layer)                       # (B, H, T, F) or None
         if cache is not None:
-            k, v, features = cache.append(at.layer, k, v, features)     # of all Tk tokens
+            k, v, features = cache.append(at.layer, k, v, features)     # now of all tokens, cached ones too
         if features is not None:
             at = at._replace(features=encoding.mix(features, at.layer, mask.documents))
         mask = mask._replace(window=self.window, chunk=self.chunk)
@@ -208,7 +209,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, is_local: bool) -> None:
         super().__init__()
-        self.is_parallel = config.parallel
+        self.mlp_reads_block_input = config.parallel
         self.attention_norm = make_norm(config, config.pre_norm)
         self.attention = Attention(config, is_local)
         self.mlp_norm = make_norm(config, config.pre_norm)
@@ -218,19 +219,21 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, encoding: Encoding, at: At, mask: Mask, cache: Cache | None) -> Tensor:
-        y = self.attention(self.attention_norm(x), encoding, at, mask, cache)
-        x = x[:, x.shape[1] - y.shape[1]:]                              # (B, Tq, C)
-        after = x + self.dropout(self.attention_post_norm(y))
-        read = x if self.is_parallel else after
-        y = self.mlp(self.mlp_norm(read))
-        return after + self.dropout(self.mlp_post_norm(y))
+        attended = self.attention(self.attention_norm(x), encoding, at, mask, cache)    # (B, Tq, C)
+        x = x[:, x.shape[1] - attended.shape[1]:]       # the last layer may compute the last Tq tokens alone
+        mlp_input = x
+        x = x + self.dropout(self.attention_post_norm(attended))
+        if not self.mlp_reads_block_input:
+            mlp_input = x
+        hidden = self.mlp(self.mlp_norm(mlp_input))
+        return x + self.dropout(self.mlp_post_norm(hidden))
 
 
 class GPT(nn.Module):
     """model(tokens) -> logits (B, T, V); model(tokens, targets) -> mean loss. Targets of -100 are ignored.
 
     With reduction="sum" it returns the sum of the losses.
-    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or those that follow the cache's.
+    `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or in each row those after its cache.
     `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see one another;
     it excludes a cache. Under data.positions = "document" each of them has the first positions of its row.
     Raises ValueError for wrong positions.
@@ -255,12 +258,13 @@ class GPT(nn.Module):
         self.init_weights(c.n_layer)
         # made last: with equal seeds all other weights are equal under every encoding
         p = config.position
-        self.options = p
+        self.position_options = p
         self.encoding = ENCODINGS[p.encoding](shape, p)
         self.no_encoding = NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         self.encoding.clamp()
-        self.drop_step = math.inf       # from this step on the encoding is off: at the latest in the last one
+        # steps from drop_step on have no encoding; with drop_at < 1 that is at least the last step
+        self.drop_step = math.inf
         if p.drop_at < 1:
             self.drop_step = min(round(p.drop_at * config.train.steps), config.train.steps - 1)
         self.is_dropped = self.drop_step <= 0
@@ -278,15 +282,17 @@ class GPT(nn.Module):
         So the residual stream's variance does not grow with the depth: Radford et al. 2019, section 2.3.
         An encoding and a temperature have distributions of their own, in positions/.
         """
-        last_matrices: list[nn.Module] = []
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            last_matrices.append(block.attention.o)
-            last_matrices += [module.down for module in block.modules() if isinstance(module, MLP)]
+        last_matrices: set[nn.Module] = set()
+        for module in self.modules():
+            if isinstance(module, Attention):
+                last_matrices.add(module.o)
+            elif isinstance(module, MLP):
+                last_matrices.add(module.down)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                is_last = any(module is matrix for matrix in last_matrices)
-                std = 0.02 / math.sqrt(2 * n_layer) if is_last else 0.02
+                std = 0.02
+                if module in last_matrices:
+                    std = 0.02 / math.sqrt(2 * n_layer)
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
@@ -305,8 +311,8 @@ class GPT(nn.Module):
 
     def choose_encodings(self) -> None:
         """Set `encodings`, one for each layer. To be called after a change of the temperature."""
-        self.encodings = encodings_of(self.options, self.active(), self.no_encoding, self.temperature,
-                                      len(self.blocks))
+        self.encodings = encodings_of(self.position_options, self.active(), self.no_encoding,
+                                      self.temperature, len(self.blocks))
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""
@@ -338,7 +344,8 @@ class GPT(nn.Module):
         if documents is not None:
             n_before = n_before - starts_of(documents)                  # (1 or B, T)
             if self.positions_restart:
-                # each document has the first positions of its row: distances within it stay what they were
+                # each document takes the first positions of its row; under train.positions = "pose" or
+                # "random" the gaps of the row stay where they were
                 q_pos = k_pos = q_pos.expand_as(n_before).gather(1, n_before)
         # one set of tables for all layers of an encoding
         tables: dict[Encoding, Any] = {}
@@ -347,8 +354,8 @@ class GPT(nn.Module):
                 tables[encoding] = encoding.tables(q_pos, k_pos)
         mask = Mask(documents=documents, in_order=positions is None)
         if self.flex and mask.in_order and cache is None and tokens.device.type in FLEX_DEVICES:
-            limits = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
-            mask = with_block_masks(mask, limits, T, tokens.device)
+            localities = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
+            mask = with_block_masks(mask, localities, T, tokens.device)
         x = self.embedding(tokens)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
@@ -375,25 +382,25 @@ class GPT(nn.Module):
 
     def _positions(self, tokens: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor:
         """The given positions, or those that follow the cache's, (1 or B, T); checked."""
-        limit = self.active().max_length
         B, T = tokens.shape
+        max_length = self.active().max_length
         if positions is None:
-            first = 0
+            positions = torch.arange(T, device=tokens.device)[None]
             if cache is not None and cache.positions is not None:
-                first = int(cache.positions.max()) + 1
-            positions = torch.arange(first, first + T, device=tokens.device)
-            lowest = first
-            highest = first + T - 1
-        elif limit:
-            lowest, highest = map(int, positions.aminmax())             # waits for the device
-        if limit and not 0 <= lowest <= highest < limit:
-            name = type(self.active()).__name__
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"{name} is defined at positions 0 ... {limit - 1} only, got {wrong}")
+                # each row goes on from its own end
+                positions = cache.positions.amax(dim=1, keepdim=True) + 1 + positions
+            elif max_length is None or max_length >= T:
+                return positions        # the usual case, known to be right without waiting for the device
         if positions.dim() == 1:
             positions = positions[None]
         if positions.shape not in ((1, T), (B, T)):
             raise ValueError(f"give a position for each of the tokens {(B, T)}, got {tuple(positions.shape)}")
+        if max_length is not None:
+            lowest, highest = map(int, positions.aminmax())             # waits for the device
+            if lowest < 0 or highest >= max_length:
+                name = type(self.active()).__name__
+                wrong = lowest if lowest < 0 else highest
+                raise ValueError(f"{name} is defined at positions 0 ... {max_length - 1} only, got {wrong}")
         return positions
 
     def n_parameters(self) -> int:

@@ -32,7 +32,7 @@ from model import GPT, Attention, shape_of
 from positions import At, Encoding, NoPE
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
-from positions.switches import Constant, LogN, Temperature, Wrapper
+from positions.switches import Constant, LogN, NoTemperature, Temperature, Wrapper
 
 
 class Extension(Section):
@@ -142,7 +142,7 @@ class Regrouped(Wrapper):
     def far(self, at: At) -> At:
         """The same pairs at their far positions, with the tables as they are."""
         q_pos, k_pos = self.method.far(at.q_pos, at.k_pos, self.L, self.T)
-        return at._replace(q_pos=q_pos, k_pos=k_pos, ahead=None)
+        return at._replace(q_pos=q_pos, k_pos=k_pos, first_distance=None)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
         at = At(q_pos, k_pos, 0, None)
@@ -319,7 +319,7 @@ class LogNTemperature(Extension):
     """
 
     changes = "temperature"
-    replaces: ClassVar[tuple[type[Temperature], ...]] = (Temperature, LogN)
+    replaces: ClassVar[tuple[type[Temperature], ...]] = (NoTemperature, LogN)
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         is_free = type(model.temperature) in self.replaces
@@ -336,7 +336,7 @@ class DropeTemperature(LogNTemperature):
     The paper tunes c: 0.412 for a model from scratch (position.drop_at), 0.103 for SmolLM.
     """
 
-    replaces = (Temperature,)
+    replaces = (NoTemperature,)
     c: float = Field(0.412, gt=0, description="how fast the factor grows with the length")
 
     def apply(self, model: GPT, config: Config, T: int) -> None:

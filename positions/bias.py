@@ -80,9 +80,9 @@ class ToeplitzBias(torch.autograd.Function):
 
 def toeplitz_distances(at: At) -> Tensor:
     """The distances (Tq + Tk - 1,) whose numbers `ToeplitzBias` takes, where positions are consecutive."""
-    assert at.ahead is not None
+    assert at.first_distance is not None
     Tq, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
-    return at.ahead + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
+    return at.first_distance + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -300,7 +300,7 @@ class BAM(Encoding):
 class PairMLP(nn.Sequential):
     """An MLP for each query and key, of all numbers (B, n, Tq, Tk) about the two -> (B, H, Tq, Tk).
 
-    Its hidden numbers are computed for a few rows of queries at a time, and again in the backward pass.
+    Its hidden numbers are computed for a few queries at a time, and again in the backward pass.
     """
 
     def __init__(self, n: int, n_hidden: int, activation: nn.Module, n_head: int) -> None:
@@ -310,19 +310,19 @@ class PairMLP(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         B, _, Tq, Tk = x.shape
         most = MOST_HIDDEN if x.device.type == "cpu" else MOST_HIDDEN_GPU
-        n_rows = max(1, most // (self.n_hidden * B * Tk))
+        n_queries = max(1, most // (self.n_hidden * B * Tk))
         if torch.compiler.is_compiling():
-            n_rows = Tq
-        run: Callable[[Tensor], Tensor] = self.rows
+            n_queries = Tq
+        run: Callable[[Tensor], Tensor] = self.run_block
         if torch.is_grad_enabled():
-            run = partial(checkpoint, self.rows, use_reentrant=False, preserve_rng_state=False)
-        blocks = [run(rows) for rows in x.split(n_rows, dim=2)]
+            run = partial(checkpoint, self.run_block, use_reentrant=False, preserve_rng_state=False)
+        blocks = [run(block) for block in x.split(n_queries, dim=2)]
         return torch.cat(blocks, dim=2)
 
-    def rows(self, x: Tensor) -> Tensor:
-        """The MLP, over dim 1."""
+    def run_block(self, x: Tensor) -> Tensor:
+        """The MLP over dim 1 of a block of queries."""
         first, activation, last = self
-        hidden = activation(self.linear(first, x.flatten(2)))           # (B, n_hidden, rows Tk)
+        hidden = activation(self.linear(first, x.flatten(2)))           # (B, n_hidden, queries Tk)
         return self.linear(last, hidden).unflatten(2, x.shape[2:])
 
     @staticmethod
@@ -361,24 +361,24 @@ class FIRE(Encoding):
         threshold = (self.threshold[at.layer] * self.seq_len).abs()
         mlp = self.mlps[at.layer]
         Tq = logits.shape[2]
-        n = 0           # rows whose bias depends on the distance alone: it is computed once for each distance
-        if at.ahead is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
-            is_near = (at.q_pos < threshold).all(dim=0)     # in all rows; positions may restart in documents
+        n = 0       # queries whose bias depends on the distance alone: it is computed once for each distance
+        if at.first_distance is not None and q.device.type == "cpu" and not torch.compiler.is_compiling():
+            is_near = (at.q_pos < threshold).all(dim=0)     # in every batch row: documents may differ
             n = int(is_near.cumprod(dim=0).sum())
         biases = []
         with torch.autocast(logits.device.type, enabled=False):         # bf16 would merge far distances
             if n:
-                rows = at._replace(q_pos=at.q_pos[:, :n])
-                distance = toeplitz_distances(rows).clamp(min=0)        # (P,)
+                near = at._replace(q_pos=at.q_pos[:, :n])
+                distance = toeplitz_distances(near).clamp(min=0)        # (P,)
                 share = torch.log1p(c * distance) / (torch.log1p(c * threshold) + 1e-6)
                 of_distance = mlp(share[None, None, None])[:, :, 0]     # (1, H, P)
                 of_pair = ToeplitzBias.apply(of_distance, n)            # (1, H, n, Tk)
                 biases.append(of_pair.expand(len(at.q_pos), -1, -1, -1))
             if n < Tq:
-                rows = at._replace(q_pos=at.q_pos[:, n:])
-                longest = torch.maximum(rows.q_pos, threshold)[:, None, :, None]
-                share = torch.log1p(c * rows.distance()) / (torch.log1p(c * longest) + 1e-6)
-                biases.append(mlp(share))                               # (1 or B, H, rows, Tk)
+                beyond = at._replace(q_pos=at.q_pos[:, n:])
+                longest = torch.maximum(beyond.q_pos, threshold)[:, None, :, None]
+                share = torch.log1p(c * beyond.distance()) / (torch.log1p(c * longest) + 1e-6)
+                biases.append(mlp(share))                               # (1 or B, H, Tq - n, Tk)
         return logits + torch.cat(biases, dim=2)                        # (1 or B, H, Tq, Tk)
 
 

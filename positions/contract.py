@@ -37,8 +37,9 @@ class At(NamedTuple):
     tables: Any  # what `tables` returned for this forward
     features: Any = None  # what `mix` returned for all the keys, (B, H, Tk, F), or None
     n_before: Tensor | None = None  # tokens before each query in its document, (1 or B, Tq)
-    # if positions are consecutive integers within each document: query i - key j is ahead + i - j
-    ahead: int | None = None
+    # set if positions are consecutive within each document: index of the first query - that of the first key.
+    # Query i and key j are then first_distance + i - j apart. None: compute distances from q_pos and k_pos
+    first_distance: int | None = None
 
     def distance(self) -> Tensor:
         """Query position - key position, (1 or B, 1, Tq, Tk), ready to broadcast over heads.
@@ -47,13 +48,13 @@ class At(NamedTuple):
         """
         return (self.q_pos[:, :, None] - self.k_pos[:, None, :]).clamp(min=0)[:, None]
 
-    def block(self, rows: slice, keys: slice, is_consecutive: bool = False) -> At:
+    def block(self, queries: slice, keys: slice, is_consecutive: bool = False) -> At:
         """The same for a block of queries and the keys that they may see, with the tables as they are."""
-        ahead = rows.start - keys.start if is_consecutive else None
+        first_distance = queries.start - keys.start if is_consecutive else None
         features = None if self.features is None else self.features[:, :, keys]
-        n_before = None if self.n_before is None else self.n_before[:, rows]
-        return self._replace(q_pos=self.q_pos[:, rows], k_pos=self.k_pos[:, keys], features=features,
-                             n_before=n_before, ahead=ahead)
+        n_before = None if self.n_before is None else self.n_before[:, queries]
+        return self._replace(q_pos=self.q_pos[:, queries], k_pos=self.k_pos[:, keys], features=features,
+                             n_before=n_before, first_distance=first_distance)
 
 
 class Options(BaseModel):
@@ -100,8 +101,10 @@ class Options(BaseModel):
 
     def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
         """Key -> what is wrong with it for a model of this width with heads of this width."""
+        if head_dim % self.head_multiple == 0:
+            return {}
         return {"encoding": f"needs a multiple of {self.head_multiple} channels of a head (head_dim, or "
-                            f"n_embd / n_head), got {head_dim}"} if head_dim % self.head_multiple else {}
+                            f"n_embd / n_head), got {head_dim}"}
 
 
 def for_each_head(x: Tensor, n_head: int) -> Tensor:
@@ -114,38 +117,38 @@ def for_each_head(x: Tensor, n_head: int) -> Tensor:
 
 def starts_of(documents: Tensor) -> Tensor:
     """For each token of packed documents (B, T), the index of its document's first token, (B, T)."""
+    # documents  7 7 7 9 9
+    # is_first   1 0 0 1 0
+    # starts     0 0 0 3 3
     is_first = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
-    return (torch.arange(documents.shape[1], device=documents.device) * is_first).cummax(dim=1).values
+    index = torch.arange(documents.shape[1], device=documents.device)
+    return (index * is_first).cummax(dim=1).values
 
 
 class Encoding(nn.Module):
     """Tells a decoder where its tokens are. Override any of the hooks; the defaults do nothing.
 
-    Every call gets the positions, integers with any offsets and gaps (under leaky_rerope fractions). Compute
-    derived tensors (frequencies, slopes, angles) in `tables`: then a checkpoint can be loaded under other
-    options. Cast positions to fp32; leave parameters in their dtype, since the laws run in fp64. One instance
-    serves all layers: parameters that differ among layers have an axis 0 of n_layer, indexed by at.layer, and
-    one per query head (H), not per key head (G, which may be fewer). A subclass of RoPE in
-    positions/rotary.py gets every scaling and every method of --extend; it overrides `rotate`, or
-    `frequencies`, to change what super().frequencies(k_pos, is_extended) returns, or, if layers differ,
-    `tables`. Its options subclass RotaryOptions.
+    Positions are integers with any offset and gaps (fractions under leaky_rerope). Compute frequencies,
+    slopes and angles in `tables`, not in __init__: then a checkpoint loads under other options. Compute them
+    in fp32; leave parameters in their dtype, because the tests of the laws run in fp64. One instance serves
+    all layers: a parameter that differs by layer has shape (n_layer, ...), indexed by at.layer; one that
+    differs by head has H entries, not G. To change RoPE, see RoPE in positions/rotary.py.
     """
 
-    Options: ClassVar[type[Options]] = Options
+    Options: ClassVar[type[Options]] = Options      # declares the keys of [position] that it has
     is_relative: bool = True  # do the logits depend on distances alone? (tested)
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
-    # of parameters: their least and largest value, None for no limit. `clamp` keeps them there
+    # least and largest value of parameters, None for no limit; `clamp` keeps them there
     bounds: ClassVar[dict[str, tuple[float | None, float | None]]] = {}
-    # `scores` adds f(head, layer, distance): attention may compute it once for each distance, and
-    # FlexAttention may serve it
-    by_distance: bool = False
-    # `scores` multiplies logits by f(distance), then adds as `by_distance` does: FlexAttention may serve it
-    scales_by_distance: bool = False
-    max_fold_queries: int = 0  # the most queries that one call of `fold` takes; 0: it is not called
-    # `scores` adds what does not depend on the logits, and a temperature multiplies that too, not q alone
-    tempers_bias: bool = False
     rotates_values: bool = False    # do `turn_values` and `turn_back` change anything?
+    tempers_bias: bool = False      # scores = logits + bias, and a temperature multiplies the bias too
+
+    # what attention may assume of `scores`, to take a faster path; f and g are any functions of the distance,
+    # different in each head and layer. The defaults are always correct
+    by_distance: bool = False           # scores = logits + f(distance)
+    scales_by_distance: bool = False    # scores = g(distance) * logits + f(distance)
+    max_fold_queries: int = 0           # above 0: `fold` gives the same bias, for up to that many queries
 
     def __init__(self, shape: Shape, options: Any) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position].
@@ -205,7 +208,8 @@ class Encoding(nn.Module):
         Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
         there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,
         Tq, D), times the temperature if there is one, and k (B, H, Tk, D) are unrotated. Attention is then an
-        explicit softmax in blocks of queries, not the fused kernel.
+        explicit softmax in blocks of queries, not the fused kernel. Under tempers_bias logits may be a scalar
+        0, for the bias alone.
         """
         return logits
 

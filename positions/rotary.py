@@ -85,6 +85,9 @@ class RoPE(Encoding):
     ChatGLM rotates in every layer, not in its first only, as some texts claim; `layers = "first"` tries that.
     """
 
+    # A subclass gets every scaling and every method of --extend, if its options subclass RotaryOptions. It
+    # overrides `rotate`; or `frequencies`, to change what super().frequencies(k_pos, is_extended) returns;
+    # or `tables`, if its layers differ.
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
     angles = staticmethod(rope.angles)      # positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)
     spectrum = "geometric"                  # two options that only `rope` has

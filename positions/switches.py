@@ -10,6 +10,7 @@ Legend: B batch, T time (Tq queries, Tk keys), H = n_head, L = train.seq_len.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from positions.contract import At, Encoding, NoPE, Options, Shape
 
 
 class Temperature(nn.Module):
-    """No factor. Override `forward` to return one."""
+    """A factor on the queries. Subclasses override `forward`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -38,6 +39,10 @@ class Temperature(nn.Module):
     def forward(self, at: At) -> Tensor:
         """The factor on q, (1 or B, 1 or H, Tq, 1)."""
         raise NotImplementedError
+
+
+class NoTemperature(Temperature):
+    """Queries stay as they are: `encodings_of` adds no wrapper for it."""
 
 
 class LogN(Temperature):
@@ -104,11 +109,14 @@ class Llama4(Temperature):
 
 
 TEMPERATURES: dict[str, type[Temperature]] = {
-    "none": Temperature, "log_n": LogN, "ssmax": SSMax, "llama4": Llama4, "affine": Affine}
+    "none": NoTemperature, "log_n": LogN, "ssmax": SSMax, "llama4": Llama4, "affine": Affine}
 
 
 class Wrapper(Encoding):
-    """An encoding that does what `inner` does; subclasses change something."""
+    """An encoding that delegates each hook to `inner`; subclasses override some.
+
+    The flags for faster paths are off unless a subclass sets them: always correct.
+    """
 
     def __init__(self, inner: Encoding) -> None:
         nn.Module.__init__(self)
@@ -116,18 +124,34 @@ class Wrapper(Encoding):
         self.has_scores = True
         self.is_relative = inner.is_relative
         self.max_length = inner.max_length
-        self.embed = inner.embed                    # type: ignore[method-assign]
-        self.features = inner.features              # type: ignore[method-assign]
-        self.mix = inner.mix                        # type: ignore[method-assign]
         self.rotates_values = inner.rotates_values
-        self.turn_values = inner.turn_values        # type: ignore[method-assign]
-        self.turn_back = inner.turn_back            # type: ignore[method-assign]
 
-    def tables(self, q_pos: Tensor, k_pos: Tensor) -> object:
+    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.inner.embed(x, positions)
+
+    def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
         return self.inner.tables(q_pos, k_pos)
+
+    def features(self, x: Tensor, layer: int) -> Tensor | None:
+        return self.inner.features(x, layer)
+
+    def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
+        return self.inner.mix(features, layer, documents)
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         return self.inner.rotate(q, k, at)
+
+    def turn_values(self, v: Tensor, at: At) -> Tensor:
+        return self.inner.turn_values(v, at)
+
+    def turn_back(self, y: Tensor, at: At) -> Tensor:
+        return self.inner.turn_back(y, at)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        return self.inner.scores(logits, q, k, at)
+
+    def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
+        return self.inner.fold(q, k, at)
 
 
 class Tempered(Wrapper):
@@ -144,7 +168,6 @@ class Tempered(Wrapper):
         self.scales_by_distance = inner.scales_by_distance
         self.has_scores = inner.has_scores
         self.max_fold_queries = inner.max_fold_queries
-        self.fold = inner.fold                      # type: ignore[method-assign]
 
     def scaled(self, q: Tensor, at: At) -> Tensor:
         """Queries (B, H, Tq, D) times the temperature."""
@@ -155,7 +178,7 @@ class Tempered(Wrapper):
         return self.scaled(q, at), k
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        if self.inner.tempers_bias:
+        if self.inner.tempers_bias:     # scores = logits + bias: those of a logit 0 are the bias alone
             bias = self.inner.scores(logits.new_zeros(()), q, k, at)
             return logits + self.temperature(at) * bias
         return self.inner.scores(logits, self.scaled(q, at), k, at)
@@ -190,15 +213,17 @@ def encodings_of(options: Options, encoding: Encoding, no_encoding: NoPE, temper
 
     Layers of the same kind share one, so that its tables are computed once.
     """
-    of_kind: dict[str, Encoding] = {"encoded": encoding, "unencoded": no_encoding}
-    for kind in of_kind:
-        is_tempered = type(temperature) is not Temperature              # that is no temperature
-        if is_tempered and options.temperature_layers in ("all", kind):
-            of_kind[kind] = Tempered(of_kind[kind], temperature)
+    def wrapped(encoding: Encoding, kind: str) -> Encoding:
+        has_temperature = not isinstance(temperature, NoTemperature)
+        if has_temperature and options.temperature_layers in ("all", kind):
+            encoding = Tempered(encoding, temperature)
         if options.scale_invariant:
-            of_kind[kind] = ScaleInvariant(of_kind[kind], options.scale_invariant)
+            encoding = ScaleInvariant(encoding, options.scale_invariant)
+        return encoding
+
+    encoded = wrapped(encoding, "encoded")
+    unencoded = wrapped(no_encoding, "unencoded")
     encodings = []
     for layer in range(n_layer):
-        kind = "encoded" if options.is_encoded(layer) else "unencoded"
-        encodings.append(of_kind[kind])
+        encodings.append(encoded if options.is_encoded(layer) else unencoded)
     return encodings

@@ -61,7 +61,7 @@ def by(path, q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: 
 @pytest.mark.parametrize("where", POSITIONS)
 def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int | None, tiny,
                                               monkeypatch) -> None:
-    monkeypatch.setattr(attention, "MIN_ROWS", 5)
+    monkeypatch.setattr(attention, "MIN_QUERIES", 5)
     encoding, pos, (q, k, v) = make_alibi(tiny), POSITIONS[where], inputs(24)
     q = q[:, :, -Tq:]
     found = by(attend_fused, q, k, v, encoding, at_of(encoding, pos, Tq), Mask(window=window))

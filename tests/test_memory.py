@@ -101,7 +101,7 @@ def test_what_training_keeps_grows_with_T_not_its_square(name: str, tiny, monkey
     config = tiny(name, "model.n_layer=1", "train.seq_len=512", *["model.dropout=0.2"] * in_blocks)
     model, found, sizes = lively(config).double().train(), [], []
     monkeypatch.setattr(attention, "MAX_BLOCK", 2**14)
-    monkeypatch.setattr(attention, "MIN_ROWS", 16)
+    monkeypatch.setattr(attention, "MIN_QUERIES", 16)
     monkeypatch.setattr(attention, "FUSE_FROM", 1)
     for recompute_from, T in ((256, 256), (256, 512), (9999, 512)):
         monkeypatch.setattr(attention, "RECOMPUTE_FROM", recompute_from)

@@ -54,7 +54,7 @@ def test_a_packed_document_is_as_if_alone_at_its_positions(name: str, option: st
 def test_a_packed_document_is_as_if_alone(name: str, option: str, tiny, monkeypatch) -> None:
     """At consecutive positions and at those of train.positions, also on the paths of long rows."""
     monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 16 * 5)
-    monkeypatch.setattr(attention, "MIN_ROWS", 5)
+    monkeypatch.setattr(attention, "MIN_QUERIES", 5)
     monkeypatch.setattr(attention, "FUSE_FROM", 1)
     model = lively(tiny(name, option, "data.cross_documents=mask", "train.seq_len=16")).double()
     limit = model.encoding.max_length or 99

@@ -87,7 +87,7 @@ def test_attention_is_one_softmax_over_all_pairs(name: str, switch: str, monkeyp
     x, packed = x[:, :T], {"positions": gaps(T), "documents": (torch.arange(T) // 11).expand(2, T)}
     for arguments, n_rows, fuse_from in ((packed, 99, 1024), (packed, 5, 1), ({}, 5, 1024), ({}, 5, 1)):
         monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * T * n_rows)
-        monkeypatch.setattr(attention, "MIN_ROWS", 5)
+        monkeypatch.setattr(attention, "MIN_QUERIES", 5)
         monkeypatch.setattr(attention, "FUSE_FROM", fuse_from)
         pos = arguments.get("positions", torch.arange(T)[None])
         for layer, (before, after) in enumerate(watched(model, x, **arguments)):
@@ -139,6 +139,20 @@ def test_cached_decoding_equals_the_full_forward(name: str, switch: str, monkeyp
         torch.testing.assert_close(alone, whole[b:b + 1], atol=1e-5, rtol=1e-5)
 
 
+@every_encoding
+def test_each_row_of_a_cache_has_its_own_positions(name: str) -> None:
+    """By default a row goes on from its own end; positions (T,) and (B, T) mix in one cache."""
+    model, x, i = model_of(name), tokens((2, 12)), torch.arange(12)
+    own = torch.stack((i, i + 3))
+    for before, after in ((own[:, :5], None), (i[:5], own[:, 5:]), (own[:, :5], i[5:] + 4)):
+        cache = model.new_cache()
+        model(x[:, :5], positions=before, cache=cache)
+        found = model(x[:, 5:], positions=after, cache=cache)
+        expected_after = own[:, 5:] if after is None else after
+        pos = torch.cat((before.expand(2, -1), expected_after.expand(2, -1)), dim=1)
+        torch.testing.assert_close(found, model(x, positions=pos)[:, 5:], atol=1e-5, rtol=1e-5)
+
+
 @laws
 def test_the_last_tokens_alone_are_the_end_of_all(name: str, switch: str) -> None:
     model, x = given(name, switch)
@@ -157,7 +171,7 @@ def test_the_default_positions_change_no_value_and_no_gradient(name: str, switch
     model, x = given(name, switch, 24)
     parameters, found = list(model.parameters()), []
     monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 24 * 5)         # blocks of a few rows
-    monkeypatch.setattr(attention, "MIN_ROWS", 5)
+    monkeypatch.setattr(attention, "MIN_QUERIES", 5)
     monkeypatch.setattr(attention, "FUSE_FROM", 1)
     for positions in (None, torch.arange(x.shape[1])):
         with torch.enable_grad():

@@ -51,6 +51,7 @@ from runtime.run import (
     make_run,
     open_corpus,
     read_summary,
+    require_positions,
     resume,
 )
 
@@ -172,10 +173,7 @@ def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, st
     # the model and its optimizer
     torch.manual_seed(t.seed)
     model = GPT(config)
-    limit = model.encoding.max_length
-    if limit and t.position_range > limit:
-        raise UserError(f"train.position_range: {config.position.encoding} ends at position {limit} (got "
-                        f"{t.position_range}); use train.positions=plain or choose another encoding")
+    require_positions(model, config)
     if is_several:
         parallel_model: Any = parallel.parallelize(model, config, process)
     else:

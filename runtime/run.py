@@ -249,6 +249,15 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
     return state
 
 
+def require_positions(model: GPT, config: Config) -> None:
+    """Raise UserError if training may draw a position at which the encoding is not defined."""
+    limit = model.encoding.max_length
+    if limit and config.train.position_range > limit:
+        raise UserError(f"train.position_range: {config.position.encoding} has positions 0 ... {limit - 1} "
+                        f"(got {config.train.position_range}); use train.positions=plain or choose another "
+                        "encoding")
+
+
 def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, data: str = "") -> str:
     """Lines for the screen about what is going to be trained; `data` stands for a corpus that is missing."""
     m, p, t = config.model, config.position, config.train

@@ -62,6 +62,8 @@ class TrainingRun:
         """
         r, state, steps = self.config.run, self.state, self.config.train.steps
         figures = {name: x.detach() for name, x in figures.items()}     # without what backward would need
+        if self.scaler.is_enabled():
+            figures["loss_scale"] = self.scaler.scale(torch.ones((), device=self.process.device))
         self.unread.append((self.optimizer.param_groups[0]["lr"], figures))
         step = state.step + len(self.unread)
         self.model.set_step(step)
@@ -102,13 +104,15 @@ class TrainingRun:
             metrics = {name: finite(float(x)) for name, x in figures.items()}
             loss = metrics["loss"]
             grad_norm = metrics["grad_norm"]
-            # in float16 gradients may overflow: the scale of the loss is then halved, until it is 1
-            is_overflow = grad_norm is None and self.scaler.get_scale() > 1
+            # in float16 a large loss_scale lets gradients overflow: it has been halved, so later steps are
+            # fine. At 1 and below the scale is not to blame
+            is_overflow = grad_norm is None and metrics.get("loss_scale", 0) > 1
             is_bad = loss is None or (grad_norm is None and not is_overflow)
             state.step += 1
             state.n_bad = state.n_bad + 1 if is_bad else 0
             state.metrics = {**metrics, "lr": lr}
             if state.n_bad >= self.config.train.max_bad_steps:
+                self.write_line()
                 saved = checkpoint.checkpoints(Path(self.config.run.dir))
                 newest = saved[-1] if saved else "none"
                 raise EarlyEnd(3, f"error: training diverged at step {state.step}: "

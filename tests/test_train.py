@@ -304,14 +304,36 @@ def test_a_run_in_16_bits_ends_where_one_in_32_does(dtype: str, tiny, tmp_path: 
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
-def test_an_overflow_halves_the_scale_and_is_not_a_bad_step(tiny, monkeypatch) -> None:
+def test_an_overflow_halves_the_scale_and_is_not_a_bad_step(tiny, monkeypatch, capsys) -> None:
     config = tiny("rope", "train.dtype=float16", "train.steps=9", "train.max_bad_steps=1")
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**40))
     assert train(config, []) == 0
     lines = metrics(Path(config.run.dir))
     assert lines[0]["grad_norm"] is None and not any("n_bad" in line for line in lines)
+    n_skipped = [line["grad_norm"] for line in lines].count(None)
+    assert capsys.readouterr().out.count("NOT APPLIED: overflow in float16, loss scale now ") == n_skipped
     state = json.loads((Path(config.run.dir) / "checkpoints" / "00000008" / "state.json").read_text())
     assert state["scaler"]["scale"] <= 2.0**39
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_an_overflow_is_judged_by_the_scale_of_its_step(log_every: int, tiny, monkeypatch) -> None:
+    """Also if the step is read late, as on a GPU: of four, the first leaves a scale of 2, the second of 1."""
+    forward = GPT.forward
+
+    def with_infinite_gradient(self: GPT, *tokens: torch.Tensor, **more) -> torch.Tensor:
+        loss = forward(self, *tokens, **more)
+        if self.training:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+    monkeypatch.setattr(GPT, "forward", with_infinite_gradient)
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=4.0))
+    monkeypatch.setattr(run_module, "RUNS_AHEAD", ("cpu",))
+    config = tiny("rope", "train.dtype=float16", "train.steps=4", f"run.log_every={log_every}")
+    assert train(config, []) == 0
+    line = metrics(Path(config.run.dir))[-1]
+    assert (line["step"], line["n_bad"], line["loss_scale"]) == (4, 3, 0.25)
 
 
 def test_the_best_checkpoint_is_kept_and_opened(tiny, tmp_path: Path, monkeypatch, capsys) -> None:

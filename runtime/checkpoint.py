@@ -38,7 +38,7 @@ FILES = ("model.safetensors", "optimizer.safetensors")
 class State:
     """What a run remembers besides weights and moments: state.json. Runs of older code lack some keys."""
 
-    step: int = 0                                       # updates made
+    step: int = 0                                       # steps so far, skipped ones too
     wall_s: float = 0.0                                 # seconds of training
     metrics: dict[str, Any] = field(default_factory=dict)       # of the newest step and validation
     n_bad: int = 0                                      # steps skipped in a row

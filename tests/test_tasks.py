@@ -247,7 +247,7 @@ def test_validation_is_the_mean_over_answers(masked) -> None:
     batches = corpus.val_batches(64, 3, 0)
     x, y = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
     assert len(x) == 20 and (y != -100).sum() == mask.sum() - mask[::65].sum()
-    n_bytes = torch.full((257,), 2)
+    n_bytes = np.full(257, 2)
     found = validate(model, corpus, n_bytes, config, Process(torch.device("cpu")))
     expected = answer_loss(model, x, y).item()
     assert found["val_loss"] == pytest.approx(expected, rel=1e-5)

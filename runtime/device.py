@@ -18,7 +18,7 @@ from model import GPT
 # On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step: it pays after about 2 minutes.
 COMPILE_WORTH_FLOPS = 2e13
 DEVICES = ("cuda", "mps", "cpu")
-CPU_INFO = Path("/proc/cpuinfo")        # of Linux
+CPU_INFO = Path("/proc/cpuinfo")        # on Linux
 
 
 def pick_device(name: str) -> torch.device:

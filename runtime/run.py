@@ -172,7 +172,7 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
                         f"{d.dir} --out {d.dir}-corpus` and give data.dir={d.dir}-corpus")
     corpus = Corpus(d.dir, d.cross_documents, d.bos)
     if d.mixture:
-        corpus = Mixture(d.dir, d.mixture, d.cross_documents, d.bos, only=d.mixture_only)
+        corpus = Mixture(d.dir, d.mixture, d.cross_documents, d.bos, d.mixture_only)
     corpus.require_windows(config.train.seq_len)
     return with_vocabulary(config, corpus.meta["vocab_size"]), corpus
 

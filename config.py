@@ -115,7 +115,7 @@ class ModelConfig(Section):
     gate: bool = False
     """attention's result times sigmoid(W x), by channel, before its output matrix (Qwen3-Next)"""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """of embeddings, attention and sublayer outputs"""
+    """dropout of embeddings, attention and sublayer outputs"""
 
     @property
     def head_width(self) -> int:
@@ -154,13 +154,13 @@ class TrainConfig(Section):
     schedule: Literal["cosine", "wsd"] = "cosine"
     """after the warm-up: cosine to min_lr, or wsd: constant, then linear to min_lr"""
     decay: float = Field(0.2, gt=0, le=1)
-    """wsd: share of the steps in which lr decays"""
+    """wsd: share of the steps in which lr decays, at most those after the warm-up"""
     weight_decay: float = Field(0.1, ge=0)
-    """of matrices only, not of the encoding's"""
+    """decay of matrices only, not of the encoding's"""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """of AdamW; Muon's momentum, in long runs often 0.95"""
+    """AdamW's average of gradients; Muon's momentum, in long runs often 0.95"""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """of AdamW"""
+    """AdamW's average of squared gradients"""
     grad_clip: float = Field(1.0, ge=0)
     """largest gradient norm; 0: no limit"""
     max_bad_steps: int = Field(5, ge=1)

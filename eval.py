@@ -54,7 +54,7 @@ from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
 from runtime.checkpoint import Opened, open_run
 from runtime.device import dtype_name, set_up_cpu
-from runtime.run import code_changes, git_revision
+from runtime.run import git_revision
 
 TESTED_BY = {name: task.protocols for name, task in TASKS.items() if task.protocols}
 
@@ -214,7 +214,7 @@ def head_of(run: Opened, e: Evaluation) -> dict[str, Any]:
             "position_range": e.config.train.position_range, "seed": e.settings.seed,
             "dtype": dtype_name(e.config.train, next(run.model.parameters()).device),
             "train_dtype": (run.state and run.state.dtype) or run.config.train.dtype,
-            "commit": git_revision(code_changes()), "settings": target_settings(e)}
+            "commit": git_revision()[0], "settings": target_settings(e)}
 
 
 def draw(table: pd.DataFrame, e: Evaluation, title: str, path: Path) -> bool:

@@ -4,8 +4,8 @@ The same command resumes an unfinished run exactly; for a finished run it prints
 holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
 `torchrun --nproc_per_node=N train.py CONFIG.toml` trains with N processes, each on its own device.
 Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 128 + n stopped by signal n after saving:
-129 SIGHUP (a lost terminal), 130 Ctrl-C, 138 SIGUSR1, 143 SIGTERM. Slurm can send a signal before its time
-limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward USR1.
+129 SIGHUP (a lost terminal), 130 Ctrl-C, 143 SIGTERM, 128 + SIGUSR1 (138 on Linux). Slurm can send a signal
+before its time limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward USR1.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from __future__ import annotations
 if __name__ == "__main__":
     import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
 
-import functools
 import math
 import signal
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor, nn
+from torch import nn
 
 from base.command import argument_parser, positive, run_command
 from base.errors import UserError
@@ -35,7 +36,7 @@ from data.tokenizer import byte_lengths, tokenizer_of
 from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
-from runtime.device import autocast, dtype_name, missing_compiler, set_up_cpu, should_compile
+from runtime.device import autocast, dtype_name, set_up_cpu, should_compile
 from runtime.dry_run import dry_run
 from runtime.help import help_text
 from runtime.log import Log, echo
@@ -44,17 +45,17 @@ from runtime.parallel import Process
 from runtime.run import (
     EarlyEnd,
     TrainingRun,
-    code_changes,
     describe,
     git_revision,
-    is_finished,
     make_run,
     open_corpus,
-    read_summary,
-    resume,
+    require_positions,
+    require_same_run,
+    start_or_resume,
+    summary_line,
 )
 
-VAL_TOKENS = 16_384         # most tokens in a validation batch
+VAL_TOKENS = 16_384         # maximum number of tokens of a validation batch
 SIGNALS = [signal.SIGINT, signal.SIGTERM]           # training saves, then ends
 if hasattr(signal, "SIGHUP"):                       # Windows lacks these two
     SIGNALS += [signal.SIGHUP, signal.SIGUSR1]
@@ -63,7 +64,7 @@ if hasattr(signal, "SIGHUP"):                       # Windows lacks these two
 def training_loop(run: TrainingRun) -> None:
     """Train from the step of the run to the end. Raises EarlyEnd after a signal or too many bad steps."""
     t, process = run.config.train, run.process
-    model, optimizer, scaler = run.parallel_model, run.optimizer, run.scaler
+    model, optimizer, scaler = run.wrapped_model, run.optimizer, run.scaler
     mixed_precision = autocast(t, process.device)
     model.train()
     for step in range(run.state.step, t.steps):                         # steps so far, skipped ones too
@@ -76,10 +77,10 @@ def training_loop(run: TrainingRun) -> None:
         # forward and backward pass, in train.accumulate parts if the batch does not fit in memory: the
         # gradients of the parts add up to those of the mean loss of the whole batch
         losses = []
-        for number, part in enumerate(batch.split(t.accumulate), start=1):
+        for part_number, part in enumerate(batch.split(t.accumulate), start=1):
             if process.world_size > 1:
                 # the processes average their gradients once, in the last backward pass
-                parallel.sync_gradients(model, is_on=number == t.accumulate)
+                parallel.sync_gradients(model, is_on=part_number == t.accumulate)
             with mixed_precision:                                       # matrix products in train.dtype
                 loss_sum = model(part.inputs, part.targets, part.positions, documents=part.documents,
                                  reduction="sum")
@@ -111,12 +112,13 @@ def learning_rate(step: int, t: TrainConfig) -> float:
     if t.schedule == "cosine":
         progress = (step - t.warmup) / max(1, t.steps - t.warmup)
         return t.min_lr + (t.lr - t.min_lr) * (1 + math.cos(math.pi * progress)) / 2
-    left = (t.steps - step) / max(1, t.decay * t.steps)
+    n_decay = min(t.decay * t.steps, t.steps - t.warmup)                # not before the warm-up has ended
+    left = (t.steps - step) / max(1, n_decay)
     return t.min_lr + (t.lr - t.min_lr) * min(1.0, left)
 
 
 @torch.no_grad()
-def validate(model: GPT, corpus: Corpus, token_bytes: Tensor, config: Config,
+def validate(model: GPT, corpus: Corpus, token_bytes: np.ndarray, config: Config,
              process: Process) -> dict[str, float | None]:
     """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
 
@@ -125,33 +127,35 @@ def validate(model: GPT, corpus: Corpus, token_bytes: Tensor, config: Config,
     """
     t, device = config.train, process.device
     model.eval()
-    # the same for any number of processes; a micro-batch of one process, unless its logits would fill a GPU
+    # what a single process would train on at once, at most VAL_TOKENS tokens: it must not depend on
+    # world_size, so that the sums come out equal
     batch_size = min(t.batch_size // t.accumulate, max(1, VAL_TOKENS // t.seq_len))
     batches = corpus.val_batches(t.seq_len, batch_size, t.val_windows)
     sums = torch.zeros(len(batches), 3, dtype=torch.float64)            # nats, tokens, bytes
     for first in range(0, len(batches), process.world_size):
-        number = first + process.rank
+        batch_number = first + process.rank
         # FSDP gathers weights in all processes: one without a batch left repeats the last, uncounted
-        batch = batches[min(number, len(batches) - 1)].to(device)
+        batch = batches[min(batch_number, len(batches) - 1)].to(device)
         with autocast(t, device):
             loss = model(batch.inputs, batch.targets, documents=batch.documents)
-        if number < len(batches) and batch.loss_divisor:
-            scored = batch.targets[batch.targets != IGNORED]
-            sums[number, 0] = loss.item() * batch.loss_divisor
-            sums[number, 1] = batch.loss_divisor
-            sums[number, 2] = token_bytes[scored].sum()
+        if batch_number < len(batches) and batch.loss_divisor:
+            scored = batch.targets[batch.targets != IGNORED].cpu().numpy()
+            sums[batch_number, 0] = loss.item() * batch.loss_divisor
+            sums[batch_number, 1] = batch.loss_divisor
+            sums[batch_number, 2] = int(token_bytes[scored].sum())
     model.train()
     nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
     return {"val_loss": finite(nll / max(1, n)), "val_bpb": finite(nll / math.log(2) / max(1, n_bytes))}
 
 
-def train(config: Config, stop: list[int]) -> int:
-    """Train to the end, or until a signal number appears in `stop`; return the exit code."""
+def train(config: Config, signals: list[int]) -> int:
+    """Train to the end, or until the number of a signal is in `signals`; return the exit code."""
     process = parallel.start(config.train)
     config, corpus = open_corpus(config)
     run_dir = Path(config.run.dir)
-    if is_finished(run_dir, config, corpus):
-        print(f"{run_dir} is finished: {read_summary(run_dir)}; delete it to train again")
+    require_same_run(run_dir, config, corpus)
+    if (run_dir / "summary.json").exists():
+        print(f"{run_dir} is finished: {summary_line(run_dir)}; delete it to train again")
         return 0
     run_dir.mkdir(parents=True, exist_ok=True)
     lock: AbstractContextManager[Any] = nullcontext()
@@ -159,86 +163,80 @@ def train(config: Config, stop: list[int]) -> int:
         lock = FileLock(run_dir / ".lock", timeout=0)
     try:
         with lock:
-            return train_in(run_dir, config, corpus, process, stop)
+            return train_locked(run_dir, config, corpus, process, signals)
     except Timeout as error:
         raise UserError(f"{run_dir}: another process trains it; stop it or give another run.dir") from error
 
 
-def train_in(run_dir: Path, config: Config, corpus: Corpus, process: Process, stop: list[int]) -> int:
+def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process, signals: list[int]) -> int:
     """Start or resume the run in its folder, which this process has locked; return the exit code."""
     t = config.train
-    is_several = process.world_size > 1
+    is_distributed = process.world_size > 1
     dtype = dtype_name(t, process.device)
     # the model and its optimizer
     torch.manual_seed(t.seed)
     model = GPT(config)
-    limit = model.encoding.max_length
-    if limit and t.position_range > limit:
-        raise UserError(f"train.position_range: {config.position.encoding} ends at position {limit} (got "
-                        f"{t.position_range}); use train.positions=plain or choose another encoding")
-    if is_several:
-        parallel_model: Any = parallel.parallelize(model, config, process)
+    require_positions(model, config)
+    if is_distributed:
+        wrapped_model: Any = parallel.parallelize(model, config, process)
     else:
-        parallel_model = model.to(process.device)
+        wrapped_model = model.to(process.device)
     optimizer = make_optimizer(model, config)
     # read the newest checkpoint, if there is one; only then make the folder of a new run
-    changes = code_changes()
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
-    state = resume(config, model, optimizer, tokenizer, dtype, git_revision(changes))
-    if is_several:      # every process waits here until all have read the folder: now it may change
+    revision, code_diff = git_revision()
+    state = start_or_resume(config, model, optimizer, tokenizer, dtype, revision)
+    if is_distributed:      # every process waits here until all have read the folder: now it may change
         parallel.require_agreement(process, {
             "config": to_toml(config), "corpus": corpus.meta, "code": state.revisions, "dtype": dtype,
             "checkpoint": [state.step, state.sha256, state.init_sha256]})
     if process.rank == 0:
-        make_run(run_dir, config, corpus, changes)
-    # compile the model if that pays and the machine can; say what is going to be trained
-    is_compiled = should_compile(model, t, process.device)
-    missing = missing_compiler(process.device) if is_compiled else ""
-    if missing:
-        is_compiled = False
-        echo(f"torch.compile needs {missing}, which is not here: training without it, more slowly")
+        make_run(run_dir, config, corpus, code_diff)
+    # compile the model if that pays; say what is going to be trained
+    compiling = "off"
+    if should_compile(model, t, process.device):
+        compiling = "on"
+        wrapped_model = torch.compile(wrapped_model)
     devices = str(process.device)
-    if is_several:
+    if is_distributed:
         devices = f"{process.world_size} x {process.device.type} by {t.parallel}"
-    compiling = "on" if is_compiled else "off"
     echo(describe(config, corpus, model, f"{devices}, {dtype}, compile {compiling}, seed {t.seed}"))
-    if is_compiled:
-        parallel_model = torch.compile(parallel_model)
     scaler = torch.amp.GradScaler(process.device.type, enabled=dtype == "float16")
     if state.scaler:
         scaler.load_state_dict(state.scaler)
     log = Log(run_dir, config, state) if process.rank == 0 else None
-
-    @functools.cache                # computed when validation first needs it
-    def token_bytes() -> Tensor:
-        return torch.from_numpy(byte_lengths(tokenizer)).to(process.device)
-
-    run = TrainingRun(config, corpus, model, parallel_model, optimizer, process,
-                      lambda: validate(model, corpus, token_bytes(), config, process),
-                      state, stop, log, scaler)
-
-    # from here on a signal is only noted, for after_step to save first; a second one changes nothing
-    def note(number: int, frame: Any) -> None:
-        stop.append(number)
-
-    handlers = {}
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:              # nohup ignores SIGHUP
-            handlers[number] = signal.signal(number, note)
-    try:
-        training_loop(run)
-    except EarlyEnd as end:
-        code, message = end.args
-        if process.rank == 0 and code == 3:
-            print(message, file=sys.stderr)
-        elif process.rank == 0:
-            echo(message)
-        return code
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    run = TrainingRun(config, corpus, model, wrapped_model, optimizer, process,
+                      lambda: validate(model, corpus, byte_lengths(tokenizer), config, process),
+                      state, signals, log, scaler)
+    with noting_signals(signals):
+        try:
+            training_loop(run)
+        except EarlyEnd as end:
+            code, message = end.args
+            if code != 3:
+                echo(message)
+            elif process.rank == 0:
+                print(message, file=sys.stderr)
+            return code
     run.finish()
     return 0
+
+
+@contextmanager
+def noting_signals(signals: list[int]) -> Iterator[None]:
+    """Only note the numbers of signals that arrive: after_step saves first. A second one changes nothing."""
+    def note(signal_number: int, frame: Any) -> None:
+        signals.append(signal_number)
+
+    handlers = {}
+    for signal_number in SIGNALS:
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:       # nohup ignores SIGHUP
+            handlers[signal_number] = signal.signal(signal_number, note)
+    try:
+        yield
+    finally:
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
 
 
 def main() -> int:
@@ -262,7 +260,7 @@ def main() -> int:
     config = load_config(args.config, args.overrides, pretrained_tables)
     if args.dry_run:
         return dry_run(Path(args.config), config, args.tokens_per_s)
-    return train(config, stop=[])
+    return train(config, signals=[])
 
 
 if __name__ == "__main__":

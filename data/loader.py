@@ -89,22 +89,22 @@ class Corpus:
         self.stays_inside = cross_documents == "never" or "task" in self.meta
         self.tokens: dict[str, np.ndarray] = {}                         # ids (n_tokens,), memory-mapped
         self.offsets: dict[str, np.ndarray] = {}                        # (n_documents + 1,) int64
-        self.masks: dict[str, np.ndarray | None] = {}                   # (n_tokens,) or None: all are scored
+        self.is_scored: dict[str, np.ndarray | None] = {}               # (n_tokens,) or None: all are
         for split in splits:
             self._open(split)
         # what is slow to compute is kept, by its arguments: windows inside documents, and the newest epoch
-        self.inside: dict[tuple[str, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self.windows: dict[tuple[str, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.newest_epoch: dict[tuple[int, ...], np.ndarray] = {}
 
     def _open(self, split: str) -> None:
         """Open the files of a split, after checking their sizes and the documents' bounds."""
         about = self.meta["splits"][split]
-        mask = None
+        is_scored = None
         try:
             tokens = np.memmap(self.folder / f"{split}.bin", self.meta["dtype"], "r")
             if f"{split}.mask.bin" in about["sha256"]:
-                mask = np.memmap(self.folder / f"{split}.mask.bin", bool, "r")
-            for array in (tokens, mask):
+                is_scored = np.memmap(self.folder / f"{split}.mask.bin", bool, "r")
+            for array in (tokens, is_scored):
                 if array is not None and len(array) != about["tokens"]:
                     raise ValueError(f"{array.filename} has {len(array):,} tokens, not {about['tokens']:,}")
             offsets = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False).astype(np.int64)
@@ -114,7 +114,7 @@ class Corpus:
             raise UserError(f"corpus {self.folder}: {split}.bin or its index: {error}; prepare it again "
                             "(data/prepare.py)") from error
         self.tokens[split] = tokens
-        self.masks[split] = mask
+        self.is_scored[split] = is_scored
         self.offsets[split] = offsets
 
     # -------------------------------------------------------------------------------------------------------
@@ -149,18 +149,18 @@ class Corpus:
     def epoch_starts(self, seq_len: int, seed: int, epoch: int, stream: int) -> np.ndarray:
         """First tokens of an epoch's windows, (n_windows,), in the order in which they are read.
 
-        The windows leave some tokens over. Each epoch shifts them by a random offset within this room, one
-        for the corpus or one for each document, so that a token has a different position in each epoch.
+        The windows leave some tokens over. Each epoch shifts them at random within this room, all by one
+        shift or those of each document by another, so that a token has a different position in each epoch.
         """
         rng = np.random.default_rng([seed, epoch, stream])
         if self.stays_inside:
             starts, document, n_spare = self.windows_inside("train", seq_len)
-            offsets = rng.integers(n_spare + 1)                         # (n_documents,)
-            return rng.permutation(starts + offsets[document])
+            shifts = rng.integers(n_spare + 1)                          # (n_documents,)
+            return rng.permutation(starts + shifts[document])
         n_windows = self.n_windows("train", seq_len)
-        n_offsets = len(self.tokens["train"]) - n_windows * seq_len
-        offset = int(rng.integers(n_offsets))
-        return offset + rng.permutation(n_windows) * seq_len
+        n_shifts = len(self.tokens["train"]) - n_windows * seq_len
+        shift = int(rng.integers(n_shifts))
+        return shift + rng.permutation(n_windows) * seq_len
 
     def stack(self, split: str, seq_len: int, starts: Sequence[tuple[Corpus, int]]) -> Batch:
         """The batch of windows that begin there, with loss_divisor the number of its scored targets."""
@@ -169,11 +169,11 @@ class Corpus:
         ids = torch.from_numpy(np.stack(rows).astype(np.int64))         # (B, T + 1)
         inputs = ids[:, :-1].clone()
         targets = ids[:, 1:].clone()
-        # targets that the mask of a corpus leaves out, such as the questions of a task
+        # some corpora leave targets out, such as the questions of a task
         for row, (corpus, start) in enumerate(starts):
-            mask = corpus.masks[split]
-            if mask is not None:
-                is_left_out = torch.from_numpy(~mask[start + 1:start + seq_len + 1])
+            is_scored = corpus.is_scored[split]
+            if is_scored is not None:
+                is_left_out = torch.from_numpy(~is_scored[start + 1:start + seq_len + 1])
                 targets[row][is_left_out] = IGNORED
         if self.bos:
             inputs[:, 0] = self.separator
@@ -199,20 +199,22 @@ class Corpus:
             raise UserError(f"corpus {self.folder}: {split} has {n_tokens} tokens, too few{inside} for one "
                             f"window of train.seq_len = {seq_len} and a target; shorten it or add text")
         if split == "train" and not self.stays_inside:
-            return max(1, n_windows - 1)                # room for a random offset in each epoch
+            return max(1, n_windows - 1)                # room for a random shift in each epoch
         return n_windows
 
     def windows_inside(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Windows inside documents: their first tokens, their documents; and each document's spare tokens."""
         key = (split, seq_len)
-        if key not in self.inside:
+        if key not in self.windows:
             offsets = self.offsets[split]
-            n_windows, n_spare = np.divmod(np.diff(offsets) - 1, seq_len)               # of each document
-            document = np.repeat(np.arange(len(n_windows)), n_windows)                  # of each window
+            # for each document: how many windows it holds, how many tokens it has left, where it begins
+            n_windows, n_spare = np.divmod(np.diff(offsets) - 1, seq_len)
             n_before = np.cumsum(n_windows) - n_windows         # windows of earlier documents
-            place = np.arange(len(document)) - n_before[document]                       # in its document
-            self.inside[key] = (offsets[document] + place * seq_len, document, n_spare)
-        return self.inside[key]
+            # for each window: its document, and how many windows of the document precede it
+            document = np.repeat(np.arange(len(n_windows)), n_windows)
+            place = np.arange(len(document)) - n_before[document]
+            self.windows[key] = (offsets[document] + place * seq_len, document, n_spare)
+        return self.windows[key]
 
     def require_windows(self, seq_len: int, splits: Sequence[str] = SPLITS) -> None:
         """Raise UserError unless each split has a window; those of a task are its documents."""
@@ -235,8 +237,8 @@ class Corpus:
         chosen = starts[np.arange(n) * n_available // n].tolist()
         batches = []
         for first in range(0, n, batch_size):
-            of_batch = [(self, start) for start in chosen[first:first + batch_size]]
-            batches.append(self.stack("val", seq_len, of_batch))
+            batch_starts = [(self, start) for start in chosen[first:first + batch_size]]
+            batches.append(self.stack("val", seq_len, batch_starts))
         return batches
 
     # -------------------------------------------------------------------------------------------------------
@@ -264,30 +266,30 @@ class Corpus:
 class Mixture(Corpus):
     """A corpus, and others that have the given shares of its training windows; validation is on it alone.
 
-    Shares are rounded to a multiple of 1 / MIX. The first `only` steps read the others alone, in proportion
-    to their shares, and number their windows by themselves.
+    Shares are rounded to a multiple of 1 / MIX. The first `n_steps_of_others` steps read the others alone, in
+    proportion to their shares.
     """
 
     def __init__(self, folder: str | Path, shares: Mapping[str, float], cross_documents: str = "attend",
-                 bos: bool = False, only: int = 0) -> None:
+                 bos: bool = False, n_steps_of_others: int = 0) -> None:
         super().__init__(folder, cross_documents, bos)
         names = sorted(shares)                          # the order in a config makes no difference
         self.others = [Corpus(name, cross_documents) for name in names]
-        self.only = only
+        self.n_steps_of_others = n_steps_of_others
         for name, corpus in zip(names, self.others, strict=True):
             if corpus.meta["tokenizer"] != self.meta["tokenizer"]:      # its name and checksum
                 raise UserError(f"data.mixture {name}: its tokenizer is {corpus.meta['tokenizer']['name']}, "
                                 f"data.dir {folder} has {self.meta['tokenizer']['name']}, or another of that "
                                 "name; prepare both with one")
         # of MIX windows, how many are of each corpus, this one first
-        of_others = [round(shares[name] * MIX) for name in names]
-        self.counts = [MIX - sum(of_others), *of_others]
+        other_counts = [round(shares[name] * MIX) for name in names]
+        self.counts = [MIX - sum(other_counts), *other_counts]
         for name, count in zip([str(folder), *names], self.counts, strict=True):
             if count < 1:
                 raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to {name}")
-        # the same in the first steps, without this corpus: rounded sums, so that MIX is reached exactly
-        sums = np.cumsum([0, *of_others])
-        self.first_counts = [0, *np.diff(np.round(MIX * sums / sums[-1]).astype(int)).tolist()]
+        # the same in the steps of the others alone: rounded sums, so that MIX is reached exactly
+        sums = np.cumsum([0, *other_counts])
+        self.counts_of_others = [0, *np.diff(np.round(MIX * sums / sums[-1]).astype(int)).tolist()]
         metas = [corpus.meta for corpus in self.others]
         self.meta = {**self.meta, "mixture": dict(zip(names, metas, strict=True))}
 
@@ -299,31 +301,34 @@ class Mixture(Corpus):
     def window_starts(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
         """Corpus and first token of each window of a step: each corpus is read epoch by epoch."""
         corpora = [self, *self.others]
-        if step < self.only:
-            phase = 1
-            counts = self.first_counts
+        # two phases: first the others alone, then all. Each numbers its windows from 0, in orders of its own
+        if step < self.n_steps_of_others:
+            counts = self.counts_of_others
+            mix_stream = MIX + 1
+            first_stream = len(corpora)
         else:
-            phase = 0
             counts = self.counts
-            step -= self.only                           # both phases number their windows from 0
+            mix_stream = MIX
+            first_stream = 0
+            step -= self.n_steps_of_others
         first = step * t.batch_size
         starts: list[tuple[Corpus, int]] = []
         for number in range(first, first + t.batch_size):
             # windows come in mixes of MIX; in each, a shuffled list says which corpus has which window
             mix, place = divmod(number, MIX)
             if place == 0 or not starts:
-                rng = np.random.default_rng([t.seed, mix, MIX + phase])
+                rng = np.random.default_rng([t.seed, mix, mix_stream])
                 corpus_of = rng.permutation(np.repeat(np.arange(len(corpora)), counts))         # (MIX,)
             i = int(corpus_of[place])
             # the corpus goes on after the windows that it had before: in earlier mixes, and in this one
             n_before = mix * counts[i] + int((corpus_of[:place] == i).sum())
-            stream = i + phase * len(corpora)
-            starts.append((corpora[i], corpora[i].window_start(n_before, t.seq_len, t.seed, stream)))
+            start = corpora[i].window_start(n_before, t.seq_len, t.seed, first_stream + i)
+            starts.append((corpora[i], start))
         return starts
 
     def n_epochs(self, t: TrainConfig) -> float:
         """How often training reads each token of the first corpus."""
-        return super().n_epochs(t) * self.counts[0] / MIX * (1 - self.only / t.steps)
+        return super().n_epochs(t) * self.counts[0] / MIX * (1 - self.n_steps_of_others / t.steps)
 
 
 def training_positions(t: TrainConfig, step: int) -> Tensor:
@@ -335,6 +340,8 @@ def training_positions(t: TrainConfig, step: int) -> Tensor:
     random: T of the integers 0 ... M - 1, drawn without replacement, for each row; Ruoss et al. 2023,
     arXiv:2305.16843, draw once for a whole batch.
     """
+    # where step and epoch are equal this is also the stream of epoch_starts, whose key ends in 0: NumPy pads
+    # keys with zeros. A key of its own would change published runs
     rng = np.random.default_rng([t.seed, step])
     B, T, M = t.batch_size, t.seq_len, t.position_range
     if t.positions == "pose":

@@ -38,16 +38,16 @@ FILES = ("model.safetensors", "optimizer.safetensors")
 class State:
     """What a run remembers besides weights and moments: state.json. Runs of older code lack some keys."""
 
-    step: int = 0                                       # updates made
+    step: int = 0                                       # steps so far, skipped ones too
     wall_s: float = 0.0                                 # seconds of training
-    metrics: dict[str, Any] = field(default_factory=dict)       # of the newest step and validation
+    metrics: dict[str, Any] = field(default_factory=dict)       # figures of the newest step, validation
     n_bad: int = 0                                      # steps skipped in a row
     best: tuple[int, float] | None = None               # step and validation loss of run.keep_best
-    scaler: dict[str, Any] = field(default_factory=dict)        # of the loss in float16
+    scaler: dict[str, Any] = field(default_factory=dict)        # state of the GradScaler
     dtype: str | None = None
-    revisions: list[str] = field(default_factory=list)  # of the code, one for each that has trained it
-    init_sha256: str | None = None                      # of the weights of train.init_from
-    sha256: dict[str, str] = field(default_factory=dict)        # of the files of the checkpoint
+    revisions: list[str] = field(default_factory=list)  # commits whose code has trained it, in order
+    init_sha256: str | None = None                      # checksum of the weights of train.init_from
+    sha256: dict[str, str] = field(default_factory=dict)        # checksum of each file
 
 
 def save(run_dir: Path, model: GPT, optimizer: Optimizer, state: State, keep: int | None,
@@ -151,9 +151,9 @@ class Opened(NamedTuple):
     model: GPT
     config: Config
     tokenizer: Tokenizer
-    state: State | None = None                  # of the checkpoint: its step, metrics and checksums
-    corpus: dict[str, Any] | None = None        # meta.json of the corpus that it was trained on
-    files_sha256: str | None = None             # of a Hugging Face folder
+    state: State | None = None                  # what its checkpoint remembers
+    corpus: dict[str, Any] | None = None        # meta.json of its training corpus
+    files_sha256: str | None = None             # checksum of a Hugging Face folder
 
     def origin(self) -> dict[str, Any]:
         """Step and checksum of the checkpoint's weights, and of those that the run began from, or None."""

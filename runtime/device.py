@@ -18,7 +18,7 @@ from model import GPT
 # On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step: it pays after about 2 minutes.
 COMPILE_WORTH_FLOPS = 2e13
 DEVICES = ("cuda", "mps", "cpu")
-CPU_INFO = Path("/proc/cpuinfo")        # of Linux
+CPU_INFO = Path("/proc/cpuinfo")        # on Linux
 
 
 def pick_device(name: str) -> torch.device:
@@ -72,12 +72,20 @@ def autocast(train: TrainConfig, device: torch.device) -> torch.autocast:
 
 
 def should_compile(model: GPT, t: TrainConfig, device: torch.device) -> bool:
-    """Whether to use torch.compile: depends on config and machine alone, so a resumed run does the same."""
-    if t.compile != "auto" or device.type != "cpu":
-        return t.compile == "on" or (t.compile == "auto" and device.type != "mps")
+    """Whether to use torch.compile: depends on config and machine alone, so a resumed run does the same.
+
+    Prints a line if the compiler is missing.
+    """
     # 6 per weight and token: 2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361, section 2.1
     total_flops = 6 * model.n_parameters() * t.seq_len * t.batch_size * t.steps
-    return total_flops > COMPILE_WORTH_FLOPS
+    pays = {"cuda": True, "mps": False, "cpu": total_flops > COMPILE_WORTH_FLOPS}
+    if t.compile == "off" or (t.compile == "auto" and not pays[device.type]):
+        return False
+    missing = missing_compiler(device)
+    if missing:
+        print(f"torch.compile needs {missing}, which is not here: training without it, more slowly",
+              flush=True)
+    return not missing
 
 
 def missing_compiler(device: torch.device) -> str:

@@ -23,7 +23,7 @@ from runtime import parallel
 from runtime.checkpoint import start_from
 from runtime.device import dtype_name
 from runtime.parallel import Process
-from runtime.run import describe, is_finished, open_corpus, with_vocabulary
+from runtime.run import describe, open_corpus, require_positions, require_same_run, with_vocabulary
 
 
 def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
@@ -42,10 +42,11 @@ def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
     else:
         config, corpus = open_corpus(config)
         tokenizer = tokenizer_of(corpus.meta, corpus.folder)
-        is_finished(Path(config.run.dir), config, corpus)   # raises if the folder has another run
+        require_same_run(Path(config.run.dir), config, corpus)
         data = ""
     with torch.device("meta"):                              # shapes without memory
         model = GPT(config)
+    require_positions(model, config)
     if config.train.init_from:
         with warnings.catch_warnings(action="ignore"):      # PyTorch: nothing is copied to shapes
             start_from(config.train.init_from, model, config, tokenizer)

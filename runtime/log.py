@@ -66,6 +66,8 @@ class Log:
                 f"{format_number(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s")
         if "n_bad" in metrics:
             text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
+        elif metrics["grad_norm"] is None:
+            text += f"  NOT APPLIED: overflow in float16, loss scale now {metrics['loss_scale']:g}"
         if step >= self.steps / 100:
             first_step, start_time = self.start
             seconds = round((self.steps - step) * (now - start_time) / (step - first_step))

@@ -20,7 +20,7 @@ from runtime import parallel
 from runtime.device import pick_dtype
 
 STACK = 2**24           # most elements that are orthogonalised at a time, unless one matrix has more
-# of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
+# coefficients of the Newton-Schulz iteration; Jordan 2024, https://kellerjordan.github.io/posts/muon
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 N_ITERATIONS = 5
 
@@ -43,6 +43,7 @@ class Muon(Optimizer):
     def __init__(self, matrices: list[Tensor], adamw: AdamW, **keys: Any) -> None:
         super().__init__([{"params": matrices, **keys}, *adamw.param_groups], {})
         self.adamw = adamw
+        # both optimizers hold the same dicts, groups and state: an lr set here is AdamW's too
         adamw.state = self.state
 
     @torch.no_grad()
@@ -66,7 +67,8 @@ class Muon(Optimizer):
         for p in matrices:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        weights = [parallel.local(p) for p in matrices]                 # of FSDP2, the shards of this process
+        # what this process holds: under FSDP2, shards
+        weights = [parallel.local(p) for p in matrices]
         grads = [parallel.local(p.grad) for p in matrices]
         averages = [parallel.local(self.state[p]["momentum_buffer"]) for p in matrices]
         found_inf = torch.zeros((), device=weights[0].device) if self.found_inf is None else self.found_inf

@@ -38,20 +38,21 @@ class EarlyEnd(Exception):
 
 @dataclass
 class TrainingRun:
-    """What the training loop works on."""
+    """What the training loop works on, and what happens after each of its steps."""
 
     config: Config
     corpus: Corpus
-    model: GPT
-    parallel_model: Any         # the model that the loop calls: perhaps compiled, or inside DDP
+    model: GPT                  # for state_dict, set_step and validation
+    wrapped_model: Any          # the same weights as the loop calls them: in DDP, compiled, or just `model`
     optimizer: torch.optim.Optimizer
     process: Process
     validate: Callable[[], dict[str, float | None]]
     state: State                # what a checkpoint remembers besides weights and moments
-    stop: list[int]             # numbers of the signals that arrived
+    signals: list[int]          # numbers of the signals that arrived: a handler appends, after_step reads
     log: Log | None             # rank 0 writes
-    scaler: torch.amp.GradScaler        # of float16; else it does nothing
-    unread: list[tuple[float, dict[str, Tensor]]] = field(default_factory=list)     # of steps: lr, figures
+    scaler: torch.amp.GradScaler        # does nothing unless training is in float16
+    # (lr, figures) of each step since the device was last waited for
+    unread: list[tuple[float, dict[str, Tensor]]] = field(default_factory=list)
 
     def after_step(self, figures: dict[str, Tensor]) -> None:
         """Log, validate and save where it is due. Raises EarlyEnd after a signal or too many bad steps.
@@ -62,6 +63,8 @@ class TrainingRun:
         """
         r, state, steps = self.config.run, self.state, self.config.train.steps
         figures = {name: x.detach() for name, x in figures.items()}     # without what backward would need
+        if self.scaler.is_enabled():
+            figures["loss_scale"] = self.scaler.scale(torch.ones((), device=self.process.device))
         self.unread.append((self.optimizer.param_groups[0]["lr"], figures))
         step = state.step + len(self.unread)
         self.model.set_step(step)
@@ -70,10 +73,10 @@ class TrainingRun:
         is_log = is_last or step % r.log_every == 0
         is_eval = is_last or step % r.eval_every == 0
         is_save = is_last or step % r.save_every == 0
-        number = self.stop[0] if self.stop else 0
+        signal_number = self.signals[0] if self.signals else 0
         if self.process.world_size > 1:
-            number = parallel.any_signal(number)
-        is_due = is_log or is_eval or is_save or number
+            signal_number = parallel.any_signal(signal_number)
+        is_due = is_log or is_eval or is_save or signal_number
         if self.process.device.type in RUNS_AHEAD and not is_due:
             return
         # from here on the device is waited for
@@ -88,11 +91,12 @@ class TrainingRun:
         if is_log or is_eval or state.n_bad:
             self.write_line()
         # while steps are bad the weights may be spoilt: no checkpoint from before is given up for them
-        if is_last or number or (is_save and not state.n_bad):
+        if is_last or signal_number or (is_save and not state.n_bad):
             self.save()
-        if number and not is_last:
-            raise EarlyEnd(128 + number, f"stopped by {signal.Signals(number).name}, saved at step {step} of "
-                                         f"{steps}; the same command resumes the run")
+        if signal_number and not is_last:
+            name = signal.Signals(signal_number).name
+            message = f"stopped by {name}, saved at step {step} of {steps}; the same command resumes the run"
+            raise EarlyEnd(128 + signal_number, message)
 
     def read_metrics(self) -> None:
         """Wait for the steps since the last call; log those that were skipped, except for the last step."""
@@ -102,13 +106,16 @@ class TrainingRun:
             metrics = {name: finite(float(x)) for name, x in figures.items()}
             loss = metrics["loss"]
             grad_norm = metrics["grad_norm"]
-            # in float16 gradients may overflow: the scale of the loss is then halved, until it is 1
-            is_overflow = grad_norm is None and self.scaler.get_scale() > 1
+            # in float16 a large loss_scale lets gradients overflow: it has been halved, so later steps are
+            # fine. At 1 and below the scale is not to blame
+            loss_scale = metrics.get("loss_scale") or 0
+            is_overflow = grad_norm is None and loss_scale > 1
             is_bad = loss is None or (grad_norm is None and not is_overflow)
             state.step += 1
             state.n_bad = state.n_bad + 1 if is_bad else 0
             state.metrics = {**metrics, "lr": lr}
             if state.n_bad >= self.config.train.max_bad_steps:
+                self.write_line()
                 saved = checkpoint.checkpoints(Path(self.config.run.dir))
                 newest = saved[-1] if saved else "none"
                 raise EarlyEnd(3, f"error: training diverged at step {state.step}: "
@@ -147,13 +154,13 @@ class TrainingRun:
             "tokens_per_s": round(n_tokens / wall_s),
             "parameters": self.model.n_parameters(), "dtype": state.dtype,
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            # of the last start, and of all: a run may be resumed by other code
+            # the code of the last start, and of all starts: a run may be resumed by other code
             "git_revision": state.revisions[-1], "git_revisions": state.revisions}
         write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         if self.log.wandb:
             self.log.wandb.summary.update(summary)
             self.log.wandb.finish()
-        echo(f"finished {run_dir}: {read_summary(run_dir)}")
+        echo(f"finished {run_dir}: {summary_line(run_dir)}")
 
 
 def open_corpus(config: Config) -> tuple[Config, Corpus]:
@@ -165,7 +172,7 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
                         f"{d.dir} --out {d.dir}-corpus` and give data.dir={d.dir}-corpus")
     corpus = Corpus(d.dir, d.cross_documents, d.bos)
     if d.mixture:
-        corpus = Mixture(d.dir, d.mixture, d.cross_documents, d.bos, only=d.mixture_only)
+        corpus = Mixture(d.dir, d.mixture, d.cross_documents, d.bos, d.mixture_only)
     corpus.require_windows(config.train.seq_len)
     return with_vocabulary(config, corpus.meta["vocab_size"]), corpus
 
@@ -186,14 +193,14 @@ def with_vocabulary(config: Config, needed: int) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
-    """Whether this run has been trained to its end. Raises UserError if the folder holds anything else."""
+def require_same_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
+    """Raise UserError if the folder holds anything else than this run, at whatever step."""
     if not (run_dir / "config.toml").exists():
         # a kill may have left hidden files and these in a folder that was being made
         names = {path.name for path in run_dir.glob("[!.]*")}
         if names - {"corpus.json", TOKENIZER_FILE, "code.diff"}:
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
-        return False
+        return
     changes = differences(load_config(run_dir / "config.toml"), config, MAY_DIFFER["resume"])
     if content_of(read_meta(run_dir / "corpus.json")) != content_of(corpus.meta):
         changes.append(f"another corpus than {config.data.dir} now holds")
@@ -203,7 +210,6 @@ def is_finished(run_dir: Path, config: Config, corpus: Corpus) -> bool:
     if changes:
         raise UserError(*(f"run {run_dir}: was started with another config: {change}; give another run.dir "
                           f"or delete the folder{longer}" for change in changes))
-    return (run_dir / "summary.json").exists()
 
 
 def content_of(meta: dict[str, Any]) -> list[Any]:
@@ -213,20 +219,20 @@ def content_of(meta: dict[str, Any]) -> list[Any]:
     return [meta["tokenizer"]["sha256"], files, mixture]
 
 
-def make_run(run_dir: Path, config: Config, corpus: Corpus, changes: bytes) -> None:
+def make_run(run_dir: Path, config: Config, corpus: Corpus, code_diff: bytes) -> None:
     """Write the config of a new run, its corpus' meta.json and tokenizer, and the changes of the code."""
     if not (run_dir / "config.toml").exists():
         write_whole(run_dir / "corpus.json", json.dumps(corpus.meta, indent=1))
         if (corpus.folder / TOKENIZER_FILE).exists():
             tokenizer = (corpus.folder / TOKENIZER_FILE).read_text(encoding="utf-8")
             write_whole(run_dir / TOKENIZER_FILE, tokenizer)
-        if changes:
-            write_whole(run_dir / "code.diff", changes.decode(errors="replace"))
+        if code_diff:
+            write_whole(run_dir / "code.diff", code_diff.decode(errors="replace"))
         write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
 
 
-def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer,
-           dtype: str, revision: str | None) -> State:
+def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer,
+                    dtype: str, revision: str | None) -> State:
     """The state of the newest checkpoint, or of a start from the initialisation or train.init_from."""
     run_dir = Path(config.run.dir)
     state = checkpoint.load_newest(run_dir, model, optimizer) if (run_dir / "checkpoints").exists() else None
@@ -239,7 +245,7 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
         model.set_step(state.step)
     before = state.revisions
     revision = revision or "unknown"
-    if before[-1:] != [revision]:
+    if not before or before[-1] != revision:
         state.revisions = [*before, revision]
     is_other_code = bool(before) and before != state.revisions
     if state.dtype not in (None, dtype) or is_other_code:
@@ -247,6 +253,15 @@ def resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokeniz
              f"{state.revisions}")
     state.dtype = dtype
     return state
+
+
+def require_positions(model: GPT, config: Config) -> None:
+    """Raise UserError if training may draw a position at which the encoding is not defined."""
+    limit = model.encoding.max_length
+    if limit and config.train.position_range > limit:
+        raise UserError(f"train.position_range: {config.position.encoding} has positions 0 ... {limit - 1} "
+                        f"(got {config.train.position_range}); use train.positions=plain or choose another "
+                        "encoding")
 
 
 def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, data: str = "") -> str:
@@ -277,7 +292,7 @@ def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, da
     return "\n".join(lines)
 
 
-def read_summary(run_dir: Path) -> str:
+def summary_line(run_dir: Path) -> str:
     """The main results in summary.json, as text."""
     summary = read_json(run_dir / "summary.json")
     return (f"validation loss {format_number(summary['val_loss'])} nats/token, "
@@ -295,16 +310,16 @@ def git(*arguments: str) -> bytes:
         return b""
 
 
-def code_changes() -> bytes:
-    """`git diff HEAD`, and as a patch the Python files that git does not track."""
-    untracked = git("ls-files", "-z", "--others", "--exclude-standard", "*.py").decode().split("\0")[:-1]
-    new = [git("diff", "--no-index", os.devnull, name) for name in untracked]
-    return b"".join([git("diff", "HEAD"), *new])
+def git_revision() -> tuple[str | None, bytes]:
+    """The commit of this code, with changes "COMMIT-dirty-HASH8", and the changes; None without git.
 
-
-def git_revision(changes: bytes) -> str | None:
-    """The commit of this code, or with changes "COMMIT-dirty-HASH8". None without a checkout or git."""
+    The changes are `git diff HEAD`, and as a patch the Python files that git does not track.
+    """
     revision = git("rev-parse", "HEAD").decode().strip()
-    if changes:
-        revision += f"-dirty-{hashlib.sha256(changes).hexdigest()[:8]}"
-    return revision or None
+    diff = git("diff", "HEAD")
+    untracked = git("ls-files", "-z", "--others", "--exclude-standard", "*.py").decode().split("\0")[:-1]
+    for name in untracked:
+        diff += git("diff", "--no-index", os.devnull, name)
+    if diff:
+        revision += f"-dirty-{hashlib.sha256(diff).hexdigest()[:8]}"
+    return revision or None, diff

@@ -148,7 +148,7 @@ def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: P
     """Then the shares are those of the whole mixture, and the walk through each corpus begins anew."""
     mixture = {str(other_dir): 0.3}
     plain = Mixture(corpus_dir, mixture)
-    curriculum = Mixture(corpus_dir, mixture, only=5)
+    curriculum = Mixture(corpus_dir, mixture, n_steps_of_others=5)
     first = [places_of(curriculum, 32, 8, 1, step) for step in range(5)]
     assert {c.folder for places in first for c, _ in places} == {other_dir}
     starts = [start for places in first for _, start in places]

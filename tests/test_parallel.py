@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors
@@ -133,7 +134,7 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
     """Bit for bit: each of 3 simulated ranks fills in its batches, and their sums are added in one order."""
     config = tiny("rope", "train.val_windows=10")                       # batches of 4, 4 and 2
     model, corpus = lively(config), Corpus(config.data.dir)
-    cpu, n_bytes = torch.device("cpu"), torch.ones(config.model.vocab_size)
+    cpu, n_bytes = torch.device("cpu"), np.ones(config.model.vocab_size)
     alone = validate(model, corpus, n_bytes, config, Process(cpu))
     for size in (2, 3, 4):
         shares: list[torch.Tensor] = []

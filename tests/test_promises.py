@@ -438,4 +438,5 @@ def test_too_many_bad_steps_end_with_3_and_keep_the_good_checkpoints(case: Case,
     assert ended.code == 3 and ended.err.startswith("error: training diverged at step 8")
     assert ended.err.count("\n") == 1 and f"{case.folder / 'run'}/checkpoints/00000004" in ended.err
     assert steps_of(case.folder / "run") == [3, 4]
+    assert [line["n_bad"] for line in metrics(case.folder / "run")[4:]] == [1, 2, 3, 4]     # the last one too
     assert all(x.isfinite().all() for step in (3, 4) for x in tensors(case.folder / "run", step).values())

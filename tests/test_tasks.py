@@ -219,7 +219,7 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_answers(accumulate: int, world
     n_first = 12 // accumulate // world_size                            # windows of the first part of rank 0:
     for _, start in places[:n_first * world_size:world_size] if n_first < 12 else ():
         mask[start:start + 65] = False                                  # it has none
-    corpus.masks["train"] = mask
+    corpus.is_scored["train"] = mask
     expected = answer_loss(model, *draw(corpus, 64, 12, 0, 0))
     expected.backward()
     wanted = [p.grad.clone() for p in model.parameters()]
@@ -243,11 +243,11 @@ def test_validation_is_the_mean_over_answers(masked) -> None:
     corpus, model = Corpus(config.data.dir, "never"), lively(config)
     mask = np.random.default_rng(0).random(len(corpus.tokens["val"])) < 0.1
     mask[:3 * 65] = False                                               # the first batch has no answers
-    corpus.masks["val"] = mask
+    corpus.is_scored["val"] = mask
     batches = corpus.val_batches(64, 3, 0)
     x, y = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
     assert len(x) == 20 and (y != -100).sum() == mask.sum() - mask[::65].sum()
-    n_bytes = torch.full((257,), 2)
+    n_bytes = np.full(257, 2)
     found = validate(model, corpus, n_bytes, config, Process(torch.device("cpu")))
     expected = answer_loss(model, x, y).item()
     assert found["val_loss"] == pytest.approx(expected, rel=1e-5)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_equal_runs, call, every_encoding_slowly, lively, metrics, slow_except
@@ -27,7 +28,7 @@ from runtime.checkpoint import State
 from runtime.device import missing_compiler, should_compile
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
-from runtime.run import TrainingRun, code_changes, git_revision
+from runtime.run import TrainingRun, git_revision
 from train import learning_rate, train, training_loop, validate
 
 CPU = Process(torch.device("cpu"))
@@ -36,7 +37,7 @@ CPU = Process(torch.device("cpu"))
 def run_loop(config: Config) -> TrainingRun:
     """The training loop alone, from step 0, on a model whose logits are far from zero; nothing is written."""
     model, corpus = lively(config), Corpus(config.data.dir, config.data.cross_documents)
-    n_bytes = torch.ones(config.model.vocab_size)
+    n_bytes = np.ones(config.model.vocab_size)
     run = TrainingRun(config, corpus, model, model, make_optimizer(model, config), CPU,
                       lambda: validate(model, corpus, n_bytes, config, CPU), State(), [], log=None,
                       scaler=torch.amp.GradScaler("cpu", enabled=False))
@@ -45,8 +46,8 @@ def run_loop(config: Config) -> TrainingRun:
 
 
 def stop_after(n: int) -> list[int]:
-    """A `stop` that holds SIGINT from the n-th look on: training looks after each step."""
-    class Stop(list):
+    """`signals` that hold SIGINT from the n-th look on: training looks after each step."""
+    class Signals(list):
         looks = 0
 
         def __bool__(self) -> bool:
@@ -54,7 +55,7 @@ def stop_after(n: int) -> list[int]:
             if self.looks >= n and not len(self):
                 self.append(signal.SIGINT)
             return len(self) > 0
-    return Stop()
+    return Signals()
 
 
 @pytest.fixture
@@ -189,13 +190,14 @@ def test_the_code_of_a_run_is_named_with_its_changes(tmp_path: Path, monkeypatch
     git("init")
     git("add", ".")
     git("commit", "-m", "m")
-    commit, found = git("rev-parse", "HEAD"), [git_revision(code_changes())]
+    commit, found = git("rev-parse", "HEAD"), [git_revision()[0]]
     for name, text in (("model.py", "a = 2\n"), ("model.py", "a = 3\n"), ("new.py", "b = 1\n")):
         (tmp_path / name).write_text(text)
-        found.append(git_revision(code_changes()))
+        found.append(git_revision()[0])
     assert found[0] == commit and len(set(found)) == 4
     assert all(len(one) == len(f"{commit}-dirty-") + 8 for one in found[1:])
-    assert b"+a = 3" in run_module.code_changes() and b"+b = 1" in run_module.code_changes()
+    _, diff = git_revision()
+    assert b"+a = 3" in diff and b"+b = 1" in diff
 
 
 @pytest.mark.slow
@@ -259,6 +261,9 @@ def test_learning_rates(tiny) -> None:
     rates = [learning_rate(step, t) for step in range(100)]
     assert set(rates[10:81]) == {1.0} and rates[90] == pytest.approx(0.55)
     assert rates[99] == pytest.approx(0.145)
+    t = t.model_copy(update={"warmup": 90})             # longer than wsd leaves: it decays from there
+    rates = [learning_rate(step, t) for step in range(88, 100)]
+    assert rates[1:3] == [1.0, 1.0] and np.abs(np.diff(rates)).max() < 0.1
 
 
 def test_wandb_gets_every_line_and_the_summary(tiny, tmp_path: Path, monkeypatch) -> None:
@@ -281,8 +286,10 @@ def test_compile_pays_only_on_long_cpu_runs(tiny, monkeypatch) -> None:
 
     short, long = (tiny("rope", f"train.steps={n}", "train.compile=auto") for n in (10, 10**9))
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert [decision(short, "cpu"), decision(long, "cpu"), decision(short, "cuda")] == [False, True, True]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not decision(short, "cuda")
     assert [missing_compiler(torch.device(name)) for name in ("cpu", "cuda")] == ["", "Triton"]
 
 
@@ -304,14 +311,36 @@ def test_a_run_in_16_bits_ends_where_one_in_32_does(dtype: str, tiny, tmp_path: 
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
-def test_an_overflow_halves_the_scale_and_is_not_a_bad_step(tiny, monkeypatch) -> None:
+def test_an_overflow_halves_the_scale_and_is_not_a_bad_step(tiny, monkeypatch, capsys) -> None:
     config = tiny("rope", "train.dtype=float16", "train.steps=9", "train.max_bad_steps=1")
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**40))
     assert train(config, []) == 0
     lines = metrics(Path(config.run.dir))
     assert lines[0]["grad_norm"] is None and not any("n_bad" in line for line in lines)
+    n_skipped = [line["grad_norm"] for line in lines].count(None)
+    assert capsys.readouterr().out.count("NOT APPLIED: overflow in float16, loss scale now ") == n_skipped
     state = json.loads((Path(config.run.dir) / "checkpoints" / "00000008" / "state.json").read_text())
     assert state["scaler"]["scale"] <= 2.0**39
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_an_overflow_is_judged_by_the_scale_of_its_step(log_every: int, tiny, monkeypatch) -> None:
+    """Also if the step is read late, as on a GPU: of four, the first leaves a scale of 2, the second of 1."""
+    forward = GPT.forward
+
+    def with_infinite_gradient(self: GPT, *tokens: torch.Tensor, **more) -> torch.Tensor:
+        loss = forward(self, *tokens, **more)
+        if self.training:
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+    monkeypatch.setattr(GPT, "forward", with_infinite_gradient)
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=4.0))
+    monkeypatch.setattr(run_module, "RUNS_AHEAD", ("cpu",))
+    config = tiny("rope", "train.dtype=float16", "train.steps=4", f"run.log_every={log_every}")
+    assert train(config, []) == 0
+    line = metrics(Path(config.run.dir))[-1]
+    assert (line["step"], line["n_bad"], line["loss_scale"]) == (4, 3, 0.25)
 
 
 def test_the_best_checkpoint_is_kept_and_opened(tiny, tmp_path: Path, monkeypatch, capsys) -> None:

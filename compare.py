@@ -74,7 +74,7 @@ def main() -> None:
     about = rows.drop_duplicates("name")
     by_key = {section.key: section.curves for section in sections}
     none = about[:0]
-    sentences = summarize(about, by_key.get("fixed", none), by_key.get("fixed-gain", none), text, L)
+    sentences = list(summarize(about, by_key.get("fixed", none), by_key.get("fixed-gain", none), text, L))
     signs = f"{SIGNS.format(baseline=baseline)} {caption(rows)}"
     rates = {run.config["train.lr"] for run in runs}
     is_one_rate = len(rates) == 1 and len({run.config["position.encoding"] for run in runs}) > 1
@@ -82,7 +82,7 @@ def main() -> None:
     page = html(title, [*first, *notes], sentences, signs, describe_curves(about, gate), sections, L)
     write_whole(args.out / "report.html", page)
 
-    print(f"{title}: {len(curves)} curves, compared with {baseline}", *first, *notes, sep="\n")
+    print(f"{title}: {len(curves)} curves, compared with {baseline}", *first, *notes, *sentences, sep="\n")
     for section in sections:
         if section.key == "fixed":
             print(f"\n{section.title}", means(section, L).to_string(), "", sep="\n")

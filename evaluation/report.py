@@ -139,8 +139,11 @@ def summarize(curves: pd.DataFrame, losses: pd.DataFrame, better: pd.DataFrame, 
         if len(names):
             what = "within its uncertainty" if state == WITHIN else state
             parts.append(f"{what}: {join(names)}")
+    remedy = ""
+    if NOT_GATED in set(curves["state"]):
+        remedy = " To gate a run: python eval.py RUN --protocol fixed,trigram,repeat."
     yield (f"Gate at L, a loss below a trigram's and {LEAST_GAIN:g} nats or more gained on a repeated "
-           f"passage: {'; '.join(parts)}.")
+           f"passage: {'; '.join(parts)}.{remedy}")
 
     passed = losses[losses["state"] == PASSED]
     if passed.empty:

@@ -329,7 +329,7 @@ def test_logits_are_the_formula(name: str, overrides: str, monkeypatch) -> None:
         for constant in set(PIECES) & set(vars(module)):
             monkeypatch.setattr(module, constant, PIECES[constant])
     if name not in TERMS:
-        pytest.skip("write its formula in TERMS; where its angles are fp32, add it to TOLERANCE")
+        pytest.skip("write its formula in TERMS; where its angles are fp32, add it to FP32_ANGLES")
     c, tolerance = Case(name, overrides), TOLERANCE.get(name, 1e-9)
     found = [c.found(Tq) for Tq in (T, 4, 1)]
     expected, plain = c.expected(TERMS[name]), c.expected(dot)

@@ -30,8 +30,8 @@ from evaluation.intervals import (
     units_of,
 )
 from evaluation.measures import CONTROLLED, FOUND, LOSS, REPETITION, Score
+from evaluation.results import NO_METHOD
 
-NO_METHOD = "none"          # `extend` of a model without one
 CURVE = ["label", "extend"]
 COLUMN = ["protocol", "length", "place"]
 ESTIMATED = ["shown", "shown_low", "shown_high", "value", "low", "high", "p", "median", "seed_low",

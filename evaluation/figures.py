@@ -27,6 +27,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from evaluation.estimates import FAILED, NOT_GATED
 from evaluation.extension import EXTENSIONS
 from evaluation.measures import BY_POSITION, GAIN, TRAINING, Form
+from evaluation.results import NO_METHOD
 from positions import ENCODINGS
 
 # distinct for the colour-blind: Okabe and Ito 2008 without yellow, and Tol's wine
@@ -77,7 +78,7 @@ class Panel(NamedTuple):
 
 def hue(encoding: str, extend: str) -> str:
     """The colour of an encoding, or of a method of --extend, by its place in the registry."""
-    name = encoding if extend == "none" else extend.replace("+", ":").partition(":")[0]
+    name = encoding if extend == NO_METHOD else extend.replace("+", ":").partition(":")[0]
     known = [*ENCODINGS, *EXTENSIONS]
     place = known.index(name) if name in known else crc32(name.encode())    # old results have others
     return HUES[place % len(HUES)]

@@ -227,7 +227,8 @@ def test_two_methods_at_once_are_both_applied(tiny) -> None:
 
 @pytest.mark.parametrize(("spec", "expected"), [
     ("yarm", "did you mean yarn"), ("pi:factor=x", "key=value"), ("window:size=0", "window.size"),
-    ("window:sise=3", "did you mean window.size"), ("window+sinks", "same thing"), ("base", "base.base .*missing"),
+    ("window:sise=3", "did you mean window.size"), ("window+sinks", "same thing"),
+    ("base", "base.base .*missing"),
     ("dynamic_ntk+sinks", "depend on"), ("yarn:factor=inf", "factor")])
 def test_specs_are_checked(spec: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected) as error:

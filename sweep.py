@@ -27,7 +27,6 @@ if __name__ == "__main__":
     import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
 
 import argparse
-import itertools
 import shlex
 import sys
 from pathlib import Path
@@ -67,10 +66,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--submitit", metavar="FOLDER", type=Path, help="submit jobs; logs go to this folder")
     parser.add_argument("--slurm", nargs="+", type=pair, default=[], metavar="key=value",
                         help="submitit's parameters: timeout_min=240 slurm_partition=gpu gpus_per_node=1")
-    for flag, value in itertools.pairwise(sys.argv):
-        if flag == "--eval" and value.startswith("--"):
-            raise UserError(f"--eval {value}: write all arguments of eval.py in quotes after an equals sign, "
-                            f'--eval="{value} ..."')
     args = parser.parse_intermixed_args()
     args.overrides = [text for text in args.configs if "=" in text]
     args.configs = [text for text in args.configs if "=" not in text]

@@ -43,7 +43,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "{config} --dry-run train.init_from={bpe_run} data.dir={bpe_too}", ["--tokenizer {bpe_run}"]),
     ("train", "{config} train.init_from={bpe_run} data.dir={bpe_too}", ["another bpe:266 ", "{bpe_run}"]),
     ("train", "{config} --dry-run --tokens-per-s 0", ["--tokens-per-s", "at least 1"]),
-    ("sweep", "{config} --eval --windows", ['--eval="--windows']),
+    ("sweep", "{config} --eval --windows", ['--eval="VALUE"']),
     ("train", "{orphan}", ["nowhere.toml", "which {orphan} extends"]),
     ("train", "{slip}", ["did you mean extends?"]),
     ("train", "{config} run.dir={run} train.steps=2 train.warmup=0", ["train.init_from={run}"]),

@@ -91,7 +91,7 @@ def training_loop(run: TrainingRun) -> None:
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
         # the figures of the whole step, the mean over all processes: scalars that stay on the device. What
-        # you add here is logged too
+        # you add here, such as a number that run.model keeps of its blocks, is in metrics.jsonl too
         figures = {"loss": torch.stack(losses).sum(), "grad_norm": grad_norm}
         if process.world_size > 1:
             figures = parallel.mean_figures(process, figures)

@@ -79,7 +79,9 @@ def argument_parser(description: str | None, epilog: str | None = None,
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            message = re.sub(r"(--lr|--learning.rate)\b.*", r"\1; write train.lr=VALUE", message)
+            if self.prog in ("train.py", "sweep.py"):
+                message = re.sub(r"(unrecognized arguments: --\S+).*",
+                                 r"\1; write a config key as section.key=value: train.lr=1e-3", message)
             # argparse takes a value that begins with a dash for another option
             message = re.sub(r"(--\S+): expected one argument", r'\g<0>; write \1="VALUE"', message)
             raise UserError(f"{message}; see {self.prog} --help")

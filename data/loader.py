@@ -363,7 +363,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         if meta.get("format_version") != FORMAT_VERSION:
             raise ValueError(f"format_version {meta.get('format_version')}, this code reads {FORMAT_VERSION}")
         return meta
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{path.parent}: no prepared corpus there (no {path.name}); {again}") from error
     except ValueError as error:
         raise UserError(f"{path}: damaged ({error}); {again}") from error

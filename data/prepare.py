@@ -224,7 +224,11 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions 
     if names and (names - CORPUS_FILES or "meta.json" not in names):
         raise UserError(f"--out {out}: would be replaced, but {min(names - CORPUS_FILES or names)} is not "
                         "part of a prepared corpus; give another folder")
-    replaced = read_meta(out / "meta.json")["tokenizer"] if names and not replace else None
+    replaced = None
+    if names and not replace:
+        before = read_meta(out / "meta.json")
+        replaced = before["tokenizer"]
+        print(f"{out}: replacing its corpus, of {before['source']}")
     tokenizer = find_tokenizer(tokenizer_name)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.partial")

@@ -188,10 +188,11 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         raise UserError(f"{path}: has neither bos_token nor eos_token, and each document must open with one; "
                         "add one")
 
-    tokenizer: Tokenizer = PretrainedTokenizer(folder / TOKENIZER_FILE, separator, config.get("vocab_size"))
+    tokenizer: Any = PretrainedTokenizer(folder / TOKENIZER_FILE, separator, config.get("vocab_size"))
     byte = ByteTokenizer()
+    is_plain = tokenizer.library.normalizer is None                     # which would change the bytes
     has_bytes = tokenizer.vocab_size == byte.vocab_size and tokenizer.special == byte.special
-    if has_bytes and all(tokenizer.named_bytes(token) == bytes([token]) for token in range(256)):
+    if is_plain and has_bytes and all(tokenizer.named_bytes(token) == bytes([token]) for token in range(256)):
         tokenizer = byte
     text = misreading(tokenizer, config.get("model_type", ""), settings)
     if text:

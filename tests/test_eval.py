@@ -271,7 +271,7 @@ SHORT = ("--windows", "4", "--tokens", "512")
 def evaluated(run_dir: Path, monkeypatch):
     """evaluated("--lengths", "16") -> the sums, without seconds, and the table of a run after eval.py."""
     monkeypatch.setattr("eval.draw", lambda *_: False)
-    monkeypatch.setattr("eval.git_revision", lambda changes: "this code")
+    monkeypatch.setattr("eval.git_revision", lambda: ("this code", b""))
 
     def call(*arguments: str) -> tuple[dict, pd.DataFrame]:
         monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), *SHORT, *arguments])

@@ -230,5 +230,5 @@ def test_a_run_that_another_sweep_trains_is_named_so(monkeypatch) -> None:
 
 def test_arguments_of_eval_need_an_equals_sign(monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["sweep.py", "rope.toml", "--eval", "--windows", "8"])
-    with pytest.raises(UserError, match='--eval="--windows'):
+    with pytest.raises(UserError, match='write --eval="VALUE"'):
         sweep.parse_arguments()

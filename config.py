@@ -391,11 +391,24 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
 
     `ignore` names sections, or keys as section.key.
     """
-    lines, tables = [], new.model_dump()
-    for section, before in old.model_dump(exclude=set(ignore)).items():
-        after = tables[section]
-        keys = [key for key in before | after if before.get(key) != after.get(key)]
-        lines += [f"{section}.{key}: {before.get(key, 'unset')} -> {after.get(key, 'unset')}"
-                  for key in (["encoding"] if "encoding" in keys else keys)
-                  if f"{section}.{key}" not in ignore]
+    return differing_keys(keys_of(old), keys_of(new), ignore)
+
+
+def keys_of(config: Config) -> dict[str, Any]:
+    """A config in one table: "section.key" -> value, as JSON can hold it."""
+    tables = config.model_dump(mode="json")
+    return {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
+
+
+def differing_keys(old: dict[str, Any], new: dict[str, Any], ignore: Sequence[str]) -> list[str]:
+    """`differences` of two configs as `keys_of` gives them."""
+    lines = []
+    is_other_encoding = old.get("position.encoding") != new.get("position.encoding")
+    for key in old | new:
+        section = key.partition(".")[0]
+        if key in ignore or section in ignore or old.get(key) == new.get(key):
+            continue
+        if section == "position" and is_other_encoding and key != "position.encoding":
+            continue                            # its options follow from it
+        lines.append(f"{key}: {old.get(key, 'unset')} -> {new.get(key, 'unset')}")
     return lines

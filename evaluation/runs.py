@@ -20,12 +20,13 @@ import pandas as pd
 
 from base.errors import UserError
 from base.files import read_json, write_whole
-from config import MUST_AGREE, Config, load_config
+from config import MUST_AGREE, keys_of, load_config
 from data.loader import read_meta
 from evaluation import results
 from evaluation.results import join, read_table, write_table
 from hf.pretrained import files_sha256, is_pretrained, pretrained_config
 from runtime.checkpoint import is_current
+from runtime.log import read_log
 
 Keys = dict[str, Any]           # "section.key" -> value, as far as JSON can hold it
 TRAINING = ["step", "tokens", "loss", "val_loss"]
@@ -64,12 +65,6 @@ class Run(NamedTuple):
 def without_seed(folder: str | Path | None) -> str:
     """The name of a folder, without -seedN at its end."""
     return re.sub(r"-seed\d+$", "", Path(folder).resolve().name) if folder else ""
-
-
-def keys_of(config: Config) -> Keys:
-    """A config in one table."""
-    tables = config.model_dump(mode="json")
-    return {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -162,9 +157,8 @@ def read_run(folder: Path, data: str | None) -> Run:
 def read_training(folder: Path) -> pd.DataFrame:
     """RUN/metrics.jsonl: step, tokens, loss and val_loss, NaN where there is none."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return pd.DataFrame(rows, columns=TRAINING).astype("float")
+    lines = read_log(path) if path.exists() else []
+    return pd.DataFrame(lines, columns=TRAINING).astype("float")
 
 
 # -----------------------------------------------------------------------------------------------------------

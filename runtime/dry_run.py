@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import textwrap
@@ -22,6 +21,7 @@ from model import GPT, hidden_width
 from runtime import parallel
 from runtime.checkpoint import start_from
 from runtime.device import dtype_name
+from runtime.log import read_log
 from runtime.parallel import Process
 from runtime.run import describe, open_corpus, require_positions, require_same_run, with_vocabulary
 
@@ -153,6 +153,5 @@ def logged_speed(path: Path) -> float | None:
     """The median speed in the metrics.jsonl of a run, in tokens/s; None without lines."""
     if not path.exists():
         return None
-    lines = path.read_text(encoding="utf-8").splitlines()[1:]           # the first one includes compiling
-    speeds = [json.loads(line)["tokens_per_s"] for line in lines]
+    speeds = [line["tokens_per_s"] for line in read_log(path)[1:]]      # the first one includes compiling
     return statistics.median(speeds) if speeds else None

@@ -24,8 +24,8 @@ class Log:
         self.wall_before = state.wall_s
         self.path.touch()
         # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        write_whole(self.path, "".join(line for line in lines if self.is_before(line, state.step)))
+        lines = [json.dumps(line) + "\n" for line in read_log(self.path) if line["step"] <= state.step]
+        write_whole(self.path, "".join(lines))
         self.wandb: Any = None
         if config.run.wandb:
             import wandb  # here: few runs need it
@@ -37,14 +37,6 @@ class Log:
                                     config=config.model_dump(), mode=mode, resume="allow", id=wandb_id)
             id_file.write_text(str(self.wandb.id))
         self.start = self.last = state.step, time.perf_counter()     # a step, and when it was done
-
-    def is_before(self, line: str, last_step: int) -> bool:
-        """Whether a line is of a step up to the last one; says so if it is damaged."""
-        try:
-            return line.endswith("\n") and int(json.loads(line)["step"]) <= last_step
-        except (ValueError, TypeError, KeyError):
-            echo(f"warning: {self.path} has a damaged line, which is left out: {line[:40]!r}")
-            return False
 
     def wall_s(self) -> float:
         """Seconds of training, including those before a resume."""
@@ -76,6 +68,21 @@ class Log:
         if "val_loss" in metrics:
             echo(f"  validation {format_number(metrics['val_loss'])} nats/token, "
                  f"{format_number(metrics['val_bpb'])} bits/byte")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, without one that a kill has cut. Damaged ones are named and left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        if not text.endswith("\n"):
+            continue
+        try:
+            line = json.loads(text)
+            line["step"] = int(line["step"])
+            lines.append(line)
+        except (ValueError, TypeError, KeyError):
+            echo(f"warning: {path} has a damaged line, which is left out: {text[:40]!r}")
+    return lines
 
 
 def echo(text: str) -> None:

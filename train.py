@@ -13,6 +13,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
 
+import functools
 import math
 import signal
 import sys
@@ -205,8 +206,9 @@ def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process
     if state.scaler:
         scaler.load_state_dict(state.scaler)
     log = Log(run_dir, config, state) if process.rank == 0 else None
+    token_bytes = functools.cache(lambda: byte_lengths(tokenizer))      # computed in the first validation
     run = TrainingRun(config, corpus, model, wrapped_model, optimizer, process,
-                      lambda: validate(model, corpus, byte_lengths(tokenizer), config, process),
+                      lambda: validate(model, corpus, token_bytes(), config, process),
                       state, signals, log, scaler)
     with noting_signals(signals):
         try:

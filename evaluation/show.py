@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
 from base.errors import UserError
+from evaluation.estimates import estimate, make_sample
 from evaluation.extension import EXTENSIONS, Extend, Rescaled
-from evaluation.intervals import LEVEL, Estimate, holm, two_way, units_of
+from evaluation.intervals import LEVEL, holm
+from evaluation.measures import GAIN
 from evaluation.protocols import PROTOCOLS
 from evaluation.results import EXTENDED, NO_METHOD, records
 from evaluation.scoring import Evaluation
@@ -86,13 +89,8 @@ def compare_with_truncation(table: pd.DataFrame, e: Evaluation, extend: Extend,
     """A row of the advice: one method at one length."""
     here = table[(table.extend == extend.spec) & (table.length == length)]
     fixed = here[here.protocol == "fixed"]
-    worse = (fixed.nll - fixed.truncated_nll).to_numpy()                # (windows,)
-    tokens = fixed.tokens.to_numpy(dtype=float)
-    units = units_of(fixed.document.to_numpy())
-    if units is None:                           # too few windows for an interval
-        estimate = Estimate(worse.sum() / tokens.sum())
-    else:
-        estimate = two_way(units.sums(worse[None]), units.sums(tokens))
+    gain = estimate(make_sample(fixed, GAIN.score))
+    low, high = -gain["high"], -gain["low"]     # NaN if there are too few windows
     passkeys = here[here.protocol == "passkey"]
     # what config.json would say: for one method that changes frequencies alone
     fields = None
@@ -100,7 +98,7 @@ def compare_with_truncation(table: pd.DataFrame, e: Evaluation, extend: Extend,
         scaling = extend.methods[0].scaling(e.model, e.config, length)
         fields = rope_fields(e.config, scaling, length)
     return {
-        "length": length, "method": extend.spec, "loss - truncated": estimate.value,
-        "95 % interval": "" if estimate.low is None else f"{estimate.low:+.4f} ... {estimate.high:+.4f}",
+        "length": length, "method": extend.spec, "loss - truncated": -gain["value"],
+        "95 % interval": "" if math.isnan(low) else f"{low:+.4f} ... {high:+.4f}",
         "passkey": f"{passkeys.correct.sum():.0f}/{len(passkeys)}", "seconds": f"{fixed.seconds.sum():.1f}",
-        "p": 1.0 if estimate.p is None else estimate.p, "config.json": json.dumps(fields)}
+        "p": 1.0 if math.isnan(gain["p"]) else gain["p"], "config.json": json.dumps(fields)}

@@ -97,7 +97,7 @@ def draw_sections(sections: Sequence[Section], runs: Sequence[Run], out: Path) -
     for section in sections:
         curves = section.curves
         if section.form is GAIN:
-            curves = curves[curves["x"] > L]            # at L it is 0
+            curves = curves[curves["x"] > L]            # at L it is near 0
         figure = ""
         if section.is_drawn and len(curves):
             title = f"{section.title} on {runs[0].head['data']}: {describe_model(runs)}"

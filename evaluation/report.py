@@ -93,8 +93,8 @@ def make_table(section: Section, L: int) -> pd.DataFrame:
     is_brief = len(columns) > MOST_COLUMNS
     cells: dict[str, dict[str, str]] = {}
     for row in section.curves.itertuples():
-        own = cells.setdefault(name_cell(row.name, row.state), dict.fromkeys(columns.values(), "-"))
-        own[columns[row.heading]] = cell(row, section.form, L, is_brief)
+        line = cells.setdefault(name_cell(row.name, row.state), dict.fromkeys(columns.values(), "-"))
+        line[columns[row.heading]] = cell(row, section.form, L, is_brief)
     return pd.DataFrame.from_dict(cells, "index").rename_axis(columns=escape(section.form.x_label))
 
 

@@ -131,6 +131,7 @@ def test_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeyp
         assert rows == {"alibi": {"64": better, "128 = L": better, "256 = 2 L": better + beyond}}
     gains = rows_of(out, "Gain over truncation, fixed targets")
     assert gains["rope"]["64"] == gains["alibi"]["64"] == "**+0.250** [+0.250, +0.250]"
+    assert gains["rope"]["128 = L"] == "+0.250 [+0.250, +0.250]"        # near 0 by definition: never marked
     fixed = rows_of(out, "Perplexity, fixed targets")
     assert [*fixed["rope"]] == ["64", "128 = L", "256 = 2 L"] and "**" not in str(fixed)
     assert [*rows_of(out, "Loss by position")["rope"]] == ["0-63", "64-127"]
@@ -253,10 +254,17 @@ def test_the_page_has_every_curve_in_figures_and_its_labels_are_never_markup(tmp
         assert all(f"{label}</text>" in sections[key] for label in ("base", *labels[2:]))
 
 
+def test_a_damaged_line_of_a_log_is_left_out_with_a_line(tmp_path: Path, capsys) -> None:
+    run = fabricate(tmp_path / "rope")
+    (run / "metrics.jsonl").write_text('{"step": 1, "tokens": 64, "loss": 3.5}\n{"step": 2, "lo\n\n')
+    assert read_run(run, None).training["loss"].tolist() == [3.5]
+    assert capsys.readouterr().out.count("has a damaged line") == 2
+
+
 def test_a_curve_that_sees_nothing_beyond_L_is_named(tmp_path: Path) -> None:
     (curve,) = compare.make_curves([read_run(fabricate(tmp_path / "window"), None)])
     assert not any("does not see it" in note for note in compare.remarks([curve]))
-    curve.runs[0].table["truncated_nll"] = curve.runs[0].table.nll
+    curve.runs[0].table["truncated_nll"] = curve.runs[0].table.nll * (1 + 1e-7)      # another forward pass
     assert any(note.startswith("window predicts the same") for note in compare.remarks([curve]))
 
 

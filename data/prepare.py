@@ -228,7 +228,6 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions 
     if names and not replace:
         before = read_meta(out / "meta.json")
         replaced = before["tokenizer"]
-        print(f"{out}: replacing its corpus, of {before['source']}")
     tokenizer = find_tokenizer(tokenizer_name)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.partial")
@@ -240,6 +239,8 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions 
                 meta = write_corpus(folder, source, out, tokenizer, tokenizer_name, options, replaced)
                 shutil.rmtree(out, ignore_errors=True)
                 folder.rename(out)
+                if replaced:
+                    print(f"{out}: replaced its corpus, of {before['source']}")
                 return meta
             finally:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -391,17 +391,17 @@ def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[st
 
     `ignore` names sections, or keys as section.key.
     """
-    return differing_keys(keys_of(old), keys_of(new), ignore)
+    return differing_keys(flatten(old), flatten(new), ignore)
 
 
-def keys_of(config: Config) -> dict[str, Any]:
+def flatten(config: Config) -> dict[str, Any]:
     """A config in one table: "section.key" -> value, as JSON can hold it."""
     tables = config.model_dump(mode="json")
     return {f"{section}.{key}": value for section, table in tables.items() for key, value in table.items()}
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any], ignore: Sequence[str]) -> list[str]:
-    """`differences` of two configs as `keys_of` gives them."""
+    """`differences` of two configs as `flatten` gives them."""
     lines = []
     is_other_encoding = old.get("position.encoding") != new.get("position.encoding")
     for key in old | new:

@@ -20,7 +20,7 @@ import pandas as pd
 
 from base.errors import UserError
 from base.files import read_json, write_whole
-from config import MUST_AGREE, keys_of, load_config
+from config import MUST_AGREE, flatten, load_config
 from data.loader import read_meta
 from evaluation import results
 from evaluation.results import join, read_table, write_table
@@ -150,7 +150,7 @@ def read_run(folder: Path, data: str | None) -> Run:
                         f"checkpoint now; run `python eval.py {folder} --replace` with the same flags")
     summary = folder / "summary.json"
     table = evaluation.table.assign(run=str(folder))
-    return Run(str(folder), without_seed(folder), keys_of(config), evaluation.head, trained_on,
+    return Run(str(folder), without_seed(folder), flatten(config), evaluation.head, trained_on,
                read_json(summary) if summary.exists() else {}, read_training(folder), table)
 
 

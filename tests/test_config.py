@@ -60,6 +60,14 @@ def test_a_byte_order_mark_is_not_a_key(tmp_path: Path) -> None:
     assert load_config(tmp_path / "a.toml").data.dir == "somewhere"
 
 
+def test_a_whole_number_may_be_written_as_a_float(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", MINIMAL)
+    steps = load_config(path, ["train.steps=1e3"]).train.steps
+    assert steps == 1000 and isinstance(steps, int)
+    with pytest.raises(UserError, match="train.steps"):
+        load_config(path, ["train.steps=1.5"])
+
+
 def test_extends_inherits_and_overrides_come_last(tmp_path: Path) -> None:
     write(tmp_path / "base.toml", MINIMAL + "base = 500.0\n[train]\nlr = 0.5\nsteps = 7\n")
     child = write(tmp_path / "child.toml", 'extends = "base.toml"\n[train]\nlr = 0.25\n')

@@ -218,6 +218,13 @@ def test_a_written_tokenizer_is_read_back(name: str, tmp_path: Path, monkeypatch
         assert back.sha256 == tokenizer.sha256
 
 
+def test_bytes_after_a_normalizer_are_not_plain_bytes(tmp_path: Path) -> None:
+    content = tokenizer_json(ByteTokenizer()) | {"normalizer": {"type": "NFC"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    back = read_tokenizer(tmp_path, {"bos_token_id": 256})
+    assert back.encode("e\u0301".encode()).tolist() == [*"\u00e9".encode()]
+
+
 def test_merges_are_those_that_encoding_would_do() -> None:
     """The pair "b", "c" has the lowest rank, so "abc" is "a" + "bc", though "ab" is a token too. No part of
     "ccc" is a token, so it has no merge."""

@@ -1,5 +1,6 @@
 """The paths of attention: each equals the explicit softmax, and needs no more memory than it should."""
 
+import itertools
 import math
 from contextlib import nullcontext
 
@@ -55,16 +56,16 @@ def by(path, q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: 
     return path(*encoding.rotate(q, k, at), v, mask or Mask(), bias)
 
 
-@pytest.mark.parametrize("window", [None, 1, 7])
-@pytest.mark.parametrize("Tq", [24, 10, 1])
 @pytest.mark.parametrize("where", POSITIONS)
-def test_folded_alibi_is_the_explicit_softmax(where: str, Tq: int, window: int | None, tiny,
-                                              monkeypatch) -> None:
+def test_folded_alibi_is_the_explicit_softmax(where: str, tiny, monkeypatch) -> None:
+    """Of all queries, of some and of one; over all keys and in windows."""
     monkeypatch.setattr(attention, "MIN_QUERIES", 5)
-    encoding, pos, (q, k, v) = make_alibi(tiny), POSITIONS[where], inputs(24)
-    q = q[:, :, -Tq:]
-    found = by(attend_fused, q, k, v, encoding, at_of(encoding, pos, Tq), Mask(window=window))
-    torch.testing.assert_close(found, explicit(q, k, v, pos, window), atol=1e-9, rtol=1e-9)
+    encoding, pos = make_alibi(tiny), POSITIONS[where]
+    q, k, v = inputs(24)
+    for Tq, window in itertools.product((24, 10, 1), (None, 1, 7)):
+        found = by(attend_fused, q[:, :, -Tq:], k, v, encoding, at_of(encoding, pos, Tq), Mask(window=window))
+        torch.testing.assert_close(found, explicit(q[:, :, -Tq:], k, v, pos, window), atol=1e-9, rtol=1e-9,
+                                   msg=lambda text, case=(Tq, window): f"(Tq, window) = {case}: {text}")
 
 
 @pytest.mark.parametrize("made", [lambda f: f, pytest.param(torch.compile, marks=pytest.mark.slow)],
@@ -207,7 +208,7 @@ def test_a_number_for_each_distance_becomes_one_for_each_pair(n: int, m: int) ->
     [(name, dtype) for name in ("rope", "alibi", "t5") for dtype in (torch.float32, torch.bfloat16)],
     ("t5", torch.bfloat16)))
 def test_lengths_that_change_share_one_graph(name: str, dtype: torch.dtype, tiny) -> None:
-    from torch._dynamo.testing import CompileCounter            # 3 s, for all who collect this file
+    from torch._dynamo.testing import CompileCounter  # 3 s, for all who collect this file
     torch._dynamo.reset()
     model = GPT(tiny(name, "model.n_layer=1"))
     counter = CompileCounter()

@@ -52,10 +52,13 @@ def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> 
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())], len(taken)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", slow_except(["rope", "pope", *FLEXIBLE, "alibi position.learned=true"],
-                                             "rope", "t5", "bam"))
+CASES = [(name, options, packed) for name in ("rope", "pope", *FLEXIBLE, "alibi position.learned=true")
+         for options in OPTIONS for packed in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "options", "packed"), slow_except(
+    CASES, *(("t5", options, True) for options in OPTIONS), ("rope", "window", False),
+    ("rope", "all of it", True), ("bam", "sharp", False)))
 def test_flex_is_the_explicit_softmax(name: str, options: str, packed: bool, tiny, monkeypatch) -> None:
     name, *learned = name.split()
     model = lively(tiny(name, "model.flex=true", *learned, *OPTIONS[options])).double()

@@ -58,11 +58,11 @@ OF_ROPE = {
     **{method: written(make(method)) for method in SCALINGS if method not in DYNAMIC},
 }
 FAST = {
-    "rope": ["plain", *TOGETHER[2:], "yarn", "values"],
+    "rope": ["plain", "both", "grouped", "encoded", "whole", "values"],
     "pope": ["plain", "both"],
     "bam": ["plain", "ssmax"],
-    "alibi": ["plain", "grouped"],
-    "t5": ["plain", "scale_invariant"],
+    "alibi": ["plain", "grouped", "every"],
+    "t5": ["plain", "gate"],
     "forgetting": ["plain", "window"],
     "path": ["plain", "chunk"],
     "learned": ["plain", "dropped"],
@@ -187,7 +187,7 @@ def test_cached_decoding_equals_the_full_forward(name: str, switch: str, monkeyp
         torch.testing.assert_close(alone, whole[b:b + 1], atol=1e-5, rtol=1e-5)
 
 
-@every_encoding
+@every_encoding_slowly
 def test_each_row_of_a_cache_has_its_own_positions(name: str) -> None:
     """By default a row goes on from its own end; positions (T,) and (B, T) mix in one cache."""
     model, x, i = model_of(name), tokens((2, 12)), torch.arange(12)
@@ -406,15 +406,15 @@ def test_nothing_derived_enters_a_checkpoint_and_seeds_give_equal_weights(name: 
     assert all(torch.equal(made[0][key], weight) for key, weight in made[1].items())
 
 
-@every_encoding
-def test_every_encoding_has_a_config_and_every_option_a_description(name: str) -> None:
+def test_every_encoding_has_a_config_and_every_option_a_description() -> None:
     """What --help and the field guide show."""
     used = {load_config(path).position.encoding for path in (ROOT / "configs").glob("*.toml")
             if path.stem != "needles"}                                  # it takes the encoding of a run
-    assert name in used, f'no configs/*.toml has position.encoding = "{name}"'
-    assert (ENCODINGS[name].__doc__ or "").strip(), f"{ENCODINGS[name].__name__} needs a docstring"
-    for key, field in ENCODINGS[name].Options.model_fields.items():
-        assert field.description, f"{name}: give {key} a Field(..., description=...)"
+    for name, encoding in ENCODINGS.items():
+        assert name in used, f'no configs/*.toml has position.encoding = "{name}"'
+        assert (encoding.__doc__ or "").strip(), f"{encoding.__name__} needs a docstring"
+        for key, field in encoding.Options.model_fields.items():
+            assert field.description, f"{name}: give {key} a Field(..., description=...)"
 
 
 def test_positions_beyond_a_limit_are_refused() -> None:

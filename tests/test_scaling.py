@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import lively, tokens
+from conftest import lively, slow_except, tokens
 from explicit import config_of, model_of
 
 import rope
@@ -144,7 +144,7 @@ def test_yarn_warns_if_it_keeps_no_pair_and_names_a_better_beta_fast() -> None:
 
 
 @methods
-@pytest.mark.parametrize("name", ["rope", "p_rope", "xpos"])
+@pytest.mark.parametrize("name", slow_except(["rope", "p_rope", "xpos"], "rope"))
 def test_a_trained_model_takes_another_scaling(method: str, name: str) -> None:
     """It is not in the checkpoint: setting it equals building the model with it; None removes it."""
     scaling, x = make(method), tokens((2, 3 * L))

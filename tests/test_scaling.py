@@ -1,7 +1,9 @@
 """Scaling methods: their formulas, what they leave alone, through a model, and as a config key."""
 
+import json
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -25,17 +27,18 @@ shapes = [(dim, base, length, s) for dim, base in ((16, 1e4), (64, 1e4), (64, 5e
 
 def make(method: str, factor: float = 4.0, dim: int = 16, **options) -> Scaling:
     """The method with its required options."""
-    required = {"longrope": {"factor": factor, "short_factor": [1.0] * (dim // 2),
-                             "long_factor": [factor] * (dim // 2)},
-                "base": {"base": BASE * factor}}.get(method, {"factor": factor})
+    required: dict[str, Any] = {"factor": factor}
+    if method == "base":
+        required = {"base": BASE * factor}
+    if method == "longrope":
+        required |= {"short_factor": [1.0] * (dim // 2), "long_factor": [factor] * (dim // 2)}
     return SCALINGS[method].model_validate(required | options)
 
 
 def written(scaling: Scaling) -> str:
     """The override that sets it, without spaces."""
-    options = {key: value for key, value in scaling.model_dump().items() if value is not None}
-    text = ",".join(f"{key}={str(value).lower() if isinstance(value, bool) else repr(value)}"
-                    for key, value in options.items())
+    options = scaling.model_dump(exclude_none=True)
+    text = ",".join(f"{key}={json.dumps(value)}" for key, value in options.items())     # TOML writes alike
     return f"position.scaling={{{text}}}".replace(" ", "")
 
 
@@ -45,43 +48,54 @@ def frequencies(scaling: Scaling, dim: int = 16, base: float = BASE, length: int
     return scaling.frequencies(dim, base, length, torch.arange(T)[None])
 
 
+def ramp(plain: list[float], s: float, shares: list[float]) -> list[float]:
+    """f / s for a share of 1, f for a share of 0, both beyond them too."""
+    shares = [min(1, max(0, share)) for share in shares]
+    return [f + share * (f / s - f) for f, share in zip(plain, shares, strict=True)]
+
+
 @pytest.mark.parametrize(("dim", "base", "length", "s"), shapes)
 def test_frequencies_are_the_formula(dim: int, base: float, length: int, s: float) -> None:
     """Of pair i with the plain frequency f, which makes n turns in the length."""
-    T, plain = int(s * length), [base ** (-2 * i / dim) for i in range(dim // 2)]
+    pairs, T = range(dim // 2), int(s * length)
+    plain = [base ** (-2 * i / dim) for i in pairs]
     turns = [length * f / (2 * math.pi) for f in plain]
-    low = max([0, *(i for i, n in enumerate(turns) if n > 32)])         # MrRoPE's product over faster pairs
-    count = max(1, min([len(turns), *(i for i, n in enumerate(turns) if n < 1)]) - low)
-    eps = [2 * (1 + i - low) / (count * (count + 1)) * (low <= i < low + count) for i in range(dim // 2)]
-    longer = [2.0 + i for i in range(dim // 2)]
-    yarn = {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
     amplitude = 0.1 * math.log(s) + 1
 
-    def interpolated(shares: list[float]) -> list[float]:
-        """f / s for a share of 1, f for a share of 0."""
-        return [f + min(1, max(0, g)) * (f / s - f) for g, f in zip(shares, plain, strict=True)]
-
-    first, last = (dim * math.log(length / (2 * math.pi * r)) / (2 * math.log(base)) for r in (8, 2))
-    first, last = max(first, 0), min(last, dim - 1)
-    yarned = interpolated([(i - first) / ((last - first) or 1e-3) for i in range(dim // 2)])
-    for scaling, expected, factor in (
-            (make("pi", s), [f / s for f in plain], 1),
-            (make("base", base=5e5), [5e5 ** (-2 * i / dim) for i in range(dim // 2)], 1),
-            (make("ntk", s), [f / s ** (2 * i / (dim - 2)) for i, f in enumerate(plain)], 1),
-            (make("dynamic_ntk", 3.0), [f / (3 * T / length - 2) ** (2 * i / (dim - 2))
-                                        for i, f in enumerate(plain)], 1),
-            (make("yarn", s, **yarn), yarned, amplitude),
-            (make("yarn", s, **yarn, attention_factor=1.25), yarned, 1.25),
-            (make("llama3", s, low_freq_factor=2.0, high_freq_factor=6.0),
-             interpolated([1 - (n - 2) / (6 - 2) for n in turns]), 1),
-            (make("longrope", s, dim, short_factor=[1.0] * (dim // 2), long_factor=longer),
-             [f / (longer[i] if s > 1 else 1) for i, f in enumerate(plain)],
-             math.sqrt(1 + math.log(s) / math.log(length))),
-            (make("mrrope", s), [f / math.prod(s**e for e in eps[:i]) for i, f in enumerate(plain)],
-             amplitude)):
+    def check(scaling: Scaling, expected: list[float], factor: float = 1) -> None:
         f, found = frequencies(scaling, dim, base, length, T)
         torch.testing.assert_close(f, torch.tensor(expected), rtol=3e-5, atol=0)
         assert found == pytest.approx(factor)
+
+    def ntk(s: float) -> list[float]:
+        return [f / s ** (2 * i / (dim - 2)) for i, f in enumerate(plain)]
+
+    check(make("pi", s), [f / s for f in plain])
+    check(make("base", base=5e5), [5e5 ** (-2 * i / dim) for i in pairs])
+    check(make("ntk", s), ntk(s))
+    check(make("dynamic_ntk", 3.0), ntk(3 * T / length - 2))
+
+    # YaRN: a ramp between the pairs that make 8 turns and 2 turns
+    first, last = (dim * math.log(length / (2 * math.pi * n)) / (2 * math.log(base)) for n in (8, 2))
+    first, last = max(first, 0), min(last, dim - 1)
+    expected = ramp(plain, s, [(i - first) / ((last - first) or 1e-3) for i in pairs])
+    yarn = {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False}
+    check(make("yarn", s, **yarn), expected, amplitude)
+    check(make("yarn", s, **yarn, attention_factor=1.25), expected, 1.25)
+    llama3 = make("llama3", s, low_freq_factor=2.0, high_freq_factor=6.0)
+    check(llama3, ramp(plain, s, [1 - (n - 2) / (6 - 2) for n in turns]))
+
+    longer = [2.0 + i for i in pairs]
+    longrope = make("longrope", s, dim, short_factor=[1.0] * (dim // 2), long_factor=longer)
+    factor = math.sqrt(1 + math.log(s) / math.log(length))
+    check(longrope, [f / by if s > 1 else f for f, by in zip(plain, longer, strict=True)], factor)
+
+    # MrRoPE: a product over the faster pairs, from the last one with more than 32 turns to the first below 1
+    low = max([0, *(i for i in pairs if turns[i] > 32)])
+    high = min([len(turns), *(i for i in pairs if turns[i] < 1)])
+    count = max(1, high - low)
+    exponents = [2 * (1 + i - low) / (count * (count + 1)) if low <= i < low + count else 0 for i in pairs]
+    check(make("mrrope", s), [f / s ** sum(exponents[:i]) for i, f in enumerate(plain)], amplitude)
 
 
 @methods
@@ -94,11 +108,11 @@ def test_factor_1_changes_no_bit(method: str) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 1.21, 2.7, 8.0])
 def test_what_depends_on_the_length_begins_above_the_original_length(factor: float) -> None:
-    """To the last bit: a L / L - (a - 1) is not 1 at a = 1.21, L = 7. Only these read the positions."""
+    """To the last bit: a L / L - (a - 1) is not 1 at a = 1.21, L = 7."""
     plain = rope.inv_freq(16)
     for scaling in (DynamicNTK(factor=factor), make("longrope", 8.0)):
-        assert all(torch.equal(frequencies(scaling, length=length, T=T)[0], plain)
-                   for length in (7, L, 49) for T in (1, length - 1, length))
+        for length, shorter in product((7, L, 49), (0, 1)):
+            assert torch.equal(frequencies(scaling, length=length, T=length - shorter)[0], plain)
         longer = frequencies(scaling, T=L + 1)[0]
         assert (longer < plain)[1:].all()
         two_keys = scaling.frequencies(16, BASE, L, torch.tensor([[0, L]]))[0]
@@ -106,9 +120,13 @@ def test_what_depends_on_the_length_begins_above_the_original_length(factor: flo
         changed = scaling.model_copy(update={"original_length": 100})
         assert torch.equal(frequencies(changed, T=100)[0], plain)
         assert not torch.equal(frequencies(changed, T=101)[0], plain)
-    for method in set(SCALINGS) - set(DYNAMIC):     # reading waits for the device; "meta" has nothing to read
-        k_pos = torch.empty(1, 100, dtype=torch.long, device="meta")
-        assert make(method).frequencies(16, BASE, L, k_pos)[0].device.type == "meta"
+
+
+@pytest.mark.parametrize("method", [method for method in SCALINGS if method not in DYNAMIC])
+def test_other_methods_read_no_position(method: str) -> None:
+    """Reading waits for the device; "meta" has nothing to read."""
+    k_pos = torch.empty(1, 100, dtype=torch.long, device="meta")
+    assert make(method).frequencies(16, BASE, L, k_pos)[0].device.type == "meta"
 
 
 @pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "mrrope"])
@@ -126,17 +144,19 @@ def test_no_method_rotates_further_or_faster_than_in_training(method: str) -> No
 
 
 def test_yarn_warns_if_it_keeps_no_pair_and_names_a_better_beta_fast() -> None:
+    yarn = YaRN(factor=4.0)
     for length, dim, expected in ((128, 64, True), (256, 64, True), (512, 64, False), (4096, 128, False)):
-        f = frequencies(YaRN(factor=4.0), dim, length=length)[0]
+        f = frequencies(yarn, dim, length=length)[0]
         assert (f[1] < rope.inv_freq(dim)[1]).item() == expected
-        warning = YaRN(factor=4.0).warning(dim, BASE, length)
+        warning = yarn.warning(dim, BASE, length)
         assert (warning is not None) == expected
         assert YaRN(factor=4.0, original_length=length).warning(dim, BASE, 4096) == warning
     for length, beta in ((128, 2.0), (256, 4.1)):
-        text, better = YaRN(factor=4.0).warning(64, BASE, length), YaRN(factor=4.0, beta_fast=beta)
-        assert f"lower it, to {beta:g} " in text
-        kept = frequencies(better, 64, length=length)[0] == rope.inv_freq(64)
-        assert better.warning(64, BASE, length) is None and abs(int(kept.sum()) - 8) <= 1
+        assert f"lower it, to {beta:g} " in (yarn.warning(64, BASE, length) or "")
+        better = YaRN(factor=4.0, beta_fast=beta)
+        assert better.warning(64, BASE, length) is None
+        n_kept = (frequencies(better, 64, length=length)[0] == rope.inv_freq(64)).sum()
+        assert abs(n_kept - 8) <= 1
     assert all(make(method).warning(16, BASE, L) is None for method in SCALINGS if method != "yarn")
 
 
@@ -159,8 +179,9 @@ def test_a_trained_model_takes_another_scaling(method: str, name: str) -> None:
 @methods
 def test_cos_and_sin_alone_carry_the_factor_and_the_frequencies(method: str) -> None:
     """Partial rotary: R channels rotate at the frequencies for R and are scaled; the rest is unchanged."""
-    encoding, at = lively(config_of("rope", "position.fraction=0.5")).encoding, torch.arange(3 * L)[None]
+    encoding = lively(config_of("rope", "position.fraction=0.5")).encoding
     encoding.scaling = make(method, dim=8)
+    at = torch.arange(3 * L)[None]
     f, factor = frequencies(encoding.scaling, 8, T=3 * L)
     assert (factor > 1.01) == (method in ("yarn", "longrope", "mrrope"))
     q = torch.randn(1, 2, 3 * L, 16, generator=torch.Generator().manual_seed(0))
@@ -193,9 +214,11 @@ def test_each_decoding_step_rotates_all_keys_for_the_current_length(method: str)
         model = model_of("rope", f"model.n_layer={n_layer} {written(make(method))}")
         cache = model.new_cache()
         model(x[:, :L - 3], cache=cache)
-        for t in range(L - 3, L + 8):
-            step, whole = model(x[:, t:t + 1], cache=cache)[:, -1], model(x[:, :t + 1])[:, -1]
-            assert ((step - whole).abs().max() < 1e-3) == (n_layer == 1 or t < L), t
+        for t in range(L - 3, L + 4):
+            step = model(x[:, t:t + 1], cache=cache)[:, -1]
+            whole = model(x[:, :t + 1])[:, -1]
+            is_equal = (step - whole).abs().max() < 1e-3
+            assert is_equal == (n_layer == 1 or t < L), t
 
 
 # --- As a config key
@@ -203,7 +226,8 @@ def test_each_decoding_step_rotates_all_keys_for_the_current_length(method: str)
 
 @methods
 def test_configs_survive_the_round_trip_and_evaluation_fills_in_the_rest(method: str, tmp_path) -> None:
-    config, path = config_of("rope", written(make(method, 3.0, original_length=77))), tmp_path / "again.toml"
+    config = config_of("rope", written(make(method, 3.0, original_length=77)))
+    path = tmp_path / "again.toml"
     path.write_text(to_toml(config))
     assert isinstance(config.position.scaling, SCALINGS[method]) and load_config(path) == config
     given = make(method).model_dump(exclude={"factor", "original_length"})

@@ -64,9 +64,11 @@ def logits_of(encoding: Encoding, q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Te
 
 def temperature_of(model: GPT, config: Config, layer: int, seen: Tensor, documents: Tensor | None) -> Tensor:
     """The factor of each query, (1, 1 or H, T, 1), from the formulas; a query sees some keys (T, T)."""
-    m, L = torch.arange(len(seen)), config.train.seq_len
+    m = torch.arange(len(seen))
+    L = config.train.seq_len
     m = (m if documents is None else m - torch.searchsorted(documents, documents)).double()[:, None]
-    n, own = seen.sum(-1)[None, None, :, None].double(), dict(model.named_parameters())
+    n = seen.sum(-1)[None, None, :, None].double()
+    own = dict(model.named_parameters())
     return {"none": lambda: torch.ones_like(n),
             "log_n": lambda: (n.log() / math.log(L)).clamp(min=1),
             "ssmax": lambda: own["temperature.s"][layer, :, None, None] * n.log(),
@@ -84,7 +86,8 @@ def scale_invariant(logits: Tensor, distance: Tensor, tau: float) -> Tensor:
 
 def layers_of(config: Config) -> tuple[set[int], set[int]]:
     """The layers that have the encoding, and those that have the temperature."""
-    p, every = config.position, set(range(config.model.n_layer))
+    p = config.position
+    every = set(range(config.model.n_layer))
     named = {"all": every, "first": {0}}[p.layers] if isinstance(p.layers, str) else set(p.layers)
     encoded = {n for n in named if not p.skip_every or (n + 1) % p.skip_every}
     return encoded, {"all": every, "encoded": encoded, "unencoded": every - encoded}[p.temperature_layers]
@@ -92,8 +95,11 @@ def layers_of(config: Config) -> tuple[set[int], set[int]]:
 
 def visible(config: Config, layer: int, T: int, documents: Tensor | None) -> Tensor:
     """The keys (T, T) that each query sees. documents (T,)."""
-    m, i, j = config.model, torch.arange(T)[:, None], torch.arange(T)
-    seen, start = j <= i, torch.zeros(T, dtype=torch.long)
+    m = config.model
+    i = torch.arange(T)[:, None]
+    j = torch.arange(T)
+    seen = j <= i
+    start = torch.zeros(T, dtype=torch.long)
     if documents is not None:
         seen = seen & (documents[:, None] == documents)
         start = torch.searchsorted(documents, documents)                # chunks begin anew in each document
@@ -119,19 +125,25 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
     documents (B, T), the same in each row. Pairs further apart than `farthest` are as if at that distance.
     All switches are applied here, by their formulas.
     """
-    a, p, name = model.blocks[layer].attention, config.position, config.position.encoding
-    q, k = a.q(x), a.k(x)
+    a = model.blocks[layer].attention
+    p = config.position
+    name = config.position.encoding
+    q = a.q(x)
+    k = a.k(x)
     if config.model.qk_norm == "whole":
-        q, k = normalised(q, a.q_norm), normalised(k, a.k_norm)
+        q = normalised(q, a.q_norm)
+        k = normalised(k, a.k_norm)
     q, k, v = (y.unflatten(-1, (-1, config.model.head_width)).transpose(1, 2) for y in (q, k, a.v(x)))
     if config.model.qk_norm is True:
-        q, k = normalised(q, a.q_norm), normalised(k, a.k_norm)
+        q = normalised(q, a.q_norm)
+        k = normalised(k, a.k_norm)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     encoded, tempered = layers_of(config)
     is_encoded = layer in encoded and p.drop_at > 0
     encoding = model.encoding if is_encoded else ENCODINGS["none"](None, config_of("none").position)
     seen = visible(config, layer, x.shape[1], None if documents is None else documents[0])
-    factor, after = torch.ones(()), torch.ones(())
+    factor = torch.ones(())
+    after = torch.ones(())
     if layer in tempered:
         factor = temperature_of(model, config, layer, seen, None if documents is None else documents[0])
     if is_encoded and name in TEMPERED_BIASES:

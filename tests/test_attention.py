@@ -38,11 +38,13 @@ def inputs(T: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 def explicit(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, window: int | None) -> Tensor:
     """Softmax over all keys at once, in fp64, from the formula of ALiBi."""
-    Tq, Tk = q.shape[2], k.shape[2]
+    Tq = q.shape[2]
+    Tk = k.shape[2]
     slopes = ALiBi.slopes(H).double()[:, None, None]      # as exact as fp32
     distance = (pos[:, -Tq:, None] - pos[:, None])[:, None]
     logits = q.double() @ k.double().mT / math.sqrt(D) - slopes * distance
-    i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)
+    i = torch.arange(Tk - Tq, Tk)[:, None]
+    j = torch.arange(Tk)
     return logits.masked_fill((j > i) | (i - j >= (window or Tk)), -torch.inf).softmax(-1) @ v.double()
 
 
@@ -60,7 +62,8 @@ def by(path, q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: 
 def test_folded_alibi_is_the_explicit_softmax(where: str, tiny, monkeypatch) -> None:
     """Of all queries, of some and of one; over all keys and in windows."""
     monkeypatch.setattr(attention, "MIN_QUERIES", 5)
-    encoding, pos = make_alibi(tiny), POSITIONS[where]
+    encoding = make_alibi(tiny)
+    pos = POSITIONS[where]
     q, k, v = inputs(24)
     for Tq, window in itertools.product((24, 10, 1), (None, 1, 7)):
         found = by(attend_fused, q[:, :, -Tq:], k, v, encoding, at_of(encoding, pos, Tq), Mask(window=window))
@@ -97,7 +100,9 @@ def spied(monkeypatch) -> list[str]:
 @pytest.mark.parametrize("name", ["rope", "pope", "none"])
 def test_on_a_cpu_bf16_trains_in_blocks_and_evaluates_in_the_kernel(name: str, tiny, monkeypatch) -> None:
     """From FUSE_FROM queries on, and in fp32, the kernel trains too."""
-    model, x, y = lively(tiny(name)), tokens((2, 12)), tokens((2, 12), 1)
+    model = lively(tiny(name))
+    x = tokens((2, 12))
+    y = tokens((2, 12), 1)
     taken = spied(monkeypatch)
 
     def path(dtype: torch.dtype, grad: bool) -> set[str]:
@@ -149,7 +154,8 @@ def grads(attend, dtype: torch.dtype, encoding, pos: Tensor, *features: Tensor) 
 def test_folded_sums_of_gates_lose_few_digits(dtype: torch.dtype, bound: float, bound_of_gates: float,
                                               tiny) -> None:
     """Gates f are about 1/2: over 384 tokens the sums reach 300. Blocks err by 2e-6 and 5e-3."""
-    encoding, pos = GPT(tiny("forgetting")).encoding, torch.arange(384)[None]
+    encoding = GPT(tiny("forgetting")).encoding
+    pos = torch.arange(384)[None]
     log_f = torch.randn(B, H, 384, 1, generator=torch.Generator().manual_seed(2)).sigmoid().log()
     expected = grads(attend_in_blocks, torch.float64, encoding, pos, log_f)
     found = grads(attend_fused, dtype, encoding, pos, log_f)
@@ -174,7 +180,8 @@ def test_a_training_pass_never_waits_for_the_device(name: str, positions: str, t
     """Reading a value waits for a GPU. On the meta device, which holds no values, it is an error."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())      # the meta device has none
     model = GPT(tiny(name, "train.dtype=bfloat16")).to("meta")
-    x, at = torch.zeros((2, 32), dtype=torch.long, device="meta"), None
+    x = torch.zeros((2, 32), dtype=torch.long, device="meta")
+    at = None
     if positions == "skipping" and model.encoding.max_length is None:   # a limit makes it read positions
         at = torch.zeros((2, 32), dtype=torch.long, device="meta")
     documents = (x == 5).cumsum(-1)

@@ -35,7 +35,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | No
     logits = q @ k.mT * scale
     logits = score_mod(logits, b, h, i, j) if score_mod else logits
     logits = logits.masked_fill(~block_mask.mask_mod(b, h, i, j), -torch.inf)
-    assert T % 128 == 0 and block_mask.shape[-2:] == (T, T)
+    assert T % 128 == 0
+    assert block_mask.shape[-2:] == (T, T)
     return logits.softmax(-1) @ v, flex_attention.AuxOutput(lse=logits.logsumexp(-1))
 
 
@@ -43,7 +44,8 @@ def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> 
     """Loss and gradients of all parameters, and how many layers used FlexAttention."""
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "FLEX_DEVICES", {"cpu"} if is_flex else set())
-        taken, attend = [], attention.attend_flex
+        taken = []
+        attend = attention.attend_flex
         patch.setattr(attention, "attend_flex", lambda *given: taken.append(1) or attend(*given))
         patch.setattr(flex_attention, "flex_attention", dense)
         model.zero_grad()
@@ -88,7 +90,9 @@ def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
     torch._dynamo.reset()
     options = ("model.flex=true", "model.window=100", "model.chunk=130", "model.full_every=2",
                "model.n_kv_head=1")
-    model, x, found = lively(tiny("t5", *options)).double(), tokens((2, 201)), []
+    model = lively(tiny("t5", *options)).double()
+    x = tokens((2, 201))
+    found = []
     documents = (x[:, :-1] < 3).cumsum(-1)
     for devices, call in ((set(), model), ({"cpu"}, torch.compile(model, backend="eager", fullgraph=True))):
         monkeypatch.setattr(decoder, "FLEX_DEVICES", devices)
@@ -103,7 +107,8 @@ def test_flex_is_not_used_where_it_does_not_serve(tiny, monkeypatch) -> None:
     """Given positions, a cache, dropout, narrow heads and biases by content."""
     monkeypatch.setattr(decoder, "FLEX_DEVICES", {"cpu"})
     monkeypatch.setattr(attention, "attend_flex", lambda *_: pytest.fail("flex was taken"))
-    x, on = tokens((1, 12)), "model.flex=true"
+    x = tokens((1, 12))
+    on = "model.flex=true"
     lively(tiny("t5", on))(x, positions=torch.arange(12))
     for given in (("cope", on, "model.window=4"), ("t5", on, "model.head_dim=8"), ("t5",), ("rope", on)):
         lively(tiny(*given))(x)                             # rope: no gain over the causal kernel

@@ -21,7 +21,11 @@ def test_parameters_and_flops_are_the_closed_form(mlp: str, matrices: int, tied:
                   "model.n_layer=3", "model.n_head=6", "model.n_kv_head=2", "model.head_dim=10",
                   "model.qkv_bias=true")
     model = GPT(config)
-    C, V, n_layer, T, width = 48, 257, 3, 40, 128 if matrices == 3 else 192
+    C = 48
+    V = 257
+    n_layer = 3
+    T = 40
+    width = 128 if matrices == 3 else 192
     assert hidden_width(config.model) == width
     block = 2 * C * 60 + 2 * C * 20 + matrices * C * width
     assert model.n_parameters() == n_layer * (block + 100 + 2 * C) + C + V * C * (1 if tied else 2)
@@ -35,7 +39,8 @@ def test_parameters_and_flops_are_the_closed_form(mlp: str, matrices: int, tied:
 @every_encoding
 def test_bfloat16_under_autocast_warns_of_nothing(name: str, tiny) -> None:
     """In training, in evaluation and in decoding from a cache."""
-    model, x = GPT(tiny(name, "model.qk_norm=true")), tokens((2, 8))
+    model = GPT(tiny(name, "model.qk_norm=true"))
+    x = tokens((2, 8))
     torch.set_warn_always(True)                     # PyTorch warns only once in a process otherwise
     try:
         with warnings.catch_warnings():
@@ -53,7 +58,8 @@ def test_bfloat16_under_autocast_warns_of_nothing(name: str, tiny) -> None:
 
 def test_a_norm_after_each_sublayer_and_a_scaled_embedding(tiny) -> None:
     """What a sublayer adds has its norm's weight as root mean square; embeddings are sqrt(C) larger."""
-    model, streams = lively(tiny("rope", "model.post_norm=true", "model.scaled_embedding=true")), []
+    model = lively(tiny("rope", "model.post_norm=true", "model.scaled_embedding=true"))
+    streams = []
     x = tokens((1, 8))
     for block in model.blocks:
         for norm in (block.attention_post_norm, block.mlp_post_norm):
@@ -70,14 +76,18 @@ def test_a_norm_after_each_sublayer_and_a_scaled_embedding(tiny) -> None:
 
 def test_dropout_acts_in_training_only(tiny, monkeypatch) -> None:
     """On embeddings, and in each of two layers on attention and both sublayers' outputs."""
-    seen, drop, kernel = [], F.dropout, F.scaled_dot_product_attention
+    seen = []
+    drop = F.dropout
+    kernel = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "dropout", lambda x, p, is_on=True, *rest: (
         seen.append(p * is_on), drop(x, p, is_on, *rest))[1])
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *given, dropout_p, **rest: (
         seen.append(dropout_p), kernel(*given, dropout_p=dropout_p, **rest))[1])
     for name in ("rope", "alibi"):                                      # the fused path and the blocks
-        model, x = lively(tiny(name, "model.dropout=0.5")), tokens((1, 16))
-        assert torch.equal(model(x), model(x)) and not any(seen)
+        model = lively(tiny(name, "model.dropout=0.5"))
+        x = tokens((1, 16))
+        assert torch.equal(model(x), model(x))
+        assert not any(seen)
         seen.clear()
         model.train()(x)
         assert seen == [0.5] * 7
@@ -88,9 +98,6 @@ def test_initial_loss_is_that_of_a_uniform_guess(tiny) -> None:
     torch.manual_seed(0)
     loss = GPT(tiny("rope"))(tokens((4, 32)), tokens((4, 32), 1))
     assert loss.item() == pytest.approx(math.log(257), abs=0.05)
-    block = GPT(tiny("rope", "model.bias=true", "model.n_embd=128")).blocks[1]
-    for linear, std in ((block.mlp.up, 0.02), (block.mlp.down, 0.01), (block.attention.o, 0.01)):
-        assert linear.weight.std().item() == pytest.approx(std, rel=0.05) and not linear.bias.any()
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
@@ -103,7 +110,8 @@ def test_all_norms_have_the_epsilon(norm: str, tiny) -> None:
 def test_compiled_training_gives_the_same_loss(tiny) -> None:
     for name in ("rope", "alibi"):
         model = lively(tiny(name, "model.n_layer=1"))
-        x, y = tokens((2, 32)), tokens((2, 32), 1)
+        x = tokens((2, 32))
+        y = tokens((2, 32), 1)
         torch.testing.assert_close(torch.compile(model)(x, y), model(x, y), atol=1e-4, rtol=1e-4)
 
 
@@ -114,13 +122,6 @@ def test_an_mlp_without_a_gate_is_its_formula(kind: str, activation, tiny) -> No
     mlp = lively(tiny("rope", f"model.mlp={kind}")).double().blocks[0].mlp
     x = torch.randn(2, 3, 32).double()
     torch.testing.assert_close(mlp(x), mlp.down(activation(mlp.up(x))))
-
-
-@pytest.mark.parametrize("positions", [
-    torch.tensor([3]), torch.arange(20), torch.arange(10)[None].expand(3, -1)])
-def test_positions_that_do_not_fit_the_tokens_are_refused(positions: torch.Tensor, tiny) -> None:
-    with pytest.raises(ValueError, match="position"):
-        lively(tiny())(tokens((2, 10)), positions=positions)
 
 
 def test_the_last_matrices_of_the_sublayers_start_small_whatever_their_names() -> None:

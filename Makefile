@@ -23,7 +23,8 @@ SHELL := bash
 PYTHON ?= python3
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+# without its bytecode, Python compiles all tests anew, in each of the processes
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
 
 .PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row study-data enwik8 wikitext103 pg19
 .DELETE_ON_ERROR:

@@ -58,7 +58,8 @@ def logits_of(encoding: Encoding, q: Tensor, k: Tensor, q_pos: Tensor, k_pos: Te
     hidden = ~(causal(q.shape[2], k.shape[2]) if seen is None else seen)
     logits = (turned_q @ turned_k.mT / math.sqrt(q.shape[3]) * factor).masked_fill(hidden, -torch.inf)
     after = encoding.scores(logits, q * factor, k, at)
-    assert torch.equal(after.isneginf(), hidden.expand_as(after)) and not after.isnan().any()
+    assert torch.equal(after.isneginf(), hidden.expand_as(after))
+    assert not after.isnan().any()
     return after
 
 

@@ -132,7 +132,8 @@ def training(case: Case, device: str, dtype: torch.dtype, is_compiled: bool = Fa
     if dtype == torch.float64:
         model = model.double()
     ids = tokens((BATCH_SIZE, case.length + 1), 2, VOCAB_SIZE).to(device)
-    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    x = ids[:, :-1].contiguous()
+    y = ids[:, 1:].contiguous()
     documents = (x < 5).cumsum(-1) if case.is_packed else None
     index = torch.arange(case.length, device=device)
     positions = index + 70 * (index >= 80) if case.skips else None
@@ -231,8 +232,10 @@ def test_cuda_computes_the_formula_under_an_extension(name: str, way: str) -> No
 def test_a_step_on_cuda_waits_for_nothing(kind: str, encoding: str, tiny) -> None:
     """With packed documents and dropout. The first step makes what is made once."""
     config = tiny(encoding, f"train.optimizer={kind}", "model.dropout=0.1")
-    model, x = GPT(config).cuda(), tokens((4, 33)).cuda()
-    optimizer, documents = make_optimizer(model, config), (x[:, :-1] < 5).cumsum(-1)
+    model = GPT(config).cuda()
+    x = tokens((4, 33)).cuda()
+    optimizer = make_optimizer(model, config)
+    documents = (x[:, :-1] < 5).cumsum(-1)
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:

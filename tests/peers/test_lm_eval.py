@@ -136,17 +136,6 @@ def test_any_encoding_gets_numbers(encoding: str, tiny, tasks: Path) -> None:
             evaluate("nanorope", ["my_text"], tasks, run="run", max_length=64)
 
 
-def test_the_command_prints_a_table(tiny, tasks: Path) -> None:
-    train(tiny("t5", *QUICK), [])
-    write_text(LF[:200])
-    ended = subprocess.run(
-        [sys.executable, "-m", "hf.lm_eval", str(tasks / "run"), "--length", "64", "--tasks", "my_text",
-         "--include_path", str(tasks)], cwd=tasks, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "bits_per_byte" in ended.stdout
-
-
 def test_rolling_scores_a_separator_that_the_tokenizer_adds(tiny, tasks: Path, corpus_dir: Path) -> None:
     """As lm_eval does: the template's separator is a target after another one, of a folder and of a run."""
     template = {"type": "TemplateProcessing", "single": [

@@ -39,10 +39,13 @@ def copied(ours: Attention, theirs: nn.Module) -> None:
 
 def both(model: GPT, layer: int, theirs: nn.Module, fraction: float = 1.0) -> tuple[Tensor, Tensor]:
     """The results of our layer and of theirs, which gets its cos and sin."""
-    x, positions, encoding = torch.randn(B, T, C), torch.arange(T)[None], model.encodings[layer]
+    x = torch.randn(B, T, C)
+    positions = torch.arange(T)[None]
+    encoding = model.encodings[layer]
     at = At(positions, positions, layer, encoding.tables(positions, positions))
     angle = rope.angles(positions, rope.inv_freq(round(fraction * D), 500.0)).float()
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     if theirs.__class__.__name__ != "GptOssAttention":
         cos, sin = (torch.cat((each, each), dim=-1) for each in (cos, sin))
     mask = CAUSAL
@@ -57,7 +60,8 @@ def test_sinks_and_windows_in_every_second_layer_are_gpt_oss() -> None:
     model = lively(recipe("gpt-oss", "model.window=5"))
     config = GptOssConfig(**HEADS, sliding_window=5)
     for layer in range(2):
-        ours, theirs = model.blocks[layer].attention, GptOssAttention(config, layer)
+        ours = model.blocks[layer].attention
+        theirs = GptOssAttention(config, layer)
         copied(ours, theirs)
         ours.sink.normal_()
         theirs.sinks.copy_(ours.sink)
@@ -69,7 +73,8 @@ def test_gated_attention_is_qwen3_5() -> None:
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
     model = lively(recipe("qwen3-gated", "model.norm_eps=1e-6"))
-    ours, theirs = model.blocks[0].attention, Qwen3_5Attention(Qwen3_5TextConfig(**HEADS), 0)
+    ours = model.blocks[0].attention
+    theirs = Qwen3_5Attention(Qwen3_5TextConfig(**HEADS), 0)
     for norm in (ours.q_norm, ours.k_norm):
         norm.weight.normal_(1, 0.3)
     for name in "kvo":
@@ -85,9 +90,11 @@ def test_rotated_values_are_deepseek_v4() -> None:
     """Keys and values before attention, and results after it; they rotate a slice at the end of each head."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
     model = GPT(recipe("rope", "position.rotate_values=true", "position.layout=interleaved"))
-    encoding, positions = model.encodings[0], torch.arange(T)[None]
+    encoding = model.encodings[0]
+    positions = torch.arange(T)[None]
     at = At(positions, positions, 0, encoding.tables(positions, positions))
     angle = rope.angles(positions, rope.inv_freq(D, 500.0)).float()
-    v, y = torch.randn(B, G, T, D), torch.randn(B, H, T, D)
+    v = torch.randn(B, G, T, D)
+    y = torch.randn(B, H, T, D)
     torch.testing.assert_close(encoding.turn_values(v, at), apply_rotary_pos_emb(v, angle.cos(), angle.sin()))
     torch.testing.assert_close(encoding.turn_back(y, at), apply_rotary_pos_emb(y, angle.cos(), -angle.sin()))

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from positions import ENCODINGS
 
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/*.md")))]
-NOTES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("results/*/README.md"))
+NOTES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("results/**/*.md"))
 
 
 def read(name: str) -> str:

@@ -201,13 +201,13 @@ def zero_or(x: float) -> str:
 
 
 def section(name: str) -> str:
-    """The generated part of an encoding's section: its file, sources, formula and picture."""
-    text = inspect.cleandoc(ENCODINGS[name].__doc__ or "")
-    path = Path(inspect.getfile(ENCODINGS[name])).relative_to(ROOT).as_posix()
-    sources = [f"[arXiv:{number}](https://arxiv.org/abs/{number})"
-               for number in dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{4,5})", text))]
-    links = [f"[{path}](../{path})", *sources]
-    return f"{', '.join(links)}\n\n```text\n{text}\n```\n\n![{name}](../results/gallery/{name}.png)"
+    """The generated part of an encoding's section: its class, sources and picture."""
+    encoding = ENCODINGS[name]
+    path = Path(inspect.getfile(encoding)).relative_to(ROOT).as_posix()
+    numbers = dict.fromkeys(re.findall(r"arXiv:(\d{4}\.\d{4,5})", encoding.__doc__ or ""))
+    sources = [f"[arXiv:{number}](https://arxiv.org/abs/{number})" for number in numbers]
+    links = [f"[`{encoding.__name__}` in {path}](../{path})", *sources]
+    return f"{', '.join(links)}\n![{name}](../results/gallery/{name}.png)"
 
 
 def update(text: str, blocks: dict[str, str]) -> str:
@@ -215,8 +215,8 @@ def update(text: str, blocks: dict[str, str]) -> str:
     for name, block in blocks.items():
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
         if begin not in text and name in ENCODINGS:
-            text = (f"{text.rstrip()}\n\n## {name}\n\n{begin}{end}\n**When to use it.** {UNWRITTEN}\n\n"
-                    f"**Beyond L.** {UNWRITTEN}\n")
+            text = (f"{text.rstrip()}\n\n## {name}\n\n{begin}{end}\n- **When to use it.** {UNWRITTEN}\n"
+                    f"- **Beyond L.** {UNWRITTEN}\n")
         before, has_begin, rest = text.partition(begin)
         _, has_end, after = rest.partition(end)
         if not (has_begin and has_end):

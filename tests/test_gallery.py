@@ -115,7 +115,7 @@ def test_what_is_written_by_hand_stays_and_a_new_encoding_gets_a_section(monkeyp
     monkeypatch.setitem(ENCODINGS, "mine", Encoding)
     text = gallery.update(guide, {"alibi": "NEW", "mine": "GENERATED"})
     assert text.endswith("## mine\n\n<!-- begin mine -->\nGENERATED\n<!-- end mine -->\n\n"
-                         "**When to use it.** Not written yet.\n\n**Beyond L.** Not written yet.\n")
+                         "- **When to use it.** Not written yet.\n- **Beyond L.** Not written yet.\n")
     assert text.replace("NEW", "OLD").startswith(guide.rstrip())
     assert gallery.update(text, {"alibi": "NEW", "mine": "GENERATED"}) == text
     for line in ("<!-- begin properties -->", "<!-- end properties -->"):

@@ -234,18 +234,6 @@ def test_yarns_frequencies_are_those_of_transformers(L: int, beta_fast: float, b
     assert factor == pytest.approx(expected[1])
 
 
-def test_attention_may_have_biases_where_the_mlp_has_none(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=32, attention_bias=True)
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    for name, weight in theirs.named_parameters():
-        weight.copy_(torch.randn_like(weight) * (1.0 if name.endswith("bias") else 0.2))
-    theirs.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json(ByteTokenizer())))
-    assert_equal_logits(load_run(tmp_path)[0], theirs, 40)
-
-
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "n_embd", "n_layer", "n_head", "d_model", "n_layers", "n_heads")
 FIRST = {RUNS[case][0]: case for case in reversed(RUNS)}

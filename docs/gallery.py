@@ -83,17 +83,19 @@ def draw_by_distance(figure: Any, far: Tensor, near: Tensor | None, label: str) 
         names = ["all heads"]
     far = far.where(far >= far.amax(dim=1).min() - LOWEST, torch.nan)
     axes = figure.subplots(1, 2, gridspec_kw=MARGINS | {"wspace": 0.25})
-    for axis, until, title in zip(axes, (L // 2, 8 * L), ("near: to L / 2", "far: to 8 L"), strict=True):
+    for axis, until in ((axes[0], L // 2), (axes[1], 8 * L)):
         for head, name in enumerate(names):
             style = LINES[head % len(LINES)]
             axis.plot(far[head, :until + 1], **style, label=name)
             if near is not None:
                 axis.plot(near[head, :until + 1], **style, linewidth=0.7,
                           label="" if head else "thin: query at L")
-        axis.set(xlabel="distance (tokens)", ylabel=label, xlim=(0, until), title=title)
+        axis.set(xlabel="distance (tokens)", ylabel=label, xlim=(0, until))
         axis.grid(alpha=0.3)
-    mark(axis)
-    axis.legend()
+    axes[0].set_title("near: to L / 2")
+    axes[1].set_title("far: to 8 L")
+    mark(axes[1])
+    axes[1].legend()
 
 
 DRAW: dict[str, Callable[[Any, Encoding], None]] = {
@@ -164,7 +166,8 @@ def save(figure: Figure, path: Path) -> None:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "---:") -> str:
     """A Markdown table: the first column is aligned left, the others right by default."""
-    lines = [head, ["---"] + [align] * (len(head) - 1), *rows]
+    rule = ["---"] + [align] * (len(head) - 1)
+    lines = [head, rule, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -172,10 +175,11 @@ def contents() -> str:
     """The list of sections, with what each encoding acts on and the first sentence of its docstring."""
     rows = []
     for name, encoding in ENCODINGS.items():
-        docstring = (encoding.__doc__ or "").strip() + " "
+        docstring = inspect.cleandoc(encoding.__doc__ or "") + " "
         sentence = re.split(r"(?<=[^\s.])\.\s", docstring)[0]
+        escaped = re.sub(r"([|*])", r"\\\1", sentence)
         acts_on = " and ".join(HOOKS[hook] for hook in hooks_of(encoding)) or "nothing"
-        rows.append([f"[`{name}`](#{name})", acts_on, sentence.replace("|", "\\|").replace("*", "\\*")])
+        rows.append([f"[`{name}`](#{name})", acts_on, escaped])
     return table(["encoding", "acts on", "what it does"], rows, "---")
 
 
@@ -223,9 +227,9 @@ def update(text: str, blocks: dict[str, str]) -> str:
         if begin not in text and name in ENCODINGS:
             text = (f"{text.rstrip()}\n\n## {name}\n\n{begin}{end}\n**When to use it.** {UNWRITTEN}\n\n"
                     f"**Beyond L.** {UNWRITTEN}\n")
-        before, has_begin, rest = text.partition(begin)
+        before, _, rest = text.partition(begin)
         _, has_end, after = rest.partition(end)
-        if not (has_begin and has_end):
+        if not has_end:
             raise UserError(f"docs/encodings.md: needs a line {begin.strip()} with {end.strip()} below it")
         text = f"{before}{begin}{block}\n{end}{after}"
     return text
@@ -237,8 +241,10 @@ def main() -> None:
     for name in ENCODINGS:
         draw(name, PICTURES)
     draw_decay(PICTURES)
-    blocks = {"contents": contents(), "properties": property_table()} | {
-        name: section(name) for name in ENCODINGS}
+
+    blocks = {"contents": contents(), "properties": property_table()}
+    for name in ENCODINGS:
+        blocks[name] = section(name)
     GUIDE.write_text(update(GUIDE.read_text(encoding="utf-8"), blocks), encoding="utf-8")
     print(f"wrote docs/encodings.md and {len(ENCODINGS) + 1} pictures in results/gallery")
 

@@ -65,7 +65,7 @@ def test_codes_are_unique_by_as_much_as_their_formula_says() -> None:
 
 
 @pytest.mark.parametrize(("codes", "gap", "step"), [
-    ([0, 1, 3], 1 / 3, 2 / 3), ([0, 2, 5, 2], 0, 3 / 5), ([4, 4, 4], 0, 0)])
+    ([0, 1, 3], 1 / 3, 2 / 3), ([0, 3, 5, 3], 0, 3 / 5), ([4, 4, 4], 0, 0)])
 def test_the_gap_is_between_any_two_codes_and_the_step_between_neighbours(codes: list[float], gap: float,
                                                                           step: float) -> None:
     """Over the largest distance of any two."""

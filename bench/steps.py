@@ -7,11 +7,12 @@ checkout of nanoGPT, with changes if you want: `rope+compile`, `rope+cudagraphs`
 `t5+model.flex=true+compile`. `encodings` stands for every encoding. A pair section.key=value changes all
 contenders. The first one is what the others are divided by, in every shape (length and batch size) and size.
 
-Each contender has a process of its own, some at a time, always with the first among them. They take a step
-(forward, backward, AdamW, on random tokens) in turn, round after round, so that a noisy machine disturbs all
-equally. A cell has the median of the ratios within a round, then the fastest and the median step. Memory is
-the peak of the process minus what it held before it made the model, or the peak of what is allocated on the
-GPU; that of a compiled model includes its compiling. Where a process ended, the cell has its exit code.
+Each contender has a process of its own, some at a time, always with the first among them. They compile at the
+same time, then take a step (forward, backward, AdamW, on random tokens) in turn, round after round, so that a
+noisy machine disturbs all equally. A cell has the median of the ratios within a round, then the fastest and
+the median step. Memory is the peak of the process minus what it held before it made the model, or the peak of
+what is allocated on the GPU; that of a compiled model includes its compiling. Where a process ended, the cell
+has its exit code.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -128,7 +127,7 @@ def config_of(contender: str, overrides: Sequence[str]) -> Config:
 
 
 def serve(pipe: Any, contender: str, overrides: Sequence[str], device: torch.device) -> None:
-    """Take a step at each request, and send its seconds and the peak of memory, until the pipe is closed."""
+    """Take two steps to get warm, then one at each request; send its seconds and the peak of memory."""
     config, name = config_of(contender, overrides), contender.partition("+")[0]
     make: Any = GPT if name in ENCODINGS else PEERS.get(name) or partial(NanoGPT, name)
     set_up_cpu()
@@ -137,8 +136,10 @@ def serve(pipe: Any, contender: str, overrides: Sequence[str], device: torch.dev
         make(config)                    # so that what it imports does not count
     before = peak_bytes(device)
     model = make(config).to(device)
-    optimizer = (make_optimizer(model, config) if isinstance(model, GPT)
-                 else torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True))
+    if isinstance(model, GPT):
+        optimizer = make_optimizer(model, config)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     call: Any = model
     for change in contender.split("+"):
         if change in COMPILE_MODES:
@@ -147,7 +148,7 @@ def serve(pipe: Any, contender: str, overrides: Sequence[str], device: torch.dev
     tokens = torch.randint(config.model.vocab_size, (config.train.batch_size, config.train.seq_len + 1),
                            device=device)
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    while pipe.recv():
+    for number in itertools.count():
         began = time.perf_counter()
         with autocast(config.train, device):
             loss = call(x, y)
@@ -156,7 +157,9 @@ def serve(pipe: Any, contender: str, overrides: Sequence[str], device: torch.dev
         optimizer.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        pipe.send((time.perf_counter() - began, peak_bytes(device) - before))
+        if number > 0:
+            pipe.send((time.perf_counter() - began, peak_bytes(device) - before))
+            pipe.recv()
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -173,65 +176,57 @@ def peak_bytes(device: torch.device) -> int:
 class Contestant:
     """A contender in a process of its own, its figures, and how the process ended if it has."""
 
-    def __init__(self, name: str, *arguments: Any) -> None:
-        self.name, self.problem, self.peak, self.seconds = name, "", 0, list[float]()
+    def __init__(self, *arguments: Any) -> None:
+        self.problem, self.peak, self.seconds = "", 0, list[float]()
         context: Any = multiprocessing.get_context("spawn")
         self.pipe, other_end = context.Pipe()
-        self.process = context.Process(target=serve, args=(other_end, name, *arguments), daemon=True)
+        self.process = context.Process(target=serve, args=(other_end, *arguments), daemon=True)
         self.process.start()
         other_end.close()
+
+    def finish_step(self) -> None:
+        """Wait for the figures of a step."""
+        try:
+            seconds, self.peak = self.pipe.recv()
+            self.seconds.append(seconds)
+        except (EOFError, OSError):
+            self.process.join()
+            self.problem = f"ended with code {self.process.exitcode}"
 
     def step(self) -> None:
         """Take a step, unless the process has ended."""
         if not self.problem:
-            try:
-                self.pipe.send(True)
-                seconds, self.peak = self.pipe.recv()
-                self.seconds.append(seconds)
-            except (EOFError, OSError):
-                self.process.join()
-                self.problem = f"ended with code {self.process.exitcode}"
-
-
-@contextmanager
-def contestants(names: Sequence[str], *arguments: Any) -> Iterator[list[Contestant]]:
-    """The contenders, warm after two steps; on a GPU all compile at the same time."""
-    started = [Contestant(name, *arguments) for name in names]
-    try:
-        with ThreadPoolExecutor(len(names) if arguments[-1].type == "cuda" else 1) as pool:
-            for _ in range(2):
-                list(pool.map(Contestant.step, started))
-        for contestant in started:
-            contestant.seconds.clear()
-        yield started
-    finally:
-        for contestant in started:
-            contestant.process.kill()
-            contestant.process.join()
+            self.pipe.send(True)
+            self.finish_step()
 
 
 def measure(names: Sequence[str], overrides: Sequence[str], rounds: int,
-            device: torch.device) -> list[tuple[str, str]]:
-    """Time and memory of each contender, as two cells."""
-    base, cells, n = names[0], dict[str, tuple[str, str]](), AT_A_TIME[device.type]
-    for group in [names[first:first + n] for first in range(1, len(names), n)] or [()]:
-        with contestants([base, *group], overrides, device) as started:
-            for number in range(rounds):
-                order = started if number % 2 == 0 else started[::-1]
-                for contestant in order:
-                    contestant.step()
-        if started[0].problem:
-            raise UserError(f"{base} {started[0].problem}: its last lines are above")
-        for x in started:
-            if x.problem:
-                cells[x.name] = x.problem, ""
-                continue
-            ratio = statistics.median(a / b for a, b in zip(x.seconds, started[0].seconds, strict=True))
-            fastest = 1e3 * min(x.seconds)
-            median = 1e3 * statistics.median(x.seconds)
-            cells[x.name] = (f"{ratio:.2f} ({fastest:.0f}, {median:.0f})",
-                             f"{x.peak / started[0].peak:.2f} ({x.peak / 1e6:.0f})")
-    return [cells[name] for name in names]
+            device: torch.device) -> dict[str, list[str]]:
+    """Time and memory of these contenders relative to the first, as two cells each."""
+    contestants = [Contestant(name, overrides, device) for name in names]
+    try:
+        for contestant in contestants:
+            contestant.finish_step()    # the last of two for warmth, which all of them take at the same time
+            contestant.seconds.clear()
+        for number in range(rounds):
+            for contestant in contestants if number % 2 == 0 else contestants[::-1]:
+                contestant.step()
+    finally:
+        for contestant in contestants:
+            contestant.process.kill()
+            contestant.process.join()
+    base = contestants[0]
+    if base.problem:
+        raise UserError(f"{names[0]} {base.problem}: its last lines are above")
+    cells = {}
+    for name, x in zip(names, contestants, strict=True):
+        cells[name] = [x.problem, ""]
+        if not x.problem:
+            ratio = statistics.median(a / b for a, b in zip(x.seconds, base.seconds, strict=True))
+            fastest, median = 1e3 * min(x.seconds), 1e3 * statistics.median(x.seconds)
+            cells[name] = [f"{ratio:.2f} ({fastest:.0f}, {median:.0f})",
+                           f"{x.peak / base.peak:.2f} ({x.peak / 1e6:.0f})"]
+    return cells
 
 
 def main() -> None:
@@ -244,29 +239,32 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default %(default)s")
     parser.add_argument("--out", type=Path, metavar="FILE.md", help="also write the result to this file")
     args = parser.parse_intermixed_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device; leave it out to measure on the CPU")
-    device, changes = torch.device(args.device), [text for text in args.contenders if CHANGE.match(text)]
+    device = torch.device(args.device)
+    changes = [text for text in args.contenders if CHANGE.match(text)]
     names = [text for text in args.contenders if text not in changes] or DEFAULT
-    names = list(dict.fromkeys(contender for name in names for contender in named(name)))
-    columns, rows = ["encoding"], [[name] for name in names]
+    rows = {contender: [contender] for name in names for contender in named(name)}
+    base, *others = rows
+    columns = ["encoding"]
     for size, shape in itertools.product(args.sizes, args.shapes):
         (n_layer, n_embd), (T, batch_size) = size.split("x"), shape.split(",")
         n_head = int(n_embd) // 64
         overrides = [f"model.n_layer={n_layer}", f"model.n_embd={n_embd}", f"model.n_head={n_head}",
                      f"train.seq_len={T}", f"train.batch_size={batch_size}", *changes]
-        for name in names:
-            config_of(name, overrides)          # all mistakes before the first measurement
-        columns += [f"{size}, T {T}, batch {batch_size}: step / {names[0]}'s (fastest, median ms)",
-                    f"memory / {names[0]}'s (MB)"]
-        for row, cells in zip(rows, measure(names, overrides, args.rounds, device), strict=True):
-            row += cells
-    config = config_of(names[0], overrides)
+        for name in rows:
+            config = config_of(name, overrides)         # all mistakes before the first measurement
+        columns += [f"{size}, T {T}, batch {batch_size}: step / {base}'s (fastest, median ms)",
+                    f"memory / {base}'s (MB)"]
+        cells: dict[str, list[str]] = {}
+        n = AT_A_TIME[args.device]
+        for first in range(0, max(1, len(others)), n):
+            cells |= measure([base, *others[first:first + n]], overrides, args.rounds, device)
+        for name, row in rows.items():
+            row += cells[name]
     machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} threads"
     text = "\n".join([f"`python -m bench.steps {shlex.join(sys.argv[1:])}`", "",
                       f"{machine}, torch {torch.__version__}, {dtype_name(config.train, device)}", "",
                       f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1),
-                      *(f"| {' | '.join(row)} |" for row in rows)])
+                      *(f"| {' | '.join(row)} |" for row in rows.values())])
     print(text)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

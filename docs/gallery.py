@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -50,15 +49,18 @@ def draw_embed(figure: Any, encoding: Encoding) -> None:
     """Heat map of the vectors that `embed` adds, by position and channel."""
     n = 4 * L
     n_defined = min(n, encoding.max_length or n)
-    values = torch.full((n, SHAPE.n_embd), torch.nan)
-    values[:n_defined] = position_vectors(encoding, n_defined)
-    used = int(values[:n_defined].any(dim=0).nonzero().max()) + 1       # the channels after it hold zeros
+    vectors = position_vectors(encoding, n_defined)
+    used = int(vectors.any(dim=0).nonzero().max()) + 1                  # the channels after it hold zeros
+    values = torch.full((n, used), torch.nan)
+    values[:n_defined] = vectors[:, :used]
     axis = figure.subplots(gridspec_kw=MARGINS | {"right": 1.05})       # the color bar needs room
-    image = axis.imshow(values[:, :used].T.numpy(), aspect="auto", interpolation="nearest", cmap="viridis")
+    image = axis.imshow(values.T.numpy(), aspect="auto", interpolation="nearest", cmap="viridis")
     figure.colorbar(image, ax=axis, label="added to the embedding")
+    color = "white"
     if n_defined < n:
+        color = "black"
         axis.text((n_defined + n) / 2, used / 2, "not defined", ha="center", va="center")
-    mark(axis, color="white" if n_defined == n else "black", linestyle="--")
+    mark(axis, color=color, linestyle="--")
     axis.set(xlabel="position (tokens)", ylabel="channel")
 
 
@@ -76,22 +78,24 @@ def draw_scores(figure: Any, encoding: Encoding) -> None:
 
 def draw_by_distance(figure: Any, far: Tensor, near: Tensor | None, label: str) -> None:
     """A line per head (H, n), to L / 2 on the left and to 8 L on the right; `near` is drawn thin."""
-    heads = [f"head {head}" for head in range(1, len(far) + 1)]
+    names = [f"head {head}" for head in range(1, len(far) + 1)]
     if torch.allclose(far, far[:1].expand_as(far)):
-        heads = ["all heads"]
-    axes = figure.subplots(1, 2, gridspec_kw=MARGINS | {"wspace": 0.25})
+        names = ["all heads"]
     far = far.where(far >= far.amax(dim=1).min() - LOWEST, torch.nan)
-    for axis, until, title in zip(axes, (L // 2, 8 * L), ("near: to L / 2", "far: to 8 L"), strict=True):
-        for head, name in enumerate(heads):
+    axes = figure.subplots(1, 2, gridspec_kw=MARGINS | {"wspace": 0.25})
+    for axis, until in ((axes[0], L // 2), (axes[1], 8 * L)):
+        for head, name in enumerate(names):
             style = LINES[head % len(LINES)]
             axis.plot(far[head, :until + 1], **style, label=name)
             if near is not None:
-                label_of_near = "thin: query at L" if head == 0 else None
-                axis.plot(near[head, :until + 1], **style, linewidth=0.7, label=label_of_near)
-        axis.set(xlabel="distance (tokens)", ylabel=label, xlim=(0, until), title=title)
+                axis.plot(near[head, :until + 1], **style, linewidth=0.7,
+                          label="" if head else "thin: query at L")
+        axis.set(xlabel="distance (tokens)", ylabel=label, xlim=(0, until))
         axis.grid(alpha=0.3)
-    mark(axis)
-    axis.legend()
+    axes[0].set_title("near: to L / 2")
+    axes[1].set_title("far: to 8 L")
+    mark(axes[1])
+    axes[1].legend()
 
 
 DRAW: dict[str, Callable[[Any, Encoding], None]] = {
@@ -126,24 +130,21 @@ def draw_decay(folder: Path) -> None:
     figure = Figure(figsize=(10, 8))
     distance = torch.arange(10_001)
     edges = torch.logspace(0, 4, 61).round().long().unique()
+    middles = (edges[:-1] * edges[1:]).sqrt()
     margins = MARGINS | {"bottom": 0.08, "top": 0.9, "wspace": 0.05}
     axes = figure.subplots(2, 3, sharex=True, sharey="row", gridspec_kw=margins)
-    for (is_bound, i), axis in np.ndenumerate(axes):
-        dim = (32, 64, 128)[i]
+    for dim, column in zip((32, 64, 128), axes.T, strict=True):
+        column[0].set_title(f"{dim} rotated channels")
         for base, style in zip((100, 10_000, 500_000), LINES, strict=False):
-            angle = rope.angles(distance, rope.inv_freq(dim, base))
-            if is_bound:
-                waves = torch.polar(torch.ones_like(angle), angle)
-                sums = waves.cumsum(dim=-1).abs().mean(dim=-1)
-                curve = sums / sums[0]
-            else:
-                curve = angle.cos().mean(dim=-1)
-            mean = [curve[a:b].mean() for a, b in zip(edges, edges[1:], strict=False)]
-            axis.plot(distance[1:], curve[1:], color=style["color"], alpha=0.25, linewidth=0.5)
-            middles = (edges[:-1] * edges[1:]).sqrt()
-            axis.plot(middles, mean, **style, label=f"base {base:,}".replace(",", " "))
-        axis.set(xscale="log", title="" if is_bound else f"{dim} rotated channels")
-        axis.grid(alpha=0.3)
+            angle = rope.angles(distance, rope.inv_freq(dim, base))     # (n, pairs)
+            waves = torch.polar(torch.ones_like(angle), angle)
+            sums = waves.cumsum(dim=-1).abs().mean(dim=-1)
+            for axis, curve in zip(column, (angle.cos().mean(dim=-1), sums / sums[0]), strict=True):
+                mean = [curve[a:b].mean() for a, b in zip(edges, edges[1:], strict=False)]
+                axis.plot(distance[1:], curve[1:], color=style["color"], alpha=0.25, linewidth=0.5)
+                axis.plot(middles, mean, **style, label=f"base {base:_}".replace("_", " "))
+                axis.set_xscale("log")
+                axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("logit of q = k = 1 / logit at distance 0")
     axes[1, 0].set_ylabel("mean |S_j| / mean |S_j| at distance 0")
     axes[1, 1].set_xlabel("distance (tokens)")
@@ -165,7 +166,8 @@ def save(figure: Figure, path: Path) -> None:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "---:") -> str:
     """A Markdown table: the first column is aligned left, the others right by default."""
-    lines = [head, ["---"] + [align] * (len(head) - 1), *rows]
+    rule = ["---"] + [align] * (len(head) - 1)
+    lines = [head, rule, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -173,10 +175,11 @@ def contents() -> str:
     """The list of sections, with what each encoding acts on and the first sentence of its docstring."""
     rows = []
     for name, encoding in ENCODINGS.items():
-        docstring = (encoding.__doc__ or "").strip() + " "
+        docstring = inspect.cleandoc(encoding.__doc__ or "") + " "
         sentence = re.split(r"(?<=[^\s.])\.\s", docstring)[0]
+        escaped = re.sub(r"([|*])", r"\\\1", sentence)
         acts_on = " and ".join(HOOKS[hook] for hook in hooks_of(encoding)) or "nothing"
-        rows.append([f"[`{name}`](#{name})", acts_on, sentence.replace("|", "\\|").replace("*", "\\*")])
+        rows.append([f"[`{name}`](#{name})", acts_on, escaped])
     return table(["encoding", "acts on", "what it does"], rows, "---")
 
 
@@ -186,17 +189,24 @@ def property_table() -> str:
     rows = []
     for name in ENCODINGS:
         p = properties(name)
-        unique = f"yes, {p.gap:.1g}" if p.gap else "no"
-        linear = "-" if p.residual is None else zero_or(p.residual)
-        rows.append([f"[`{name}`](#{name})", unique, f"{p.step:.1g}", linear, yes[p.is_defined],
-                     yes[p.is_fixed], zero_or(p.change), f"{p.n_parameters:,}"])
+        rows.append([
+            f"[`{name}`](#{name})",
+            f"yes, {p.gap:.1g}" if p.gap else "no",
+            f"{p.step:.1g}",
+            zero_or(p.residual),
+            yes[p.is_defined],
+            yes[p.is_fixed],
+            zero_or(p.change),
+            f"{p.n_parameters:,}"])
     head = ["encoding", "unique", "largest step", "linear", "defined at 8 L", "fixed", "distance alone",
             "parameters"]
     return table(head, rows)
 
 
-def zero_or(x: float) -> str:
-    """"yes" if x is 0 up to rounding errors, otherwise "no" and x."""
+def zero_or(x: float | None) -> str:
+    """"yes" if x is 0 up to rounding errors, otherwise "no" and x; "-" for None."""
+    if x is None:
+        return "-"
     return "yes" if x < ROUNDING else f"no, {x:.1g}"
 
 
@@ -217,9 +227,9 @@ def update(text: str, blocks: dict[str, str]) -> str:
         if begin not in text and name in ENCODINGS:
             text = (f"{text.rstrip()}\n\n## {name}\n\n{begin}{end}\n- **When to use it.** {UNWRITTEN}\n"
                     f"- **Beyond L.** {UNWRITTEN}\n")
-        before, has_begin, rest = text.partition(begin)
+        before, _, rest = text.partition(begin)
         _, has_end, after = rest.partition(end)
-        if not (has_begin and has_end):
+        if not has_end:
             raise UserError(f"docs/encodings.md: needs a line {begin.strip()} with {end.strip()} below it")
         text = f"{before}{begin}{block}\n{end}{after}"
     return text
@@ -231,6 +241,7 @@ def main() -> None:
     for name in ENCODINGS:
         draw(name, PICTURES)
     draw_decay(PICTURES)
+
     blocks = {"contents": contents(), "properties": property_table()}
     for name in ENCODINGS:
         blocks[name] = section(name)

@@ -25,23 +25,24 @@ from positions.rotary import RoPEOptions, RotaryOptions
 
 Tables = dict[str, Fields]      # of our config: section -> key -> value
 
+QKV = "blocks.N.attention.q blocks.N.attention.k blocks.N.attention.v"
 LLAMA = {                       # Hugging Face's module -> our modules; several are stacked along the rows
-    "model.embed_tokens": ["embedding"],
-    "model.layers.N.input_layernorm": ["blocks.N.attention_norm"],
-    "model.layers.N.self_attn.q_proj": ["blocks.N.attention.q"],
-    "model.layers.N.self_attn.k_proj": ["blocks.N.attention.k"],
-    "model.layers.N.self_attn.v_proj": ["blocks.N.attention.v"],
-    "model.layers.N.self_attn.o_proj": ["blocks.N.attention.o"],
-    "model.layers.N.post_attention_layernorm": ["blocks.N.mlp_norm"],
-    "model.layers.N.mlp.gate_proj": ["blocks.N.mlp.gate"],
-    "model.layers.N.mlp.up_proj": ["blocks.N.mlp.up"],
-    "model.layers.N.mlp.down_proj": ["blocks.N.mlp.down"],
-    "model.norm": ["norm"],
-    "lm_head": ["head"],
+    "model.embed_tokens": "embedding",
+    "model.layers.N.input_layernorm": "blocks.N.attention_norm",
+    "model.layers.N.self_attn.q_proj": "blocks.N.attention.q",
+    "model.layers.N.self_attn.k_proj": "blocks.N.attention.k",
+    "model.layers.N.self_attn.v_proj": "blocks.N.attention.v",
+    "model.layers.N.self_attn.o_proj": "blocks.N.attention.o",
+    "model.layers.N.post_attention_layernorm": "blocks.N.mlp_norm",
+    "model.layers.N.mlp.gate_proj": "blocks.N.mlp.gate",
+    "model.layers.N.mlp.up_proj": "blocks.N.mlp.up",
+    "model.layers.N.mlp.down_proj": "blocks.N.mlp.down",
+    "model.norm": "norm",
+    "lm_head": "head",
 }
-SHAPE = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
-         "n_embd": "hidden_size", "n_hidden": "intermediate_size", "vocab_size": "vocab_size",
-         "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
+SIZES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd",
+         "intermediate_size": "n_hidden", "vocab_size": "vocab_size", "tie_word_embeddings": "tied"}
+SHAPE = SIZES | {"num_key_value_heads": "n_kv_head", "rms_norm_eps": "norm_eps"}
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "n_inner")
 
 
@@ -50,18 +51,16 @@ class Architecture:
 
     model_type: ClassVar[str]
     class_name: ClassVar[str]
-    modules: ClassVar[Mapping[str, list[str]]] = LLAMA
-    transposed: ClassVar[tuple[str, ...]] = ()          # modules with weights (in, out)
+    modules: ClassVar[Mapping[str, str]] = LLAMA
     encodings: ClassVar[Mapping[str, set[str]]]         # name -> keys of [position] with any value
-    fields: ClassVar[Mapping[str, str]] = SHAPE         # key of [model] -> field; any value
+    fields: ClassVar[Mapping[str, str]] = SHAPE         # field -> key of [model]; any value
     free: ClassVar[set[str]] = {"head_dim", "dropout", "flex"}      # keys of [model] with any value
     block: ClassVar[Fields] = {}                        # keys of [model] with other values than our defaults
+    needs_window: ClassVar[bool] = False
     rope_types: ClassVar[set[str]] = {*ROPE_TYPES.values()}     # of scalings
     constants: ClassVar[Fields] = {}                    # fields for which only this value is supported
-    copies: ClassVar[Mapping[str, str]] = {}            # field -> another one, whose value it must have
     defaults: ClassVar[Fields] = {}                     # fields that may be missing
     length: ClassVar[str] = "max_position_embeddings"
-    prefix: ClassVar[str] = "model."                    # missing if the decoder was saved without its head
     head: ClassVar[str] = "lm_head"
     layout: ClassVar[Literal["half", "interleaved"]] = "half"       # which channels of q and k form a pair
 
@@ -72,12 +71,13 @@ class Architecture:
         model, position = config.model, config.position
         found: Fields = {"position.encoding": position.encoding}
         if position.encoding in self.encodings:
-            free = self.encodings[position.encoding] | {"encoding", "lr_scale"}
-            found = {f"position.{key}": getattr(position, key) for key in differing(position, {}, free)}
-        free = {*self.fields, *self.free}
-        found |= {f"model.{key}": getattr(model, key) for key in differing(model, self.block, free)}
+            free = {"encoding", "lr_scale", *self.encodings[position.encoding]}
+            found = differing("position", position, {}, free)
+        found |= differing("model", model, self.block, {*self.fields.values(), *self.free})
         if "head_dim" not in self.fields and model.head_width * model.n_head != model.n_embd:
             found["model.head_dim"] = model.head_width
+        if self.needs_window and model.window is None:
+            found["model.window"] = None
         scaling = getattr(position, "scaling", None)
         if scaling is not None and ROPE_TYPES.get(scaling.method) not in self.rope_types:
             found["position.scaling"] = scaling.method
@@ -92,10 +92,9 @@ class Architecture:
         model = config.model
         resolved = {**model.model_dump(), "n_hidden": hidden_width(model), "head_dim": model.head_width,
                     "n_kv_head": model.n_kv_head or model.n_head}
-        fields = {"architectures": [self.class_name], "model_type": self.model_type, **self.constants,
-                  **{field: resolved[key] for key, field in self.fields.items()}}
-        copies = {copy: fields[field] for copy, field in self.copies.items()}
-        return fields | copies | self.positions_json(config)
+        fields = {field: resolved[key] for field, key in self.fields.items()}
+        return {"architectures": [self.class_name], "model_type": self.model_type, **self.constants, **fields,
+                **self.positions_json(config)}
 
     def positions_json(self, config: Config) -> Fields:
         """The fields for the position encoding and the number of positions."""
@@ -109,18 +108,16 @@ class Architecture:
         for field, value in self.constants.items():
             if given.get(field, value) != value:
                 raise self.unsupported(f"{field} = {given[field]!r}", repr(value))
-        for copy, field in self.copies.items():
-            if given[copy] != given[field]:
-                raise self.unsupported(f"{copy} = {given[copy]!r}", f"{field} = {given[field]!r}")
-        missing = [field for field in (*self.fields.values(), self.length)
-                   if given.get(field) is None and not (field in given and field in MAY_BE_NULL)]
-        if missing:
-            raise UserError(f"{', '.join(missing)} must be present for {self.class_name}")
-        model = {key: given[field] for key, field in self.fields.items()}
-        if model.get("n_kv_head") == model["n_head"]:           # our default
-            del model["n_kv_head"]
-        if model.get("head_dim") == model["n_embd"] / model["n_head"]:
-            del model["head_dim"]
+        model: Fields = {}
+        for field, key in self.fields.items():
+            value = given.get(field)
+            if value is None and field not in MAY_BE_NULL:
+                raise UserError(f"{field} must be present for {self.class_name}")
+            if model.setdefault(key, value) != value:
+                raise self.unsupported(f"{field} = {value!r}", f"{key} = {model[key]!r}")
+        for key, default in (("n_kv_head", model["n_head"]), ("head_dim", model["n_embd"] / model["n_head"])):
+            if model.get(key) == default:
+                model[key] = None
         position, L = self.position_table(given)
         model = {key: value for key, value in (self.block | model).items() if value is not None}
         return {"model": model, "position": position, "train": {"seq_len": L}}
@@ -135,47 +132,56 @@ class Architecture:
 
     # Tensors
 
-    def names(self, weights: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    def write_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
+        """A tensor of this name, several of ours in one, as Hugging Face stores it."""
+        return tensor
+
+    def read_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
+        """The inverse of write_tensor."""
+        return tensor
+
+    def names(self, weights: Mapping[str, Any], n_layer: int) -> Iterator[tuple[str, list[str]]]:
         """For all weights of our model: Hugging Face's name -> our names; several are stacked by rows."""
-        n_layer = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
         for module, parts in self.modules.items():
-            for n in range(n_layer) if ".N." in module else [0]:
+            for n in range(n_layer if ".N." in module else 1):
                 for kind in ("weight", "bias"):
-                    sources = [f"{part.replace('.N.', f'.{n}.')}.{kind}" for part in parts]
-                    if sources[0] in weights:
-                        yield f"{module.replace('.N.', f'.{n}.')}.{kind}", sources
+                    name, *ours = (f"{text}.{kind}".replace(".N.", f".{n}.")
+                                   for text in (module, *parts.split()))
+                    if ours[0] in weights:
+                        yield name, ours
 
     def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
         """Our weights under Hugging Face's names, in its layout."""
-        weights, names = in_layout(self.layout, weights, config), list(self.names(weights))
-        assert {part for _, parts in names for part in parts} == set(weights), "a weight has no name"
-        return {name: self._turned(name, torch.cat([weights[part] for part in parts])).contiguous()
-                for name, parts in names}
+        m, tensors = config.model, {}
+        weights = in_layout(self.layout, weights, config)
+        for name, parts in self.names(weights, m.n_layer):
+            stacked = torch.cat([weights.pop(part) for part in parts])
+            tensors[name] = self.write_tensor(name, stacked, m.n_head).contiguous()
+        assert not weights, "a weight has no name"
+        return tensors
 
     def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: Config,
                        hf_config: Fields) -> dict[str, Tensor]:
         """The tensors under our names, fp32. Raises UserError for a missing, misshapen or unknown one."""
-        weights: dict[str, Tensor] = {}
-        own = (self.prefix, f"{self.head}.")
-        left = {name if name.startswith(own) else self.prefix + name: tensor
+        m, weights = config.model, dict[str, Tensor]()
+        # a decoder that was saved without its head lacks the prefix
+        embedding, head = f"{next(iter(self.modules))}.weight", f"{self.head}.weight"
+        prefix = embedding.partition(".")[0] + "."
+        left = {name if name.startswith((prefix, self.head)) else prefix + name: tensor
                 for name, tensor in tensors.items()}
-        head = None if "head.weight" in shapes else left.pop(f"{self.head}.weight", None)
-        if head is not None and not torch.equal(head, left[f"{next(iter(self.modules))}.weight"]):
-            raise UserError(f"tensor {self.head}.weight differs from the embedding: transformers does not "
-                            "tie them; in config.json, set tie_word_embeddings to false")
-        has_mlp_bias = any(".mlp." in name and name.endswith(".bias") for name in left)
-        for name, parts in self.names(shapes):
-            if ".mlp." in name and name.endswith(".bias") and not has_mlp_bias:
-                left[name] = torch.zeros(shapes[parts[0]])              # of attention_bias without mlp_bias
+        if m.tied and not torch.equal(left[embedding], left.pop(head, left[embedding])):
+            raise UserError(f"tensor {head} differs from the embedding: transformers does not tie them; in "
+                            "config.json, set tie_word_embeddings to false")
+        for name, parts in self.names(shapes, m.n_layer):
             if name not in left:
                 raise UserError(f"tensor {name} is missing; download the whole folder again")
-            tensor = self._turned(name, left.pop(name))
+            tensor = self.read_tensor(name, left.pop(name).float(), m.n_head)
             sizes = [shapes[part][0] for part in parts]
             wanted = (sum(sizes), *shapes[parts[0]][1:])
             if tensor.shape != wanted:
                 raise UserError(f"tensor {name}: has shape {tuple(tensor.shape)}, but config.json asks for "
                                 f"{wanted}; take both from the same model")
-            weights.update(zip(parts, tensor.float().contiguous().split(sizes), strict=True))
+            weights.update(zip(parts, tensor.contiguous().split(sizes), strict=True))
         # older versions saved masks and tables, which our model does not have
         unknown = [name for name in left if not name.endswith(
             ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias"))]
@@ -184,14 +190,11 @@ class Architecture:
                             "config.json and weights are from different models")
         return weights
 
-    def _turned(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor.t() if name.endswith(self.transposed) and tensor.dim() == 2 else tensor
 
-
-def differing(options: ModelConfig | Options, block: Fields, free: set[str]) -> list[str]:
-    """Keys, except free ones, whose value is not the block's, or the default where the block has none."""
-    return [key for key, field in type(options).model_fields.items()
-            if key not in free and getattr(options, key) != block.get(key, field.default)]
+def differing(section: str, options: ModelConfig | Options, block: Fields, free: set[str]) -> Fields:
+    """section.key -> value of all keys but free ones, where it is not the block's, or else the default."""
+    return {f"{section}.{key}": getattr(options, key) for key, field in type(options).model_fields.items()
+            if key not in free and getattr(options, key) != block.get(key, field.default)}
 
 
 def in_layout(layout: str, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
@@ -220,12 +223,10 @@ class Llama(Architecture):
 
     model_type, class_name = "llama", "LlamaForCausalLM"
     encodings = {"rope": {"base", "layout", "scaling"}, "p_rope": {"base", "layout", "p"}}
-    fields = SHAPE | {"head_dim": "head_dim", "bias": "attention_bias"}
+    fields = SHAPE | {"head_dim": "head_dim", "attention_bias": "bias", "mlp_bias": "bias"}
     constants = {"hidden_act": "silu"}
-    copies = {"mlp_bias": "attention_bias"}
     defaults = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False,
-                "mlp_bias": False, "max_position_embeddings": 2048, "num_key_value_heads": None,
-                "head_dim": None, "sliding_window": None, "rope_theta": 10_000.0}
+                "mlp_bias": False, "max_position_embeddings": 2048, "rope_theta": 10_000.0}
 
     def positions_json(self, config: Config) -> Fields:
         position, D, L = config.position, config.model.head_width, config.train.seq_len
@@ -235,14 +236,7 @@ class Llama(Architecture):
         parameters, max_length = rope_parameters(position, position.rotary_dim(D), L)
         return {"rope_parameters": parameters, self.length: max_length}
 
-    def tables(self, hf_config: Fields) -> Tables:
-        if "mlp_bias" in self.copies and hf_config.get("attention_bias"):
-            hf_config = {**hf_config, "mlp_bias": True}                 # of zeros: see import_tensors
-        return super().tables(hf_config)
-
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
-        if set(hf_config.get("layer_types") or ()) - {"full_attention"}:
-            raise self.unsupported("layer_types with other attention", "full_attention in all layers")
         position, L = read_rope_parameters(hf_config, hf_config[self.length])
         for encoding, free in self.encodings.items():
             if position.keys() <= free:
@@ -256,7 +250,6 @@ class Qwen2(Llama):
 
     model_type, class_name = "qwen2", "Qwen2ForCausalLM"
     fields = SHAPE
-    copies = {}
     block = {"qkv_bias": True}
     constants = {"hidden_act": "silu", "use_sliding_window": False}
     defaults = Llama.defaults | {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
@@ -276,10 +269,9 @@ class Qwen3(Llama):
     """Llama with an RMSNorm on q and k of each head, and heads of any width."""
 
     model_type, class_name = "qwen3", "Qwen3ForCausalLM"
-    modules = LLAMA | {"model.layers.N.self_attn.q_norm": ["blocks.N.attention.q_norm"],
-                       "model.layers.N.self_attn.k_norm": ["blocks.N.attention.k_norm"]}
+    modules = LLAMA | {"model.layers.N.self_attn.q_norm": "blocks.N.attention.q_norm",
+                       "model.layers.N.self_attn.k_norm": "blocks.N.attention.k_norm"}
     fields = SHAPE | {"head_dim": "head_dim"}
-    copies = {}
     block = {"qk_norm": True}
     constants = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}
     defaults = Qwen2.defaults | {"head_dim": 128}
@@ -289,8 +281,7 @@ class Mistral(Llama):
     """Llama with a sliding window in all layers or in none, and heads of any width."""
 
     model_type, class_name = "mistral", "MistralForCausalLM"
-    fields = SHAPE | {"head_dim": "head_dim", "window": "sliding_window"}
-    copies = {}
+    fields = SHAPE | {"head_dim": "head_dim", "sliding_window": "window"}
     defaults = Llama.defaults | {"num_key_value_heads": 8, "sliding_window": 4096,
                                  "max_position_embeddings": 131_072}
 
@@ -298,34 +289,29 @@ class Mistral(Llama):
 class Windowed(Llama):
     """Llama with a window in all layers but every k-th, or in none. Subclasses are architectures."""
 
-    fields = SHAPE | {"window": "sliding_window"}
+    fields = SHAPE | {"sliding_window": "window"}
     free = Architecture.free | {"full_every"}
-    copies = {}
 
     def positions_json(self, config: Config) -> Fields:
         m = config.model
         full_every = m.full_every if m.window else 1
         return {**super().positions_json(config), "layer_types": layer_types(full_every, m.n_layer)}
 
-    def kinds(self, hf_config: Fields) -> list[str]:
-        """layer_types, from config.json with its defaults."""
-        return hf_config.get("layer_types") or layer_types(
-            hf_config["sliding_window_pattern"], hf_config["num_hidden_layers"])
-
     def tables(self, hf_config: Fields) -> Tables:
         tables = super().tables(hf_config)
-        kinds = self.kinds({**self.defaults, **hf_config})
+        given = {**self.defaults, **hf_config}
+        kinds = given.get("layer_types") or layer_types(
+            given["sliding_window_pattern"], tables["model"]["n_layer"])
         full_every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
         if kinds != layer_types(full_every, len(kinds)):
             raise self.unsupported("layer_types", "full_attention in every k-th layer (model.full_every)")
+        if full_every == 1 and self.needs_window:
+            raise self.unsupported("layer_types without a window", "sliding_attention in some layers")
         if full_every == 1:
             tables["model"].pop("window", None)
         elif full_every:
             tables["model"]["full_every"] = full_every
         return tables
-
-    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
-        return super().position_table({**hf_config, "layer_types": None})
 
 
 class SmolLM3(Windowed):
@@ -334,9 +320,8 @@ class SmolLM3(Windowed):
     model_type, class_name = "smollm3", "SmolLM3ForCausalLM"
     encodings = {**{name: free | {"layers", "skip_every"} for name, free in Llama.encodings.items()},
                  "none": set()}
-    fields = Windowed.fields | {"bias": "attention_bias"}
+    fields = Windowed.fields | {"attention_bias": "bias", "mlp_bias": "bias"}
     constants = {"hidden_act": "silu"}
-    copies = Llama.copies
     defaults = Llama.defaults | {"num_key_value_heads": 4, "tie_word_embeddings": True,
                                  "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0,
                                  "use_sliding_window": False}
@@ -355,10 +340,10 @@ class SmolLM3(Windowed):
         return {"no_rope_layers": flags, "use_sliding_window": config.model.window is not None,
                 **super().positions_json(config)}
 
-    def kinds(self, hf_config: Fields) -> list[str]:
-        if hf_config["use_sliding_window"]:
-            return super().kinds(hf_config)
-        return layer_types(1, hf_config["num_hidden_layers"])
+    def tables(self, hf_config: Fields) -> Tables:
+        if not hf_config.get("use_sliding_window"):                     # whatever layer_types says
+            hf_config = {**hf_config, "layer_types": ["full_attention"]}
+        return super().tables(hf_config)
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
         n_layer, every = hf_config["num_hidden_layers"], hf_config.get("no_rope_layer_interval", 4)
@@ -382,8 +367,10 @@ class Cohere2(Windowed):
     model_type, class_name = "cohere2", "Cohere2ForCausalLM"
     modules = {module: parts for module, parts in LLAMA.items() if "post_attention" not in module}
     encodings = {"rope": {"base", "layout", "scaling", "layers", "skip_every"}}
-    fields = Windowed.fields | {"norm_eps": "layer_norm_eps"}
+    fields = SIZES | {"num_key_value_heads": "n_kv_head", "layer_norm_eps": "norm_eps",
+                      "sliding_window": "window"}
     block = {"norm": "layernorm", "parallel": True}
+    needs_window = True
     constants = {"hidden_act": "silu", "attention_bias": False}
     defaults = Llama.defaults | {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625,
                                  "sliding_window": 4096, "sliding_window_pattern": 4,
@@ -404,8 +391,6 @@ class Cohere2(Windowed):
 
     def tables(self, hf_config: Fields) -> Tables:
         tables = super().tables(hf_config)
-        if "window" not in tables["model"]:
-            raise self.unsupported("layer_types without a window", "sliding_attention in some layers")
         tables["position"] |= {"layout": self.layout, "skip_every": tables["model"].get("full_every", 0)}
         return tables
 
@@ -421,8 +406,7 @@ class Cohere2(Windowed):
 
     def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: Config,
                        hf_config: Fields) -> dict[str, Tensor]:
-        single = {name: shape for name, shape in shapes.items() if "mlp_norm" not in name}
-        weights = super().import_tensors(tensors, single, config, hf_config)
+        weights = super().import_tensors(tensors, shapes, config, hf_config)
         for n in range(config.model.n_layer):
             weights[f"blocks.{n}.mlp_norm.weight"] = weights[f"blocks.{n}.attention_norm.weight"].clone()
         weights["norm.weight"] *= hf_config.get("logit_scale", self.defaults["logit_scale"])
@@ -434,10 +418,9 @@ class Olmo2(Llama):
 
     model_type, class_name = "olmo2", "Olmo2ForCausalLM"
     modules = {**{module: parts for module, parts in Qwen3.modules.items() if "layernorm" not in module},
-               "model.layers.N.post_attention_layernorm": ["blocks.N.attention_post_norm"],
-               "model.layers.N.post_feedforward_layernorm": ["blocks.N.mlp_post_norm"]}
+               "model.layers.N.post_attention_layernorm": "blocks.N.attention_post_norm",
+               "model.layers.N.post_feedforward_layernorm": "blocks.N.mlp_post_norm"}
     fields = SHAPE
-    copies = {}
     block = {"qk_norm": "whole", "pre_norm": False, "post_norm": True}
     constants = {"hidden_act": "silu", "attention_bias": False}
     defaults = Llama.defaults | {"rms_norm_eps": 1e-5}
@@ -452,34 +435,27 @@ class Gemma3(Windowed):
 
     model_type, class_name = "gemma3_text", "Gemma3ForCausalLM"
     modules = Qwen3.modules | {
-        "model.layers.N.post_attention_layernorm": ["blocks.N.attention_post_norm"],
-        "model.layers.N.pre_feedforward_layernorm": ["blocks.N.mlp_norm"],
-        "model.layers.N.post_feedforward_layernorm": ["blocks.N.mlp_post_norm"]}
+        "model.layers.N.post_attention_layernorm": "blocks.N.attention_post_norm",
+        "model.layers.N.pre_feedforward_layernorm": "blocks.N.mlp_norm",
+        "model.layers.N.post_feedforward_layernorm": "blocks.N.mlp_post_norm"}
     encodings = {"rope": {"base", "layout", "scaling", "local_base"}, "p_rope": {"base", "layout", "p"}}
-    fields = Windowed.fields | {"head_dim": "head_dim"}
+    fields = Windowed.fields | {"head_dim": "head_dim", "query_pre_attn_scalar": "head_dim"}
     block = {"qk_norm": True, "post_norm": True, "scaled_embedding": True, "mlp": "geglu"}
+    needs_window = True
     constants = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
                  "attn_logit_softcapping": None, "final_logit_softcapping": None,
                  "use_bidirectional_attention": False}
-    copies = {"query_pre_attn_scalar": "head_dim"}
     defaults = {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
                 "tie_word_embeddings": True, "sliding_window": 4096, "sliding_window_pattern": 6,
                 "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
                 "rope_local_base_freq": 10_000.0}
 
-    def obstacles(self, config: Config) -> list[str]:
-        obstacles = super().obstacles(config)
-        if config.model.window is None:
-            obstacles.append("model.window = None")
-        return obstacles
-
     def positions_json(self, config: Config) -> Fields:
         fields = super().positions_json(config)
         full = fields["rope_parameters"]
-        theta = None
-        if isinstance(config.position, RoPEOptions):
-            theta = config.position.local_base
-        sliding = {"rope_type": "default", "rope_theta": theta} if theta else full
+        sliding = full
+        if isinstance(config.position, RoPEOptions) and config.position.local_base:
+            sliding = {"rope_type": "default", "rope_theta": config.position.local_base}
         both = {"full_attention": full, "sliding_attention": sliding}
         if "truncate" in full:      # which transformers looks for beside the two kinds
             both["truncate"] = full["truncate"]
@@ -496,14 +472,11 @@ class Gemma3(Windowed):
         given = {"rope_theta": hf_config["rope_local_base_freq"], **sliding}
         return position | {"local_base": float(given["rope_theta"])}, L
 
-    def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-        tensors = super().export_tensors(weights, config)
-        return {name: tensor - 1 if "norm" in name else tensor for name, tensor in tensors.items()}
+    def write_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
+        return tensor - 1 if "norm" in name else tensor
 
-    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: Config,
-                       hf_config: Fields) -> dict[str, Tensor]:
-        weights = super().import_tensors(tensors, shapes, config, hf_config)
-        return {name: weight + 1 if "norm" in name else weight for name, weight in weights.items()}
+    def read_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
+        return tensor + 1 if "norm" in name else tensor
 
 
 class Phi3(Llama):
@@ -512,14 +485,13 @@ class Phi3(Llama):
     model_type, class_name = "phi3", "Phi3ForCausalLM"
     modules = {
         **{module: parts for module, parts in LLAMA.items() if "_proj" not in module},
-        "model.layers.N.self_attn.qkv_proj": [f"blocks.N.attention.{part}" for part in "qkv"],
-        "model.layers.N.self_attn.o_proj": ["blocks.N.attention.o"],
-        "model.layers.N.mlp.gate_up_proj": ["blocks.N.mlp.gate", "blocks.N.mlp.up"],
-        "model.layers.N.mlp.down_proj": ["blocks.N.mlp.down"],
+        "model.layers.N.self_attn.qkv_proj": QKV,
+        "model.layers.N.self_attn.o_proj": "blocks.N.attention.o",
+        "model.layers.N.mlp.gate_up_proj": "blocks.N.mlp.gate blocks.N.mlp.up",
+        "model.layers.N.mlp.down_proj": "blocks.N.mlp.down",
     }
     encodings = {"rope": {"base", "layout", "scaling", "fraction"}}
-    fields = SHAPE | {"window": "sliding_window"}
-    copies = {}
+    fields = SHAPE | {"sliding_window": "window"}
     defaults = Llama.defaults | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
     rope_types = {"default", "longrope"}
 
@@ -538,7 +510,9 @@ class Phi3(Llama):
         position, L = super().position_table(hf_config)
         D = hf_config["hidden_size"] // hf_config["num_attention_heads"]
         R = int(D * position.pop("fraction", 1.0))
-        return position | ({} if R == D else {"fraction": R / D}), L
+        if R < D:
+            position["fraction"] = R / D
+        return position, L
 
 
 class GPTNeoX(Phi3):
@@ -546,43 +520,39 @@ class GPTNeoX(Phi3):
 
     model_type, class_name = "gpt_neox", "GPTNeoXForCausalLM"
     modules = {
-        "gpt_neox.embed_in": ["embedding"],
-        "gpt_neox.layers.N.input_layernorm": ["blocks.N.attention_norm"],
-        "gpt_neox.layers.N.attention.query_key_value": [f"blocks.N.attention.{part}" for part in "qkv"],
-        "gpt_neox.layers.N.attention.dense": ["blocks.N.attention.o"],
-        "gpt_neox.layers.N.post_attention_layernorm": ["blocks.N.mlp_norm"],
-        "gpt_neox.layers.N.mlp.dense_h_to_4h": ["blocks.N.mlp.up"],
-        "gpt_neox.layers.N.mlp.dense_4h_to_h": ["blocks.N.mlp.down"],
-        "gpt_neox.final_layer_norm": ["norm"],
-        "embed_out": ["head"],
+        "gpt_neox.embed_in": "embedding",
+        "gpt_neox.layers.N.input_layernorm": "blocks.N.attention_norm",
+        "gpt_neox.layers.N.attention.query_key_value": QKV,
+        "gpt_neox.layers.N.attention.dense": "blocks.N.attention.o",
+        "gpt_neox.layers.N.post_attention_layernorm": "blocks.N.mlp_norm",
+        "gpt_neox.layers.N.mlp.dense_h_to_4h": "blocks.N.mlp.up",
+        "gpt_neox.layers.N.mlp.dense_4h_to_h": "blocks.N.mlp.down",
+        "gpt_neox.final_layer_norm": "norm",
+        "embed_out": "head",
     }
-    fields = {key: field for key, field in SHAPE.items() if key != "n_kv_head"} | {
-        "norm_eps": "layer_norm_eps", "parallel": "use_parallel_residual"}
+    fields = SIZES | {"layer_norm_eps": "norm_eps", "use_parallel_residual": "parallel"}
     block = {"norm": "layernorm", "mlp": "gelu_exact", "bias": True}
     constants = {"hidden_act": "gelu", "attention_bias": True}
     defaults = {"layer_norm_eps": 1e-5, "tie_word_embeddings": False, "use_parallel_residual": True,
                 "max_position_embeddings": 2048}
     rope_types = Architecture.rope_types - {"longrope"}
-    prefix, head = "gpt_neox.", "embed_out"
+    head = "embed_out"
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
         older = {"rope_theta": hf_config.get("rotary_emb_base", 10_000.0),
                  "partial_rotary_factor": hf_config.get("rotary_pct", 0.25)}
         return super().position_table({**older, **hf_config})
 
-    def export_tensors(self, weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-        shape = 3, config.model.n_head, -1
-        return self._reordered(super().export_tensors(weights, config), shape)
+    def write_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
+        return swapped(tensor, 3, n_head) if "query_key_value" in name else tensor
 
-    def import_tensors(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], config: Config,
-                       hf_config: Fields) -> dict[str, Tensor]:
-        tensors = self._reordered(tensors, (config.model.n_head, 3, -1))
-        return super().import_tensors(tensors, shapes, config, hf_config)
+    def read_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
+        return swapped(tensor, n_head, 3) if "query_key_value" in name else tensor
 
-    def _reordered(self, tensors: Mapping[str, Tensor], shape: tuple[int, int, int]) -> dict[str, Tensor]:
-        """With the rows of query_key_value, in this shape, transposed: by q, k, v or by heads first."""
-        return {name: tensor.unflatten(0, shape).transpose(0, 1).flatten(0, 2).contiguous()
-                if "query_key_value." in name else tensor for name, tensor in tensors.items()}
+
+def swapped(tensor: Tensor, m: int, n: int) -> Tensor:
+    """The rows, m times n groups of them, as n times m groups: by q, k and v first, or by heads first."""
+    return tensor.unflatten(0, (m, n, -1)).transpose(0, 1).flatten(0, 2)
 
 
 class GPT2(Architecture):
@@ -590,26 +560,31 @@ class GPT2(Architecture):
 
     model_type, class_name = "gpt2", "GPT2LMHeadModel"
     modules = {
-        "transformer.wte": ["embedding"],
-        "transformer.wpe": ["encoding.table"],
-        "transformer.h.N.ln_1": ["blocks.N.attention_norm"],
-        "transformer.h.N.attn.c_attn": [f"blocks.N.attention.{part}" for part in "qkv"],
-        "transformer.h.N.attn.c_proj": ["blocks.N.attention.o"],
-        "transformer.h.N.ln_2": ["blocks.N.mlp_norm"],
-        "transformer.h.N.mlp.c_fc": ["blocks.N.mlp.up"],
-        "transformer.h.N.mlp.c_proj": ["blocks.N.mlp.down"],
-        "transformer.ln_f": ["norm"],
-        "lm_head": ["head"],
+        "transformer.wte": "embedding",
+        "transformer.wpe": "encoding.table",
+        "transformer.h.N.ln_1": "blocks.N.attention_norm",
+        "transformer.h.N.attn.c_attn": QKV,
+        "transformer.h.N.attn.c_proj": "blocks.N.attention.o",
+        "transformer.h.N.ln_2": "blocks.N.mlp_norm",
+        "transformer.h.N.mlp.c_fc": "blocks.N.mlp.up",
+        "transformer.h.N.mlp.c_proj": "blocks.N.mlp.down",
+        "transformer.ln_f": "norm",
+        "lm_head": "head",
     }
-    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     encodings = {"learned": set()}
-    fields = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "n_hidden": "n_inner",
-              "vocab_size": "vocab_size", "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
+    fields = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "n_inner": "n_hidden",
+              "vocab_size": "vocab_size", "layer_norm_epsilon": "norm_eps", "tie_word_embeddings": "tied"}
     block = {"norm": "layernorm", "mlp": "gelu", "bias": True}
     constants = {"activation_function": "gelu_new", "scale_attn_weights": True,
                  "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-    defaults = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_positions": 1024, "n_inner": None}
-    length, prefix = "n_positions", "transformer."
+    defaults = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_positions": 1024}
+    length = "n_positions"
+
+    def write_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
+        return tensor.t() if ".c_" in name and tensor.dim() == 2 else tensor    # weights (in, out)
+
+    def read_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
+        return self.write_tensor(name, tensor, n_head)
 
 
 class MPT(Architecture):
@@ -617,37 +592,35 @@ class MPT(Architecture):
 
     model_type, class_name = "mpt", "MptForCausalLM"
     modules = {
-        "transformer.wte": ["embedding"],
-        "transformer.blocks.N.norm_1": ["blocks.N.attention_norm"],
-        "transformer.blocks.N.attn.Wqkv": [f"blocks.N.attention.{part}" for part in "qkv"],
-        "transformer.blocks.N.attn.out_proj": ["blocks.N.attention.o"],
-        "transformer.blocks.N.norm_2": ["blocks.N.mlp_norm"],
-        "transformer.blocks.N.ffn.up_proj": ["blocks.N.mlp.up"],
-        "transformer.blocks.N.ffn.down_proj": ["blocks.N.mlp.down"],
-        "transformer.norm_f": ["norm"],
-        "lm_head": ["head"],
+        "transformer.wte": "embedding",
+        "transformer.blocks.N.norm_1": "blocks.N.attention_norm",
+        "transformer.blocks.N.attn.Wqkv": QKV,
+        "transformer.blocks.N.attn.out_proj": "blocks.N.attention.o",
+        "transformer.blocks.N.norm_2": "blocks.N.mlp_norm",
+        "transformer.blocks.N.ffn.up_proj": "blocks.N.mlp.up",
+        "transformer.blocks.N.ffn.down_proj": "blocks.N.mlp.down",
+        "transformer.norm_f": "norm",
+        "lm_head": "head",
     }
     encodings = {"alibi": set()}
-    fields = {"n_layer": "n_layers", "n_head": "n_heads", "n_embd": "d_model", "vocab_size": "vocab_size",
-              "norm_eps": "layer_norm_epsilon", "tied": "tie_word_embeddings"}
+    fields = {"n_layers": "n_layer", "n_heads": "n_head", "d_model": "n_embd", "vocab_size": "vocab_size",
+              "layer_norm_epsilon": "norm_eps", "tie_word_embeddings": "tied"}
     block = {"norm": "layernorm", "mlp": "gelu_exact"}
-    constants = {"no_bias": True, "expansion_ratio": 4, "logit_scale": None}
+    constants = {"no_bias": True, "expansion_ratio": 4, "logit_scale": None, "attn_config": {
+        "alibi": True, "alibi_bias_max": 8, "qk_ln": False, "clip_qkv": None, "softmax_scale": None,
+        "prefix_lm": False, "attn_type": "multihead_attention"}}
     defaults = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "max_seq_len": 2048}
-    length, prefix = "max_seq_len", "transformer."
-    attention: ClassVar[Fields] = {"alibi": True, "alibi_bias_max": 8, "qk_ln": False, "clip_qkv": None,
-                                   "softmax_scale": None, "prefix_lm": False,
-                                   "attn_type": "multihead_attention"}
+    length = "max_seq_len"
 
     def positions_json(self, config: Config) -> Fields:
         L = config.train.seq_len
         # MPT stores its bias as a table; 64 L is the longest that eval.py tries
-        return {"attn_config": self.attention, self.length: 64 * L, LENGTH: L}
+        return {self.length: 64 * L, LENGTH: L}
 
-    def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
-        for key, value in (hf_config.get("attn_config") or {}).items():
-            if key in self.attention and value != self.attention[key]:
-                raise self.unsupported(f"attn_config.{key} = {value!r}", repr(self.attention[key]))
-        return super().position_table(hf_config)
+    def tables(self, hf_config: Fields) -> Tables:
+        wanted = self.constants["attn_config"]
+        given = wanted | (hf_config.get("attn_config") or {})
+        return super().tables({**hf_config, "attn_config": {key: given[key] for key in wanted}})
 
 
 # the first that fits is chosen, so the most widely supported come first

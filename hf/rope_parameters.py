@@ -5,12 +5,11 @@ Legend: R = rotated channels, L tokens of training before any extension.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from base.errors import UserError
 from positions.rotary import PRoPEOptions, RotaryOptions
-from positions.scaling import NTK, SCALINGS, Base, enlarged
+from positions.scaling import NTK, Base, enlarged
 
 Fields = dict[str, Any]         # of a config.json
 LENGTH = "original_max_position_embeddings"
@@ -47,35 +46,28 @@ def read_rope_parameters(hf_config: Fields, max_length: int) -> tuple[Fields, in
 
     Where somebody has added rope_scaling to rope_parameters, transformers takes rope_scaling.
     """
-    given = {key: value for key, value in (hf_config.get("rope_scaling") or hf_config.get("rope_parameters")
-                                           or {}).items() if value is not None}
+    parameters = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    given = {key: value for key, value in parameters.items() if value is not None}
     base = float(given.pop("rope_theta", hf_config["rope_theta"]))
     fraction = given.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
     older = given.pop("type", "default")
     kind = given.pop("rope_type", older)                                # as in transformers, rope_type wins
     kind = {"su": "longrope"}.get(kind, kind)
     given.pop("finetuned", None)                                        # of YaRN's authors; changes nothing
-    scales = [given.pop(key, 0) for key in ("mscale", "mscale_all_dim")]        # DeepSeek's
-    if all(scales):
-        above, below = (0.1 * scale * math.log(max(1.0, given["factor"])) + 1 for scale in scales)
-        given.setdefault("attention_factor", above / below)
     original = given.pop(LENGTH, None)
-    original = hf_config.get(LENGTH, original) if kind in STORE_L else None
+    L = max_length
+    if kind in STORE_L:
+        L = int(hf_config.get(LENGTH, original) or max_length)
+        given.setdefault("factor", max_length / L)
     position: Fields = {"base": base}
     if fraction != 1.0:
         position["p" if kind == PROPORTIONAL else "fraction"] = fraction
     if kind == PROPORTIONAL and given.pop("factor", 1.0) == 1.0:
         kind = "default"
-    if kind == "default":
-        return position, max_length
-    method = {kind: method for method, kind in ROPE_TYPES.items()}.get(kind)
-    known = SCALINGS[method].model_fields if method else {}
-    unknown = [key for key in given if key not in known]
-    if not method or unknown:
-        what = f"rope_type {kind!r}" if not method else f"{', '.join(unknown)} of {kind}"
-        raise UserError(f"rope_parameters: {what} is not supported; supported are "
-                        f"{', '.join(dict.fromkeys(ROPE_TYPES.values()))}")
-    L = int(original or max_length)
-    if kind in STORE_L:
-        given.setdefault("factor", max_length / L)
-    return position | {"scaling": {"method": method, "original_length": L, **given}}, L
+    if kind != "default":
+        methods = {kind: method for method, kind in ROPE_TYPES.items()}
+        if kind not in methods:
+            raise UserError(f"rope_parameters: rope_type {kind!r} is not supported; supported are "
+                            f"{', '.join(methods)}")
+        position["scaling"] = {"method": methods[kind], "original_length": L, **given}
+    return position, L

@@ -64,16 +64,14 @@ def test_codes_are_unique_by_as_much_as_their_formula_says() -> None:
     assert not any(found(name).gap for name in ("none", "t5", "relative_key", "relative_key_query", "cope"))
 
 
-def test_the_largest_step_is_between_neighbours() -> None:
-    """Over the largest distance of any two: a line of 513 positions, and rows that jump and return."""
-    assert measured.largest_step(torch.arange(513.0)[:, None]) == pytest.approx(1 / 512)
-    assert measured.largest_step(torch.tensor([[0.0, 0], [3, 4], [0, 1], [0, 2]])) == pytest.approx(1)
-    assert measured.largest_step(torch.zeros(4, 2)) == 0
-
-
-@pytest.mark.parametrize(("codes", "gap"), [([0, 1, 3], 1 / 3), ([0, 2, 5, 2], 0), ([4, 4, 4], 0)])
-def test_the_gap_is_between_any_two_codes(codes: list[float], gap: float) -> None:
-    assert measured.smallest_gap(torch.tensor(codes, dtype=torch.float64)[:, None]) == pytest.approx(gap)
+@pytest.mark.parametrize(("codes", "gap", "step"), [
+    ([0, 1, 3], 1 / 3, 2 / 3), ([0, 3, 5, 3], 0, 3 / 5), ([4, 4, 4], 0, 0)])
+def test_the_gap_is_between_any_two_codes_and_the_step_between_neighbours(codes: list[float], gap: float,
+                                                                          step: float) -> None:
+    """Over the largest distance of any two."""
+    points = torch.tensor(codes, dtype=torch.float64)[:, None]
+    assert measured.smallest_gap(points) == pytest.approx(gap)
+    assert measured.largest_step(points) == pytest.approx(step)
 
 
 def test_biases_and_logits_are_by_distance() -> None:

@@ -74,8 +74,9 @@ def test_a_field_with_one_value_that_we_compute_has_no_other(kind: str) -> None:
     constants = ARCHITECTURES[kind].constants
     assert kind != "qwen2" or "use_sliding_window" in constants
     for field in constants:
-        with pytest.raises(UserError, match=f"{field} = 'other' is not supported"):
-            ARCHITECTURES[kind].tables({field: "other"})
+        value = {"alibi": "other"} if field == "attn_config" else "other"
+        with pytest.raises(UserError, match=f"{field} = .*'other'.* is not supported"):
+            ARCHITECTURES[kind].tables({field: value})
 
 
 @pytest.mark.parametrize(("fields", "expected"), [      # of config.json; or a file and its content
@@ -91,14 +92,12 @@ def test_a_field_with_one_value_that_we_compute_has_no_other(kind: str) -> None:
       "layer_types": ["full_attention", "sliding_attention"]},
      "every k-th layer"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-    ({"layer_types": ["sliding_attention"]}, "only full_attention in all layers is"),
+    ({"attention_bias": True}, "mlp_bias = False is not supported"),
     ({"rope_parameters": {"rope_type": "mrope", "mrope_section": [1]}}, "rope_type 'mrope' is not supported"),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     ({"hidden_size": None}, "hidden_size must be present"),
-    ({"hidden_size": "48"}, "TypeError"),
-    ({"num_key_value_heads": 3}, "n_kv_head"),
-    ({"hidden_size": 96}, "has shape"),
     ({"vocab_size": 256}, "has shape"),
     ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
     ({"num_hidden_layers": 1}, "more do not fit LlamaForCausalLM"),
@@ -106,9 +105,7 @@ def test_a_field_with_one_value_that_we_compute_has_no_other(kind: str) -> None:
     ((WEIGHTS, None), "model.safetensors is missing; get the model as safetensors"),
     ((WEIGHTS, "cut"), "damaged"),
     (("config.json", "{"), "config.json: damaged"),
-    (("tokenizer.json", "{}"), "tokenizer.json"),
     (("tokenizer.json", None), "tokenizer.json"),
-    ({"num_attention_heads": 0}, "ZeroDivisionError"),
     ({"rope_parameters": [1]}, "damaged, or not supported"),
     ({"model_type": "gemma3_text", "query_pre_attn_scalar": 168}, "only head_dim = 16 is"),
     ({"model_type": "gemma3_text", "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0},
@@ -167,13 +164,12 @@ def test_sampling_ends_at_eos(folder: Path, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize("name", ["embedding.weight", "blocks.0.attention.q.weight"])
-@pytest.mark.parametrize("T", [1, 3, 9])
-def test_a_model_of_nans_gives_no_sample(name: str, T: int, tiny) -> None:
+def test_a_model_of_nans_gives_no_sample(name: str, tiny) -> None:
     """Nor one that only has NaN in its queries, for which PyTorch's kernel may give 0."""
     model = lively(tiny())
     dict(model.named_parameters())[name].data.fill_(torch.nan)
     with pytest.raises(UserError, match="NaN or infinite; give a run that did not diverge"):
-        sample.generate(model, tokens((1, T)), 1)
+        sample.generate(model, tokens((1, 3)), 1)
 
 
 def test_a_model_of_the_hub_is_downloaded_without_code(folder: Path, tmp_path: Path, monkeypatch) -> None:

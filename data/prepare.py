@@ -65,12 +65,11 @@ from data.sources import (
     share_held_out,
 )
 from data.tasks import TASKS, TaskDocument
-from data.tokenizer import SEPARATOR, TOKENIZER_FILE, Tokenizer, pieces
+from data.tokenizer import SEPARATOR, TOKENIZER_FILE, Tokenizer
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 
 LEARN_BYTES = 2**27             # most text that bpe:N learns from
-LEARN_PIECE = 2**14             # bytes that are learned from at a time
 DOCUMENTS_AT_ONCE = 256         # encoded on all cores, then written
 DEFAULTS = SourceOptions()
 SEPARATOR_LINE = re.compile(rf"^{re.escape(SEPARATOR)}\r?$".encode(), re.MULTILINE)
@@ -94,7 +93,7 @@ def learn_from(texts: Iterable[Document]) -> Iterator[bytes]:
     n_bytes = 0
     for document in texts:
         if document.split == "train" and isinstance(document.text, bytes):
-            yield from pieces(document.text, LEARN_PIECE)
+            yield document.text
             n_bytes += len(document.text)
         if n_bytes > LEARN_BYTES:
             return

@@ -70,11 +70,10 @@ class Batch:
 
 
 class Corpus:
-    """A prepared corpus, of which the files of the given splits are opened.
+    """A prepared corpus, of which the files of the given splits are opened. Raises UserError if one is cut.
 
     `cross_documents` "never" keeps windows inside documents; generated documents are windows anyway
-    (`stays_inside`). With `bos` the first input of each window is the separator. Raises UserError if a file is
-    missing or cut.
+    (`stays_inside`). With `bos` the first input of each window is the separator.
     """
 
     def __init__(self, folder: str | Path, cross_documents: str = "attend", bos: bool = False,

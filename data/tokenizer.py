@@ -36,8 +36,9 @@ SEPARATOR = "<|endoftext|>"
 # the tokenizers package uses it, too.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # types of normalizers and pre-tokenizers that may put a space or "▁" before a text -> what stops them
-NO_PREFIX = {"Prepend": {"prepend": ""}, "Metaspace": {"prepend_scheme": "never"},
-             "ByteLevel": {"add_prefix_space": False}}
+NO_PREFIX: dict[str, dict[str, Any]] = {
+    "Prepend": {"prepend": ""}, "Metaspace": {"prepend_scheme": "never"},
+    "ByteLevel": {"add_prefix_space": False}}
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 # the character of each byte in byte-level vocabularies: itself if it is printable, else one from 256 on
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]

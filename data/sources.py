@@ -352,18 +352,18 @@ def split_by_name(folder: Path, paths: Iterable[Path]) -> dict[str, list[Path]]:
     The folders train/ and validation/ are splits, whatever lies beside them. Otherwise the path of every file
     must name one, such as data/test-00000.parquet or wiki.valid.txt.
     """
-    by_folder: dict[str, list[Path]] = {}
+    names = {"train", *VALIDATION}
+    by_folder: dict[str, list[Path]] = {name: [] for name in names if (folder / name).is_dir()}
     by_word: dict[str, list[Path]] = {}
     for path in paths:
         inside = path.relative_to(folder)
-        words = {"train", *VALIDATION} & {*re.split("[^a-z]+", inside.as_posix().lower())}
+        words = names & {*re.split("[^a-z]+", inside.as_posix().lower())}
         by_folder.setdefault(inside.parts[0], []).append(path)
         by_word.setdefault(" ".join(words), []).append(path)
-    for splits in (by_folder, by_word):
-        is_whole = splits is by_folder or splits.keys() <= {"train", *VALIDATION}
-        if is_whole and "train" in splits and validation_of(splits):
-            return splits
-    return {}
+    if "train" in by_folder and validation_of(by_folder):
+        return by_folder
+    is_whole = by_word.keys() <= names and "train" in by_word and validation_of(by_word)
+    return by_word if is_whole else {}
 
 
 def split_by_hash(root: Path, paths: list[Path], val_share: float,

@@ -63,7 +63,7 @@ def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "expected"), [
     (words(0, 900), ""), ("naïve café\n".encode("latin-1") * 40, "that are not UTF-8"),
-    ("some text\n".encode("utf-16") * 40, "that are not UTF-8"), (b"some\0text\n" * 40, "with NUL bytes")])
+    ("some text\n".encode("utf-16") * 40, "that are not UTF-8"), (b"some\0text\n" * 40, "have NUL bytes")])
 def test_text_that_is_odd_is_told_in_a_line(text: bytes, expected: str, tmp_path: Path, capsys) -> None:
     (tmp_path / "a.txt").write_bytes(text)
     for tokenizer in ("byte", "bpe:257"):

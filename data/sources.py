@@ -91,17 +91,18 @@ class Document(NamedTuple):
 def documents(readers: Iterable[Reader], row_share: float) -> Iterator[Document]:
     """The documents of readers, in their order; a hash puts row_share into val. Raises UserError."""
     for reader in readers:
-        number = 0
+        number = 1
         try:
-            for number, text in enumerate(reader.read(), 1):  # noqa: B007
+            for text in reader.read():
                 split = reader.split
                 if split is None:
                     split = "val" if text and rank(text) < row_share else "train"
                 yield Document(split, text, f"{reader.name}, document {number}")
+                number += 1
         except UserError:
             raise
         except Exception as error:  # each file format and HTTP library has its own exceptions
-            raise UserError(f"{reader.name}: document {number + 1}: {error} ({type(error).__name__}); "
+            raise UserError(f"{reader.name}: document {number}: {error} ({type(error).__name__}); "
                             "repair it or get it again") from error
 
 
@@ -196,10 +197,12 @@ def open_packages(val_share: float) -> Source:
 
     Packages whose names start with the same word are on the same side of the split. Raises UserError.
     """
-    installed = {package.name: package for package in importlib.metadata.distributions()}
     readers: list[Reader] = []
     for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", CONSTRAINTS.read_text(), re.MULTILINE):
-        package = installed.get(name)
+        try:
+            package = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            package = None
         if package is None or package.version.split("+")[0] != version:
             raise UserError(f"source packages: {name} {version} of constraints.txt is not installed; run "
                             ".venv/bin/python -m pip install -c constraints.txt -e '.[test]'")

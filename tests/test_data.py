@@ -10,6 +10,7 @@ import torch
 from conftest import draw, words
 
 from base.errors import UserError
+from config import TrainConfig
 from data.loader import Corpus
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
@@ -67,9 +68,8 @@ def test_a_corpus_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_evaluation_does_not_need_the_train_split(tmp_path: Path, corpus_dir: Path) -> None:
-    for name in ("val.bin", "val.idx.npy", "meta.json"):
-        shutil.copy(corpus_dir / name, tmp_path / name)
-    documents = Corpus(tmp_path, splits=("val",)).documents("val")
+    shutil.copytree(corpus_dir, tmp_path / "corpus", ignore=shutil.ignore_patterns("train*"))
+    documents = Corpus(tmp_path / "corpus", splits=("val",)).documents("val")
     assert np.array_equal(np.concatenate(documents), Corpus(corpus_dir).tokens["val"])
 
 
@@ -84,13 +84,11 @@ def test_a_batch_is_a_function_of_seed_and_step(corpus_dir: Path) -> None:
 
 def test_bos_replaces_the_first_input_of_a_window_and_no_target(corpus_dir: Path) -> None:
     plain, bos = Corpus(corpus_dir), Corpus(corpus_dir, bos=True)
-    pairs = [(draw(plain, 32, 4, 7, 3), draw(bos, 32, 4, 7, 3))]
-    for a, b in zip(plain.val_batches(32, 4, 8), bos.val_batches(32, 4, 8), strict=True):
-        pairs.append(((a.inputs, a.targets), (b.inputs, b.targets)))
-    assert len(pairs) == 3
-    for (x, y), (x_bos, y_bos) in pairs:
-        assert torch.equal(y, y_bos) and torch.equal(x[:, 1:], x_bos[:, 1:])
-        assert (x_bos[:, 0] == plain.separator).all() and not torch.equal(x, x_bos)
+    t = TrainConfig(seq_len=32, batch_size=4, seed=7)
+    for a, b in zip([plain.batch(t, 3), *plain.val_batches(32, 4, 8)],
+                    [bos.batch(t, 3), *bos.val_batches(32, 4, 8)], strict=True):
+        assert torch.equal(a.targets, b.targets) and torch.equal(a.inputs[:, 1:], b.inputs[:, 1:])
+        assert (b.inputs[:, 0] == plain.separator).all() and not torch.equal(a.inputs, b.inputs)
 
 
 def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:

@@ -207,8 +207,6 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions 
                     lock.unlink()
     except Timeout:
         raise UserError(f"--out {out}: another process is preparing it; give another folder") from None
-    except OSError as error:        # such as a full disk
-        raise UserError(f"{error.filename or folder}: {error.strerror or error}") from error
     if before:
         print(f"{out}: replaced its corpus, of {before['source']}")
     return meta
@@ -236,7 +234,7 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
                         "whose runs could not be resumed; give another folder, or --replace")
     # encode and write the documents; what has a split val comes last, all of it, whatever the limit
     writers = {split: Writer(folder, split, tokenizer) for split in SPLITS}
-    has_mask = source in TASKS and TASKS[source].has_mask
+    task = TASKS.get(source)
     n_faults: Counter[str] = Counter()
     examples: dict[str, str] = {}
     val = [reader for reader in opened.readers if reader.split == "val"]
@@ -251,7 +249,7 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
                 room = len(ids)
                 if options.limit_tokens and document.split == "train":
                     room = options.limit_tokens - writer.n_tokens
-                bar.update(writer.append(ids[:room], is_answer if has_mask else None))
+                bar.update(writer.append(ids[:room], is_answer if task and task.has_mask else None))
                 if room < len(ids):
                     break
     for fault, n in n_faults.items():
@@ -265,8 +263,8 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
     changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
     if changed:
         meta["options"] = changed
-    if source in TASKS and TASKS[source].has_windows:
-        meta["task"] = {"name": source, "length": options.length or TASKS[source].length}
+    if task and task.has_windows:
+        meta["task"] = {"name": source, "length": options.length or task.length}
     meta["splits"] = splits
     write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     if source.startswith("sdists:"):

@@ -60,10 +60,7 @@ class Text(NamedTuple):
 
 def read_list(path: Path) -> list[Project]:
     """The projects of a list. Raises UserError."""
-    header, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-    if header != ",".join(Project._fields):
-        raise UserError(f"sdists {path}: its columns are {header or 'missing'}; they must be "
-                        f"{','.join(Project._fields)}")
+    _, *lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 2):
         if not ROW.fullmatch(line):
             raise UserError(f"sdists {path}, line {number}: {line!r} is not a name, a version, a sha256 and "

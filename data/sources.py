@@ -28,7 +28,7 @@ from base.errors import UserError
 from base.files import sha256_of
 from data.loader import SPLITS
 from data.sdists import read_texts
-from data.tasks import TASKS
+from data.tasks import MIN_LENGTH, TASKS
 from data.tokenizer import Tokenizer, to_utf8
 
 FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single file
@@ -177,8 +177,8 @@ def open_task(source: str, tokenizer: Tokenizer | None, length: int | None) -> S
         raise UserError(f"source {source}: bpe:N is learned from text; give byte, gpt2 or a folder")
     task = TASKS[source]
     length = length or task.length
-    if length < task.least:
-        raise UserError(f"--length {length}: too short for {source}; give --length {task.least} or more")
+    if length < MIN_LENGTH:
+        raise UserError(f"--length {length}: too short for {source}; give --length {MIN_LENGTH} or more")
     make = partial(task.make, tokenizer, length)
     return Source(source, None, [Reader(source, split, partial(map, make, TASK_DOCUMENTS[split]))
                                  for split in SPLITS])

@@ -47,6 +47,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LETTERS_AND_DIGITS = LETTERS + LETTERS.upper() + "0123456789"
 N_FACTS, N_ASKED, N_VALUES = 4, 2, 2    # multi_key and multi_query; multi_query; multi_value
 N_CHAINS, N_CHAIN = 2, 3                # variables: chains, and variables in each
+MIN_LENGTH = 24                         # of documents; needles need more, which depends on the tokenizer
 READ_OR_WRITE = 0.2                     # flip_flop: share of these instructions, as in Liu et al. 2023
 
 
@@ -352,16 +353,15 @@ class Task(NamedTuple):
 
     make: Callable[[Tokenizer, int, int], TaskDocument]     # tokenizer, length, number of the document
     length: int                                     # default of data/prepare.py --length
-    least: int                                      # that it can be; needles depend on the tokenizer, too
     has_windows: bool                               # a document is a window of `length` inputs
     has_mask: bool                                  # answers alone are targets
     protocols: tuple[str, ...]                      # of eval.py that test it
 
 
 TASKS = {
-    "repeats": Task(train_repeats, 128, 12, True, False, ()),
-    "passkey": Task(train_passkey, 128, 24, False, False, ("passkey",)),
-    "needles": Task(partial(train_retrieval, NEEDLES), 128, 1, True, True, NEEDLES),
-    "variables": Task(partial(train_retrieval, ("variables",)), 128, 1, True, True, ("variables",)),
-    **{name: Task(partial(train_algorithm, name), 64, 16, True, True, (name,)) for name in ALGORITHMS},
+    "repeats": Task(train_repeats, 128, True, False, ()),
+    "passkey": Task(train_passkey, 128, False, False, ("passkey",)),
+    "needles": Task(partial(train_retrieval, NEEDLES), 128, True, True, NEEDLES),
+    "variables": Task(partial(train_retrieval, ("variables",)), 128, True, True, ("variables",)),
+    **{name: Task(partial(train_algorithm, name), 64, True, True, (name,)) for name in ALGORITHMS},
 }

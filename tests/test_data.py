@@ -61,12 +61,6 @@ def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_
     assert str(folder) in str(caught.value) and "prepare" in str(caught.value)
 
 
-def test_a_corpus_of_another_format_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "meta.json").write_text('{"format_version": 2}')
-    with pytest.raises(UserError, match="format_version 2, this code reads 1; make it with"):
-        Corpus(tmp_path)
-
-
 def test_evaluation_does_not_need_the_train_split(tmp_path: Path, corpus_dir: Path) -> None:
     shutil.copytree(corpus_dir, tmp_path / "corpus", ignore=shutil.ignore_patterns("train*"))
     documents = Corpus(tmp_path / "corpus", splits=("val",)).documents("val")

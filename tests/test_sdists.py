@@ -169,15 +169,12 @@ def test_names_and_links_in_an_archive_lead_nowhere(index: Index, tmp_path: Path
     assert not index.texts()                                            # a link has no text
 
 
-@pytest.mark.parametrize(("content", "expected"), [
-    ("name,version,checksum,split\n", "its columns are name,version,checksum,split; they must be"),
-    (f"name,version,sha256,split\none,1.0,{'0' * 64},test\n", "line 2"),
-    (f"name,version,sha256,split\n../one,1.0,{'0' * 64},val\n", "line 2")])
-def test_a_wrong_list_is_refused(content: str, expected: str, tmp_path: Path) -> None:
-    (tmp_path / LIST).write_text(content)
-    with pytest.raises(UserError, match="^sdists ") as caught:
+@pytest.mark.parametrize("row", [f"one,1.0,{'0' * 64},test", f"../one,1.0,{'0' * 64},val", "one,1.0,123,val"])
+def test_a_wrong_list_is_refused(row: str, tmp_path: Path) -> None:
+    (tmp_path / LIST).write_text(f"name,version,sha256,split\n{row}\n")
+    with pytest.raises(UserError, match="^sdists .*, line 2: ") as caught:
         sdists.read_texts(tmp_path / LIST, tmp_path / "cache")
-    assert expected in str(caught.value)
+    assert row in str(caught.value)
 
 
 def test_passages_that_val_shares_with_train_are_counted() -> None:

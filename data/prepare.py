@@ -34,7 +34,7 @@ import shutil
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -56,8 +56,16 @@ from base.errors import UserError
 from base.files import flush, sha256_of, write_whole
 from data import tokenizer as tokenizers
 from data.loader import FORMAT_VERSION, SPLITS, Corpus, read_meta
-from data.sdists import PASSAGE, count_shared
-from data.sources import SUFFIXES, Document, SourceOptions, documents, open_source, share_held_out
+from data.sdists import shared_passages
+from data.sources import (
+    SUFFIXES,
+    Document,
+    Source,
+    SourceOptions,
+    documents,
+    open_source,
+    share_held_out,
+)
 from data.tasks import TASKS, TaskDocument
 from data.tokenizer import SEPARATOR, TOKENIZER_FILE, Tokenizer
 from hf.pretrained import is_pretrained, read_config
@@ -232,28 +240,10 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
     if before and before["tokenizer"]["sha256"] != tokenizer.sha256:
         raise UserError(f"--out {out}: holds a corpus by another tokenizer, {before['tokenizer']['name']}, "
                         "whose runs could not be resumed; give another folder, or --replace")
-    # encode and write the documents; what has a split val comes last, all of it, whatever the limit
-    writers = {split: Writer(folder, split, tokenizer) for split in SPLITS}
     task = TASKS.get(source)
-    n_faults: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    val = [reader for reader in opened.readers if reader.split == "val"]
-    train = [reader for reader in opened.readers if reader.split != "val"]
-    with tqdm(desc="preparing", total=opened.n_bytes or None, unit="B", unit_scale=True, disable=None) as bar:
-        for readers in (train, val):
-            for document, (ids, is_answer) in encode_all(documents(readers, row_share), tokenizer):
-                for fault in faults_of(document.text):
-                    n_faults[fault] += 1
-                    examples.setdefault(fault, document.name)
-                writer = writers[document.split]
-                room = len(ids)
-                if options.limit_tokens and document.split == "train":
-                    room = options.limit_tokens - writer.n_tokens
-                bar.update(writer.append(ids[:room], is_answer if task and task.has_mask else None))
-                if room < len(ids):
-                    break
-    for fault, n in n_faults.items():
-        print(f"warning: {n:,} {FAULTS[fault]}; such as {examples[fault]}", file=sys.stderr)
+    writers = {split: Writer(folder, split, tokenizer) for split in SPLITS}
+    write_documents(opened, row_share, writers, tokenizer, options.limit_tokens or sys.maxsize,
+                    task is not None and task.has_mask)
     # describe the corpus
     splits = {split: writer.finish() for split, writer in writers.items()}
     meta: dict[str, Any] = {
@@ -268,23 +258,36 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
     meta["splits"] = splits
     write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     if source.startswith("sdists:"):
-        # each reader has one document
-        meta["shared_passages"] = shared_passages(Corpus(folder), [reader.name for reader in val])
+        names = [reader.name for reader in opened.readers if reader.split == "val"]     # of its documents
+        meta["shared_passages"] = shared_passages(Corpus(folder), names)
         write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     return meta
 
 
-def shared_passages(corpus: Corpus, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """For each document of val, its passages that train has too, and all its passages; also printed.
-
-    A passage is PASSAGE consecutive tokens. `names` are those of the documents.
-    """
-    counts = count_shared(corpus.documents("train"), corpus.documents("val"))
-    shared = dict(zip(names, counts, strict=True))
-    print(f"passages of {PASSAGE} tokens of val that train has too:")
-    for name, (n_shared, n_passages) in shared.items():
-        print(f"  {name}: {n_shared:,} of {n_passages:,}")
-    return shared
+def write_documents(source: Source, row_share: float, writers: dict[str, Writer], tokenizer: Tokenizer,
+                    limit: int, has_mask: bool) -> None:
+    """Encode and write documents, of the train split until it has `limit` tokens; print what is odd."""
+    n_faults: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    # what has a split val comes last, all of it, whatever the limit
+    val = [reader for reader in source.readers if reader.split == "val"]
+    train = [reader for reader in source.readers if reader.split != "val"]
+    bar = tqdm(desc="preparing", total=source.n_bytes or None, unit="B", unit_scale=True, disable=None)
+    for readers in (train, val):
+        for document, (ids, is_answer) in encode_all(documents(readers, row_share), tokenizer):
+            for fault in faults_of(document.text):
+                n_faults[fault] += 1
+                examples.setdefault(fault, document.name)
+            writer = writers[document.split]
+            room = len(ids)
+            if document.split == "train":
+                room = limit - writer.n_tokens
+            bar.update(writer.append(ids[:room], is_answer if has_mask else None))
+            if room < len(ids):
+                break
+    bar.close()
+    for fault, n in n_faults.items():
+        print(f"warning: {n:,} {FAULTS[fault]}; such as {examples[fault]}", file=sys.stderr)
 
 
 def default_out(source: str) -> Path:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from base.errors import UserError
-from data.loader import SPLITS
+from data.loader import SPLITS, Corpus
 
 KINDS = ("docs", "code")
 N_DOWNLOADS = 4                 # at a time
@@ -178,14 +178,16 @@ def passages(ids: np.ndarray) -> np.ndarray:
     return hashes
 
 
-def count_shared(train: Sequence[np.ndarray], val: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    """For each document of val, its passages that train has too, and all its passages.
+def shared_passages(corpus: Corpus, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """For each document of val, by its name: its passages that train has too, and all its passages.
 
-    A passage is PASSAGE consecutive tokens of a document, without its separator.
+    A passage is PASSAGE consecutive tokens of a document, without its separator. Prints them.
     """
-    in_train = np.unique(np.concatenate([passages(ids[1:]) for ids in train]))
-    counts = []
-    for ids in val:
+    in_train = np.unique(np.concatenate([passages(ids[1:]) for ids in corpus.documents("train")]))
+    print(f"passages of {PASSAGE} tokens of val that train has too:")
+    shared: dict[str, tuple[int, int]] = {}
+    for name, ids in zip(names, corpus.documents("val"), strict=True):
         hashes = passages(ids[1:])
-        counts.append((int(np.isin(hashes, in_train).sum()), len(hashes)))
-    return counts
+        shared[name] = (int(np.isin(hashes, in_train).sum()), len(hashes))
+        print(f"  {name}: {shared[name][0]:,} of {len(hashes):,}")
+    return shared

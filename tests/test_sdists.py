@@ -8,6 +8,7 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -183,7 +184,9 @@ def test_passages_that_val_shares_with_train_are_counted() -> None:
     train, val = rng.integers(1, 2000, 500), rng.integers(1, 2000, 400)
     val[100:100 + P + 9] = train[50:50 + P + 9]
     short = np.arange(P)                                                # P - 1 tokens after the separator
-    assert sdists.count_shared([train], [val, short]) == [(10, 400 - P), (0, 0)]
+    documents = {"train": [train], "val": [val, short]}
+    shared = sdists.shared_passages(SimpleNamespace(documents=documents.get), ["a", "b"])
+    assert shared == {"a": (10, 400 - P), "b": (0, 0)}
 
 
 def test_a_list_becomes_a_corpus_or_one_kind_of_it(index: Index, capsys) -> None:

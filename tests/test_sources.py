@@ -177,9 +177,9 @@ def test_a_text_of_articles_is_split_into_them(tmp_path: Path) -> None:
     assert sorted(sum(both(tmp_path / "out"), [])) == sorted(ARTICLES)
     prepare(str(tmp_path / "rows"), tmp_path / "one", "byte")           # a heading of another kind
     assert b"".join(sum(both(tmp_path / "one"), [])) == b"= One =\n\nText\n"
-    text = needs("wikitext-2", "valid.txt").read_text()
+    text = needs("wikitext-2", "valid.txt").read_bytes()
     found = list(articles([Reader("", None, lambda: text.splitlines(keepends=True))]))
-    assert len(found) == 60 and b"".join(found) == text.encode()        # as published
+    assert len(found) == 60 and b"".join(found) == text                 # as published
 
 
 def test_rows_are_documents_even_if_they_begin_with_a_title(tmp_path: Path) -> None:
@@ -339,10 +339,10 @@ def test_files_are_split_by_a_hash_of_their_path_or_by_folders(tmp_path: Path) -
 
 
 def test_the_standard_library_is_read_without_its_tests() -> None:
-    names = ["os.py", "test/a.py", "json/decoder.py", "idlelib/idle_test/a.py", "lib2to3/tests/a.py", "ast.py",
+    names = ["os.py", "test/a.py", "json/decoder.py", "idlelib/idle_test/a.py", "lib2to3/tests/a.py",
              "site-packages/a/b.py", "encodings/cp437.py", "unittest/case.py", "config-3.11/python-config.py"]
     kept = [name for name in names if not sources.STDLIB_LEFT_OUT.fullmatch(name)]
-    assert kept == ["os.py", "json/decoder.py", "ast.py", "unittest/case.py"]
+    assert kept == ["os.py", "json/decoder.py", "unittest/case.py"]
 
 
 @pytest.mark.slow

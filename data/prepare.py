@@ -15,7 +15,7 @@ Several SOURCEs become one corpus. Each is one of
   FOLDER      a folder of these files. If subfolders, or the names of all files, are those of splits, train
               and validation (or valid, val, dev, else test), these are the splits. Else each .txt file is a
               document, and a hash of its path puts a tenth into validation; rows as for FILE
-  https://... one of these files, or a .zip with one in it; downloaded once (also http, file)
+  https://... one of these files, or a .zip with one in it; downloaded once (also http)
   hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, hf:ORG/NAME, or a local folder in its layout,
               hf:./folder. The splits are train and validation, else test. If there is only one split, or
               SPLIT names one, a hash of the text puts 1 document in 100 into validation

@@ -8,24 +8,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import draw, words
+from test_sources import both, write_texts
 
 from base.errors import UserError
 from config import TrainConfig
 from data.loader import Corpus
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
-
-
-def write_texts(folder: Path, texts: dict[str, bytes]) -> Path:
-    for name, text in texts.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text)
-    return folder
-
-
-def documents_of(corpus: Corpus, split: str) -> list[bytes]:
-    return [bytes(ids[1:].astype(np.uint8)) for ids in corpus.documents(split)]     # without the separator
 
 
 @pytest.mark.parametrize("separator", [256, 70_000])    # ids of 16 bits and of 32
@@ -36,14 +25,13 @@ def test_every_byte_of_every_document_comes_back(separator: int, tmp_path: Path,
     texts = {f"{i}.txt": words(i, 50 + i) for i in range(30)}
     texts |= {"deep/er/b.txt": bytes(range(256)), "empty.txt": b""}
     meta = prepare(str(write_texts(tmp_path / "source", texts)), tmp_path / "out", "byte")
-    corpus = Corpus(tmp_path / "out")
-    found = documents_of(corpus, "train") + documents_of(corpus, "val")
-    assert sorted(found) == sorted(text for text in texts.values() if text)
+    train, val = both(tmp_path / "out")
+    assert sorted(train + val) == sorted(filter(None, texts.values()))
     assert meta["splits"]["train"]["bytes"] + meta["splits"]["val"]["bytes"] == sum(map(len, texts.values()))
+    corpus = Corpus(tmp_path / "out")
     for split in ("train", "val"):
-        starts = corpus.offsets[split][:-1]
-        assert (corpus.tokens[split][starts] == corpus.separator).all()  # each opens with the separator
-        assert (corpus.tokens[split] == corpus.separator).sum() == len(starts)
+        opened = np.flatnonzero(corpus.tokens[split] == separator)      # each document by one
+        assert np.array_equal(opened, corpus.offsets[split][:-1])
 
 
 @pytest.mark.parametrize(("name", "damage"), [

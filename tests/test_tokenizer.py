@@ -97,7 +97,7 @@ def test_gpt2_without_its_files_says_how_to_provide_them(tmp_path: Path, monkeyp
     tiktoken = pytest.importorskip("tiktoken")
     import requests
 
-    def offline(*arguments, **options):
+    def offline(*arguments):
         raise requests.ConnectionError("no network")
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))

@@ -58,7 +58,6 @@ from data import tokenizer as tokenizers
 from data.loader import FORMAT_VERSION, SPLITS, Corpus, read_meta
 from data.sdists import shared_passages
 from data.sources import (
-    SUFFIXES,
     Document,
     Source,
     SourceOptions,
@@ -294,9 +293,8 @@ def default_out(source: str) -> Path:
     """data/ and the source's name without .txt, .zip ...; for "." and "..", the name of that folder."""
     path = source.removeprefix("hf:").removeprefix("sdists:").split(":")[0]
     name = Path(urlsplit(source).path if "://" in source else os.path.abspath(path)).name
-    for suffix in (*SUFFIXES, ".zip", ".csv"):      # not the stem: books-0.5 and books-0.75 differ
-        name = name.removesuffix(suffix)
-    return Path("data") / name
+    # not the stem: books-0.5 and books-0.75 differ
+    return Path("data", re.sub(r"\.(txt|parquet|zip|csv|jsonl(\.gz|\.zst)?)$", "", name))
 
 
 def main() -> None:

@@ -152,9 +152,9 @@ def variables(rng: Generator) -> Hidden:
 
 RETRIEVAL: dict[str, Callable[[Generator], Hidden]] = {
     "passkey": passkey,
-    "needle": lambda rng: facts(rng, 1, 1),
-    "multi_key": lambda rng: facts(rng, N_FACTS, 1),
-    "multi_query": lambda rng: facts(rng, N_FACTS, N_ASKED),
+    "needle": partial(facts, n=1, n_asked=1),
+    "multi_key": partial(facts, n=N_FACTS, n_asked=1),
+    "multi_query": partial(facts, n=N_FACTS, n_asked=N_ASKED),
     "multi_value": multi_value,
     "variables": variables,
 }
@@ -260,7 +260,7 @@ def flip_flop(n: int, rng: Generator) -> list[Segment]:
 
 
 ALGORITHMS: dict[str, Callable[[int, Generator], list[Segment]]] = {
-    "copying": partial(letters, lambda text: text),
+    "copying": partial(letters, str),
     "reversal": partial(letters, lambda text: text[::-1]),
     "sorting": partial(letters, lambda text: "".join(sorted(text))),
     "addition": addition,

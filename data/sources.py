@@ -146,9 +146,10 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
         raise UserError(f"--val-share {share}: must be between 0 and 1, such as 0.1")
     names = source.split(" + ")
     if len(names) > 1:
-        for task in TASKS.keys() & names:
-            raise UserError(f"source {task}: has windows and a mask of its own; prepare it alone, and mix "
-                            "corpora with data.mixture")
+        tasks = TASKS.keys() & names
+        if tasks:
+            raise UserError(f"source {min(tasks)}: has windows and a mask of its own; prepare it alone, and "
+                            "mix corpora with data.mixture")
         opened = [open_source(name, cache, tokenizer, options) for name in names]
         return Source(name=" + ".join(one.name for one in opened),
                       revision=", ".join(one.revision for one in opened if one.revision) or None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import draw, words
+from conftest import draw, places_of, words
 from test_sources import both, write_texts
 
 from base.errors import UserError
@@ -83,6 +83,8 @@ def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
         text = np.asarray(corpus.tokens["train"]).astype(np.int64)
         assert any({text[o + 32 * w:][:32].tobytes() for w in range(n)} == seen[-1] for o in range(64))
     assert seen[0] != seen[1]                                           # another offset, another order
+    offsets = [min(start for _, start in places_of(corpus, 32, n, 3, epoch)) for epoch in range(9)]
+    assert max(offsets) > (len(corpus.tokens["train"]) - 1) % 32        # a window gives room for them
 
 
 def test_ranks_share_a_batch_whatever_their_number(corpus_dir: Path) -> None:

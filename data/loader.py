@@ -102,7 +102,7 @@ class Corpus:
             tokens = np.memmap(self.folder / f"{split}.bin", self.meta["dtype"], "r", shape=about["tokens"])
             if f"{split}.mask.bin" in about["sha256"]:
                 is_scored = np.memmap(self.folder / f"{split}.mask.bin", bool, "r", shape=about["tokens"])
-            offsets = np.load(self.folder / f"{split}.idx.npy").astype(np.int64)
+            offsets = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False).astype(np.int64)
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"corpus {self.folder}: {split}.bin or its index: {error}; prepare it again "
                             "(data/prepare.py)") from error
@@ -332,6 +332,6 @@ def read_meta(path: Path) -> dict[str, Any]:
     """The meta.json of a corpus, or the corpus.json of a run. Raises UserError."""
     try:
         return read_json(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(f"{path.parent}: no prepared corpus there (no {path.name}); make it with "
-                        f"`python data/prepare.py SOURCE --out {path.parent}`") from error
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise UserError(f"{path.parent}: no prepared corpus there ({path.name} is missing or damaged); make it "
+                        f"with `python data/prepare.py SOURCE --out {path.parent}`") from error

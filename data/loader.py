@@ -333,5 +333,5 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise UserError(f"{path.parent}: no prepared corpus there ({path.name} is missing or damaged); make it "
-                        f"with `python data/prepare.py SOURCE --out {path.parent}`") from error
+        raise UserError(f"{path.parent}: no prepared corpus there ({path.name} is missing or damaged); make "
+                        f"it with `python data/prepare.py SOURCE --out {path.parent}`") from error

@@ -12,7 +12,6 @@ An epoch reads each window once, in random order. Legend: B batch, T time.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -71,11 +70,10 @@ class Batch:
 
 
 class Corpus:
-    """A prepared corpus; opening it checks sizes and offsets, and ids are checked as they are read.
+    """A prepared corpus, of which the files of the given splits are opened. Raises UserError if one is cut.
 
-    Raises UserError with the problem and its fix. `cross_documents` "never" keeps windows inside documents;
-    generated documents are windows anyway (`stays_inside`). With `bos` the first input of each window is the
-    separator. Only the files of the given splits are opened.
+    `cross_documents` "never" keeps windows inside documents; generated documents are windows anyway
+    (`stays_inside`). With `bos` the first input of each window is the separator.
     """
 
     def __init__(self, folder: str | Path, cross_documents: str = "attend", bos: bool = False,
@@ -92,24 +90,19 @@ class Corpus:
         self.is_scored: dict[str, np.ndarray | None] = {}               # (n_tokens,) or None: all are
         for split in splits:
             self._open(split)
-        # what is slow to compute is kept, by its arguments: windows inside documents, and the newest epoch
-        self.windows: dict[tuple[str, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        # what is slow to compute is kept, by its arguments: windows, and the newest epoch
+        self.windows_of: dict[tuple[str, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         self.newest_epoch: dict[tuple[int, ...], np.ndarray] = {}
 
     def _open(self, split: str) -> None:
-        """Open the files of a split, after checking their sizes and the documents' bounds."""
+        """Map the files of a split into memory: fails if one is missing, or too short."""
         about = self.meta["splits"][split]
         is_scored = None
         try:
-            tokens = np.memmap(self.folder / f"{split}.bin", self.meta["dtype"], "r")
+            tokens = np.memmap(self.folder / f"{split}.bin", self.meta["dtype"], "r", shape=about["tokens"])
             if f"{split}.mask.bin" in about["sha256"]:
-                is_scored = np.memmap(self.folder / f"{split}.mask.bin", bool, "r")
-            for array in (tokens, is_scored):
-                if array is not None and len(array) != about["tokens"]:
-                    raise ValueError(f"{array.filename} has {len(array):,} tokens, not {about['tokens']:,}")
+                is_scored = np.memmap(self.folder / f"{split}.mask.bin", bool, "r", shape=about["tokens"])
             offsets = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False).astype(np.int64)
-            if len(offsets) != about["documents"] + 1 or offsets[-1] != about["tokens"]:
-                raise ValueError(f"{split}.idx.npy does not fit {about['documents']:,} documents")
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"corpus {self.folder}: {split}.bin or its index: {error}; prepare it again "
                             "(data/prepare.py)") from error
@@ -153,19 +146,14 @@ class Corpus:
         shift or those of each document by another, so that a token has a different position in each epoch.
         """
         rng = np.random.default_rng([seed, epoch, stream])
-        if self.stays_inside:
-            starts, document, n_spare = self.windows_inside("train", seq_len)
-            shifts = rng.integers(n_spare + 1)                          # (n_documents,)
-            return rng.permutation(starts + shifts[document])
-        n_windows = self.n_windows("train", seq_len)
-        n_shifts = len(self.tokens["train"]) - n_windows * seq_len
-        shift = int(rng.integers(n_shifts))
-        return shift + rng.permutation(n_windows) * seq_len
+        starts, document, n_spare = self.windows("train", seq_len)
+        shifts = rng.integers(n_spare + 1)                              # (n_documents,)
+        return rng.permutation(starts + shifts[document])
 
     def stack(self, split: str, seq_len: int, starts: Sequence[tuple[Corpus, int]]) -> Batch:
         """The batch of windows that begin there, with loss_divisor the number of its scored targets."""
         # one token more than inputs: the target of the last one
-        rows = [corpus.read(split, start, start + seq_len + 1) for corpus, start in starts]
+        rows = [corpus.tokens[split][start:start + seq_len + 1] for corpus, start in starts]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64))         # (B, T + 1)
         inputs = ids[:, :-1].clone()
         targets = ids[:, 1:].clone()
@@ -189,32 +177,35 @@ class Corpus:
 
     def n_windows(self, split: str, seq_len: int) -> int:
         """Number of windows of seq_len inputs and targets; in train, an epoch. Raises UserError if none."""
-        n_tokens = len(self.tokens[split])
-        if self.stays_inside:
-            n_windows = len(self.windows_inside(split, seq_len)[0])
-        else:
-            n_windows = (n_tokens - 1) // seq_len
-        if n_windows < 1:
+        starts, _, _ = self.windows(split, seq_len)
+        if not len(starts):
             inside = " inside its documents" if self.stays_inside else ""
-            raise UserError(f"corpus {self.folder}: {split} has {n_tokens} tokens, too few{inside} for one "
-                            f"window of train.seq_len = {seq_len} and a target; shorten it or add text")
-        if split == "train" and not self.stays_inside:
-            return max(1, n_windows - 1)                # room for a random shift in each epoch
-        return n_windows
+            raise UserError(f"corpus {self.folder}: {split} has {len(self.tokens[split])} tokens, too few"
+                            f"{inside} for one window of train.seq_len = {seq_len} and a target; shorten it "
+                            "or add text")
+        return len(starts)
 
-    def windows_inside(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Windows inside documents: their first tokens, their documents; and each document's spare tokens."""
+    def windows(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Windows: their first tokens, their documents; and how many tokens each document has left.
+
+        Windows that cross documents are inside of one document, which is all of the split.
+        """
         key = (split, seq_len)
-        if key not in self.windows:
+        if key not in self.windows_of:
             offsets = self.offsets[split]
+            if not self.stays_inside:
+                offsets = offsets[[0, -1]]
             # for each document: how many windows it holds, how many tokens it has left, where it begins
-            n_windows, n_spare = np.divmod(np.diff(offsets) - 1, seq_len)
+            n_windows, n_spare = np.divmod(np.maximum(np.diff(offsets) - 1, 0), seq_len)
+            if split == "train" and not self.stays_inside and n_windows[0] > 1:
+                n_windows -= 1                                  # room for a random shift in each epoch
+                n_spare += seq_len
             n_before = np.cumsum(n_windows) - n_windows         # windows of earlier documents
             # for each window: its document, and how many windows of the document precede it
             document = np.repeat(np.arange(len(n_windows)), n_windows)
             place = np.arange(len(document)) - n_before[document]
-            self.windows[key] = (offsets[document] + place * seq_len, document, n_spare)
-        return self.windows[key]
+            self.windows_of[key] = (offsets[document] + place * seq_len, document, n_spare)
+        return self.windows_of[key]
 
     def require_windows(self, seq_len: int, splits: Sequence[str] = SPLITS) -> None:
         """Raise UserError unless each split has a window; those of a task are its documents."""
@@ -229,10 +220,7 @@ class Corpus:
     def val_batches(self, seq_len: int, batch_size: int, n_windows: int) -> list[Batch]:
         """Batches of n_windows validation windows (0: all), evenly spaced and always the same."""
         n_available = self.n_windows("val", seq_len)
-        if self.stays_inside:
-            starts, _, _ = self.windows_inside("val", seq_len)
-        else:
-            starts = np.arange(n_available) * seq_len
+        starts, _, _ = self.windows("val", seq_len)
         n = min(n_windows or n_available, n_available)
         chosen = starts[np.arange(n) * n_available // n].tolist()
         batches = []
@@ -242,21 +230,11 @@ class Corpus:
         return batches
 
     # -------------------------------------------------------------------------------------------------------
-    # Tokens
-
-    def read(self, split: str, start: int, end: int | None = None) -> np.ndarray:
-        """The ids of a split from start to end, after checking that they are in the vocabulary."""
-        ids = self.tokens[split][start:end]
-        largest = int(ids.max())
-        if largest >= self.vocab_size:
-            raise UserError(f"corpus {self.folder}: {split}.bin holds id {largest}, beyond its vocabulary of "
-                            f"{self.vocab_size}; prepare it again with data/prepare.py")
-        return ids
+    # Text
 
     def documents(self, split: str) -> list[np.ndarray]:
         """The ids of each document of a split, as views of the memory-mapped file."""
-        tokens = self.read(split, 0)
-        return [tokens[start:end] for start, end in itertools.pairwise(self.offsets[split])]
+        return np.split(self.tokens[split], self.offsets[split][1:-1])
 
     def n_epochs(self, t: TrainConfig) -> float:
         """How often training reads each token."""
@@ -284,9 +262,6 @@ class Mixture(Corpus):
         # of MIX windows, how many are of each corpus, this one first
         other_counts = [round(shares[name] * MIX) for name in names]
         self.counts = [MIX - sum(other_counts), *other_counts]
-        for name, count in zip([str(folder), *names], self.counts, strict=True):
-            if count < 1:
-                raise UserError(f"data.mixture: leaves less than 1/{MIX} of the windows to {name}")
         # the same in the steps of the others alone: rounded sums, so that MIX is reached exactly
         sums = np.cumsum([0, *other_counts])
         self.counts_of_others = [0, *np.diff(np.round(MIX * sums / sums[-1]).astype(int)).tolist()]
@@ -355,15 +330,8 @@ def training_positions(t: TrainConfig, step: int) -> Tensor:
 
 def read_meta(path: Path) -> dict[str, Any]:
     """The meta.json of a corpus, or the corpus.json of a run. Raises UserError."""
-    again = "copy the meta.json of the run's corpus there"
-    if path.name == "meta.json":
-        again = f"make it with `python data/prepare.py SOURCE --out {path.parent}`"
     try:
-        meta = read_json(path)
-        if meta.get("format_version") != FORMAT_VERSION:
-            raise ValueError(f"format_version {meta.get('format_version')}, this code reads {FORMAT_VERSION}")
-        return meta
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(f"{path.parent}: no prepared corpus there (no {path.name}); {again}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: damaged ({error}); {again}") from error
+        return read_json(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+        raise UserError(f"{path.parent}: no prepared corpus there ({path.name} is missing or damaged); make "
+                        f"it with `python data/prepare.py SOURCE --out {path.parent}`") from error

@@ -15,7 +15,7 @@ Several SOURCEs become one corpus. Each is one of
   FOLDER      a folder of these files. If subfolders, or the names of all files, are those of splits, train
               and validation (or valid, val, dev, else test), these are the splits. Else each .txt file is a
               document, and a hash of its path puts a tenth into validation; rows as for FILE
-  https://... one of these files, or a .zip with one in it; downloaded once (also http, file)
+  https://... one of these files, or a .zip with one in it; downloaded once (also http)
   hf:NAME[:CONFIG][:SPLIT]    a dataset of the Hugging Face hub, hf:ORG/NAME, or a local folder in its layout,
               hf:./folder. The splits are train and validation, else test. If there is only one split, or
               SPLIT names one, a hash of the text puts 1 document in 100 into validation
@@ -33,8 +33,10 @@ import re
 import shutil
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,29 +55,33 @@ from base.command import argument_parser, positive, run_command
 from base.errors import UserError
 from base.files import flush, sha256_of, write_whole
 from data import tokenizer as tokenizers
-from data.loader import FORMAT_VERSION, SPLITS, read_meta
-from data.sdists import PASSAGE, count_shared
+from data.loader import FORMAT_VERSION, SPLITS, Corpus, read_meta
+from data.sdists import shared_passages
 from data.sources import (
-    SUFFIXES,
     Document,
-    Reader,
+    Source,
     SourceOptions,
     documents,
     open_source,
     share_held_out,
 )
 from data.tasks import TASKS, TaskDocument
-from data.tokenizer import SEPARATOR, TOKENIZER_FILE, Tokenizer, pieces
+from data.tokenizer import SEPARATOR, TOKENIZER_FILE, Tokenizer
 from hf.pretrained import is_pretrained, read_config
 from hf.tokenizer import read_tokenizer
 
 LEARN_BYTES = 2**27             # most text that bpe:N learns from
-LEARN_PIECE = 2**14             # bytes that are learned from at a time
 DOCUMENTS_AT_ONCE = 256         # encoded on all cores, then written
 DEFAULTS = SourceOptions()
 SEPARATOR_LINE = re.compile(rf"^{re.escape(SEPARATOR)}\r?$".encode(), re.MULTILINE)
 CORPUS_FILES = {"meta.json", TOKENIZER_FILE,
                 *(f"{split}.{end}" for split in SPLITS for end in ("bin", "idx.npy", "mask.bin"))}
+FAULTS = {                      # of documents -> what is said about them
+    "null": "rows without text (null) are left out",
+    "odd": "documents have NUL bytes or bytes that are not UTF-8; --tokenizer byte keeps all bytes, others "
+           "replace those outside UTF-8 by U+FFFD",
+    "lost": "documents have U+FFFD, in place of characters that were lost before, or of lone surrogates",
+    "joined": f"documents have lines of {SEPARATOR} alone; --separator '{SEPARATOR}' splits .txt files there"}
 
 
 def find_tokenizer(name: str) -> Tokenizer | None:
@@ -93,8 +99,8 @@ def learn_from(texts: Iterable[Document]) -> Iterator[bytes]:
     """Text to learn a vocabulary from: the first LEARN_BYTES of the train split."""
     n_bytes = 0
     for document in texts:
-        if document.split == "train" and isinstance(document.text, bytes):
-            yield from pieces(document.text, LEARN_PIECE)
+        if document.split == "train" and document.text:
+            yield document.text
             n_bytes += len(document.text)
         if n_bytes > LEARN_BYTES:
             return
@@ -103,29 +109,47 @@ def learn_from(texts: Iterable[Document]) -> Iterator[bytes]:
 def encode(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
     """The ids of a document, the separator first, and for a task which of them are answers."""
     if isinstance(document.text, TaskDocument):
-        return document.text.ids.astype(np.uint32), document.text.is_answer
+        return document.text
     separator = np.array([tokenizer.separator], np.uint32)
     return np.append(separator, tokenizer.encode(document.text or b"")), None
 
 
-def is_odd(text: bytes) -> bool:
-    """Whether a text is not UTF-8, or has NUL bytes, as UTF-16 does."""
+def encode_all(texts: Iterator[Document], tokenizer: Tokenizer) -> Iterator[tuple[Document, Any]]:
+    """Documents, and what `encode` makes of each."""
+    with ThreadPoolExecutor() as pool:                  # threads: tiktoken releases the interpreter's lock
+        while group := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
+            encoded = pool.map(partial(encode, tokenizer=tokenizer), group)
+            yield from zip(group, encoded, strict=True)
+
+
+def faults_of(text: bytes | TaskDocument | None) -> Iterator[str]:
+    """What a user should know about a document: keys of FAULTS."""
+    if text is None:
+        yield "null"
+    if not isinstance(text, bytes):
+        return
     try:
-        return "\0" in text.decode("utf-8")
+        decoded = text.decode("utf-8")
     except UnicodeDecodeError:
-        return True
+        decoded = "\0"
+    if "\0" in decoded:                                 # as UTF-16 has
+        yield "odd"
+    if "\ufffd" in decoded:
+        yield "lost"
+    if SEPARATOR_LINE.search(text):
+        yield "joined"
 
 
-class SplitWriter:
+class Writer:
     """The growing files of a split: ids, starts of documents and, for tasks, a mask of answers."""
 
-    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, has_mask: bool) -> None:
+    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer) -> None:
         self.folder = folder
         self.split = split
         self.dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
         self.byte_lengths = tokenizers.byte_lengths(tokenizer)
-        self.ids_file = (folder / f"{split}.bin").open("wb")
-        self.mask_file = (folder / f"{split}.mask.bin").open("wb") if has_mask else None
+        self.file = (folder / f"{split}.bin").open("wb")
+        self.mask = bytearray()
         self.starts = array("Q")                        # of documents, in tokens
         self.n_tokens = 0
         self.n_bytes = 0
@@ -135,76 +159,26 @@ class SplitWriter:
         if len(ids) < 2:                                # no separator without a document
             return 0
         self.starts.append(self.n_tokens)
-        self.ids_file.write(ids.astype(self.dtype).data)
-        if self.mask_file is not None and is_answer is not None:
-            self.mask_file.write(is_answer.astype("u1").data)
+        self.file.write(ids.astype(self.dtype).data)
+        if is_answer is not None:
+            self.mask += is_answer[:len(ids)].tobytes()
         n_bytes = int(self.byte_lengths[ids].sum())
         self.n_tokens += len(ids)
         self.n_bytes += n_bytes
         return n_bytes
 
     def finish(self) -> dict[str, Any]:
-        """Close the files, write the index and return what meta.json says of the split."""
-        index = self.folder / f"{self.split}.idx.npy"
-        np.save(index, np.array([*self.starts, self.n_tokens], "<u8"))
-        paths = [Path(self.ids_file.name), index]
-        self.ids_file.close()
-        if self.mask_file is not None:
-            self.mask_file.close()
-            paths.append(Path(self.mask_file.name))
+        """Close the file, write index and mask, and return what meta.json says of the split."""
+        self.file.close()
+        paths = [self.folder / f"{self.split}.bin", self.folder / f"{self.split}.idx.npy"]
+        np.save(paths[1], np.array([*self.starts, self.n_tokens], "<u8"))
+        if self.mask:
+            paths.append(self.folder / f"{self.split}.mask.bin")
+            paths[2].write_bytes(self.mask)
         for path in paths:
             flush(path)
         return {"tokens": self.n_tokens, "bytes": self.n_bytes, "documents": len(self.starts),
                 "sha256": {path.name: sha256_of(path) for path in paths}}
-
-
-class Writer:
-    """The growing files of a corpus."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer, has_mask: bool) -> None:
-        self.tokenizer = tokenizer
-        self.splits = {split: SplitWriter(folder, split, tokenizer, has_mask) for split in SPLITS}
-        self.n_null = 0                                 # rows without text
-        self.n_surrogates = 0
-        self.odd: list[str] = []                        # names of documents that are not UTF-8
-        self.several: list[str] = []                    # names of documents with lines that separate others
-
-    def write(self, texts: Iterator[Document], limit: int, bar: tqdm) -> None:
-        """Write documents until the train split has `limit` tokens."""
-        with ThreadPoolExecutor() as pool:              # threads: tiktoken releases the interpreter's lock
-            while group := list(itertools.islice(texts, DOCUMENTS_AT_ONCE)):
-                encoded = pool.map(partial(encode, tokenizer=self.tokenizer), group)
-                for document, (ids, is_answer) in zip(group, encoded, strict=True):
-                    self.n_surrogates += document.n_surrogates
-                    if document.text is None:
-                        self.n_null += 1
-                    elif isinstance(document.text, bytes):
-                        if is_odd(document.text):
-                            self.odd.append(document.name)
-                        if SEPARATOR_LINE.search(document.text):
-                            self.several.append(document.name)
-                    split = self.splits[document.split]
-                    room = len(ids)
-                    if document.split == "train":
-                        room = limit - split.n_tokens
-                    bar.update(split.append(ids[:room], None if is_answer is None else is_answer[:room]))
-                    if room < len(ids):
-                        return
-
-    def report(self, name: str) -> None:
-        """Print what was left out or replaced of a source."""
-        if self.n_null:
-            print(f"left out of {name}: {self.n_null:,} rows without text (null)")
-        if self.odd:
-            print(f"warning: {len(self.odd):,} documents with NUL bytes or bytes that are not UTF-8, such as "
-                  f"{self.odd[0]}; --tokenizer byte keeps all bytes, others replace those outside UTF-8 by "
-                  "U+FFFD", file=sys.stderr)
-        if self.n_surrogates:
-            print(f"warning: {self.n_surrogates:,} lone surrogates, which are not text, became U+FFFD",
-                  file=sys.stderr)
-        if self.several:
-            print(f"warning: {len(self.several):,} documents have lines of {SEPARATOR} alone, such as "
-                  f"{self.several[0]}; --separator '{SEPARATOR}' splits .txt files there", file=sys.stderr)
 
 
 def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions = DEFAULTS,
@@ -213,80 +187,67 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions 
 
     It replaces a corpus of another tokenizer, on which runs may depend, only if `replace`. Raises UserError.
     """
-    if out.is_symlink():                                # such as one to another disk: it stays a link
-        out = out.resolve()
+    out = out.resolve()                                 # a link, such as one to another disk, stays a link
     # only a corpus is replaced
-    names = set()
-    if out.is_dir():
-        names = {path.name for path in out.iterdir()}
-    elif out.exists():
-        names = {out.name}
-    if names and (names - CORPUS_FILES or "meta.json" not in names):
-        raise UserError(f"--out {out}: would be replaced, but {min(names - CORPUS_FILES or names)} is not "
-                        "part of a prepared corpus; give another folder")
-    replaced = None
-    if names and not replace:
-        before = read_meta(out / "meta.json")
-        replaced = before["tokenizer"]
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    others = names - CORPUS_FILES
+    if names and (others or "meta.json" not in names):
+        raise UserError(f"--out {out}: would be replaced, but {min(others or names)} is not part of a "
+                        "prepared corpus; give another folder")
+    before = read_meta(out / "meta.json") if names else None
     tokenizer = find_tokenizer(tokenizer_name)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = out.with_name(f".{out.name}.partial")
+    lock = out.with_name(f".{out.name}.lock")
     try:
-        with FileLock(out.with_name(f".{out.name}.lock"), timeout=0):
+        with FileLock(lock, timeout=0):
             shutil.rmtree(folder, ignore_errors=True)                   # of a process that was killed
             folder.mkdir()
             try:
-                meta = write_corpus(folder, source, out, tokenizer, tokenizer_name, options, replaced)
+                meta = write_corpus(folder, source, out, tokenizer, tokenizer_name, options,
+                                    None if replace else before)
                 shutil.rmtree(out, ignore_errors=True)
                 folder.rename(out)
-                if replaced:
-                    print(f"{out}: replaced its corpus, of {before['source']}")
-                return meta
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):                                 # Windows deletes it later
+                    lock.unlink()
     except Timeout:
         raise UserError(f"--out {out}: another process is preparing it; give another folder") from None
-    except OSError as error:        # such as a full disk
-        raise UserError(f"{error.filename or folder}: {error.strerror or error}") from error
+    if before:
+        print(f"{out}: replaced its corpus, of {before['source']}")
+    return meta
 
 
 def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | None, tokenizer_name: str,
-                 options: SourceOptions, replaced: dict[str, str] | None) -> dict[str, Any]:
+                 options: SourceOptions, before: dict[str, Any] | None) -> dict[str, Any]:
     """Write a corpus to `folder`; meta.json comes last. Without a tokenizer, one is learned.
 
-    `replaced` is the tokenizer of the corpus at `out`, if it must be the same. Raises UserError.
+    `before` is the meta.json of the corpus at `out`, if its tokenizer must be the same. Raises UserError.
     """
     opened = open_source(source, out.parent / ".downloads", tokenizer, options)
     row_share = share_held_out(opened, options)
     # learn the tokenizer, and keep its file in the corpus
-    file = tokenizer.file if tokenizer else ""
     if tokenizer is None:
         print(f"learning {tokenizer_name} from {opened.name}", flush=True)
         texts = learn_from(documents(opened.readers, row_share))
         file = tokenizers.learn(texts, tokenizers.size_of(tokenizer_name) or 0)
-    if file:
         write_whole(folder / TOKENIZER_FILE, file)
-    if tokenizer is None:
         tokenizer = tokenizers.load_tokenizer(tokenizer_name, folder)
-    if replaced and replaced["sha256"] != tokenizer.sha256:
-        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {replaced['name']}, whose runs "
-                        "could not be resumed; give another folder, or --replace")
-    # encode and write the documents; what has a split val comes last, all of it, whatever the limit
+    elif tokenizer.file:
+        write_whole(folder / TOKENIZER_FILE, tokenizer.file)
+    if before and before["tokenizer"]["sha256"] != tokenizer.sha256:
+        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {before['tokenizer']['name']}, "
+                        "whose runs could not be resumed; give another folder, or --replace")
     task = TASKS.get(source)
-    writer = Writer(folder, tokenizer, task is not None and task.has_mask)
-    readers = sorted(opened.readers, key=lambda reader: reader.split == "val")
-    n_train = sum(reader.split != "val" for reader in readers)
-    limit = options.limit_tokens or sys.maxsize
-    with tqdm(desc="preparing", total=opened.n_bytes or None, unit="B", unit_scale=True, disable=None) as bar:
-        writer.write(documents(readers[:n_train], row_share), limit, bar)
-        writer.write(documents(readers[n_train:], row_share), limit, bar)
-    writer.report(opened.name)
+    writers = {split: Writer(folder, split, tokenizer) for split in SPLITS}
+    write_documents(opened, row_share, writers, tokenizer, options.limit_tokens or sys.maxsize,
+                    task is not None and task.has_mask)
     # describe the corpus
-    splits = {split: writer.splits[split].finish() for split in SPLITS}
+    splits = {split: writer.finish() for split, writer in writers.items()}
     meta: dict[str, Any] = {
         "format_version": FORMAT_VERSION, "source": opened.name, "revision": opened.revision,
-        "dtype": writer.splits["train"].dtype.name, "vocab_size": tokenizer.vocab_size,
-        "eot": tokenizer.separator,
+        "dtype": writers["train"].dtype.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.separator,
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256}}
     changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
     if changed:
@@ -294,36 +255,46 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
     if task and task.has_windows:
         meta["task"] = {"name": source, "length": options.length or task.length}
     meta["splits"] = splits
-    if source.startswith("sdists:"):
-        meta["shared_passages"] = shared_passages(writer, opened.readers)
     write_whole(folder / "meta.json", json.dumps(meta, indent=1))
+    if source.startswith("sdists:"):
+        names = [reader.name for reader in opened.readers if reader.split == "val"]     # of its documents
+        meta["shared_passages"] = shared_passages(Corpus(folder), names)
+        write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     return meta
 
 
-def shared_passages(writer: Writer, readers: Iterable[Reader]) -> dict[str, tuple[int, int]]:
-    """For each reader of val, its passages that train has too, and all its passages; also printed.
-
-    A passage is PASSAGE consecutive tokens of the corpus. Each reader has one document.
-    """
-    documents_of = {}
-    for split, files in writer.splits.items():
-        tokens = np.fromfile(files.ids_file.name, files.dtype)
-        documents_of[split] = np.split(tokens, np.array(files.starts[1:], np.int64))
-    names = [reader.name for reader in readers if reader.split == "val"]
-    counts = count_shared(documents_of["train"], documents_of["val"])
-    print(f"passages of {PASSAGE} tokens of val that train has too:")
-    for name, (n_shared, n_passages) in zip(names, counts, strict=True):
-        print(f"  {name}: {n_shared:,} of {n_passages:,}")
-    return dict(zip(names, counts, strict=True))
+def write_documents(source: Source, row_share: float, writers: dict[str, Writer], tokenizer: Tokenizer,
+                    limit: int, has_mask: bool) -> None:
+    """Encode and write documents, of the train split until it has `limit` tokens; print what is odd."""
+    n_faults: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    # what has a split val comes last, all of it, whatever the limit
+    val = [reader for reader in source.readers if reader.split == "val"]
+    train = [reader for reader in source.readers if reader.split != "val"]
+    bar = tqdm(desc="preparing", total=source.n_bytes or None, unit="B", unit_scale=True, disable=None)
+    for readers in (train, val):
+        for document, (ids, is_answer) in encode_all(documents(readers, row_share), tokenizer):
+            for fault in faults_of(document.text):
+                n_faults[fault] += 1
+                examples.setdefault(fault, document.name)
+            writer = writers[document.split]
+            room = len(ids)
+            if document.split == "train":
+                room = limit - writer.n_tokens
+            bar.update(writer.append(ids[:room], is_answer if has_mask else None))
+            if room < len(ids):
+                break
+    bar.close()
+    for fault, n in n_faults.items():
+        print(f"warning: {n:,} {FAULTS[fault]}; such as {examples[fault]}", file=sys.stderr)
 
 
 def default_out(source: str) -> Path:
     """data/ and the source's name without .txt, .zip ...; for "." and "..", the name of that folder."""
     path = source.removeprefix("hf:").removeprefix("sdists:").split(":")[0]
     name = Path(urlsplit(source).path if "://" in source else os.path.abspath(path)).name
-    for suffix in (*SUFFIXES, ".zip", ".csv"):      # not the stem: books-0.5 and books-0.75 differ
-        name = name.removesuffix(suffix)
-    return Path("data") / name
+    # not the stem: books-0.5 and books-0.75 differ
+    return Path("data", re.sub(r"\.(txt|parquet|zip|csv|jsonl(\.gz|\.zst)?)$", "", name))
 
 
 def main() -> None:

@@ -10,9 +10,8 @@ import hashlib
 import os
 import re
 import tarfile
-import zipfile
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from base.errors import UserError
-from base.files import sha256_of
-from data.loader import SPLITS
+from data.loader import SPLITS, Corpus
 
 KINDS = ("docs", "code")
 N_DOWNLOADS = 4                 # at a time
@@ -62,13 +60,7 @@ class Text(NamedTuple):
 
 def read_list(path: Path) -> list[Project]:
     """The projects of a list. Raises UserError."""
-    try:
-        header, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"sdists {path}: cannot be read ({error}); give configs/study/sdists.csv") from error
-    if header != ",".join(Project._fields):
-        raise UserError(f"sdists {path}: its columns are {header or 'missing'}; they must be "
-                        f"{','.join(Project._fields)}")
+    _, *lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 2):
         if not ROW.fullmatch(line):
             raise UserError(f"sdists {path}, line {number}: {line!r} is not a name, a version, a sha256 and "
@@ -90,53 +82,19 @@ def fetch(project: Project, cache: Path) -> Path:
     except ImportError as error:
         raise UserError("sdists: pypi-simple is not installed; run "
                         ".venv/bin/python -m pip install -c constraints.txt -e '.[study]'") from error
-    what = f"sdists: {project.name} {project.version}"
     endpoint = os.environ.get("PIP_INDEX_URL") or pypi_simple.PYPI_SIMPLE_ENDPOINT
     partial_path = path.with_name(f"{path.name}.part")
     try:
         with pypi_simple.PyPISimple(endpoint) as index:
             packages = index.get_project_page(project.name, timeout=TIMEOUT).packages
-            sdists = [package for package in packages
-                      if package.package_type == "sdist" and package.version == project.version]
-            # a version may have a .tar.gz and a .zip: the one of the list comes last
-            sdists.sort(key=lambda package: package.digests.get("sha256") == project.sha256)
-            index.download_package(sdists[-1], partial_path, verify=False, timeout=TIMEOUT)
+            archive_of = {package.digests.get("sha256"): package for package in packages}
+            index.download_package(archive_of[project.sha256], partial_path, timeout=TIMEOUT)
     except (OSError, LookupError, ValueError, pypi_simple.NoSuchProjectError) as error:
-        raise UserError(f"{what}: cannot be downloaded ({type(error).__name__}); check the network and "
+        raise UserError(f"sdists: {project.name} {project.version}: cannot be downloaded "
+                        f"({type(error).__name__}: {error}); check the sha256 in the list, the network and "
                         "PIP_INDEX_URL, then give the same command again: it continues") from error
-    sha256 = sha256_of(partial_path)
-    if sha256 != project.sha256:
-        partial_path.unlink()
-        raise UserError(f"{what}: its sha256 is {sha256}, not {project.sha256} as in the list; correct the "
-                        "list, or use another index")
     partial_path.replace(path)
     return path
-
-
-def members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the files of an archive that may be text, without the folder around them."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                if not entry.is_dir() and entry.file_size <= FILE_BYTES:
-                    name = path_inside(entry.filename)
-                    if kind_of(name):
-                        yield name, archive.read(entry)
-        return
-    with tarfile.open(path) as tar:
-        for member in tar:
-            name = path_inside(member.name)
-            if member.isfile() and member.size <= FILE_BYTES and kind_of(name):    # no links
-                file = tar.extractfile(member)
-                assert file is not None
-                yield name, file.read()
-
-
-def path_inside(name: str) -> str:
-    """The path of a member in the folder that the archive holds; empty if it is outside of it."""
-    parts = name.removeprefix("./").split("/")
-    is_outside = parts[0] == "" or ".." in parts
-    return "" if is_outside else "/".join(parts[1:])
 
 
 def kind_of(name: str) -> str | None:
@@ -153,20 +111,20 @@ def read_project(project: Project, cache: Path) -> list[tuple[str, bytes]]:
 
     Files that are empty, not UTF-8 or have U+FFFD are left out. Lines end in LF, and a text in one of them.
     """
-    path = fetch(project, cache)
-    try:
-        contents = sorted(members(path))
-    except (OSError, EOFError, tarfile.TarError, zipfile.BadZipFile, ValueError) as error:
-        raise UserError(f"sdists: {project.name} {project.version}: its archive cannot be read ({error}); "
-                        f"delete {path}, or choose another version") from error
-    texts = []
-    for name, content in contents:
-        kind = kind_of(name)
-        text = content.replace(b"\r\n", b"\n").rstrip() + b"\n"
-        is_text = b"\0" not in text and "\ufffd" not in text.decode("utf-8", errors="replace")
-        if is_text and kind and len(text) > 1:
-            texts.append((kind, text))
-    return texts
+    texts: list[tuple[str, str, bytes]] = []
+    with tarfile.open(fetch(project, cache)) as tar:
+        for member in tar:
+            name = member.name.removeprefix("./").partition("/")[2]     # without the folder around all files
+            kind = kind_of(name)
+            if not kind or not member.isfile() or member.size > FILE_BYTES:         # no links
+                continue
+            file = tar.extractfile(member)
+            assert file is not None
+            text = file.read().replace(b"\r\n", b"\n").rstrip() + b"\n"
+            is_text = b"\0" not in text and "\ufffd" not in text.decode("utf-8", errors="replace")
+            if is_text and len(text) > 1:
+                texts.append((name, kind, text))
+    return [(kind, text) for _, kind, text in sorted(texts)]
 
 
 def read_texts(path: Path, cache: Path) -> list[Text]:
@@ -220,14 +178,16 @@ def passages(ids: np.ndarray) -> np.ndarray:
     return hashes
 
 
-def count_shared(train: Sequence[np.ndarray], val: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    """For each document of val, its passages that train has too, and all its passages.
+def shared_passages(corpus: Corpus, names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """For each document of val, by its name: its passages that train has too, and all its passages.
 
-    A passage is PASSAGE consecutive tokens of a document, without its separator.
+    A passage is PASSAGE consecutive tokens of a document, without its separator. Prints them.
     """
-    in_train = np.unique(np.concatenate([passages(ids[1:]) for ids in train]))
-    counts = []
-    for ids in val:
+    in_train = np.unique(np.concatenate([passages(ids[1:]) for ids in corpus.documents("train")]))
+    print(f"passages of {PASSAGE} tokens of val that train has too:")
+    shared: dict[str, tuple[int, int]] = {}
+    for name, ids in zip(names, corpus.documents("val"), strict=True):
         hashes = passages(ids[1:])
-        counts.append((int(np.isin(hashes, in_train).sum()), len(hashes)))
-    return counts
+        shared[name] = (int(np.isin(hashes, in_train).sum()), len(hashes))
+        print(f"  {name}: {shared[name][0]:,} of {len(hashes):,}")
+    return shared

@@ -17,21 +17,18 @@ import platform
 import re
 import sysconfig
 import zipfile
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import translate
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from base.errors import UserError
 from base.files import sha256_of
 from data.loader import SPLITS
-from data.sdists import KINDS as SDIST_KINDS
 from data.sdists import read_texts
-from data.tasks import TASKS, TaskDocument
+from data.tasks import MIN_LENGTH, TASKS
 from data.tokenizer import Tokenizer, to_utf8
 
 FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single file
@@ -41,14 +38,13 @@ JSON_LINES = re.compile(r".*\.(jsonl?|ndjson)(\.gz|\.zst)?", re.IGNORECASE)     
 KINDS = ".txt, .jsonl (or .gz, .zst of it) or .parquet"
 ROWS_AT_ONCE = 16               # of a table
 TITLE_WITHIN = 4096             # bytes of a text in which its first line ends, if it is a title
+TITLE = re.compile(rb" = (?!= ).*(?<! =) =\s*")
 EPSILON = 2**-33                # less than the difference of two ranks
 TASK_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}       # their numbers
 VALIDATION = ("validation", "valid", "val", "dev", "test")      # to validate on the first that is there
-HEADING = re.compile(rb"= (?!= ).*(?<! =) =")
-STDLIB_LEFT_OUT = (             # tests, other packages, generated files and tables
-    "test/*", "tests/*", "idle_test/*", "lib2to3/*", "site-packages/*", "__pycache__/*", "_sysconfigdata*",
-    "config-*/*", "pydoc_data/topics.py", "encodings/cp*.py", "encodings/iso8859*.py", "encodings/koi8*.py",
-    "encodings/mac*.py", "html/entities.py")
+STDLIB_LEFT_OUT = re.compile(   # tests, other packages, generated files and tables
+    r"(.*/)?((tests?|idle_test|lib2to3|site-packages|__pycache__|config-[^/]*)/.*|_sysconfigdata.*"
+    r"|pydoc_data/topics\.py|encodings/(cp|iso8859|koi8|mac).*|html/entities\.py)")
 CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
 PACKAGES_LEFT_OUT = re.compile(     # tests, copies of other packages (typer/_click stays), what builds change
     r"(.*/)?(tests?|testing|_?vendor(ed)?|_distutils|third_party|extern(als?)?)/|.*(version|__config__)[^/]*\.py")
@@ -85,12 +81,11 @@ class Source(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A document, or a row without text (None)."""
+    """A document, or a row without text."""
 
     split: str
-    text: bytes | TaskDocument | None
+    text: Any                   # bytes, a TaskDocument, or None: no text
     name: str                   # for messages
-    n_surrogates: int = 0       # lone ones, which became U+FFFD
 
 
 def documents(readers: Iterable[Reader], row_share: float) -> Iterator[Document]:
@@ -99,16 +94,10 @@ def documents(readers: Iterable[Reader], row_share: float) -> Iterator[Document]
         number = 1
         try:
             for text in reader.read():
-                n_surrogates = 0
-                if isinstance(text, str):
-                    text, n_surrogates = to_utf8(text)
-                if not isinstance(text, bytes | TaskDocument | None):
-                    raise TypeError("the text must be a string; name its column with --text-column")
                 split = reader.split
                 if split is None:
-                    is_val = isinstance(text, bytes) and rank(text) < row_share
-                    split = "val" if is_val else "train"
-                yield Document(split, text, f"{reader.name}, document {number}", n_surrogates)
+                    split = "val" if text and rank(text) < row_share else "train"
+                yield Document(split, text, f"{reader.name}, document {number}")
                 number += 1
         except UserError:
             raise
@@ -123,25 +112,25 @@ def share_held_out(source: Source, options: SourceOptions) -> float:
     Reads until both splits have text, in rows at most --limit-tokens bytes. Raises UserError if one has none.
     """
     share = options.val_share or ROW_VAL_SHARE
-    splits: set[str] = set()            # that have text
-    ranks: set[float] = set()           # of rows
     room = options.limit_tokens or math.inf             # a token has a byte at least
+    splits: set[str | None] = set()                     # that have text
+    ranks: set[float] = set()                           # of rows
     for reader in source.readers:
-        if reader.split in splits or len(splits) == len(SPLITS) or room < 0:
+        if reader.split in splits or room < 0:
             continue
         for document in documents([reader], share):
             if not document.text:
                 continue
             splits.add(document.split)
-            if isinstance(document.text, bytes) and reader.split is None:
+            if len(splits) == len(SPLITS):
+                return share
+            if reader.split is None:
                 ranks.add(rank(document.text))
                 room -= len(document.text)
-            if reader.split or len(splits) == len(SPLITS) or room < 0:
+            if reader.split or room < 0:
                 break
-    if len(splits) == len(SPLITS):
-        return share
     if len(ranks) < 2:
-        missing = "train" if "train" not in splits else "val"
+        missing = "val" if "train" in splits else "train"
         raise UserError(f"source {source.name}: no text for {missing}; add text ({KINDS}), or put files into "
                         "the folders train/ and val/ of it")
     return max(ranks) if "val" in splits else min(ranks) + EPSILON      # one row on the other side
@@ -155,25 +144,21 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
     share = FILE_VAL_SHARE if options.val_share is None else options.val_share
     if not 0 < share < 1:
         raise UserError(f"--val-share {share}: must be between 0 and 1, such as 0.1")
-    if " + " in source:
-        names = source.split(" + ")
+    names = source.split(" + ")
+    if len(names) > 1:
         tasks = TASKS.keys() & names
         if tasks:
             raise UserError(f"source {min(tasks)}: has windows and a mask of its own; prepare it alone, and "
                             "mix corpora with data.mixture")
         opened = [open_source(name, cache, tokenizer, options) for name in names]
-        revisions = [one.revision for one in opened if one.revision]
-        readers = [reader for one in opened for reader in one.readers]
-        return Source(" + ".join(one.name for one in opened), ", ".join(revisions) or None, readers,
-                      sum(one.n_bytes for one in opened))
-    if options.revision and not source.startswith("hf:"):
-        raise UserError(f"source {source}: --revision is for hf:NAME; omit it")
+        return Source(name=" + ".join(one.name for one in opened),
+                      revision=", ".join(one.revision for one in opened if one.revision) or None,
+                      readers=[reader for one in opened for reader in one.readers],
+                      n_bytes=sum(one.n_bytes for one in opened))
     if source in TASKS:
         return open_task(source, tokenizer, options.length)
     if not source.strip() or Path(source).resolve() == Path("/"):
         raise UserError(f"SOURCE {source!r}: an unset variable? give stdlib, a file, a folder, or see --help")
-    if options.length:
-        raise UserError(f"source {source}: --length is for tasks; omit it")
     if source == "stdlib":
         return open_stdlib(share)
     if source == "packages":
@@ -182,7 +167,7 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
         return open_sdists(source, cache)
     if source.startswith("hf:"):
         return open_dataset(source, options)
-    if source.startswith(("http://", "https://", "file://")):
+    if source.startswith(("http://", "https://")):
         return open_url(source, cache, options, share)
     return open_local(source, options, share)
 
@@ -193,8 +178,8 @@ def open_task(source: str, tokenizer: Tokenizer | None, length: int | None) -> S
         raise UserError(f"source {source}: bpe:N is learned from text; give byte, gpt2 or a folder")
     task = TASKS[source]
     length = length or task.length
-    if length < task.least:
-        raise UserError(f"--length {length}: too short for {source}; give --length {task.least} or more")
+    if length < MIN_LENGTH:
+        raise UserError(f"--length {length}: too short for {source}; give --length {MIN_LENGTH} or more")
     make = partial(task.make, tokenizer, length)
     return Source(source, None, [Reader(source, split, partial(map, make, TASK_DOCUMENTS[split]))
                                  for split in SPLITS])
@@ -203,12 +188,9 @@ def open_task(source: str, tokenizer: Tokenizer | None, length: int | None) -> S
 def open_stdlib(val_share: float) -> Source:
     """The source text of this Python's standard library, a document per file."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    patterns = [translate(start + pattern) for start in ("", "*/") for pattern in STDLIB_LEFT_OUT]
-    left_out = re.compile("|".join(patterns))
     paths = [path for path in root.rglob("*.py")
-             if path.is_file() and not left_out.match(path.relative_to(root).as_posix())]
-    return Source("stdlib", f"Python {platform.python_version()}", split_by_hash(root, paths, val_share, {}),
-                  sum(path.stat().st_size for path in paths))
+             if path.is_file() and not STDLIB_LEFT_OUT.fullmatch(path.relative_to(root).as_posix())]
+    return Source("stdlib", f"Python {platform.python_version()}", split_by_hash(root, paths, val_share, {}))
 
 
 def open_packages(val_share: float) -> Source:
@@ -217,7 +199,6 @@ def open_packages(val_share: float) -> Source:
     Packages whose names start with the same word are on the same side of the split. Raises UserError.
     """
     readers: list[Reader] = []
-    n_bytes = 0
     for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", CONSTRAINTS.read_text(), re.MULTILINE):
         try:
             package = importlib.metadata.distribution(name)
@@ -237,8 +218,7 @@ def open_packages(val_share: float) -> Source:
             first_word = re.split(r"[-_.\d]", name)[0]
             split = "val" if rank(first_word.encode()) < val_share else "train"
             readers.append(Reader(name, split, partial(list, [text])))
-            n_bytes += len(text)
-    return Source("packages", f"constraints.txt sha256 {sha256_of(CONSTRAINTS)}", readers, n_bytes)
+    return Source("packages", f"constraints.txt sha256 {sha256_of(CONSTRAINTS)}", readers)
 
 
 def open_sdists(source: str, cache: Path) -> Source:
@@ -246,14 +226,11 @@ def open_sdists(source: str, cache: Path) -> Source:
 
     A kind chooses among the same documents, whose code is cut as if both were read. Raises UserError.
     """
-    path, _, kind = source.removeprefix("sdists:").rpartition(":")
-    if kind not in SDIST_KINDS:
-        path, kind = source.removeprefix("sdists:"), ""
-    texts = [text for text in read_texts(Path(path), cache) if kind in ("", text.kind)]
+    name = re.sub(":(docs|code)$", "", source)
+    path = Path(name.removeprefix("sdists:"))
     readers = [Reader(f"{text.project} {text.kind}", text.split, partial(list, [text.content]))
-               for text in texts]
-    return Source(source, f"list sha256 {sha256_of(Path(path))}", readers,
-                  sum(len(text.content) for text in texts))
+               for text in read_texts(path, cache) if source in (name, f"{name}:{text.kind}")]
+    return Source(source, f"list sha256 {sha256_of(path)}", readers)
 
 
 def rank(text: bytes) -> float:
@@ -261,8 +238,8 @@ def rank(text: bytes) -> float:
     return int(hashlib.sha256(text).hexdigest()[:8], 16) / 2**32
 
 
-def read_file(url: str, options: SourceOptions) -> Iterator[Any]:
-    """The documents of a file: one per row of .parquet, one per line of .jsonl.
+def read_file(url: str, options: SourceOptions) -> Iterator[bytes | None]:
+    """The documents of a file: one per row of .parquet, one per line of .jsonl; None has no text.
 
     Other files are one, or are split at a separator.
     """
@@ -274,10 +251,9 @@ def read_file(url: str, options: SourceOptions) -> Iterator[Any]:
         if url.lower().endswith(".parquet"):
             # with buffer_size, pages are read when they are needed, not a row group at once
             table = pyarrow.parquet.ParquetFile(file, buffer_size=2**20)
-            if column not in table.schema_arrow.names:
-                raise ValueError(f"no {column!r}: give one of {table.schema_arrow.names} as --text-column")
+            require_column(column, table.schema_arrow.names)
             for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
-                yield from batch.column(0).to_pylist()
+                yield from map(bytes_of, batch.column(0).to_pylist())
         elif JSON_LINES.fullmatch(url):
             compression = {".gz": "gzip", ".zst": "zstd"}.get(Path(url).suffix.lower())
             lines: Any = pyarrow.input_stream(file, compression=compression)
@@ -287,13 +263,24 @@ def read_file(url: str, options: SourceOptions) -> Iterator[Any]:
                 row = json.loads(line)
                 if not isinstance(row, dict):
                     raise ValueError(f"each line must be an object with a {column!r}, not {line[:40]!r}")
-                if column not in row:
-                    raise ValueError(f"no {column!r}: give one of {list(row)} as --text-column")
-                yield row[column]
+                require_column(column, row)
+                yield bytes_of(row[column])
         elif options.separator:
             yield from split_at(options.separator.encode(), file)
         else:
             yield file.read()
+
+
+def require_column(column: str, columns: Iterable[str]) -> None:
+    if column not in columns:
+        raise ValueError(f"no {column!r}: give one of {[*columns]} as --text-column")
+
+
+def bytes_of(text: str | None) -> bytes | None:
+    """UTF-8 of the text of a row, if it has one."""
+    if not isinstance(text, str | None):
+        raise TypeError("the text must be a string; name its column with --text-column")
+    return None if text is None else to_utf8(text)[0]
 
 
 def split_at(separator: bytes, lines: Iterable[bytes]) -> Iterator[bytes]:
@@ -308,67 +295,54 @@ def split_at(separator: bytes, lines: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(document)
 
 
-def is_wikitext(url: str, options: SourceOptions) -> bool:
+def is_wikitext(reader: Reader) -> bool:
     """Whether the rows of a table, or the lines of a text, are those of WikiText: the first is a title."""
     import fsspec
 
-    try:
-        if is_text(url):
-            with fsspec.open(url) as file:
-                rows: list[Any] = file.read(TITLE_WITHIN).splitlines()
-        else:
-            rows = list(itertools.islice(read_file(url, options), ROWS_AT_ONCE))
-    except Exception:           # who reads the documents is told
-        return False
-    for row in rows:
-        if isinstance(row, str):
-            row, _ = to_utf8(row)
-        if row and not row.isspace():
-            return row.startswith(b" = ") and HEADING.fullmatch(row.strip()) is not None
-    return False
+    if is_text(reader.name):
+        with fsspec.open(reader.name) as file:
+            rows = file.read(TITLE_WITHIN).splitlines()
+    else:
+        rows = [document.text for document in itertools.islice(documents([reader], 0), ROWS_AT_ONCE)]
+    first = next((row for row in rows if row and not row.isspace()), b"")
+    return TITLE.fullmatch(first) is not None
 
 
 def is_text(name: str) -> bool:
     return name.lower().endswith(".txt")
 
 
-def readers_of(urls: Iterable[str | Path], split: str | None, options: SourceOptions) -> list[Reader]:
+def reader_of(path: Path | str, split: str | None, options: SourceOptions) -> Reader:
+    """The reader of a file."""
+    return Reader(str(path), split, partial(read_file, str(path), options))
+
+
+def readers_of(urls: Iterable[Path | str], split: str | None, options: SourceOptions) -> list[Reader]:
     """A reader for each file, or one for the articles of WikiText.
 
     Raises UserError for the hub's own conversion of the start of a dataset.
     """
-    readers: list[Reader] = []
-    for url in map(str, urls):
-        if "/partial-" in url:
-            raise UserError(f"source {url}: its folder partial-... holds only a part of the dataset; give a "
-                            "copy that has all of it, or rename the folder to train on the part")
-        readers.append(Reader(url, split, partial(read_file, url, options)))
-    if readers and is_wikitext(readers[0].name, options):
+    readers = [reader_of(url, split, options) for url in urls]
+    for reader in readers:
+        if "/partial-" in reader.name:
+            raise UserError(f"source {reader.name}: its folder partial-... holds only a part of the dataset; "
+                            "give a copy that has all of it, or rename the folder to train on the part")
+    if readers and is_wikitext(readers[0]):
         return [Reader(readers[0].name, split, partial(articles, readers))]
     return readers
 
 
 def files_in(folder: Path) -> list[Path]:
     """The files of a folder, sorted, without hidden ones; links are followed, and each file is there once."""
-    paths: dict[Path, Path] = {}            # by where a file really is
-    visited: set[Path] = set()
-    pending = deque([folder])
-    while pending:
-        parent = pending.popleft()
-        if parent.resolve() in visited:
-            continue
-        visited.add(parent.resolve())
-        for path in sorted(parent.iterdir()):
-            if path.name.startswith("."):
-                continue
-            if not path.is_dir():
-                if path.is_file() and (path.resolve() not in paths or not path.is_symlink()):
-                    paths[path.resolve()] = path
-            elif path.is_symlink():
-                pending.append(path)        # after all folders: a file has its own path rather than a link's
-            else:
-                pending.appendleft(path)
-    return sorted(paths.values())
+    paths: dict[Path, Path] = {}            # by where a file or folder really is
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        is_first = paths.setdefault(Path(parent).resolve(), Path(parent)) == Path(parent)
+        folders[:] = sorted(name for name in folders if is_first and name[0] != ".")
+        for name in sorted(names):
+            path = Path(parent, name)
+            if is_first and name[0] != ".":
+                paths.setdefault(path.resolve(), path)
+    return sorted(path for path in paths.values() if path.is_file())
 
 
 def validation_of(splits: Iterable[str]) -> str | None:
@@ -382,23 +356,22 @@ def split_by_name(folder: Path, paths: Iterable[Path]) -> dict[str, list[Path]]:
     The folders train/ and validation/ are splits, whatever lies beside them. Otherwise the path of every file
     must name one, such as data/test-00000.parquet or wiki.valid.txt.
     """
-    names = ("train", *VALIDATION)
-    folders = [name for name in names if (folder / name).is_dir()]
-    are_folders = "train" in folders and validation_of(folders) is not None
-    splits: dict[str, list[Path]] = {name: [] for name in folders if are_folders}
+    names = {"train", *VALIDATION}
+    by_folder: dict[str, list[Path]] = {name: [] for name in names if (folder / name).is_dir()}
+    by_word: dict[str, list[Path]] = {}
     for path in paths:
         inside = path.relative_to(folder)
-        named = set(names) & set(re.split("[^a-z]+", inside.as_posix().lower()))
-        if are_folders:
-            named = {inside.parts[0]}
-        if len(named) != 1:
-            return {}
-        splits.setdefault(named.pop(), []).append(path)
-    return splits if "train" in splits and validation_of(splits) else {}
+        words = names & {*re.split("[^a-z]+", inside.as_posix().lower())}
+        by_folder.setdefault(inside.parts[0], []).append(path)
+        by_word.setdefault(" ".join(words), []).append(path)
+    if "train" in by_folder and validation_of(by_folder):
+        return by_folder
+    is_whole = by_word.keys() <= names and "train" in by_word and validation_of(by_word)
+    return by_word if is_whole else {}
 
 
-def split_by_hash(root: Path, paths: Sequence[Path], val_share: float,
-                  originals: Mapping[Path, Path]) -> list[Reader]:
+def split_by_hash(root: Path, paths: list[Path], val_share: float,
+                  originals: dict[Path, Path]) -> list[Reader]:
     """Split text files by a hash of the path inside root: the same on any machine, and after adding files.
 
     A copy is on the side of its original. A single file is cut in two: the first part for train, the rest for
@@ -413,15 +386,11 @@ def split_by_hash(root: Path, paths: Sequence[Path], val_share: float,
                 Reader(str(paths[0]), "val", partial(list, [text[cut:]]))]
     ranks: dict[Path, float] = {}
     for path in sorted(paths):
-        original = originals.get(path, path)
-        ranks[path] = rank(os.fsencode(original.relative_to(root).as_posix()))
+        inside = originals.get(path, path).relative_to(root)
+        ranks[path] = rank(os.fsencode(inside.as_posix()))
     limit = max(val_share, min(ranks.values(), default=0) + EPSILON)    # at least one is for val
-    readers: list[Reader] = []
-    for split in SPLITS:
-        for path in ranks:
-            if (ranks[path] < limit) == (split == "val"):
-                readers.append(Reader(str(path), split, partial(read_file, str(path), SourceOptions())))
-    return readers
+    return [reader_of(path, "val" if rank < limit else "train", SourceOptions())
+            for path, rank in ranks.items()]
 
 
 def open_local(source: str, options: SourceOptions, val_share: float) -> Source:
@@ -451,15 +420,14 @@ def open_local(source: str, options: SourceOptions, val_share: float) -> Source:
             if name not in ("train", validation):
                 left_out[f"in {name}"] = len(others)
         readers = readers_of(train, "train", options) + readers_of(splits[validation], "val", options)
-        paths = train + splits[validation]
     else:
         # a hash chooses: of the path of a file that is one text, of each row or article of the others
-        texts = [path for path in paths
-                 if is_text(path.name) and not options.separator and not is_wikitext(str(path), options)]
-        tables = [path for path in paths if not is_text(path.name)]
-        readers = split_by_hash(folder, texts, val_share, originals) + readers_of(tables, None, options)
-        for path in sorted({*paths} - {*texts, *tables}):
-            readers += readers_of([path], None, options)
+        texts = [path for path in originals
+                 if not options.separator and not is_wikitext(reader_of(path, None, options))]
+        others = sorted(originals.keys() - {*texts})
+        tables = [path for path in paths if path not in originals]
+        readers = split_by_hash(folder, texts, val_share, originals)
+        readers += readers_of(tables, None, options) + readers_of(others, None, options)
     counts = [f"{n:,} {kind}" for kind, n in left_out.most_common() if n]
     if counts:
         print(f"left out of {root.name}: {', '.join(counts)} ({KINDS} is read)")
@@ -482,14 +450,12 @@ def download(url: str, path: Path) -> None:
 def open_url(url: str, cache: Path, options: SourceOptions, val_share: float) -> Source:
     """A file at a URL, downloaded once into `cache`; a .zip must hold a single file. Raises UserError."""
     address = urlsplit(url)
-    name = f"{address.scheme}://{address.hostname or ''}{address.path}"        # without keys and passwords
-    path = Path(url2pathname(address.path))
+    name = f"{address.scheme}://{address.hostname}{address.path}"       # without keys and passwords
+    path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{Path(address.path).name}"
+    cache.mkdir(parents=True, exist_ok=True)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        if address.scheme != "file":
-            path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{path.name}"
-            if not path.exists():
-                download(url, path)
+        if not path.exists():
+            download(url, path)
         revision = f"sha256 {sha256_of(path)}"
         if path.suffix.lower() == ".zip":
             with zipfile.ZipFile(path) as archive:
@@ -533,22 +499,24 @@ def open_dataset(source: str, options: SourceOptions) -> Source:
         raise UserError(f"source {source}: cannot be opened ({type(error).__name__}: {error}); check the "
                         "name, the configuration and the network; scripts are not run: give files") from error
     # the files of each split, which must be of the kinds that we read
-    data_files = builder.config.data_files or {}
-    urls_of_split = {str(key): list(map(str, urls)) for key, urls in data_files.items()}
-    for url in itertools.chain(*urls_of_split.values()):
+    urls: dict[str, list[str]] = {}
+    for key, files in (builder.config.data_files or {}).items():
+        urls[str(key)] = [str(file) for file in files]
+    for url in itertools.chain(*urls.values()):
         if not (url.lower().endswith(SUFFIXES) or JSON_LINES.fullmatch(url)):
             raise UserError(f"source {source}: cannot read {url}; give the dataset as {KINDS} files")
     # the splits: those of the dataset, or one that a hash splits
-    train = split or (next(iter(urls_of_split)) if len(urls_of_split) == 1 else "train")
-    if train not in urls_of_split:
+    if len(urls) == 1:
+        split = split or min(urls)
+    train = split or "train"
+    if train not in urls:
         raise UserError(f"source {source}: no configuration or split {train!r}; configurations are "
-                        f"{', '.join(configs)}, splits {', '.join(urls_of_split)}; give hf:NAME:CONFIG:SPLIT")
-    val = validation_of(urls_of_split.keys() - {train})
+                        f"{', '.join(configs)}, splits {', '.join(urls)}; give hf:NAME:CONFIG:SPLIT")
+    val = validation_of(urls)
     if split or not val:
-        readers = readers_of(urls_of_split[train], None, options)
+        readers = readers_of(urls[train], None, options)
     else:
-        readers = readers_of(urls_of_split[train], "train", options)
-        readers += readers_of(urls_of_split[val], "val", options)
+        readers = readers_of(urls[train], "train", options) + readers_of(urls[val], "val", options)
     return Source(source, revision, readers, builder.info.dataset_size or 0)
 
 
@@ -559,9 +527,8 @@ def articles(readers: Iterable[Reader]) -> Iterator[bytes]:
     """
     document: list[bytes] = []
     for row in itertools.chain.from_iterable(reader.read() for reader in readers):
-        text = to_utf8(row)[0] if isinstance(row, str) else row or b""
-        for line in text.splitlines() or [b""]:                         # an empty line is an empty row
-            is_title = HEADING.fullmatch(line.strip()) and document and document[-1].isspace()
+        for line in (row or b"").splitlines() or [b""]:                 # an empty line is an empty row
+            is_title = TITLE.fullmatch(line) and document and document[-1].isspace()
             if is_title and b"".join(document).strip():
                 yield b"".join(document)
                 document = []

@@ -47,6 +47,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LETTERS_AND_DIGITS = LETTERS + LETTERS.upper() + "0123456789"
 N_FACTS, N_ASKED, N_VALUES = 4, 2, 2    # multi_key and multi_query; multi_query; multi_value
 N_CHAINS, N_CHAIN = 2, 3                # variables: chains, and variables in each
+MIN_LENGTH = 24                         # of documents; needles need more, which depends on the tokenizer
 READ_OR_WRITE = 0.2                     # flip_flop: share of these instructions, as in Liu et al. 2023
 
 
@@ -93,6 +94,11 @@ class Hidden(NamedTuple):
     question: Sequence[Segment]
 
 
+def draw_words(rng: Generator, n: int) -> list[str]:
+    """Different random words."""
+    return [f" {WORDS[i]}" for i in rng.choice(len(WORDS), size=n, replace=False)]
+
+
 def numbers(rng: Generator, n: int) -> list[list[str]]:
     """Different random numbers, as lists of three digits."""
     return [list(f"{x:03}") for x in rng.choice(1000, size=n, replace=False)]
@@ -106,10 +112,9 @@ def passkey(rng: Generator) -> Hidden:
 
 def facts(rng: Generator, n: int, n_asked: int) -> Hidden:
     """Facts such as " apple=482.", of which n_asked are asked for, in random order."""
-    words = [f" {WORDS[i]}" for i in rng.choice(len(WORDS), size=n, replace=False)]
-    hidden_facts = []
-    for word, number in zip(words, numbers(rng, n), strict=True):
-        hidden_facts.append([word, "=", *number, "."])
+    words = draw_words(rng, n)
+    values = numbers(rng, n)
+    hidden_facts = [[word, "=", *value, "."] for word, value in zip(words, values, strict=True)]
 
     question: list[Segment] = []
     for i in rng.permutation(n_asked):
@@ -120,7 +125,7 @@ def facts(rng: Generator, n: int, n_asked: int) -> Hidden:
 
 def multi_value(rng: Generator) -> Hidden:
     """Words with several numbers: " apple=482." ... " apple=913." The question " apple=": "482,913."."""
-    asked, distractor = (f" {WORDS[i]}" for i in rng.choice(len(WORDS), size=2, replace=False))
+    asked, distractor = draw_words(rng, 2)
     values = numbers(rng, 2 * N_VALUES)
     asked_facts = [[asked, "=", *number, "."] for number in values[:N_VALUES]]
     distracting_facts = [[distractor, "=", *number, "."] for number in values[N_VALUES:]]
@@ -147,9 +152,9 @@ def variables(rng: Generator) -> Hidden:
 
 RETRIEVAL: dict[str, Callable[[Generator], Hidden]] = {
     "passkey": passkey,
-    "needle": lambda rng: facts(rng, 1, 1),
-    "multi_key": lambda rng: facts(rng, N_FACTS, 1),
-    "multi_query": lambda rng: facts(rng, N_FACTS, N_ASKED),
+    "needle": partial(facts, n=1, n_asked=1),
+    "multi_key": partial(facts, n=N_FACTS, n_asked=1),
+    "multi_query": partial(facts, n=N_FACTS, n_asked=N_ASKED),
     "multi_value": multi_value,
     "variables": variables,
 }
@@ -162,7 +167,8 @@ def retrieval(kind: str, tokenizer: Tokenizer, length: int, depth: float,
 
     `depth` is the share of the filler before the first fact of the group that is asked for: 0 puts it at the
     start, 1 right before the question. The rest of this group follows it anywhere; other groups are anywhere.
-    The same rng gives the same facts at every length and depth. Raises ValueError if the length is too small.
+    The same rng gives the same facts at every length and depth. If they need more than `length` ids, the
+    document has them and no filler.
     """
     hidden = RETRIEVAL[kind](rng)
     asked_group, *distracting_groups = hidden.groups
@@ -176,15 +182,11 @@ def retrieval(kind: str, tokenizer: Tokenizer, length: int, depth: float,
     fact_ids = [encode(tokenizer, fact) for group in hidden.groups for fact in group]
     placed_facts = sorted(zip(places, fact_ids, strict=True), key=lambda placed: placed[0])
 
-    # what is left of the length is filler
+    # what is left of the length is filler: sentences in random order, the last one cut
     ending = join(tokenizer, hidden.question)
-    n_filler = length - len(ending.ids) - sum(map(len, fact_ids))
-    if n_filler < 0:
-        raise ValueError(f"this {kind} document needs at least {length - n_filler} tokens, got {length}")
-
-    # sentences in random order, the last one cut; enough of them even if all are the shortest
+    n_filler = max(0, length - len(ending.ids) - sum(map(len, fact_ids)))
     sentences = [encode(tokenizer, [text]) for text in FILLER]
-    n_sentences = n_filler // min(map(len, sentences)) + 1
+    n_sentences = n_filler // min(map(len, sentences)) + 1              # enough even if all are the shortest
     filler: list[int] = []
     for i in rng.integers(len(FILLER), size=n_sentences):
         filler += sentences[i]
@@ -200,18 +202,14 @@ def retrieval(kind: str, tokenizer: Tokenizer, length: int, depth: float,
         start = end
     ids += filler[start:]
     ids += ending.ids[1:].tolist()
-    is_answer = np.zeros(length, dtype=bool)
+    is_answer = np.zeros(len(ids), dtype=bool)
     is_answer[-len(ending.ids):] = ending.is_answer
     return TaskDocument(np.array(ids), is_answer)
 
 
 def shortest(kind: str, tokenizer: Tokenizer, rng: Generator) -> int:
     """Ids of the document that `retrieval` makes with this rng, if it has no filler."""
-    hidden = RETRIEVAL[kind](rng)
-    n = len(join(tokenizer, hidden.question).ids)
-    for group in hidden.groups:
-        n += sum(len(encode(tokenizer, fact)) for fact in group)
-    return n
+    return len(retrieval(kind, tokenizer, 0, 0, rng).ids)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -262,7 +260,7 @@ def flip_flop(n: int, rng: Generator) -> list[Segment]:
 
 
 ALGORITHMS: dict[str, Callable[[int, Generator], list[Segment]]] = {
-    "copying": partial(letters, lambda text: text),
+    "copying": partial(letters, str),
     "reversal": partial(letters, lambda text: text[::-1]),
     "sorting": partial(letters, lambda text: "".join(sorted(text))),
     "addition": addition,
@@ -288,36 +286,31 @@ def algorithm(name: str, tokenizer: Tokenizer, n: int, rng: Generator) -> TaskDo
 def pad(document: TaskDocument, length: int, tokenizer: Tokenizer) -> TaskDocument:
     """The document and separators, `length` ids in all."""
     n_missing = length - len(document.ids)
-    ids = np.append(document.ids, [tokenizer.separator] * n_missing)
-    is_answer = np.append(document.is_answer, [False] * n_missing)
-    return TaskDocument(ids, is_answer)
+    ids = np.pad(document.ids, (0, n_missing), constant_values=tokenizer.separator)
+    return TaskDocument(ids, np.pad(document.is_answer, (0, n_missing)))
 
 
 def train_retrieval(kinds: Sequence[str], tokenizer: Tokenizer, length: int,
                     number: int) -> TaskDocument:
     """The kinds in turn, with up to `length` inputs: half of the documents have as many, at any depth."""
     kind = kinds[number % len(kinds)]
-    most = length + 1
     rng = np.random.default_rng([number, 2, 1])
     facts_seed = [number, 3, 1]
     least = shortest(kind, tokenizer, np.random.default_rng(facts_seed))
-    if least > most:
+    size = length + 1
+    if least > size:
         raise UserError(f"--length {length}: too short for {kind}; give --length {least - 1} or more")
-
-    size = most
     if rng.random() >= 0.5:
-        size = int(rng.integers(least, most + 1))
-    depth = rng.random()
-    document = retrieval(kind, tokenizer, size, depth, np.random.default_rng(facts_seed))
-    return pad(document, most, tokenizer)
+        size = int(rng.integers(least, length + 2))
+    document = retrieval(kind, tokenizer, size, rng.random(), np.random.default_rng(facts_seed))
+    return pad(document, length + 1, tokenizer)
 
 
 def train_algorithm(name: str, tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
     """1 ... n symbols, n being a quarter of `length`, and separators up to length + 1 ids."""
     rng = np.random.default_rng([number, 2, 1])
     n = int(rng.integers(1, n_symbols(length) + 1))
-    document = algorithm(name, tokenizer, n, rng)
-    return pad(document, length + 1, tokenizer)
+    return pad(algorithm(name, tokenizer, n, rng), length + 1, tokenizer)
 
 
 def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
@@ -325,12 +318,10 @@ def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> TaskDocumen
     rng = np.random.default_rng([number, 1])
     if number % 4 == 0:
         size = int(rng.integers(24, length + 1))
-        depth = rng.random()
-        return retrieval("passkey", tokenizer, size, depth, rng)
+        return retrieval("passkey", tokenizer, size, rng.random(), rng)
     string = encode(tokenizer, rng.choice(list(LETTERS_AND_DIGITS), size=rng.integers(8, 40)))
     n = rng.integers(2 * len(string), 3 * len(string))
-    ids = np.append(tokenizer.separator, np.tile(string, 3)[:n])
-    return TaskDocument(ids, np.ones(len(ids), dtype=bool))
+    return all_answers([tokenizer.separator, *(string * 3)[:n]])
 
 
 def train_repeats(tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
@@ -348,9 +339,13 @@ def train_repeats(tokenizer: Tokenizer, length: int, number: int) -> TaskDocumen
         string = rng.integers(tokenizer.vocab_size - 1, size=n)
         string += string >= tokenizer.separator                               # any id but the separator
         n_repeated = rng.integers(2 * n, 3 * n + 1)
-        ids.append(tokenizer.separator)
-        ids += np.tile(string, 3)[:n_repeated].tolist()
-    return TaskDocument(np.array(ids[:length + 1]), np.ones(length + 1, dtype=bool))
+        ids += [tokenizer.separator, *np.tile(string, 3)[:n_repeated].tolist()]
+    return all_answers(ids[:length + 1])
+
+
+def all_answers(ids: list[int]) -> TaskDocument:
+    """A document of a corpus without a mask."""
+    return TaskDocument(np.array(ids), np.ones(len(ids), dtype=bool))
 
 
 class Task(NamedTuple):
@@ -358,16 +353,15 @@ class Task(NamedTuple):
 
     make: Callable[[Tokenizer, int, int], TaskDocument]     # tokenizer, length, number of the document
     length: int                                     # default of data/prepare.py --length
-    least: int                                      # that it can be; needles depend on the tokenizer, too
     has_windows: bool                               # a document is a window of `length` inputs
     has_mask: bool                                  # answers alone are targets
     protocols: tuple[str, ...]                      # of eval.py that test it
 
 
 TASKS = {
-    "repeats": Task(train_repeats, 128, 12, True, False, ()),
-    "passkey": Task(train_passkey, 128, 24, False, False, ("passkey",)),
-    "needles": Task(partial(train_retrieval, NEEDLES), 128, 1, True, True, NEEDLES),
-    "variables": Task(partial(train_retrieval, ("variables",)), 128, 1, True, True, ("variables",)),
-    **{name: Task(partial(train_algorithm, name), 64, 16, True, True, (name,)) for name in ALGORITHMS},
+    "repeats": Task(train_repeats, 128, True, False, ()),
+    "passkey": Task(train_passkey, 128, False, False, ("passkey",)),
+    "needles": Task(partial(train_retrieval, NEEDLES), 128, True, True, NEEDLES),
+    "variables": Task(partial(train_retrieval, ("variables",)), 128, True, True, ("variables",)),
+    **{name: Task(partial(train_algorithm, name), 64, True, True, (name,)) for name in ALGORITHMS},
 }

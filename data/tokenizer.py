@@ -25,13 +25,20 @@ if TYPE_CHECKING:
     import tiktoken
     from tokenizers import Tokenizer as Library
 
-MAX_PIECE = 2**19       # bytes that are encoded at a time
+MAX_PIECE = 2**19       # characters that are encoded at a time
+LEARN_PIECE = 2**14     # characters that are learned from at a time
+# up to the last character before a space, or before a line feed
+LAST_SPACE = re.compile(r".*\S(?= )", re.DOTALL)
+LAST_LINE = re.compile(r".*\S(?=\n)", re.DOTALL)
 TOKENIZER_FILE = "tokenizer.json"
 SEPARATOR = "<|endoftext|>"
 # GPT-2's pattern for splitting text into words, which merges never cross: Radford et al. 2019. `ByteLevel` of
 # the tokenizers package uses it, too.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-STEPS = ("normalizers", "pretokenizers", "decoders", "processors")     # keys of a sequence's components
+# types of normalizers and pre-tokenizers that may put a space or "▁" before a text -> what stops them
+NO_PREFIX: dict[str, dict[str, Any]] = {
+    "Prepend": {"prepend": ""}, "Metaspace": {"prepend_scheme": "never"},
+    "ByteLevel": {"add_prefix_space": False}}
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 # the character of each byte in byte-level vocabularies: itself if it is printable, else one from 256 on
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -40,40 +47,22 @@ BYTES = {character: byte for byte, character in enumerate(CHARACTERS)}
 Component = dict[str, Any]      # a normalizer, pre-tokenizer, decoder or post-processor in tokenizer.json
 
 
-def pieces(text: bytes, size: int | None = None) -> Iterator[bytes]:
-    """Cut a document into non-empty pieces of at most `size` bytes (MAX_PIECE).
+def pieces(text: str, size: int) -> Iterator[str]:
+    """Cut a text into non-empty pieces of at most `size` characters whose ids, joined, are those of the text.
 
-    Their ids, joined, are those of the whole document.
+    A cut is where a word starts in any surrounding text and for every tokenizer: before the last space that
+    follows a character other than white space, else before such a line feed. In no word of GPT-2's pattern
+    does white space follow another character, and the only lookahead asks where white space ends. Without
+    such a place, a piece has `size` characters.
     """
-    size = size or MAX_PIECE
     start = 0
     while len(text) - start > size:
-        end = start + cut_before_space(text[start:start + size])
+        last = LAST_SPACE.match(text, start, start + size) or LAST_LINE.match(text, start, start + size)
+        end = last.end() if last else start + size
         yield text[start:end]
         start = end
     if start < len(text):
         yield text[start:]
-
-
-def cut_before_space(window: bytes) -> int:
-    """The last place in a window, > 0, where a word starts in any surrounding text and for every tokenizer.
-
-    That is before a space that follows a character other than white space, else before such a line feed: in
-    no word of GPT-2's pattern does white space follow another character, and the only lookahead asks where
-    white space ends. A window without such a place is cut at its end, but not inside a UTF-8 character.
-    """
-    for space in (b" ", b"\n"):
-        place = len(window)
-        while (place := window.rfind(space, 1, place)) > 0:
-            before = window[max(0, place - 4):place].decode("utf-8", errors="replace")[-1]
-            if not before.isspace():
-                return place
-    for place in range(len(window) - 1, max(0, len(window) - 4), -1):
-        if window[place] >= 0xC0:                                       # the first byte of several
-            return place
-        if window[place] < 0x80:
-            break
-    return len(window)
 
 
 def to_utf8(text: str) -> tuple[bytes, int]:
@@ -101,8 +90,8 @@ class Tokenizer:
     def encode(self, text: bytes, continues: bool = False) -> np.ndarray:
         """Ids (n,) of a document, without the separator, or of text that continues one."""
         ids = [np.empty(0, dtype=np.uint32)]
-        for piece in pieces(text):
-            ids.append(self.encode_piece(piece.decode("utf-8", errors="replace"), continues))
+        for piece in pieces(text.decode("utf-8", errors="replace"), MAX_PIECE):
+            ids.append(self.encode_piece(piece, continues))
             continues = True
         return np.concatenate(ids)
 
@@ -171,7 +160,7 @@ class PretrainedTokenizer(Tokenizer):
             content["added_tokens"] = added
             self.library = open_library(content)
             self.file = json.dumps(content, ensure_ascii=False)
-            decoders = {step["type"] for step in steps(content["decoder"])}
+            decoders = {*re.findall(r'"type": "(\w+)"', json.dumps(content["decoder"]))}
         except Exception as error:      # the tokenizers package raises plain Exception
             raise UserError(f"{path}: missing or not a file of the tokenizers package ({error}); get it "
                             "again") from error
@@ -188,10 +177,8 @@ class PretrainedTokenizer(Tokenizer):
         self._unknown = model.get("unk_id", self.library.token_to_id(model.get("unk_token") or ""))
         if content["normalizer"] is not None or not self.is_byte_level:
             self.rules = json.dumps(content, sort_keys=True).encode()
-        # the same without the prefix of a document, a space or "▁": for text inside a document
-        for name in ("normalizer", "pre_tokenizer"):
-            content[name] = without_prefix(content[name])
-        self.continuing = open_library(content)
+        # the same without the prefix of a document: for text inside a document
+        self.continuing = open_library(json.loads(self.file, object_hook=without_prefix))
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         library = self.continuing if continues else self.library
@@ -223,30 +210,9 @@ def open_library(content: dict[str, Any]) -> Library:
     return library
 
 
-def steps(component: Component | None) -> list[Component]:
-    """The steps of a component of tokenizer.json in order, with nested sequences flattened."""
-    if component is None:
-        return []
-    if component["type"] != "Sequence":
-        return [component]
-    flat: list[Component] = []
-    for name in STEPS:
-        for step in component.get(name) or ():
-            flat += steps(step)
-    return flat
-
-
-def without_prefix(component: Component | None) -> Component | None:
-    """The normalizer or pre-tokenizer without anything that puts a prefix before a text."""
-    kept = [step for step in steps(component) if step["type"] != "Prepend"]
-    if not kept:
-        return None
-    for i, step in enumerate(kept):
-        if step["type"] == "Metaspace":
-            kept[i] = {**step, "prepend_scheme": "never"}
-        if step["type"] == "ByteLevel":
-            kept[i] = {**step, "add_prefix_space": False}
-    return {"type": "Sequence", "normalizers": kept, "pretokenizers": kept}
+def without_prefix(step: dict[str, Any]) -> dict[str, Any]:
+    """An object of tokenizer.json, changed so that it puts nothing before a text."""
+    return {**step, **NO_PREFIX.get(step.get("type", ""), {})}
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -255,8 +221,10 @@ def without_prefix(component: Component | None) -> Component | None:
 
 def size_of(name: str) -> int | None:
     """N of "bpe:N", the size of the vocabulary including the separator; None for other names."""
-    size = int(name[4:]) if re.fullmatch(r"bpe:[0-9]{1,9}", name) else None
-    if size is not None and size < 257:
+    if not re.fullmatch("bpe:[0-9]+", name):
+        return None
+    size = int(name.removeprefix("bpe:"))
+    if size < 257:
         raise UserError(f"tokenizer {name}: the bytes and the separator need 257 ids; bpe:4096 suits a few "
                         "megabytes of text")
     return size
@@ -276,7 +244,8 @@ def learn(texts: Iterable[bytes], size: int) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=size - 1, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator((text.decode("utf-8", errors="ignore") for text in texts), trainer)
+    decoded = (text.decode("utf-8", errors="ignore") for text in texts)
+    tokenizer.train_from_iterator((piece for text in decoded for piece in pieces(text, LEARN_PIECE)), trainer)
     n_ids = tokenizer.get_vocab_size() + 1
     if n_ids < size:
         raise UserError(f"tokenizer bpe:{size}: the text has pairs for only {n_ids} ids; use --tokenizer "
@@ -285,16 +254,19 @@ def learn(texts: Iterable[bytes], size: int) -> str:
     return json.dumps(json.loads(tokenizer.to_str()))
 
 
-def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer of a name. Raises UserError if it is unknown, or if its files are missing or damaged.
+def load_tokenizer(name: str, folder: Path = Path()) -> Tokenizer:
+    """The tokenizer of a name. Raises UserError if it is unknown, or if GPT-2's files cannot be had.
 
     "bpe:N" and "hf:ID" are read from tokenizer.json in `folder`, which is that of a corpus or a run.
     """
     if name == "byte":
         return ByteTokenizer()
-    if name == "gpt2":
-        import tiktoken  # here: a run on bytes needs neither the package nor the network
+    path = folder / TOKENIZER_FILE
+    if re.fullmatch("hf:[0-9]+", name):
+        return PretrainedTokenizer(path, int(name.removeprefix("hf:")))
+    import tiktoken  # here: a run on bytes needs neither the package nor the network
 
+    if name == "gpt2":
         try:
             return BytePairTokenizer(name, tiktoken.get_encoding("gpt2"))
         except OSError as error:    # requests' exceptions are OSErrors
@@ -302,24 +274,15 @@ def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
                             "folder under tiktoken's names and set TIKTOKEN_CACHE_DIR to it, "
                             "or use --tokenizer byte") from error
     size = size_of(name)
-    if size is None and not re.fullmatch("hf:[0-9]{1,9}", name):
+    if size is None:
         raise UserError(f"tokenizer {name!r}: unknown; choose byte, gpt2, bpe:N, such as bpe:4096, or the "
                         "folder of a corpus, a run or a Hugging Face model")
-    if folder is None:
-        raise UserError(f"tokenizer {name!r}: belongs to a corpus; its folder is needed to read it")
-    if size is None:
-        return PretrainedTokenizer(folder / TOKENIZER_FILE, int(name[3:]))
-    import tiktoken
-    try:
-        file = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
-        vocab = json.loads(file)["model"]["vocab"]      # an id is also the priority of its merge
-        ranks = {bytes(BYTES[c] for c in token): rank for token, rank in vocab.items() if rank < size - 1}
-        encoding = tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                                     special_tokens={SEPARATOR: size - 1}, explicit_n_vocab=size)
-        return BytePairTokenizer(name, encoding, file)
-    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
-        raise UserError(f"{folder / TOKENIZER_FILE}: missing or damaged ({type(error).__name__}: {error}); "
-                        "copy it from a corpus or run that has it, or prepare the corpus again") from error
+    file = path.read_text(encoding="utf-8")
+    vocab = json.loads(file)["model"]["vocab"]          # an id is also the priority of its merge
+    ranks = {bytes(BYTES[c] for c in token): rank for token, rank in vocab.items() if rank < size - 1}
+    encoding = tiktoken.Encoding(name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                                 special_tokens={SEPARATOR: size - 1}, explicit_n_vocab=size)
+    return BytePairTokenizer(name, encoding, file)
 
 
 def tokenizer_of(meta: dict[str, Any], folder: Path) -> Tokenizer:

@@ -261,7 +261,7 @@ class TrigramReference(Fixed):
             return None
         began = time.perf_counter()
         corpus = Corpus(e.config.data.dir, splits=("train",))
-        trigram = Trigram(corpus.read("train", 0), corpus.vocab_size)
+        trigram = Trigram(corpus.tokens["train"], corpus.vocab_size)
         first = -e.settings.targets - 2         # a loss needs two tokens before: a second separator at first
         losses = []
         for d, end in e.ends:

@@ -7,24 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import draw, words
+from conftest import draw, places_of, words
+from test_sources import both, write_texts
 
 from base.errors import UserError
-from data.loader import Corpus, Mixture, read_meta
+from config import TrainConfig
+from data.loader import Corpus
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
-
-
-def write_texts(folder: Path, texts: dict[str, bytes]) -> Path:
-    for name, text in texts.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text)
-    return folder
-
-
-def documents_of(corpus: Corpus, split: str) -> list[bytes]:
-    return [bytes(ids[1:].astype(np.uint8)) for ids in corpus.documents(split)]     # without the separator
 
 
 @pytest.mark.parametrize("separator", [256, 70_000])    # ids of 16 bits and of 32
@@ -35,18 +25,17 @@ def test_every_byte_of_every_document_comes_back(separator: int, tmp_path: Path,
     texts = {f"{i}.txt": words(i, 50 + i) for i in range(30)}
     texts |= {"deep/er/b.txt": bytes(range(256)), "empty.txt": b""}
     meta = prepare(str(write_texts(tmp_path / "source", texts)), tmp_path / "out", "byte")
-    corpus = Corpus(tmp_path / "out")
-    found = documents_of(corpus, "train") + documents_of(corpus, "val")
-    assert sorted(found) == sorted(text for text in texts.values() if text)
+    train, val = both(tmp_path / "out")
+    assert sorted(train + val) == sorted(filter(None, texts.values()))
     assert meta["splits"]["train"]["bytes"] + meta["splits"]["val"]["bytes"] == sum(map(len, texts.values()))
+    corpus = Corpus(tmp_path / "out")
     for split in ("train", "val"):
-        starts = corpus.offsets[split][:-1]
-        assert (corpus.tokens[split][starts] == corpus.separator).all()  # each opens with the separator
-        assert (corpus.tokens[split] == corpus.separator).sum() == len(starts)
+        opened = np.flatnonzero(corpus.tokens[split] == separator)      # each document by one
+        assert np.array_equal(opened, corpus.offsets[split][:-1])
 
 
-@pytest.mark.parametrize("name", ["train.bin", "val.idx.npy", "meta.json"])
-@pytest.mark.parametrize("damage", ["missing", "cut"])
+@pytest.mark.parametrize(("name", "damage"), [
+    ("train.bin", "cut"), ("val.idx.npy", "cut"), ("train.bin", "missing"), ("meta.json", "missing")])
 def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_path: Path,
                                                     corpus_dir: Path) -> None:
     folder = tmp_path / "corpus"
@@ -60,49 +49,10 @@ def test_damage_is_named_before_anything_is_trained(name: str, damage: str, tmp_
     assert str(folder) in str(caught.value) and "prepare" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format_version": 2}'])
-def test_a_damaged_meta_json_is_one_line(content: str, tmp_path: Path) -> None:
-    (tmp_path / "meta.json").write_text(content)
-    with pytest.raises(UserError, match="meta.json: damaged .* make it with"):
-        read_meta(tmp_path / "meta.json")
-    with pytest.raises(UserError, match="no corpus.json.; copy the meta.json of the run's corpus"):
-        read_meta(tmp_path / "corpus.json")
-
-
-def test_an_id_beyond_the_vocabulary_is_refused_when_it_is_read(tmp_path: Path, corpus_dir: Path) -> None:
-    folder = tmp_path / "corpus"
-    shutil.copytree(corpus_dir, folder)
-    for split in ("train", "val"):
-        ids = np.fromfile(folder / f"{split}.bin", "<u2")
-        ids[100] = 257
-        ids.tofile(folder / f"{split}.bin")
-    corpus = Corpus(folder)
-    n = corpus.n_windows("train", 32)
-    for read in (lambda: draw(corpus, 32, n, 0, 0), lambda: corpus.documents("val"),
-                 lambda: corpus.val_batches(32, 4, 0)):
-        with pytest.raises(UserError, match="holds id 257, beyond its vocabulary of 257"):
-            read()
-
-
 def test_evaluation_does_not_need_the_train_split(tmp_path: Path, corpus_dir: Path) -> None:
-    for name in ("val.bin", "val.idx.npy", "meta.json"):
-        shutil.copy(corpus_dir / name, tmp_path / name)
-    documents = Corpus(tmp_path, splits=("val",)).documents("val")
+    shutil.copytree(corpus_dir, tmp_path / "corpus", ignore=shutil.ignore_patterns("train*"))
+    documents = Corpus(tmp_path / "corpus", splits=("val",)).documents("val")
     assert np.array_equal(np.concatenate(documents), Corpus(corpus_dir).tokens["val"])
-
-
-@pytest.mark.parametrize(("shares", "is_refused"), [((0.0004,), True), ((0.6, 0.4), True), ((0.001,), False)])
-def test_a_share_that_a_mixture_cannot_hold_is_refused(shares: tuple[float, ...], is_refused: bool,
-                                                       tmp_path: Path, corpus_dir: Path) -> None:
-    mixture = {}
-    for i, share in enumerate(shares):
-        (tmp_path / str(i)).symlink_to(corpus_dir)
-        mixture[str(tmp_path / str(i))] = share
-    if is_refused:
-        with pytest.raises(UserError, match="data.mixture: leaves less than 1/1000 of the windows to"):
-            Mixture(corpus_dir, mixture)
-    else:
-        assert Mixture(corpus_dir, mixture).counts == [999, 1]
 
 
 def test_a_batch_is_a_function_of_seed_and_step(corpus_dir: Path) -> None:
@@ -116,13 +66,11 @@ def test_a_batch_is_a_function_of_seed_and_step(corpus_dir: Path) -> None:
 
 def test_bos_replaces_the_first_input_of_a_window_and_no_target(corpus_dir: Path) -> None:
     plain, bos = Corpus(corpus_dir), Corpus(corpus_dir, bos=True)
-    pairs = [(draw(plain, 32, 4, 7, 3), draw(bos, 32, 4, 7, 3))]
-    for a, b in zip(plain.val_batches(32, 4, 8), bos.val_batches(32, 4, 8), strict=True):
-        pairs.append(((a.inputs, a.targets), (b.inputs, b.targets)))
-    assert len(pairs) == 3
-    for (x, y), (x_bos, y_bos) in pairs:
-        assert torch.equal(y, y_bos) and torch.equal(x[:, 1:], x_bos[:, 1:])
-        assert (x_bos[:, 0] == plain.separator).all() and not torch.equal(x, x_bos)
+    t = TrainConfig(seq_len=32, batch_size=4, seed=7)
+    for a, b in zip([plain.batch(t, 3), *plain.val_batches(32, 4, 8)],
+                    [bos.batch(t, 3), *bos.val_batches(32, 4, 8)], strict=True):
+        assert torch.equal(a.targets, b.targets) and torch.equal(a.inputs[:, 1:], b.inputs[:, 1:])
+        assert (b.inputs[:, 0] == plain.separator).all() and not torch.equal(a.inputs, b.inputs)
 
 
 def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
@@ -135,6 +83,8 @@ def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
         text = np.asarray(corpus.tokens["train"]).astype(np.int64)
         assert any({text[o + 32 * w:][:32].tobytes() for w in range(n)} == seen[-1] for o in range(64))
     assert seen[0] != seen[1]                                           # another offset, another order
+    offsets = [min(start for _, start in places_of(corpus, 32, n, 3, epoch)) for epoch in range(9)]
+    assert max(offsets) > (len(corpus.tokens["train"]) - 1) % 32        # a window gives room for them
 
 
 def test_ranks_share_a_batch_whatever_their_number(corpus_dir: Path) -> None:

@@ -93,9 +93,8 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("data.prepare", "{partial} --out {out}", ["partial-train"]),
     ("data.prepare", "{text} --val-share 0 --out {out}", ["--val-share 0.0"]),
     ("data.prepare", "{text} --limit-tokens 0 --out {out}", ["--limit-tokens", "got 0"]),
-    ("data.prepare", "stdlib --length 64 --out {out}", ["--length"]),
     ("data.prepare", "needles variables --out {out}", ["source needles", "data.mixture"]),
-    ("data.prepare", "addition --length 8 --out {out}", ["--length 16"]),
+    ("data.prepare", "addition --length 8 --out {out}", ["--length 24"]),
 ]
 
 

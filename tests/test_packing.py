@@ -30,7 +30,7 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @every_encoding_slowly
-@pytest.mark.parametrize("option", ["model.bias=false", "model.window=5", "position.temperature=ssmax"])
+@pytest.mark.parametrize("option", ["model.window=5", "position.temperature=ssmax"])
 def test_a_packed_document_is_as_if_alone_at_its_positions(name: str, option: str, tiny) -> None:
     model = lively(tiny(name, option)).double()
     x, lengths = tokens((2, 30)), [7, 1, 12, 10]
@@ -101,47 +101,46 @@ def test_windows_that_never_cross(seq_len: int, other_dir: Path) -> None:
     """Each lies in one document, an epoch has as many as fit in each, apart, at offsets of its own."""
     corpus = Corpus(other_dir, "never")
     offsets = corpus.offsets["train"]
+    lengths = np.diff(offsets)
+    n_fitting = (lengths - 1) // seq_len                                # windows in each document
     n = corpus.n_windows("train", seq_len)
-    assert n == sum((length - 1) // seq_len for length in np.diff(offsets)) > 0
+    assert n == n_fitting.sum() > 0
     epochs = []
     for epoch in range(3):
-        places = [start for _, start in places_of(corpus, seq_len, n, 5, epoch)]
+        places = np.array([start for _, start in places_of(corpus, seq_len, n, 5, epoch)])
         document = np.searchsorted(offsets, places, side="right") - 1
-        assert all(start + seq_len < offsets[d + 1] for start, d in zip(places, document, strict=True))
-        counts = Counter(document.tolist())
-        assert all(counts[d] == (length - 1) // seq_len for d, length in enumerate(np.diff(offsets)))
-        assert (np.diff(sorted(places)) >= seq_len).all()
-        epochs.append(places)
+        assert (places + seq_len < offsets[document + 1]).all()
+        assert np.array_equal(np.bincount(document, minlength=len(lengths)), n_fitting)
+        assert (np.diff(np.sort(places)) >= seq_len).all()
+        epochs.append(places.tolist())
     assert len({tuple(places) for places in epochs}) == 3               # other orders,
-    is_room = ((np.diff(offsets) - 1) % seq_len)[np.diff(offsets) > seq_len].any()
-    assert len({tuple(sorted(places)) for places in epochs}) == (3 if is_room else 1)   # and other offsets
-    x, _ = draw(corpus, seq_len, n, 5, 0)
-    assert (x[:, 1:] != EOT).all()
+    has_room = (lengths - 1 > n_fitting * seq_len)[n_fitting > 0].any()
+    assert len({tuple(sorted(places)) for places in epochs}) == (3 if has_room else 1)  # and other offsets
+    assert (draw(corpus, seq_len, n, 5, 0)[0][:, 1:] != EOT).all()
     val = torch.cat([b.inputs for b in corpus.val_batches(seq_len, 2, 0)])
     assert (val[:, 1:] != EOT).all() and len(val) == corpus.n_windows("val", seq_len)
 
 
 def test_a_mixture_has_its_shares_and_walks_through_each_corpus(corpus_dir: Path, other_dir: Path) -> None:
     corpus = Mixture(corpus_dir, {str(other_dir): 0.3})
-    other = corpus.others[0]
-    places = [place for step in range(3) for place in places_of(corpus, 32, MIX, 1, step)]
+    places = []
     for step in range(3):
-        counts = Counter(c.folder for c, _ in places[step * MIX:(step + 1) * MIX])
-        assert counts == {corpus_dir: 700, other_dir: 300}
-    assert len({c.folder for c, _ in places[:40]}) == 2                 # scattered
-    for c in (corpus, other):
+        drawn = places_of(corpus, 32, MIX, 1, step)
+        assert Counter(c.folder for c, _ in drawn) == {corpus_dir: 700, other_dir: 300}
+        assert len({c.folder for c, _ in drawn[:40]}) == 2              # scattered
+        places += drawn
+    for c in (corpus, corpus.others[0]):
         starts = [start for owner, start in places if owner is c]
         n = c.n_windows("train", 32)
-        for epoch in range(len(starts) // n):
-            walk = sorted(starts[epoch * n:(epoch + 1) * n])
+        for first in range(0, len(starts) - n, n):
+            walk = sorted(starts[first:first + n])
             assert len(set(walk)) == n and (np.diff(walk) == 32).all()      # each window once an epoch
     x, _ = draw(corpus, 32, 200, 1, 0)
     upper = ((x >= ord("A")) & (x <= ord("Z"))).any(dim=1).float().mean()
     assert 0.2 < upper < 0.4                                            # the text is the other's, too
-    whole = draw(corpus, 32, 8, 0, 3)[0]
-    parts = [draw(corpus, 32, 8, 0, 3, rank, 2)[0] for rank in range(2)]
-    assert torch.equal(torch.stack(parts, dim=1).flatten(0, 1), whole)
-    assert torch.equal(whole, draw(Mixture(corpus_dir, {str(other_dir): 0.3}), 32, 8, 0, 3)[0])
+    assert torch.equal(x, draw(Mixture(corpus_dir, {str(other_dir): 0.3}), 32, 200, 1, 0)[0])
+    halves = [draw(corpus, 32, 200, 1, 0, rank, 2)[0] for rank in range(2)]
+    assert torch.equal(torch.stack(halves, dim=1).flatten(0, 1), x)
 
 
 def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: Path) -> None:
@@ -149,14 +148,11 @@ def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: P
     mixture = {str(other_dir): 0.3}
     plain = Mixture(corpus_dir, mixture)
     curriculum = Mixture(corpus_dir, mixture, n_steps_of_others=5)
-    first = [places_of(curriculum, 32, 8, 1, step) for step in range(5)]
-    assert {c.folder for places in first for c, _ in places} == {other_dir}
-    starts = [start for places in first for _, start in places]
+    first = [place for step in range(5) for place in places_of(curriculum, 32, 8, 1, step)]
+    assert {c.folder for c, _ in first} == {other_dir}
     n = curriculum.others[0].n_windows("train", 32)
-    assert len(set(starts[:n])) == min(n, len(starts))                  # no window twice in an epoch
+    assert len({start for _, start in first[:n]}) == min(n, len(first))     # no window twice in an epoch
     for step in range(3):
         later = [[(c.folder, start) for c, start in places_of(corpus, 32, 8, 1, at)]
                  for corpus, at in ((plain, step), (curriculum, 5 + step))]
         assert later[0] == later[1]
-    halves = [draw(curriculum, 32, 8, 1, 2, rank, 2)[0] for rank in range(2)]
-    assert torch.equal(torch.stack(halves, dim=1).flatten(0, 1), draw(curriculum, 32, 8, 1, 2)[0])

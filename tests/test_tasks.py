@@ -1,5 +1,6 @@
 """Tasks: a solver that reads the document finds the answer, the mask covers it, and the loss is its mean."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -104,9 +105,8 @@ def test_the_facts_of_a_document_tell_its_answer(kind: str, is_bpe: bool, bpe: T
 
 
 @every_kind
-@pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_the_first_fact_that_is_asked_for_is_at_its_depth(kind: str, depth: float) -> None:
-    for seed in range(10):
+def test_the_first_fact_that_is_asked_for_is_at_its_depth(kind: str) -> None:
+    for seed, depth in itertools.product(range(5), (0.0, 0.3, 1.0)):
         made = tasks.retrieval(kind, BYTES, 400, depth, np.random.default_rng(seed))
         text, first = text_of(made), RETRIEVAL[kind](np.random.default_rng(seed)).groups[0][0]
         before = text[:text.index("".join(first))]
@@ -176,14 +176,14 @@ def answer_fits(kind: str, text: str, made: TaskDocument) -> bool:
 
 def test_windows_that_are_not_the_documents_are_refused(tmp_path: Path) -> None:
     prepare("needles", tmp_path / "out", "byte")
+    corpus = Corpus(tmp_path / "out")                                   # whatever data.cross_documents is
     with pytest.raises(UserError, match="windows of 128 tokens, but train.seq_len is 64"):
-        Corpus(tmp_path / "out", "never").require_windows(64)
-    starts = {int(start) for _, start in places_of(Corpus(tmp_path / "out"), 128, 40, 0, 0)}
-    assert starts <= {*range(0, 10**7, 129)}                            # whatever data.cross_documents is
+        corpus.require_windows(64)
+    assert all(start % 129 == 0 for _, start in places_of(corpus, 128, 40, 0, 0))
 
 
 @pytest.mark.parametrize(("name", "length"), [
-    ("needles", 20), ("variables", 30), ("passkey", 23), ("repeats", 11), ("sorting", 15), ("parity", 0)])
+    ("needles", 20), ("passkey", 23), ("sorting", 15), ("parity", 0)])
 def test_a_length_that_is_too_small_is_named(name: str, length: int, tmp_path: Path) -> None:
     ended = call("data.prepare", name, "--length", length, "--out", tmp_path / "out")
     assert ended.code == 2 and ended.err.count("\n") == 1 and not (tmp_path / "out").exists()
@@ -208,21 +208,19 @@ def answer_loss(model: GPT, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return losses[is_scored].sum() / is_scored.sum()
 
 
-@pytest.mark.parametrize(("accumulate", "world_size"), [(1, 1), (3, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(("accumulate", "world_size"), [(1, 1), (3, 2)])
 def test_the_loss_of_a_batch_is_the_mean_over_its_answers(accumulate: int, world_size: int, masked) -> None:
-    """Over all parts and processes, although these have different numbers of answers, some of them none."""
+    """Over all parts and processes, although these have different numbers of answers, the first one none."""
     config = masked(f"train.accumulate={accumulate}", "train.batch_size=12")
-    corpus, model = Corpus(config.data.dir, "never"), lively(config)
-    rng = np.random.default_rng(0)
-    mask = rng.random(len(corpus.tokens["train"])) < 0.1
-    places = places_of(corpus, 64, 12, 0, 0)
-    n_first = 12 // accumulate // world_size                            # windows of the first part of rank 0:
-    for _, start in places[:n_first * world_size:world_size] if n_first < 12 else ():
-        mask[start:start + 65] = False                                  # it has none
+    corpus, model = Corpus(config.data.dir), lively(config)
+    mask = np.random.default_rng(0).random(len(corpus.tokens["train"])) < 0.1
+    if accumulate > 1:
+        for _, start in places_of(corpus, 64, 12, 0, 0)[:12 // accumulate:world_size]:
+            mask[start:start + 65] = False
     corpus.is_scored["train"] = mask
     expected = answer_loss(model, *draw(corpus, 64, 12, 0, 0))
     expected.backward()
-    wanted = [p.grad.clone() for p in model.parameters()]
+    expected_grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     losses = []
     for rank in range(world_size):
@@ -232,26 +230,25 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_answers(accumulate: int, world
             loss = loss / world_size                                    # as DDP averages over processes
             loss.backward()
             losses.append(loss.item())
-    assert len(losses) == accumulate * world_size and sum(losses) == pytest.approx(expected.item(), rel=1e-5)
-    assert accumulate * world_size == 1 or losses[0] == 0
-    for p, grad in zip(model.parameters(), wanted, strict=True):
+    assert sum(losses) == pytest.approx(expected.item(), rel=1e-5)
+    assert len(losses) == accumulate * world_size and (losses[0] == 0) == (accumulate > 1)
+    for p, grad in zip(model.parameters(), expected_grads, strict=True):
         assert torch.allclose(p.grad, grad, rtol=1e-4, atol=1e-6)
 
 
 def test_validation_is_the_mean_over_answers(masked) -> None:
     config = masked("train.val_windows=0", "train.batch_size=3")
-    corpus, model = Corpus(config.data.dir, "never"), lively(config)
+    corpus, model = Corpus(config.data.dir), lively(config)
     mask = np.random.default_rng(0).random(len(corpus.tokens["val"])) < 0.1
     mask[:3 * 65] = False                                               # the first batch has no answers
     corpus.is_scored["val"] = mask
     batches = corpus.val_batches(64, 3, 0)
     x, y = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
     assert len(x) == 20 and (y != -100).sum() == mask.sum() - mask[::65].sum()
-    n_bytes = np.full(257, 2)
-    found = validate(model, corpus, n_bytes, config, Process(torch.device("cpu")))
     expected = answer_loss(model, x, y).item()
-    assert found["val_loss"] == pytest.approx(expected, rel=1e-5)
-    assert found["val_bpb"] == pytest.approx(expected / np.log(2) / 2, rel=1e-5)
+    losses = validate(model, corpus, np.full(257, 2), config, Process(torch.device("cpu")))
+    assert losses["val_loss"] == pytest.approx(expected, rel=1e-5)
+    assert losses["val_bpb"] == pytest.approx(expected / np.log(2) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["copying", "flip_flop"])
@@ -263,8 +260,8 @@ def test_answers_are_scored_as_by_an_explicit_forward(name: str, tiny) -> None:
     nll, correct = 0.0, 0
     for trial in range(5):
         made = tasks.algorithm(name, BYTES, 8, np.random.default_rng([0, trial, 8]))
-        ids, at = torch.from_numpy(made.ids), torch.from_numpy(np.flatnonzero(made.is_answer))
-        logits = model(ids[None, :-1])[0]
-        nll += F.cross_entropy(logits[at - 1], ids[at], reduction="sum").item()
-        correct += bool((logits[at - 1].argmax(dim=-1) == ids[at]).all())
+        ids, at = torch.from_numpy(made.ids), made.is_answer.nonzero()[0]
+        logits = model(ids[None, :-1])[0, at - 1]
+        nll += F.cross_entropy(logits, ids[at], reduction="sum").item()
+        correct += torch.equal(logits.argmax(dim=-1), ids[at])
     assert (r["place"], r["correct"]) == (8, correct) and r["nll_sum"] == pytest.approx(nll, rel=1e-4)

@@ -57,7 +57,7 @@ def test_the_first_targets_of_a_document_are_scored_too(tiny, corpus_dir) -> Non
     e = evaluation(lively(config), config, corpus_dir, ["trigram"])
     e.settings, e.ends = e.settings._replace(targets=32), [(0, 32), (1, 40)]
     record, = measured(e)
-    trigram = Trigram(Corpus(corpus_dir, splits=("train",)).read("train", 0), 257)
+    trigram = Trigram(Corpus(corpus_dir, splits=("train",)).tokens["train"], 257)
     first, second = (e.text.documents[d].astype(int) for d in (0, 1))
     expected = [trigram.losses(ids).sum() for ids in (np.append(first[0], first[:33]), second[7:41])]
     assert record["tokens"] == 64 and record["nll_sum"] == pytest.approx(sum(expected))

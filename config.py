@@ -331,7 +331,6 @@ def use_of_removed(tables: Tables, origin: Origin) -> list[str]:
 def broken_rules(config: Config) -> list[tuple[str, str]]:
     """Rules between keys that the config breaks: section.key, and the rule."""
     d, m, p, t = config.data, config.model, config.position, config.train
-    least = 0 if t.positions == "plain" else t.seq_len
     kind = ENCODINGS[p.encoding]
     is_limited = m.window is not None or m.chunk is not None
     kinds = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
@@ -349,8 +348,10 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
         ("train", "dtype", t.dtype == "float16" and t.parallel == "fsdp",
          "is not scaled under parallel = fsdp; use bfloat16 or ddp"),
-        ("train", "position_range", t.position_range < least or t.position_range > least == 0,
-         f"must be {f'at least {least}' if least else 'unset'} with train.positions = {t.positions}"),
+        ("train", "position_range", t.positions == "plain" and t.position_range > 0,
+         "must be unset with train.positions = plain"),
+        ("train", "position_range", t.positions != "plain" and t.position_range < t.seq_len,
+         f"must be at least {t.seq_len} with train.positions = {t.positions}"),
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
@@ -362,9 +363,10 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("position", "prompt", isinstance(p, RoPE2DOptions) and p.prompt > 0
          and d.cross_documents == "mask" and d.positions == "row",
          'would be in the first document of a row alone; use data.positions = "document"'),
-        *(("position", key, getattr(p, key) != default and not kind.acts_in_layers(),
-           f"{p.encoding} does not act in layers; remove this key")
-          for key, default in (("layers", "all"), ("skip_every", 0)))]
+        ("position", "layers", p.layers != "all" and not kind.acts_in_layers(),
+         f"{p.encoding} does not act in layers; remove this key"),
+        ("position", "skip_every", p.skip_every > 0 and not kind.acts_in_layers(),
+         f"{p.encoding} does not act in layers; remove this key")]
     broken = [(f"{section}.{key}", f"{rule} (got {getattr(getattr(config, section), key)})")
               for section, key, is_broken, rule in rules if is_broken]
     if not broken:

@@ -186,11 +186,11 @@ def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process
     if process.rank == 0:
         make_run(run_dir, config, corpus, code_diff)
     # compile the model if that pays; say what is going to be trained
-    is_compiled = should_compile(model, t, process.device)
-    if is_compiled:
+    machine = f"{process.world_size} x {process.device.type}, {dtype}"
+    if should_compile(model, t, process.device):
         wrapped_model = torch.compile(wrapped_model)
-    echo(describe(config, corpus, model, f"{process.world_size} x {process.device.type}, {dtype}, compile "
-                                         f"{'on' if is_compiled else 'off'}, seed {t.seed}"))
+        machine += ", compiled"
+    echo(describe(config, corpus, model, f"{machine}, seed {t.seed}"))
     scaler = torch.amp.GradScaler(process.device.type, enabled=dtype == "float16")
     if state.scaler:
         scaler.load_state_dict(state.scaler)

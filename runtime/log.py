@@ -21,10 +21,11 @@ class Log:
         self.steps = config.train.steps
         self.tokens_per_step = config.train.batch_size * config.train.seq_len
         self.wall_before = state.wall_s
+        if self.path.exists():
+            # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
+            lines = [json.dumps(line) + "\n" for line in read_log(self.path) if line["step"] <= state.step]
+            write_whole(self.path, "".join(lines))
         self.path.touch()
-        # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
-        lines = [json.dumps(line) + "\n" for line in read_log(self.path) if line["step"] <= state.step]
-        write_whole(self.path, "".join(lines))
         self.wandb: Any = None
         if config.run.wandb:
             import wandb  # here: few runs need it

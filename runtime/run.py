@@ -85,7 +85,7 @@ class TrainingRun:
             if r.keep_best and is_best and not state.n_bad:
                 state.best = (step, val_loss)
                 is_save = True
-        if is_log or is_eval or state.n_bad:
+        if (is_log or is_eval) and not state.n_bad:
             self.write_line()
         # while steps are bad the weights may be spoilt: no checkpoint from before is given up for them
         if is_last or signal_number or (is_save and not state.n_bad):
@@ -96,10 +96,10 @@ class TrainingRun:
             raise EarlyEnd(128 + signal_number, message)
 
     def read_metrics(self) -> None:
-        """Wait for the steps since the last call; log those that were skipped, except for the last step."""
+        """Wait for the steps since the last call; log those that were skipped."""
         state, unread = self.state, self.unread
         self.unread = []
-        for i, (lr, figures) in enumerate(unread, start=1):
+        for lr, figures in unread:
             metrics = {name: finite(float(x)) for name, x in figures.items()}
             loss = metrics["loss"]
             grad_norm = metrics["grad_norm"]
@@ -113,17 +113,15 @@ class TrainingRun:
             state.metrics = {**metrics, "lr": lr}
             if is_bad:
                 state.metrics["n_bad"] = state.n_bad
-            if state.n_bad >= self.config.train.max_bad_steps:
                 self.write_line()
+            if state.n_bad >= self.config.train.max_bad_steps:
                 saved = checkpoint.checkpoints(Path(self.config.run.dir))
                 raise EarlyEnd(3, f"error: training diverged at step {state.step}, lr {lr:.3g}: "
                                   "train.max_bad_steps in a row were not applied; last good checkpoint: "
                                   f"{saved[-1] if saved else 'none'}; lower train.lr in another run.dir")
-            if is_bad and i < len(unread):
-                self.write_line()
 
     def write_line(self) -> None:
-        """Log the newest step."""
+        """Log the newest step read."""
         if self.log:
             self.log.write(self.state.step, self.state.metrics)
 
@@ -227,7 +225,9 @@ def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer
                     dtype: str, revision: str) -> State:
     """The state of the newest checkpoint, or of a start from the initialisation or train.init_from."""
     run_dir = Path(config.run.dir)
-    state = checkpoint.load_newest(run_dir, model, optimizer)
+    state = None
+    if (run_dir / "checkpoints").exists():
+        state = checkpoint.load_newest(run_dir, model, optimizer)
     if state is None:
         state = State(dtype=dtype)
         if config.train.init_from:

@@ -44,9 +44,8 @@ def test_every_shipped_config_is_valid_and_survives_the_round_trip(path: Path, t
     assert load_config(write(tmp_path / "odd.toml", to_toml(odd))) == odd
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-124m-learned", "fineweb-edu"])
-def test_configs_of_the_size_of_gpt2_have_its_parameters(name: str) -> None:
-    config = load_config(ROOT / "configs" / f"{name}.toml")
+def test_a_config_of_the_size_of_gpt2_has_its_parameters() -> None:
+    config = load_config(ROOT / "configs" / "gpt2-124m.toml")
     with torch.device("meta"):
         model = GPT(config)
     assert round(model.n_parameters() / 1e6) == 124

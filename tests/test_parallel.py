@@ -32,17 +32,12 @@ def start(config: Config, *overrides: str) -> list[subprocess.Popen]:
     """Two processes of train.py, as torchrun starts them, but as on a GPU."""
     path = Path(f"{config.run.dir}.toml")
     path.write_text(to_toml(config))
-    return start_two("-c", AS_ON_A_GPU, str(path), *overrides)
-
-
-def start_two(*command: str) -> list[subprocess.Popen]:
-    """Two processes of a script, as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     world = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
              "OMP_NUM_THREADS": "1"}
-    return [subprocess.Popen([sys.executable, *command], text=True, cwd=ROOT,
+    return [subprocess.Popen([sys.executable, "-c", AS_ON_A_GPU, path, *overrides], text=True, cwd=ROOT,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                              env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
 
@@ -134,22 +129,6 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
             validate(model, corpus, tokenizer, config, Process(cpu, rank, size))
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
         assert validate(model, corpus, tokenizer, config, Process(cpu, 0, size)) == alone
-
-
-@pytest.mark.slow
-def test_a_further_figure_is_the_mean_over_processes(tiny, tmp_path: Path) -> None:
-    """One that the loop of a fork adds: here the rank."""
-    script = AS_ON_A_GPU.replace("command.run_command", """
-import torch
-mean = train.parallel.mean_figures
-train.parallel.mean_figures = lambda process, figures: mean(
-    process, {"rank": torch.tensor(process.rank), **figures})
-command.run_command""")
-    path = tmp_path / "config.toml"
-    path.write_text(to_toml(tiny("rope", "train.steps=2", "train.parallel=fsdp")))
-    both = start_two("-c", script, str(path))
-    assert [process.wait() for process in both] == [0, 0], both[0].communicate()
-    assert [line["rank"] for line in metrics(tmp_path / "run")] == [0.5, 0.5]
 
 
 @pytest.mark.slow

@@ -256,8 +256,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
     if is_of_run:       # one that does not say so is from before data.positions
         default["data"] = {"positions": "row"}
-    keys_of = {section: schema.model_fields for section, schema in SECTIONS.items()}
-    layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides, keys_of)]
+    layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides, SECTIONS)]
     folder = merge(layers)[0].get("train", {}).get("init_from")
     if pretrained and folder and not is_of_run:
         layers.insert(0, Layer(f"in {folder}", pretrained(str(folder))))

@@ -62,10 +62,10 @@ def read_layers(path: Path) -> list[Layer]:
     return layers
 
 
-def read_overrides(overrides: Sequence[str], keys_of: Mapping[str, Collection[str]]) -> Layer:
+def read_overrides(overrides: Sequence[str], sections: Mapping[str, Schema]) -> Layer:
     """The tables of `section.key=value` arguments; a bare word is a string, without quotes.
 
-    keys_of has the keys of each section, to name the one of a key that is given alone.
+    The schemas of the sections are there to name the one of a key that is given alone.
     """
     tables: Tables = {}
     for text in overrides:
@@ -73,7 +73,7 @@ def read_overrides(overrides: Sequence[str], keys_of: Mapping[str, Collection[st
         section, _, key = name.strip().partition(".")
         if not equals and text.endswith(".toml"):
             raise UserError(f"{text}: a second config; give one, or train several with sweep.py")
-        homes = [known for known, keys in keys_of.items() if name in keys]
+        homes = [known for known, schema in sections.items() if name in schema.model_fields]
         if equals and homes:
             raise UserError(f"override {text!r}: the section is missing; did you mean {homes[0]}.{text}?")
         if not (equals and key) or "." in key:

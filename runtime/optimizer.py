@@ -69,7 +69,8 @@ class Muon(Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         # under FSDP2 these are DTensors: what is computed of them is sharded in the same way
         averages = [self.state[p]["momentum_buffer"] for p in matrices]
-        grad = torch.stack([p.grad for p in matrices])                  # (N, ..., rows, columns)
+        # (N, ..., rows, columns)
+        grad = torch.stack([p.grad for p in matrices])                  # type: ignore[misc]
         is_skipped = torch.zeros((), dtype=torch.bool, device=grad.device)
         if self.found_inf is not None:
             is_skipped = self.found_inf > 0

@@ -12,12 +12,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationError
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SerializeAsAny,
+    ValidationError,
+)
 
 from base.errors import UserError, did_you_mean
 from base.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 from positions import ENCODINGS, Encoding, Options
 from positions.rotary import RoPE2DOptions, RoPEOptions
+
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunConfig(Section):
@@ -25,18 +35,18 @@ class RunConfig(Section):
 
     dir: str = ""
     """folder of the run (default: runs/<name of the config file>)"""
-    log_every: int = Field(10, ge=1)
+    log_every: PositiveInt = 10
     """steps between lines on the screen and in metrics.jsonl"""
-    eval_every: int = Field(250, ge=1)
+    eval_every: PositiveInt = 250
     """steps between validations"""
-    save_every: int = Field(250, ge=1)
+    save_every: PositiveInt = 250
     """steps between checkpoints; the last step is saved too"""
-    keep: int = Field(2, ge=1)
+    keep: PositiveInt = 2
     """how many of the newest checkpoints are kept"""
     keep_best: bool = False
     """also keep the checkpoint with the lowest validation loss: --checkpoint best of eval.py and others"""
     wandb: bool = False
-    """also log to Weights & Biases; offline without a key"""
+    """also log to Weights & Biases, as its own variables say: WANDB_MODE=offline"""
     wandb_project: str = Field("nanorope", min_length=1)
     """Weights & Biases project to log to"""
 
@@ -49,7 +59,7 @@ class DataConfig(Section):
     mixture: dict[str, Annotated[float, Field(ge=0.001, lt=1)]] = {}
     """shares of the training windows from other corpora, such as { "data/books" = 0.3 }, to a thousandth;
     data.dir provides the rest, and all validation windows"""
-    mixture_only: int = Field(0, ge=0)
+    mixture_only: NonNegativeInt = 0
     """first steps, in which all windows come from the mixture's corpora alone"""
     cross_documents: Literal["attend", "mask", "never"] = "attend"
     """windows with several documents. attend: attention crosses them (nanoGPT); mask: it stays within each;
@@ -64,17 +74,17 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The transformer: its size, its block and its attention."""
 
-    n_layer: int = Field(4, ge=1)
+    n_layer: PositiveInt = 4
     """layers"""
-    n_head: int = Field(4, ge=1)
+    n_head: PositiveInt = 4
     """attention heads; must divide n_embd unless head_dim is set"""
-    n_kv_head: int | None = Field(None, ge=1)
+    n_kv_head: PositiveInt | None = None
     """heads of keys and values, fewer for grouped-query attention, 1 for multi-query (default: n_head)"""
-    head_dim: int | None = Field(None, ge=1)
+    head_dim: PositiveInt | None = None
     """channels of a head (default: n_embd / n_head)"""
-    n_embd: int = Field(256, ge=1)
+    n_embd: PositiveInt = 256
     """width of the residual stream"""
-    n_hidden: int | None = Field(None, ge=1)
+    n_hidden: PositiveInt | None = None
     """MLP width (default: 4 n_embd; for swiglu and geglu 8/3 n_embd, to a multiple of 64)"""
     vocab_size: int | None = Field(None, ge=2)
     """default: that of the corpus"""
@@ -98,11 +108,11 @@ class ModelConfig(Section):
     """the output matrix is the token embedding"""
     scaled_embedding: bool = False
     """token embeddings times sqrt(n_embd) (Gemma)"""
-    window: int | None = Field(None, ge=1)
+    window: PositiveInt | None = None
     """keys a query sees, its own included (default: all)"""
-    chunk: int | None = Field(None, ge=1)
+    chunk: PositiveInt | None = None
     """a query sees only keys of its own chunk of as many tokens (Llama 4: 8192; default: no chunks)"""
-    full_every: int = Field(0, ge=0)
+    full_every: NonNegativeInt = 0
     """k: layers k, 2k, 3k ... (from 1) have no window, no chunks (Cohere2: 4). 0: no"""
     flex: bool = False
     """on CUDA, use FlexAttention for windows, packed documents, a sink, biases by distance and
@@ -114,7 +124,7 @@ class ModelConfig(Section):
     would otherwise go to the first tokens"""
     gate: bool = False
     """attention's result times sigmoid(W x), by channel, before its output matrix (Qwen3-Next)"""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: BelowOne = 0.0
     """dropout of embeddings, attention and sublayer outputs"""
 
     @property
@@ -126,11 +136,11 @@ class ModelConfig(Section):
 class TrainConfig(Section):
     """Length, batch, schedule, optimiser and device of the training."""
 
-    steps: int = Field(1000, ge=1)
+    steps: PositiveInt = 1000
     """optimiser steps in total"""
-    batch_size: int = Field(32, ge=1)
+    batch_size: PositiveInt = 32
     """sequences per step"""
-    accumulate: int = Field(1, ge=1)
+    accumulate: PositiveInt = 1
     """micro-batches per step, to save memory; divides batch_size"""
     seq_len: int = Field(256, ge=2)
     """tokens per sequence: the training length L"""
@@ -139,31 +149,31 @@ class TrainConfig(Section):
     and seq_len where the config does not set them; a longer seq_len fine-tunes the weights"""
     positions: Literal["plain", "pose", "random"] = "plain"
     """plain: 0, 1, 2 ...; pose: each sequence skips some once (PoSE); random: a random choice (Ruoss 2023)"""
-    position_range: int = Field(0, ge=0)
+    position_range: NonNegativeInt = 0
     """positions of pose and random are below it; at least seq_len"""
     seed: int = Field(0, ge=0, lt=2**31)
     """seed of the initialisation, data order and dropout"""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the matrices of the layers, AdamW for the rest; one lr and weight_decay suit both"""
-    lr: float = Field(1e-3, gt=0)
+    lr: PositiveFloat = 1e-3
     """peak learning rate"""
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: NonNegativeFloat = 0.0
     """learning rate at the end; at most lr"""
-    warmup: int = Field(100, ge=0)
+    warmup: NonNegativeInt = 100
     """steps of linear warm-up"""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """after the warm-up: cosine to min_lr, or wsd: constant, then linear to min_lr"""
     decay: float = Field(0.2, gt=0, le=1)
     """wsd: share of the steps in which lr decays, at most those after the warm-up"""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: NonNegativeFloat = 0.1
     """decay of matrices only, not of the encoding's"""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: BelowOne = 0.9
     """AdamW's average of gradients; Muon's momentum, in long runs often 0.95"""
-    beta2: float = Field(0.95, ge=0, lt=1)
+    beta2: BelowOne = 0.95
     """AdamW's average of squared gradients"""
-    grad_clip: float = Field(1.0, ge=0)
+    grad_clip: NonNegativeFloat = 1.0
     """largest gradient norm; 0: no limit"""
-    max_bad_steps: int = Field(5, ge=1)
+    max_bad_steps: PositiveInt = 5
     """steps in a row with a NaN or infinite loss or gradient that end training"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: CUDA, else MPS (Apple), else the CPU"""
@@ -174,7 +184,7 @@ class TrainConfig(Section):
     """torch.compile, where there is a compiler. auto: on CUDA, and on a CPU if the run is long enough"""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """of torchrun's processes each holds the whole model (ddp) or a shard of it (fsdp, FSDP2)"""
-    val_windows: int = Field(64, ge=0)
+    val_windows: NonNegativeInt = 64
     """validation windows of seq_len, evenly spaced; 0: all"""
 
 
@@ -246,8 +256,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
     if is_of_run:       # one that does not say so is from before data.positions
         default["data"] = {"positions": "row"}
-    keys_of = {section: schema.model_fields for section, schema in SECTIONS.items()}
-    layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides, keys_of)]
+    layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides, SECTIONS)]
     folder = merge(layers)[0].get("train", {}).get("init_from")
     if pretrained and folder and not is_of_run:
         layers.insert(0, Layer(f"in {folder}", pretrained(str(folder))))
@@ -257,22 +266,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
 def config_from(layers: Sequence[Layer], place: str) -> Config:
     """Check tables against the schema; `place` is where keys are missing. Raises one UserError for all."""
     tables, origin = merge(layers)
-    if removed := use_of_removed(tables, origin):
-        raise UserError(*removed)
+    problems = use_of_removed(tables, origin)
+    if problems:
+        raise UserError(*problems)
     if tables.get("data", {}).get("cross_documents") == "mask":
         tables["data"].setdefault("positions", "document")
-    problems = list[str]()
-    name = tables.setdefault("position", {}).get("encoding")
-    if isinstance(name, str) and name not in ENCODINGS:
+    name = str(tables.setdefault("position", {}).get("encoding", ""))
+    kind = ENCODINGS.get(name, Encoding)
+    if name and name not in ENCODINGS:
         hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
         problems.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
         tables["position"] = {"encoding": name}     # which other keys there are depends on the encoding
-    kind = ENCODINGS.get(str(name), Encoding)
+    tables["position"].setdefault("lr_scale", kind.lr_scale)
     parts: dict[str, Any] = {}
     for section, schema in (SECTIONS | {"position": kind.Options}).items():
-        keys = {"lr_scale": kind.lr_scale} if section == "position" else {}
         try:
-            parts[section] = schema.model_validate(keys | tables.pop(section, {}))
+            parts[section] = schema.model_validate(tables.pop(section, {}))
         except ValidationError as error:
             problems += explain(error, section, schema, origin, place)
     for section in tables:          # what is left belongs to none of the sections
@@ -292,13 +301,13 @@ def merge(layers: Sequence[Layer]) -> tuple[Tables, Origin]:
     origin: Origin = {}
     for where, layer in layers:
         for section, keys in layer.items():
-            old = tables.setdefault(section, {})
-            if section == "position" and keys.get("encoding", old.get("encoding")) != old.get("encoding"):
+            table = tables.setdefault(section, {})
+            if keys.get("encoding", table.get("encoding")) != table.get("encoding"):
                 # the options of the earlier encoding go, and lr_scale, which has a default for each encoding
-                tables[section] = old = {key: value for key, value in old.items()
-                                         if key in Options.model_fields and key != "lr_scale"}
-            old.update(keys)
-            origin |= {section: where, **{f"{section}.{key}": where for key in keys}}
+                for key in table.keys() - Options.model_fields.keys() | {"lr_scale"}:
+                    table.pop(key, None)
+            table |= keys
+            origin |= dict.fromkeys([section, *(f"{section}.{key}" for key in keys)], where)
     return tables, origin
 
 
@@ -308,19 +317,19 @@ def use_of_removed(tables: Tables, origin: Origin) -> list[str]:
     for entry, hint in REMOVED.items():
         name, _, removed_value = entry.partition("=")
         section, key = name.split(".")
-        value = tables.get(section, {}).get(key)
+        table = tables.get(section, {})
+        value = table.get(key)
         if value == removed_value or (value and not removed_value):
             lines.append(f"{name} {origin[name]}: was removed (got {value!r}); {hint}; "
                          "git checkout before-air has it")
         elif not removed_value:
-            tables.get(section, {}).pop(key, None)
+            table.pop(key, None)
     return lines
 
 
 def broken_rules(config: Config) -> list[tuple[str, str]]:
     """Rules between keys that the config breaks: section.key, and the rule."""
     d, m, p, t = config.data, config.model, config.position, config.train
-    least = 0 if t.positions == "plain" else t.seq_len
     kind = ENCODINGS[p.encoding]
     is_limited = m.window is not None or m.chunk is not None
     kinds = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
@@ -336,11 +345,12 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("model", "n_kv_head", m.n_head % (m.n_kv_head or 1), f"must divide model.n_head = {m.n_head}"),
         ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
-        ("train", "accumulate", t.batch_size % t.accumulate, f"must divide batch_size = {t.batch_size}"),
         ("train", "dtype", t.dtype == "float16" and t.parallel == "fsdp",
          "is not scaled under parallel = fsdp; use bfloat16 or ddp"),
-        ("train", "position_range", t.position_range < least or t.position_range > least == 0,
-         f"must be {f'at least {least}' if least else 'unset'} with train.positions = {t.positions}"),
+        ("train", "position_range", t.positions == "plain" and t.position_range > 0,
+         "must be unset with train.positions = plain"),
+        ("train", "position_range", t.positions != "plain" and t.position_range < t.seq_len,
+         f"must be at least {t.seq_len} with train.positions = {t.positions}"),
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
@@ -352,9 +362,10 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("position", "prompt", isinstance(p, RoPE2DOptions) and p.prompt > 0
          and d.cross_documents == "mask" and d.positions == "row",
          'would be in the first document of a row alone; use data.positions = "document"'),
-        *(("position", key, getattr(p, key) != default and not kind.acts_in_layers(),
-           f"{p.encoding} does not act in layers; remove this key")
-          for key, default in (("layers", "all"), ("skip_every", 0)))]
+        ("position", "layers", p.layers != "all" and not kind.acts_in_layers(),
+         f"{p.encoding} does not act in layers; remove this key"),
+        ("position", "skip_every", p.skip_every > 0 and not kind.acts_in_layers(),
+         f"{p.encoding} does not act in layers; remove this key")]
     broken = [(f"{section}.{key}", f"{rule} (got {getattr(getattr(config, section), key)})")
               for section, key, is_broken, rule in rules if is_broken]
     if not broken:
@@ -367,7 +378,10 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
 
 
 def toml_value(value: object) -> str:
-    """A string, number or list as TOML, which is JSON without escaped surrogates."""
+    """A string, number, list or table as TOML: JSON without escaped surrogates, and `=` in tables."""
+    if isinstance(value, dict):
+        pairs = [f"{toml_value(name)} = {toml_value(inner)}" for name, inner in value.items()]
+        return "{ " + ", ".join(pairs) + " }"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -375,14 +389,7 @@ def to_toml(config: Config) -> str:
     """The whole configuration as TOML that load_config reads back; unset keys are left out."""
     lines = []
     for section, keys in config.model_dump(exclude_none=True).items():
-        lines.append(f"[{section}]")
-        for key, value in keys.items():
-            text = toml_value(value)        # unless it is a table
-            if isinstance(value, dict):
-                pairs = [f"{toml_value(name)} = {toml_value(inner)}" for name, inner in value.items()]
-                text = "{ " + ", ".join(pairs) + " }"
-            lines.append(f"{key} = {text}")
-        lines.append("")
+        lines += [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in keys.items()), ""]
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import FLEX_DEVICES, Mask, ScoreInputs, attend, with_block_masks
+from base.errors import UserError
 from base.loss import cross_entropy
 from config import Config, ModelConfig
 from positions import ENCODINGS, At, Encoding, NoPE, Shape
@@ -400,7 +401,8 @@ class GPT(nn.Module):
             if lowest < 0 or highest >= max_length:
                 name = type(self.active()).__name__
                 wrong = lowest if lowest < 0 else highest
-                raise ValueError(f"{name} is defined at positions 0 ... {max_length - 1} only, got {wrong}")
+                raise UserError(f"{name} is defined at positions 0 ... {max_length - 1} only, got {wrong}; "
+                                "give fewer tokens, or use another encoding")
         return positions
 
     def n_parameters(self) -> int:

@@ -27,17 +27,12 @@ def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0
     """Tokens (1, T) and up to n_tokens more, (1, T + n), decoded with a key-value cache.
 
     Draws from softmax(logits / temperature) over the top_k most likely; temperature 0 takes the most likely.
-    Stops before an id of `ends`. Raises UserError if weights or logits are not finite.
+    Stops before an id of `ends`.
     """
-    # PyTorch's kernel gives 0 for queries of NaN, so finite logits do not show that the weights are
-    if not all(weight.isfinite().all() for weight in model.parameters()):
-        raise UserError("weights of the model are NaN or infinite; give a run that did not diverge")
     generator = torch.Generator(tokens.device).manual_seed(seed)
     cache, new = model.new_cache(), tokens
     for _ in range(n_tokens):
         logits = model.logits(model.hidden(new, cache=cache, last=1)[:, -1]).float()        # (1, V)
-        if not logits.isfinite().all():
-            raise UserError("the model's logits are NaN or infinite; give a run that did not diverge")
         if temperature == 0:
             new = logits.argmax(dim=-1, keepdim=True)                   # (1, 1)
         else:
@@ -60,21 +55,15 @@ def main() -> None:
     parser.add_argument("--top-k", type=positive, help="draw from the k most likely tokens (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default %(default)s)")
     args = parser.parse_args()
-    if not 0 <= args.seed < 2**63:
-        raise UserError(f"--seed {args.seed}: must be at least 0")
-    if args.temperature and not 1e-4 <= args.temperature <= 1e4:        # NaN fails too
-        raise UserError(f"--temperature {args.temperature}: must be 0, or 0.0001 ... 10000")
+    if not args.temperature >= 0:                                       # NaN fails too
+        raise UserError(f"--temperature {args.temperature}: must be 0 or more")
     folder = Path(pulled(args.run))
-    model, config, tokenizer, *_ = open_run(folder, args.checkpoint, args.device)
+    model, _, tokenizer, *_ = open_run(folder, args.checkpoint, args.device)
     text, n_surrogates = to_utf8(args.prompt)
     if n_surrogates:
         print(f"warning: --prompt is not UTF-8: {n_surrogates} bytes became U+FFFD", file=sys.stderr)
     prompt = [tokenizer.separator, *tokenizer.encode(text).tolist()]
     ends = eos_ids(folder) if is_pretrained(folder) else set()
-    limit = model.active().max_length
-    if limit and len(prompt) + args.tokens > limit + 1:     # the last token is drawn, but not fed
-        raise UserError(f"--tokens {args.tokens}: {config.position.encoding} ends at {limit} positions and "
-                        f"the prompt takes {len(prompt)}; ask for at most {max(0, limit + 1 - len(prompt))}")
     start = torch.tensor([prompt], device=next(model.parameters()).device)
     tokens = generate(model, start, args.tokens, args.temperature, args.top_k, args.seed, ends)
     print(decode(tokenizer, tokens[0].tolist()))

@@ -13,27 +13,23 @@ from __future__ import annotations
 if __name__ == "__main__":
     import base.interrupt  # noqa: F401  (Ctrl-C ends the imports below)
 
-import functools
 import math
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
-from base.command import argument_parser, positive, run_command
+from base.command import argument_parser, handled_signals, positive, run_command
 from base.errors import UserError
 from base.files import finite
 from base.loss import IGNORED
 from config import Config, TrainConfig, load_config, to_toml
 from data.loader import Corpus
-from data.tokenizer import byte_lengths, tokenizer_of
+from data.tokenizer import Tokenizer, byte_lengths, tokenizer_of
 from hf.pretrained import pretrained_tables
 from model import GPT
 from runtime import parallel
@@ -50,16 +46,13 @@ from runtime.run import (
     git_revision,
     make_run,
     open_corpus,
-    require_positions,
     require_same_run,
     start_or_resume,
     summary_line,
 )
 
 VAL_TOKENS = 16_384         # maximum number of tokens of a validation batch
-SIGNALS = [signal.SIGINT, signal.SIGTERM]           # training saves, then ends
-if hasattr(signal, "SIGHUP"):                       # Windows lacks these two
-    SIGNALS += [signal.SIGHUP, signal.SIGUSR1]
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")       # training saves, then ends
 
 
 def training_loop(run: TrainingRun) -> None:
@@ -119,12 +112,12 @@ def learning_rate(step: int, t: TrainConfig) -> float:
 
 
 @torch.no_grad()
-def validate(model: GPT, corpus: Corpus, token_bytes: np.ndarray, config: Config,
+def validate(model: GPT, corpus: Corpus, tokenizer: Tokenizer, config: Config,
              process: Process) -> dict[str, float | None]:
     """Loss on the fixed windows: nats per token, and bits per byte, which compares across tokenizers.
 
-    token_bytes (V,) has the number of bytes of each token. Each process takes every world_size-th batch. The
-    sums of the batches are added in the same order for any number of processes.
+    Each process takes every world_size-th batch. The sums of the batches are added in the same order for any
+    number of processes.
     """
     t, device = config.train, process.device
     model.eval()
@@ -143,7 +136,7 @@ def validate(model: GPT, corpus: Corpus, token_bytes: np.ndarray, config: Config
             scored = batch.targets[batch.targets != IGNORED].cpu().numpy()
             sums[batch_number, 0] = loss.item() * batch.loss_divisor
             sums[batch_number, 1] = batch.loss_divisor
-            sums[batch_number, 2] = int(token_bytes[scored].sum())
+            sums[batch_number, 2] = int(byte_lengths(tokenizer)[scored].sum())
     model.train()
     nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
     return {"val_loss": finite(nll / max(1, n)), "val_bpb": finite(nll / math.log(2) / max(1, n_bytes))}
@@ -159,7 +152,7 @@ def train(config: Config, signals: list[int]) -> int:
         print(f"{run_dir} is finished: {summary_line(run_dir)}; delete it to train again")
         return 0
     run_dir.mkdir(parents=True, exist_ok=True)
-    lock: AbstractContextManager[Any] = nullcontext()
+    lock: Any = nullcontext()
     if process.rank == 0:
         lock = FileLock(run_dir / ".lock", timeout=0)
     try:
@@ -172,13 +165,11 @@ def train(config: Config, signals: list[int]) -> int:
 def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process, signals: list[int]) -> int:
     """Start or resume the run in its folder, which this process has locked; return the exit code."""
     t = config.train
-    is_distributed = process.world_size > 1
     dtype = dtype_name(t, process.device)
     # the model and its optimizer
     torch.manual_seed(t.seed)
     model = GPT(config)
-    require_positions(model, config)
-    if is_distributed:
+    if process.world_size > 1:
         wrapped_model: Any = parallel.parallelize(model, config, process)
     else:
         wrapped_model = model.to(process.device)
@@ -186,59 +177,40 @@ def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process
     # read the newest checkpoint, if there is one; only then make the folder of a new run
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
     revision, code_diff = git_revision()
-    state = start_or_resume(config, model, optimizer, tokenizer, dtype, revision)
-    if is_distributed:      # every process waits here until all have read the folder: now it may change
+    state = start_or_resume(config, model, optimizer, tokenizer, dtype, revision or "unknown")
+    if process.world_size > 1:
+        # every process waits here until all have read the folder: now it may change
         parallel.require_agreement(process, {
             "config": to_toml(config), "corpus": corpus.meta, "code": state.revisions, "dtype": dtype,
             "checkpoint": [state.step, state.sha256, state.init_sha256]})
     if process.rank == 0:
         make_run(run_dir, config, corpus, code_diff)
     # compile the model if that pays; say what is going to be trained
-    compiling = "off"
+    machine = f"{process.world_size} x {process.device.type}, {dtype}"
     if should_compile(model, t, process.device):
-        compiling = "on"
         wrapped_model = torch.compile(wrapped_model)
-    devices = str(process.device)
-    if is_distributed:
-        devices = f"{process.world_size} x {process.device.type} by {t.parallel}"
-    echo(describe(config, corpus, model, f"{devices}, {dtype}, compile {compiling}, seed {t.seed}"))
+        machine += ", compiled"
+    echo(describe(config, corpus, model, f"{machine}, seed {t.seed}"))
     scaler = torch.amp.GradScaler(process.device.type, enabled=dtype == "float16")
     if state.scaler:
         scaler.load_state_dict(state.scaler)
     log = Log(run_dir, config, state) if process.rank == 0 else None
-    token_bytes = functools.cache(lambda: byte_lengths(tokenizer))      # computed in the first validation
     run = TrainingRun(config, corpus, model, wrapped_model, optimizer, process,
-                      lambda: validate(model, corpus, token_bytes(), config, process),
+                      lambda: validate(model, corpus, tokenizer, config, process),
                       state, signals, log, scaler)
-    with noting_signals(signals):
-        try:
+    try:
+        # a signal is only noted: after_step saves first. A second one changes nothing
+        with handled_signals(lambda number, frame: signals.append(number), *SIGNALS):
             training_loop(run)
-        except EarlyEnd as end:
-            code, message = end.args
-            if code != 3:
-                echo(message)
-            elif process.rank == 0:
-                print(message, file=sys.stderr)
-            return code
+    except EarlyEnd as end:
+        code, message = end.args
+        if code != 3:
+            echo(message)
+        elif process.rank == 0:
+            print(message, file=sys.stderr)
+        return code
     run.finish()
     return 0
-
-
-@contextmanager
-def noting_signals(signals: list[int]) -> Iterator[None]:
-    """Only note the numbers of signals that arrive: after_step saves first. A second one changes nothing."""
-    def note(signal_number: int, frame: Any) -> None:
-        signals.append(signal_number)
-
-    handlers = {}
-    for signal_number in SIGNALS:
-        if signal.getsignal(signal_number) is not signal.SIG_IGN:       # nohup ignores SIGHUP
-            handlers[signal_number] = signal.signal(signal_number, note)
-    try:
-        yield
-    finally:
-        for signal_number, handler in handlers.items():
-            signal.signal(signal_number, handler)
 
 
 def main() -> int:
@@ -251,7 +223,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true",
                         help="check everything that training checks; print the config, size and cost; exit")
     parser.add_argument("--tokens-per-s", type=positive, metavar="N",
-                        help="speed from which --dry-run computes the hours (default: that of the run's log)")
+                        help="speed from which --dry-run computes the hours")
     args = parser.parse_intermixed_args()
     if args.help is not None:
         page = help_text(args.help) if args.help else f"{parser.format_help()}\n{help_text()}"

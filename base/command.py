@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -25,15 +26,10 @@ def run_command(main: Callable[[], int | None]) -> None:
     def interrupt(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt(number)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP"):                                       # Windows has none
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        if signal.getsignal(number) is not signal.SIG_IGN:              # nohup ignores SIGHUP
-            signal.signal(number, interrupt)
     code, lines = 2, []
     try:
-        code = main() or 0
+        with handled_signals(interrupt, "SIGINT", "SIGTERM", "SIGHUP"):
+            code = main() or 0
     except UserError as error:
         lines = [f"error: {problem}" for problem in error.problems]
     except OSError as error:
@@ -48,10 +44,6 @@ def run_command(main: Callable[[], int | None]) -> None:
         number = stop.args[0] if stop.args else signal.SIGINT
         code, lines = 128 + number, [f"stopped by {signal.Signals(number).name}"]
     print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr, flush=True)
-    try:
-        sys.stdout.flush()
-    except OSError:                 # its reader is gone: without this, Python's own end fails on it again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if torch.distributed.is_initialized():
         # Python's own end would abort this process now and then (code -6): it stops threads that ask for its
         # lock, and gloo's threads do, even after destroy_process_group (pytorch/pytorch pull request 179291)
@@ -59,6 +51,21 @@ def run_command(main: Callable[[], int | None]) -> None:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+@contextmanager
+def handled_signals(handler: Callable[[int, Any], None], *names: str) -> Iterator[None]:
+    """Call the handler at these signals, unless one is ignored (SIGHUP under nohup) or Windows lacks it."""
+    handlers = {}
+    for name in names:
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) is not signal.SIG_IGN:
+            handlers[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in handlers.items():
+            signal.signal(number, earlier)
 
 
 def run_parser(description: str | None, epilog: str | None = None,

@@ -22,8 +22,9 @@ def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: str = "me
     The mean over scored targets, NaN if there are none, or with reduction "sum" their sum. The product is in
     autocast's dtype, the rest in fp32 or fp64.
     """
+    dtype = torch.promote_types(x.dtype, torch.float32)                 # fp64 stays
     if len(x) * len(head) <= MAX_LOGITS:
-        logits = in_fp32(F.linear(x, head))                             # (N, V)
+        logits = F.linear(x, head).to(dtype)                            # (N, V)
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)
     n_rows = max(1, MAX_LOGITS // len(head))
     n_rows = n_rows // 256 * 256 or n_rows                              # whole tiles of a matrix product
@@ -32,15 +33,10 @@ def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: str = "me
     else:
         losses = []
         for rows, wanted in zip(x.split(n_rows), targets.split(n_rows), strict=True):
-            logits = in_fp32(F.linear(rows, head))                      # (rows, V)
+            logits = F.linear(rows, head).to(dtype)                     # (rows, V)
             losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum"))
         total = torch.stack(losses).sum()
     return total if reduction == "sum" else total / (targets != IGNORED).sum()
-
-
-def in_fp32(x: Tensor) -> Tensor:
-    """Convert to fp32; fp64 stays."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -55,7 +51,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, head: Tensor, targets: Tensor, n_rows: int) -> Tensor:
-        weights = in_fp32((targets != IGNORED).to(x.dtype))             # (N,): 1 if scored, else 0
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weights = (targets != IGNORED).to(dtype)                        # (N,): 1 if scored, else 0
         token = torch.arange(len(head), device=x.device, dtype=torch.int32)
         losses, x_grads, head_grad = [], [], torch.zeros_like(head)
         chunks = zip(x.split(n_rows), targets.split(n_rows), weights.split(n_rows), strict=True)
@@ -63,7 +60,7 @@ class ChunkedLoss(torch.autograd.Function):
             wanted = wanted.clamp(min=0)[:, None]                       # (rows, 1)
             weight = weight[:, None]                                    # (rows, 1)
             logits = F.linear(rows, head)                               # (rows, V)
-            log_p = in_fp32(logits).log_softmax(dim=-1)
+            log_p = logits.to(dtype).log_softmax(dim=-1)
             losses.append(-(log_p.gather(-1, wanted) * weight).sum())
             # a comparison instead of a scatter: torch.compile fuses it with the rest into one kernel
             slope = log_p.exp_().add_(token == wanted.int(), alpha=-1).to(logits.dtype)

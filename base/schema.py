@@ -7,9 +7,9 @@ import os
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from base.errors import UserError, did_you_mean, nearest
 
@@ -25,19 +25,6 @@ class Section(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False,
                               use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def take_whole_numbers(cls, keys: Any) -> Any:
-        """1e3, which is no integer in TOML, for a key that takes integers and no floats."""
-        taken = dict(keys)
-        for key, value in keys.items():
-            field = cls.model_fields.get(key)
-            if field and isinstance(value, float) and value.is_integer():
-                kinds = (field.annotation, *get_args(field.annotation))
-                if int in kinds and float not in kinds:
-                    taken[key] = int(value)
-        return taken
 
 
 class Layer(NamedTuple):
@@ -55,14 +42,11 @@ def read_layers(path: Path) -> list[Layer]:
         asked = f", which {path} extends" if layers else ""
         path = path.parent / str(parent)
         try:
-            if len(layers) > 99:
-                raise ValueError("it extends itself in a circle; remove one `extends`")
-            content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+            content = tomllib.loads(path.read_text(encoding="utf-8-sig"), parse_float=to_number)
         except OSError as error:
-            files = {}
-            for folder in (Path("configs"), path.parent):
-                files.update({file.stem: file for file in folder.glob("*.toml")})
-            near = nearest(path.name.removesuffix(".toml"), files)
+            others = [*Path("configs").glob("*.toml"), *path.parent.glob("*.toml")]
+            files = {file.stem: file for file in others}
+            near = nearest(path.stem, files)
             hint = f"did you mean {files[near]}?" if near else "give the path of a .toml file"
             reason = (error.strerror or str(error)).lower()
             raise UserError(f"config {path}: {reason}{asked}; {hint}") from error
@@ -78,10 +62,10 @@ def read_layers(path: Path) -> list[Layer]:
     return layers
 
 
-def read_overrides(overrides: Sequence[str], keys_of: Mapping[str, Collection[str]]) -> Layer:
+def read_overrides(overrides: Sequence[str], sections: Mapping[str, Schema]) -> Layer:
     """The tables of `section.key=value` arguments; a bare word is a string, without quotes.
 
-    keys_of has the keys of each section, to name the one of a key that is given alone.
+    The schemas of the sections are there to name the one of a key that is given alone.
     """
     tables: Tables = {}
     for text in overrides:
@@ -89,7 +73,7 @@ def read_overrides(overrides: Sequence[str], keys_of: Mapping[str, Collection[st
         section, _, key = name.strip().partition(".")
         if not equals and text.endswith(".toml"):
             raise UserError(f"{text}: a second config; give one, or train several with sweep.py")
-        homes = [known for known, keys in keys_of.items() if name in keys]
+        homes = [known for known, schema in sections.items() if name in schema.model_fields]
         if equals and homes:
             raise UserError(f"override {text!r}: the section is missing; did you mean {homes[0]}.{text}?")
         if not (equals and key) or "." in key:
@@ -97,10 +81,16 @@ def read_overrides(overrides: Sequence[str], keys_of: Mapping[str, Collection[st
                             'position.scaling={method="yarn",factor=4.0}')
         keys = tables.setdefault(section, {})
         try:
-            keys[key] = tomllib.loads(f"value = {value}")["value"]
+            keys[key] = tomllib.loads(f"value = {value}", parse_float=to_number)["value"]
         except ValueError:
             keys[key] = os.path.expanduser(value.strip())           # a shell leaves run.dir=~/x as it is
     return Layer("on the command line", tables)
+
+
+def to_number(text: str) -> int | float:
+    """A float of TOML. 1e3 is an integer, which keys of either kind take."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, place: str) -> Iterator[str]:
@@ -114,36 +104,27 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, p
         keys = [part for part in one["loc"] if isinstance(part, str) and "[" not in part]
         by_key.setdefault((name, *keys), []).append(one)
     for path, errors in by_key.items():
-        first = errors[0]
-        kind = first["type"]
-        known = schema.model_fields
-        if len(path) > 3 or kind.startswith("union_tag"):       # a table with a choice of `method`
-            methods = tables_of(known[path[1]])
-            known = methods[path[2]].model_fields if len(path) > 3 else methods     # type: ignore[assignment]
-        full_name = ".".join((*path[:2], *(path[3:] or path[2:])))     # without the method
-        where = origin.get(".".join(path[:2]), place)
+        full_name = ".".join(path)
+        kind = errors[0]["type"]
+        value = errors[0]["input"]
         messages = dict.fromkeys(one["msg"].replace("Input should be", "must be") for one in errors)
-        value = first["input"]
         message = f"{' or '.join(messages)} (got {value!r})"
         if kind == "missing":
             message = f"missing; add {path[-1]} = ..."
+        elif kind == "extra_forbidden" and len(path) > 2:
+            message = f"unknown key; see train.py --help {path[2]}"
         elif kind == "extra_forbidden":
-            hint = did_you_mean(path[-1], known, full_name.removesuffix(path[-1]) + "{}")
-            message = "unknown key" + (hint or f"; its keys are {', '.join(known)}")
+            known = schema.model_fields
+            message = "unknown key" + (did_you_mean(path[1], known, name + ".{}")
+                                       or f"; its keys are {', '.join(known)}")
         elif kind == "model_attributes_type" and isinstance(value, str):
-            method = nearest(value, tables_of(known[path[1]])) or "yarn"
-            message = f'must be a table; write {".".join(path)}={{method="{method}",factor=4.0}}'
+            message = f'must be a table; write {full_name}={{method="{value}",factor=4.0}}'
         elif kind == "union_tag_invalid":
-            method = first["ctx"]["tag"]
-            hint = did_you_mean(method, known) or f"; choose from {', '.join(known)}"
-            message = f"unknown method {method!r}{hint}"
-        yield f"{full_name} {where}: {message}"
-
-
-def tables_of(field: Any) -> dict[str, Schema]:
-    """The models of a field that is a table with a choice of `method`, by method."""
-    return {part.model_fields["method"].default: part for part in get_args(field.annotation)
-            if isinstance(part, type) and issubclass(part, BaseModel)}
+            tags = errors[0]["ctx"]["expected_tags"].replace("'", "").split(", ")
+            method = errors[0]["ctx"]["tag"]
+            message = f"unknown method {method!r}" + (did_you_mean(method, tags)
+                                                      or f"; choose from {', '.join(tags)}")
+        yield f"{full_name} {origin.get('.'.join(path[:2]), place)}: {message}"
 
 
 def describe_choice(name: str, choice: type, schema: Schema, shared: Collection[str] = ()) -> list[str]:
@@ -155,9 +136,12 @@ def describe_choice(name: str, choice: type, schema: Schema, shared: Collection[
     about = schema.model_json_schema()["properties"]
     for key, field in schema.model_fields.items():
         if key not in shared:
-            default = "required" if field.is_required() else f"default {json.dumps(field.default)}"
-            lines.append(f"  {key:16} {accepted(about[key])}; {default.replace('null', 'unset')}")
-            lines += [f"  {'':16} {' '.join(field.description.split())}"] if field.description else []
+            default = "required"
+            if not field.is_required():
+                default = f"default {json.dumps(field.default)}".replace("null", "unset")
+            lines.append(f"  {key:16} {accepted(about[key])}; {default}")
+            if field.description:
+                lines.append(f"  {'':16} {' '.join(field.description.split())}")
     return lines
 
 
@@ -165,8 +149,12 @@ def accepted(about: dict[str, Any]) -> str:
     """The values that a field of this JSON schema accepts, such as "integer >= 1"."""
     kinds = []
     for part in about.get("anyOf", [about]):
-        choices = part.get("enum", [part["const"]] if "const" in part else [])
+        kind = part.get("type", "table")
+        if "enum" in part:
+            kind = " | ".join(map(json.dumps, part["enum"]))
+        elif "const" in part:
+            kind = json.dumps(part["const"])
         bounds = [f"{sign} {part[name]}" for name, sign in SIGNS.items() if name in part]
-        kind = " | ".join(map(json.dumps, choices)) if choices else part.get("type", "table")
-        kinds.append(" ".join([kind, " and ".join(bounds)]).strip())
-    return " or ".join(kind for kind in kinds if kind != "null")
+        if kind != "null":
+            kinds.append(" ".join([kind, *bounds]))
+    return " or ".join(kinds)

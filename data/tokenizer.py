@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -306,6 +306,7 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return b"".join(map(tokenizer.token_bytes, known)).decode("utf-8", errors="replace")
 
 
+@cache
 def byte_lengths(tokenizer: Tokenizer) -> np.ndarray:
     """Number of bytes of each id, (V,) int64: converts nats per token into bits per byte."""
     return np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)])

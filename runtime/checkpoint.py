@@ -75,7 +75,7 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, state: State, keep: in
         for name, tensors in zip(FILES, files, strict=True):
             save_file(tensors, temporary / name)
         content = asdict(replace(state, sha256={name: sha256_of(temporary / name) for name in FILES}))
-        text = json.dumps({**content, "check": _check(content)}, indent=1)
+        text = json.dumps({**content, "check": checksum(content)}, indent=1)
         (temporary / "state.json").write_text(text, encoding="utf-8")
         for path in (*temporary.iterdir(), temporary):
             flush(path)
@@ -87,10 +87,11 @@ def save(run_dir: Path, model: GPT, optimizer: Optimizer, state: State, keep: in
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if keep:
+        best = state.best[0] if state.best else None
         # later ones must be damaged, else the run would have resumed from them: they do not count
         old = [path for path in checkpoints(run_dir) if int(path.name) <= state.step][:-keep]
         for path in old:
-            if state.best is None or int(path.name) != state.best[0]:
+            if int(path.name) != best:
                 path.rename(path.with_name(f".tmp-{path.name}"))        # so a half-deleted one is never read
         for path in folder.glob(".tmp-*"):                              # also what a kill left
             shutil.rmtree(path)
@@ -101,7 +102,7 @@ def intact(run_dir: Path) -> Iterator[tuple[Path, State]]:
     for folder in reversed(checkpoints(run_dir)):
         try:
             content = read_json(folder / "state.json")
-            if content.pop("check") != _check(content):
+            if content.pop("check") != checksum(content):
                 raise ValueError("state.json: checksum mismatch")
             if content["step"] != int(folder.name):
                 raise ValueError(f"it is of step {content['step']}: a copy, or renamed")
@@ -121,28 +122,29 @@ def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None,
     `which` may name another one: "best", or its step. Raises UserError if it is not there, if all are
     damaged, or if an intact one belongs to another model.
     """
-    newest = next(intact(run_dir), None)
-    if newest is None:
-        if checkpoints(run_dir):
-            raise UserError(f"run {run_dir}: every checkpoint is damaged; nothing was deleted; restore one "
-                            "from a backup, or train again in another run.dir")
+    wanted = which
+    for folder, state in intact(run_dir):
+        if wanted == "best" and state.best:         # the newest one knows which it is
+            wanted = str(state.best[0])
+        if wanted not in ("newest", str(state.step)):
+            continue
+        load_weights(model, load_file(folder / FILES[0]), folder)
+        if optimizer:
+            parameters = dict(model.named_parameters())
+            for name, value in load_file(folder / FILES[1]).items():
+                parameter_name, _, key = name.rpartition("/")
+                p = parameters[parameter_name]
+                optimizer.state[p][key] = parallel.shard_like(value.to(p.device), p)
+        return state
+    saved = checkpoints(run_dir)
+    if not saved:
         return None
-    folder, state = newest
-    if which != "newest":
-        step = str(state.best[0]) if which == "best" and state.best else which
-        asked = [pair for pair in intact(run_dir) if str(pair[1].step) == step]
-        if not asked:
-            steps = ", ".join(str(int(path.name)) for path in checkpoints(run_dir))
-            raise UserError(f"--checkpoint {which}: {run_dir} has newest, best if run.keep_best was set, and "
-                            f"those of steps {steps}")
-        folder, state = asked[0]
-    weights, moments = (load_file(folder / name) for name in FILES)
-    _load_strictly(model, weights, folder)
-    if optimizer:
-        for name, p in model.named_parameters():
-            optimizer.state[p] = {key.rpartition("/")[2]: parallel.shard_like(value.to(p.device), p)
-                                  for key, value in moments.items() if key.rpartition("/")[0] == name}
-    return state
+    if which == "newest":
+        raise UserError(f"run {run_dir}: every checkpoint is damaged; nothing was deleted; restore one from "
+                        "a backup, or train again in another run.dir")
+    steps = ", ".join(str(int(path.name)) for path in saved)
+    raise UserError(f"--checkpoint {which}: {run_dir} has newest, best if run.keep_best was set, and those "
+                    f"of steps {steps}")
 
 
 class Opened(NamedTuple):
@@ -194,24 +196,22 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
     Without a tokenizer that is not checked. Returns their checksum. An encoding whose formula contains L
     (fire, integer_normalised) uses the new L.
     """
-    source, source_config, source_tokenizer, *_ = opened = open_run(run_dir)
+    opened = open_run(run_dir)
+    source, source_config = opened.model, opened.config
     changes = differences(source_config, config, MAY_DIFFER["init_from"])
     if changes:
         raise UserError(*(f"train.init_from {run_dir}: its model differs: {line}; use the value of that run"
                           for line in changes))
-    if tokenizer and source_tokenizer.sha256 != tokenizer.sha256:
-        names = f"{source_tokenizer.name}, data.dir has {tokenizer.name}"
-        if source_tokenizer.name == tokenizer.name:
-            names = f"another {tokenizer.name} than that of data.dir"
-        raise UserError(f"train.init_from {run_dir}: its tokenizer is {names}; prepare the text with "
-                        f"--tokenizer {run_dir}")
+    if tokenizer and opened.tokenizer.sha256 != tokenizer.sha256:
+        raise UserError(f"train.init_from {run_dir}: its {opened.tokenizer.name} is another tokenizer than "
+                        f"the {tokenizer.name} of data.dir; prepare the text with --tokenizer {run_dir}")
     scaling, L = getattr(config.position, "scaling", None), source_config.train.seq_len
     if scaling is not None and scaling.original_length is None and config.train.seq_len != L:
         raise UserError(f"position.scaling: {run_dir} was trained at L = {L}, not at train.seq_len = "
                         f"{config.train.seq_len}; add original_length = {L} to it")
     if source.is_dropped and not model.is_dropped:
         raise UserError(f"position.drop_at: {run_dir} has dropped its encoding; set position.drop_at=0")
-    _load_strictly(model, source.state_dict(), Path(run_dir))
+    load_weights(model, source.state_dict(), Path(run_dir))
     return str(opened.origin()["checkpoint_sha256"])
 
 
@@ -231,15 +231,16 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name))
 
 
-def _load_strictly(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:
+def load_weights(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Load all weights of a model. Raises UserError if it has others."""
     current = model.state_dict()        # says how FSDP2 shards each
     try:
         model.load_state_dict({name: parallel.shard_like(x, current.get(name))
                                for name, x in tensors.items()})
-    except RuntimeError as error:   # missing, unexpected or misshapen weights, listed over several lines
-        raise UserError(f"checkpoint {folder}: does not fit the model of this config: "
-                        + " ".join(str(error).split())) from error
+    except RuntimeError as error:       # missing, unexpected or misshapen weights, listed over several lines
+        raise UserError(f"checkpoint {folder}: does not fit the model of this config: {error}") from error
 
 
-def _check(state: dict[str, Any]) -> str:
+def checksum(state: dict[str, Any]) -> str:
+    """That of state.json itself."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -17,16 +17,13 @@ from model import GPT
 
 # On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step: it pays after about 2 minutes.
 COMPILE_WORTH_FLOPS = 2e13
-DEVICES = ("cuda", "mps", "cpu")
 CPU_INFO = Path("/proc/cpuinfo")        # on Linux
 
 
 def pick_device(name: str) -> torch.device:
     """The device of train.device or --device; "auto" is CUDA, else MPS, else the CPU. Raises UserError."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
-    available = ["cpu"]
-    if gpu is not None and gpu.type in DEVICES:
-        available = [gpu.type, "cpu"]
+    available = ["cpu"] if gpu is None else [gpu.type, "cpu"]
     if name == "auto":
         return torch.device(available[0])
     if name not in available:
@@ -78,23 +75,17 @@ def should_compile(model: GPT, t: TrainConfig, device: torch.device) -> bool:
     """
     # 6 per weight and token: 2 forward, 4 backward; Kaplan et al. 2020, arXiv:2001.08361, section 2.1
     total_flops = 6 * model.n_parameters() * t.seq_len * t.batch_size * t.steps
-    pays = {"cuda": True, "mps": False, "cpu": total_flops > COMPILE_WORTH_FLOPS}
-    if t.compile == "off" or (t.compile == "auto" and not pays[device.type]):
+    pays = device.type == "cuda" or (device.type == "cpu" and total_flops > COMPILE_WORTH_FLOPS)
+    if t.compile == "off" or (t.compile == "auto" and not pays):
         return False
-    missing = missing_compiler(device)
-    if missing:
-        print(f"torch.compile needs {missing}, which is not here: training without it, more slowly",
+    compilers = [os.environ.get("CXX", "g++"), "clang++", "cl"]
+    has_compiler = any(map(shutil.which, compilers))
+    if device.type == "cuda":
+        has_compiler = has_compiler and importlib.util.find_spec("triton") is not None
+    if not has_compiler:
+        print("torch.compile needs a C++ compiler, such as g++, and on CUDA Triton: training without it",
               flush=True)
-    return not missing
-
-
-def missing_compiler(device: torch.device) -> str:
-    """What torch.compile needs on this device and does not find; "" if nothing."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "Triton"
-    names = ("CC", "gcc", "clang", "cc") if device.type == "cuda" else ("CXX", "g++", "clang++", "cl")
-    compilers = [shutil.which(name) for name in (os.environ.get(names[0], names[1]), *names[1:])]
-    return "" if any(compilers) else "a C++ compiler, such as g++"
+    return has_compiler
 
 
 def set_up_cpu() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 import textwrap
 import warnings
 from pathlib import Path
@@ -21,9 +20,8 @@ from model import GPT, hidden_width
 from runtime import parallel
 from runtime.checkpoint import start_from
 from runtime.device import dtype_name
-from runtime.log import read_log
 from runtime.parallel import Process
-from runtime.run import describe, open_corpus, require_positions, require_same_run, with_vocabulary
+from runtime.run import describe, open_corpus, require_same_run, with_vocabulary
 
 
 def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
@@ -35,6 +33,7 @@ def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
     process = parallel.start(config.train)
     corpus: Corpus | None = None
     tokenizer: Tokenizer | None = None
+    data = ""
     command = prepare_command(path, config.data.dir)
     if command and not Path(config.data.dir, "meta.json").exists():
         data = f"{config.data.dir} is not there yet: {command}"
@@ -43,17 +42,24 @@ def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
         config, corpus = open_corpus(config)
         tokenizer = tokenizer_of(corpus.meta, corpus.folder)
         require_same_run(Path(config.run.dir), config, corpus)
-        data = ""
     with torch.device("meta"):                              # shapes without memory
         model = GPT(config)
-    require_positions(model, config)
     if config.train.init_from:
         with warnings.catch_warnings(action="ignore"):      # PyTorch: nothing is copied to shapes
             start_from(config.train.init_from, model, config, tokenizer)
     machine = f"{process.world_size} x {process.device.type}, {dtype_name(config.train, process.device)}"
     lines = describe(config, corpus, model, machine, data)
-    text = "\n".join([lines, *cost(config, model, process, EXPLICIT in lines, tokens_per_s)])
-    print(textwrap.indent(text, "# "))
+    t = config.train
+    n_tokens = t.steps * t.batch_size * t.seq_len
+    mflop = flops_per_token(config, model) / 1e6
+    n_bytes = training_bytes(config, model, process, is_explicit=EXPLICIT in lines)
+    hours = "give --tokens-per-s N to see it, the speed that a run logs"
+    if tokens_per_s:
+        hours = f"{n_tokens / tokens_per_s / 3600:,.2g} hours at {tokens_per_s:,} tokens/s"
+    lines += (f"\ncompute   {n_tokens:,} tokens x {mflop:,.1f} MFLOP = {n_tokens * mflop * 1e6:.2g} FLOP"
+              f"\nmemory    about {n_bytes / 1e9:.1f} GB on each device; the formula is in runtime/dry_run.py"
+              f"\ntime      {hours}")
+    print(textwrap.indent(lines, "# "))
     print(to_toml(config), end="")
     return 0
 
@@ -63,11 +69,10 @@ def prepare_command(path: Path, data_dir: str) -> str | None:
     for layer in reversed(read_layers(path)):
         text = Path(layer.where.removeprefix("in ")).read_text(encoding="utf-8")
         text = text.replace("\\\n#", " ")                   # a line that goes on in the next one
-        for line in re.findall(r"^# *(python data/prepare\.py .*)", text, re.M):
-            command = " ".join(line.partition(" # ")[0].split())
+        for command in re.findall(r"^# *(python data/prepare\.py .*)", text, re.M):
             # the corpus is named by --out DIR, or after the source
             if Path(data_dir).name in re.split("[ /]", command):
-                return command
+                return " ".join(command.split())
     return None
 
 
@@ -75,36 +80,11 @@ def vocabulary_of(command: str, config: Config) -> int:
     """The number of tokens of the corpus that this command would write. Raises UserError if it is unknown."""
     match = re.search(r"--tokenizer (\S+)", command)
     name = match[1] if match else "byte"
-    sizes = {"byte": 257, "gpt2": 50_257}
-    size = sizes.get(name) or size_of(name) or config.model.vocab_size
+    size = {"byte": 257, "gpt2": 50_257}.get(name) or size_of(name) or config.model.vocab_size
     if not size:
         raise UserError(f"model.vocab_size: unknown before {config.data.dir} is there; set it, or run "
                         f"{command}")
     return size
-
-
-def cost(config: Config, model: GPT, process: Process, is_explicit: bool,
-         tokens_per_s: float | None) -> list[str]:
-    """Lines about FLOPs, memory and hours."""
-    t = config.train
-    n_tokens = t.steps * t.batch_size * t.seq_len
-    per_token = flops_per_token(config, model)
-    n_bytes = training_bytes(config, model, process, is_explicit)
-    flops = n_tokens * per_token
-    lines = [f"compute   {n_tokens:,} tokens x {per_token / 1e6:,.1f} MFLOP = {flops:.2g} FLOP",
-             f"memory    about {n_bytes / 1e9:.1f} GB on each device; the formula is in runtime/dry_run.py"]
-    source = "--tokens-per-s"
-    if tokens_per_s is None:
-        path = Path(config.run.dir, "metrics.jsonl")
-        tokens_per_s = logged_speed(path)
-        source = f"the median of {path}"
-    if tokens_per_s is None:
-        lines.append("time      give --tokens-per-s N to see it; a run logs its own after some steps")
-    else:
-        minutes = n_tokens / tokens_per_s / 60
-        time = f"{minutes / 60:,.1f} hours" if minutes > 90 else f"{minutes:.1f} minutes"
-        lines.append(f"time      {time} at {tokens_per_s:,.0f} tokens/s ({source})")
-    return lines
 
 
 def flops_per_token(config: Config, model: GPT) -> float:
@@ -147,11 +127,3 @@ def training_bytes(config: Config, model: GPT, process: Process, is_explicit: bo
     logits = 12 * min(n_tokens * model.embedding.num_embeddings, MAX_LOGITS)
     n_bytes = state + n_tokens * m.n_layer * of_layer + logits
     return 1.5 * n_bytes if process.device.type == "cpu" else n_bytes
-
-
-def logged_speed(path: Path) -> float | None:
-    """The median speed in the metrics.jsonl of a run, in tokens/s; None without lines."""
-    if not path.exists():
-        return None
-    speeds = [line["tokens_per_s"] for line in read_log(path)[1:]]      # the first one includes compiling
-    return statistics.median(speeds) if speeds else None

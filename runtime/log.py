@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,19 +21,18 @@ class Log:
         self.steps = config.train.steps
         self.tokens_per_step = config.train.batch_size * config.train.seq_len
         self.wall_before = state.wall_s
+        if self.path.exists():
+            # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
+            lines = [json.dumps(line) + "\n" for line in read_log(self.path) if line["step"] <= state.step]
+            write_whole(self.path, "".join(lines))
         self.path.touch()
-        # a resume repeats the steps after its checkpoint: their lines go, and so does one cut by a kill
-        lines = [json.dumps(line) + "\n" for line in read_log(self.path) if line["step"] <= state.step]
-        write_whole(self.path, "".join(lines))
         self.wandb: Any = None
         if config.run.wandb:
             import wandb  # here: few runs need it
-            has_key = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
-            mode: Any = os.environ.get("WANDB_MODE", "online" if has_key else "offline")
             id_file = run_dir / "wandb_id"                  # a resumed run goes on as the same run of W&B
             wandb_id = id_file.read_text() if id_file.exists() else None
             self.wandb = wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),
-                                    config=config.model_dump(), mode=mode, resume="allow", id=wandb_id)
+                                    config=config.model_dump(), resume="allow", id=wandb_id)
             id_file.write_text(str(self.wandb.id))
         self.start = self.last = state.step, time.perf_counter()     # a step, and when it was done
 
@@ -46,25 +44,21 @@ class Log:
         """Write the line of a step everywhere."""
         now = time.perf_counter()
         last_step, last_time = self.last
-        speed = self.tokens_per_step * (step - last_step) / (now - last_time)
         self.last = (step, now)
+        speed = round(self.tokens_per_step * (step - last_step) / (now - last_time))
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics,
-                "tokens_per_s": round(speed), "wall_s": round(self.wall_s(), 3)}
+                "tokens_per_s": speed, "wall_s": round(self.wall_s(), 3)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log(line, step=step)
-        text = (f"loss {format_number(metrics['loss'])}  lr {metrics['lr']:.2e}  grad "
-                f"{format_number(metrics['grad_norm'], '.2f')}  {speed:,.0f} tokens/s")
-        if "n_bad" in metrics:
-            text += f"  NOT APPLIED, {metrics['n_bad']} in a row"
-        elif metrics["grad_norm"] is None:
-            text += f"  NOT APPLIED: overflow in float16, loss scale now {metrics['loss_scale']:g}"
-        if step >= self.steps / 100:
-            first_step, start_time = self.start
-            seconds = round((self.steps - step) * (now - start_time) / (step - first_step))
-            text += f"  ETA {seconds // 60}m{seconds % 60:02}s"
-        echo(f"step {step}/{self.steps}  {text}")
+        text = (f"step {step}/{self.steps}  loss {format_number(metrics['loss'])}  lr {metrics['lr']:.2e}  "
+                f"grad {format_number(metrics['grad_norm'], '.2f')}  {speed:,} tokens/s")
+        if metrics["loss"] is None or metrics["grad_norm"] is None:
+            text += "  NOT APPLIED"
+        first_step, start_time = self.start
+        seconds = round((self.steps - step) * (now - start_time) / (step - first_step))
+        echo(f"{text}  ETA {seconds // 60}m{seconds % 60:02}s")
         if "val_loss" in metrics:
             echo(f"  validation {format_number(metrics['val_loss'])} nats/token, "
                  f"{format_number(metrics['val_bpb'])} bits/byte")

@@ -67,30 +67,27 @@ class Muon(Optimizer):
         for p in matrices:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        # what this process holds: under FSDP2, shards
-        weights = [parallel.local(p) for p in matrices]
-        grads = [parallel.local(p.grad) for p in matrices]
-        averages = [parallel.local(self.state[p]["momentum_buffer"]) for p in matrices]
-        found_inf = torch.zeros((), device=weights[0].device) if self.found_inf is None else self.found_inf
-        is_skipped = found_inf > 0
+        # under FSDP2 these are DTensors: what is computed of them is sharded in the same way
+        averages = [self.state[p]["momentum_buffer"] for p in matrices]
+        # (N, ..., rows, columns)
+        grad = torch.stack([p.grad for p in matrices])                  # type: ignore[misc]
+        is_skipped = torch.zeros((), dtype=torch.bool, device=grad.device)
+        if self.found_inf is not None:
+            is_skipped = self.found_inf > 0
 
         # If the step is skipped, the average replaces the gradient, which may be NaN: a lerp between equal
         # numbers changes nothing.
-        average = torch.stack(averages)                                 # (N, ..., rows, columns)
-        grad = torch.where(is_skipped, average, torch.stack(grads))
-        average = average.lerp(grad, 1 - group["momentum"])
-        torch._foreach_copy_(averages, average.unbind())
-        update = grad.lerp(average, group["momentum"])                  # Nesterov: the gradient counts again
+        grad = torch.where(is_skipped, torch.stack(averages), grad)
+        torch._foreach_lerp_(averages, grad.unbind(), 1 - group["momentum"])
+        update = grad.lerp(torch.stack(averages), group["momentum"])    # Nesterov: the gradient counts again
 
         decay = torch.where(is_skipped, 1.0, 1 - group["lr"] * group["weight_decay"])
         rate = torch.where(is_skipped, 0.0, -group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape[-2:])))
-        whole = parallel.unshard_stack(update, matrices[0])             # U and V^T are of whole matrices
+        whole = parallel.unshard(update)                                # U and V^T are of whole matrices
         directions = orthogonal(whole.flatten(0, -3), group["dtype"]).view_as(whole)
-        steps = directions.to(update.dtype) * rate
-        pairs = zip(steps, matrices, strict=True)
-        shards = [parallel.local(parallel.shard_like(step, p)) for step, p in pairs]
-        torch._foreach_mul_(weights, decay)
-        torch._foreach_add_(weights, shards)
+        steps = parallel.shard_like(directions.to(update.dtype) * rate, update)
+        torch._foreach_mul_(matrices, decay)
+        torch._foreach_add_(matrices, steps.unbind())
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:

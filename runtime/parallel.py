@@ -66,10 +66,6 @@ def parallelize(model: GPT, config: Config, process: Process) -> nn.Module:
         p = config.position
         is_partial = p.drop_at < 1 or p.skip_every > 0 or not (p.layers == p.temperature_layers == "all")
         return DistributedDataParallel(model.to(process.device), find_unused_parameters=is_partial)
-    scalars = [name for name, p in model.named_parameters() if p.ndim == 0]
-    if scalars:
-        raise UserError(f"train.parallel=fsdp: FSDP2 cannot shard {scalars[0]}, which has no dimension; give "
-                        "this parameter shape (1,)")
     mesh = init_device_mesh(process.device.type, (process.world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -112,10 +108,7 @@ def any_signal(number: int) -> int:
 def require_agreement(process: Process, values: dict[str, Any]) -> None:
     """Raise UserError unless these values are the same in all processes; they are compared as text."""
     texts: list[Any] = [None] * process.world_size
-    try:
-        dist.all_gather_object(texts, {key: str(value) for key, value in values.items()})
-    except RuntimeError as error:                   # what gloo raises for a closed connection
-        raise UserError("another process of torchrun has ended; see its error, then restart") from error
+    dist.all_gather_object(texts, {key: str(value) for key, value in values.items()})
     for rank, text in enumerate(texts):
         different = [key for key in values if text[key] != texts[0][key]]
         if different:
@@ -135,19 +128,3 @@ def shard_like(tensor: Tensor, parameter: Any) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements,
                              src_data_rank=None)
-
-
-def local(tensor: Any) -> Tensor:
-    """What this process holds of a tensor: its shard under FSDP2, else the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def unshard_stack(shards: Tensor, parameter: Any) -> Tensor:
-    """Gather whole parameters of one shape, (N, *shape), from their shards, stacked."""
-    if not hasattr(parameter, "full_tensor"):
-        return shards
-    from torch.distributed.tensor import DTensor, Shard
-    whole = DTensor.from_local(shards, parameter.device_mesh, [Shard(1)], run_check=False,
-                               shape=torch.Size((len(shards), *parameter.shape)),
-                               stride=(parameter.numel(), *parameter.stride()))
-    return whole.full_tensor()

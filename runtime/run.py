@@ -29,8 +29,6 @@ from runtime.device import pick_device, pick_dtype
 from runtime.log import Log, echo, format_number
 from runtime.parallel import Process
 
-RUNS_AHEAD = ("cuda", "mps")        # devices that are not waited for at each step
-
 
 class EarlyEnd(Exception):
     """Training ends before its last step; the arguments are the exit code and the message."""
@@ -76,10 +74,9 @@ class TrainingRun:
         signal_number = self.signals[0] if self.signals else 0
         if self.process.world_size > 1:
             signal_number = parallel.any_signal(signal_number)
-        is_due = is_log or is_eval or is_save or signal_number
-        if self.process.device.type in RUNS_AHEAD and not is_due:
+        if not (is_log or is_eval or is_save or signal_number):
             return
-        # from here on the device is waited for
+        # from here on a GPU is waited for
         self.read_metrics()
         if is_eval:
             state.metrics |= self.validate()
@@ -88,7 +85,7 @@ class TrainingRun:
             if r.keep_best and is_best and not state.n_bad:
                 state.best = (step, val_loss)
                 is_save = True
-        if is_log or is_eval or state.n_bad:
+        if (is_log or is_eval) and not state.n_bad:
             self.write_line()
         # while steps are bad the weights may be spoilt: no checkpoint from before is given up for them
         if is_last or signal_number or (is_save and not state.n_bad):
@@ -99,10 +96,10 @@ class TrainingRun:
             raise EarlyEnd(128 + signal_number, message)
 
     def read_metrics(self) -> None:
-        """Wait for the steps since the last call; log those that were skipped, except for the last step."""
+        """Wait for the steps since the last call; log those that were skipped."""
         state, unread = self.state, self.unread
         self.unread = []
-        for i, (lr, figures) in enumerate(unread, start=1):
+        for lr, figures in unread:
             metrics = {name: finite(float(x)) for name, x in figures.items()}
             loss = metrics["loss"]
             grad_norm = metrics["grad_norm"]
@@ -114,22 +111,19 @@ class TrainingRun:
             state.step += 1
             state.n_bad = state.n_bad + 1 if is_bad else 0
             state.metrics = {**metrics, "lr": lr}
+            if is_bad:
+                state.metrics["n_bad"] = state.n_bad
+                self.write_line()
             if state.n_bad >= self.config.train.max_bad_steps:
-                self.write_line()
                 saved = checkpoint.checkpoints(Path(self.config.run.dir))
-                newest = saved[-1] if saved else "none"
-                raise EarlyEnd(3, f"error: training diverged at step {state.step}: "
-                                  f"loss {format_number(loss)}, gradient norm {format_number(grad_norm)}, "
-                                  f"lr {lr:.3g}; train.max_bad_steps in a row were not applied; "
-                                  f"last good checkpoint: {newest}; lower train.lr in another run.dir")
-            if is_bad and i < len(unread):
-                self.write_line()
+                raise EarlyEnd(3, f"error: training diverged at step {state.step}, lr {lr:.3g}: "
+                                  "train.max_bad_steps in a row were not applied; last good checkpoint: "
+                                  f"{saved[-1] if saved else 'none'}; lower train.lr in another run.dir")
 
     def write_line(self) -> None:
-        """Log the newest step, and whether it was skipped."""
+        """Log the newest step read."""
         if self.log:
-            n_bad = {"n_bad": self.state.n_bad} if self.state.n_bad else {}
-            self.log.write(self.state.step, self.state.metrics | n_bad)
+            self.log.write(self.state.step, self.state.metrics)
 
     def save(self) -> None:
         """Write a checkpoint; delete older ones, unless the last step was bad."""
@@ -170,8 +164,9 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
     if not (folder / "meta.json").exists() and any(folder.glob("*.txt")):
         raise UserError(f"data.dir {d.dir}: holds text, not a prepared corpus; run `python data/prepare.py "
                         f"{d.dir} --out {d.dir}-corpus` and give data.dir={d.dir}-corpus")
-    corpus = Corpus(d.dir, d.cross_documents, d.bos)
-    if d.mixture:
+    if not d.mixture:
+        corpus = Corpus(d.dir, d.cross_documents, d.bos)
+    else:
         corpus = Mixture(d.dir, d.mixture, d.cross_documents, d.bos, d.mixture_only)
     corpus.require_windows(config.train.seq_len)
     return with_vocabulary(config, corpus.meta["vocab_size"]), corpus
@@ -182,13 +177,9 @@ def with_vocabulary(config: Config, needed: int) -> Config:
     # a multiple of 64 makes a large vocabulary's products faster on GPUs: 50,304 for GPT-2's 50,257
     padded = needed + -needed % 64 if needed > 2**12 else needed
     size = config.model.vocab_size or padded
-    source = config.train.init_from
-    if size < needed and source:
-        raise UserError(f"train.init_from {source}: its vocabulary has {size} tokens, {config.data.dir} has "
-                        f"{needed}: another tokenizer; prepare the text with --tokenizer {source}")
     if size < needed:
-        raise UserError(f"model.vocab_size: the corpus {config.data.dir} has {needed} tokens (got {size}); "
-                        "remove the key")
+        raise UserError(f"model.vocab_size: {size}, but {config.data.dir} has {needed} tokens; remove the "
+                        f"key, or prepare the text with --tokenizer {config.train.init_from or 'RUN'}")
     model = config.model.model_copy(update={"vocab_size": size})
     return config.model_copy(update={"model": model})
 
@@ -196,27 +187,26 @@ def with_vocabulary(config: Config, needed: int) -> Config:
 def require_same_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
     """Raise UserError if the folder holds anything else than this run, at whatever step."""
     if not (run_dir / "config.toml").exists():
-        # a kill may have left hidden files and these in a folder that was being made
-        names = {path.name for path in run_dir.glob("[!.]*")}
-        if names - {"corpus.json", TOKENIZER_FILE, "code.diff"}:
+        # a kill leaves corpus.json and hidden files in a folder that was being made
+        is_being_made = (run_dir / "corpus.json").exists()
+        if not is_being_made and list(run_dir.glob("[!.]*")):
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         return
     changes = differences(load_config(run_dir / "config.toml"), config, MAY_DIFFER["resume"])
     if content_of(read_meta(run_dir / "corpus.json")) != content_of(corpus.meta):
         changes.append(f"another corpus than {config.data.dir} now holds")
-    longer = ""
-    if any(change.startswith("train.steps") for change in changes):
-        longer = f"; to train it further, give another run.dir and train.init_from={run_dir}"
     if changes:
         raise UserError(*(f"run {run_dir}: was started with another config: {change}; give another run.dir "
-                          f"or delete the folder{longer}" for change in changes))
+                          f"(with train.init_from={run_dir} to train it further) or delete the folder"
+                          for change in changes))
 
 
 def content_of(meta: dict[str, Any]) -> list[Any]:
     """What a corpus is, wherever it lies: the checksums of its tokenizer and files, and of a mixture's."""
-    files = {split: about["sha256"] for split, about in meta["splits"].items()}
-    mixture = {name: content_of(corpus) for name, corpus in meta.get("mixture", {}).items()}
-    return [meta["tokenizer"]["sha256"], files, mixture]
+    checksums = [meta["tokenizer"]["sha256"], *(about["sha256"] for about in meta["splits"].values())]
+    for corpus in meta.get("mixture", {}).values():
+        checksums += content_of(corpus)
+    return checksums
 
 
 def make_run(run_dir: Path, config: Config, corpus: Corpus, code_diff: bytes) -> None:
@@ -232,10 +222,12 @@ def make_run(run_dir: Path, config: Config, corpus: Corpus, code_diff: bytes) ->
 
 
 def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer,
-                    dtype: str, revision: str | None) -> State:
+                    dtype: str, revision: str) -> State:
     """The state of the newest checkpoint, or of a start from the initialisation or train.init_from."""
     run_dir = Path(config.run.dir)
-    state = checkpoint.load_newest(run_dir, model, optimizer) if (run_dir / "checkpoints").exists() else None
+    state = None
+    if (run_dir / "checkpoints").exists():
+        state = checkpoint.load_newest(run_dir, model, optimizer)
     if state is None:
         state = State(dtype=dtype)
         if config.train.init_from:
@@ -243,25 +235,14 @@ def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer
     else:
         echo(f"resuming {run_dir} at step {state.step}")
         model.set_step(state.step)
-    before = state.revisions
-    revision = revision or "unknown"
-    if not before or before[-1] != revision:
-        state.revisions = [*before, revision]
-    is_other_code = bool(before) and before != state.revisions
-    if state.dtype not in (None, dtype) or is_other_code:
+    earlier = state.revisions[-1:]          # the code of the last start
+    if earlier != [revision]:
+        state.revisions = [*state.revisions, revision]
+    if state.dtype not in (None, dtype) or earlier not in ([], [revision]):
         echo(f"warning: resumed with another dtype or other code: {state.dtype} -> {dtype}, "
              f"{state.revisions}")
     state.dtype = dtype
     return state
-
-
-def require_positions(model: GPT, config: Config) -> None:
-    """Raise UserError if training may draw a position at which the encoding is not defined."""
-    limit = model.encoding.max_length
-    if limit and config.train.position_range > limit:
-        raise UserError(f"train.position_range: {config.position.encoding} has positions 0 ... {limit - 1} "
-                        f"(got {config.train.position_range}); use train.positions=plain or choose another "
-                        "encoding")
 
 
 def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, data: str = "") -> str:
@@ -270,11 +251,9 @@ def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, da
     n_tokens = t.steps * t.batch_size * t.seq_len
     keys = p.model_dump(exclude_defaults=True, exclude={"encoding"})
     options = "".join(f"{key} {value}, " for key, value in keys.items())
-    device = pick_device(t.device)
-    documents = None
-    if config.data.cross_documents == "mask":
-        documents = torch.zeros(1, t.seq_len, dtype=torch.long, device=device)
+    documents = torch.zeros(1, t.seq_len) if config.data.cross_documents == "mask" else None
     mask = Mask(documents=documents, in_order=t.positions == "plain")
+    device = pick_device(t.device)
     paths = describe_paths(model, mask, t.seq_len, pick_dtype(t.dtype, device), device)
     if corpus:
         data = (f"{corpus.folder}, {len(corpus.tokens['train']):,} tokens; {n_tokens:,} to train on "
@@ -297,8 +276,7 @@ def summary_line(run_dir: Path) -> str:
     summary = read_json(run_dir / "summary.json")
     return (f"validation loss {format_number(summary['val_loss'])} nats/token, "
             f"{format_number(summary['val_bpb'])} bits/byte; {summary['tokens']:,} tokens in "
-            f"{summary['wall_s']:.0f} s, "
-            f"{summary['tokens_per_s']:,}/s")
+            f"{summary['wall_s']:.0f} s, {summary['tokens_per_s']:,}/s")
 
 
 def git(*arguments: str) -> bytes:

@@ -1,6 +1,5 @@
 """Help, dry runs and samples. What goes wrong is in test_mistakes.py and test_promises.py."""
 
-import json
 import signal
 import tomllib
 from pathlib import Path
@@ -48,7 +47,7 @@ def test_a_dry_run_works_before_the_corpus_is_there(monkeypatch) -> None:
     (comment,) = (line.removeprefix("# ") for line in lines if "prepare.py" in line)
     assert comment in ended.out
     assert "123,587,328 parameters" in ended.out and "9,830,400,000 tokens x 798." in ended.out
-    assert "= 7.8e+18 FLOP" in ended.out and "5.3 hours at 520,000 tokens/s (--tokens-per-s)" in ended.out
+    assert "= 7.8e+18 FLOP" in ended.out and "5.3 hours at 520,000 tokens/s" in ended.out
     ended = call("train", "configs/wikitext103.toml", "--dry-run", "data.dir=nowhere/wikitext103")
     assert "vocab_size = 50304" in ended.out                            # from --tokenizer gpt2 of the line
     ended = call("train", "configs/gpt2-124m.toml", "--dry-run", "data.dir=nowhere/else")
@@ -71,23 +70,11 @@ def test_memory_by_the_formula_is_that_of_a_measured_step(device: str, shape: st
     assert 0.5 < training_bytes(config, model, Process(torch.device(device), 0, 2), False) / n_bytes < 0.65
 
 
-def test_the_hours_of_a_dry_run_are_those_of_the_log(tiny, tmp_path: Path) -> None:
-    path, run_dir = tmp_path / "config.toml", tmp_path / "run"
-    path.write_text(to_toml(tiny()))
-    assert "give --tokens-per-s" in call("train", path, "--dry-run").out
-    assert call("train", path).code == 0
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    slow = [json.dumps({**line, "tokens_per_s": 128}) for line in lines]
-    (run_dir / "metrics.jsonl").write_text("\n".join(slow))
-    assert "0.2 minutes at 128 tokens/s (the median of" in call("train", path, "--dry-run").out
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_dry_run_refuses_what_training_refuses(rank: str, tiny, tmp_path: Path, monkeypatch) -> None:
+def test_a_dry_run_refuses_what_training_refuses(tiny, tmp_path: Path, monkeypatch) -> None:
     """A batch that the processes cannot share, before they join."""
     path = tmp_path / "config.toml"
     path.write_text(to_toml(tiny()))
-    for name, value in (("WORLD_SIZE", "3"), ("RANK", rank), ("LOCAL_RANK", rank)):
+    for name, value in (("WORLD_SIZE", "3"), ("RANK", "1"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     ended = call("train", path, "--dry-run")
     assert ended.code == 2 and "batch_size 4: must be a multiple of 3 processes" in ended.err
@@ -131,6 +118,7 @@ def test_commands_import_what_windows_has() -> None:
             "    sys.modules[name] = None\nfor name in ('HUP', 'USR1', 'USR2', 'QUIT', 'ALRM', 'KILL'):\n"
             "    delattr(signal, 'SIG' + name)\n"
             "import train, eval, compare, sample, export, sweep, data.prepare\n"
-            "from base.command import run_command\nrun_command(lambda: print(len(train.SIGNALS)))")
+            "from base.command import handled_signals\n"
+            "with handled_signals(print, *train.SIGNALS):\n    print(signal.getsignal(signal.SIGTERM))")
     ended = python("-c", code)
-    assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "<built-in function print>\n"), ended.stderr

@@ -7,15 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors
 
-from base.errors import UserError
 from config import Config, to_toml
 from data.loader import Corpus
-from model import GPT
+from data.tokenizer import ByteTokenizer
 from runtime import parallel
 from runtime.parallel import Process
 from train import train, validate
@@ -24,8 +22,7 @@ STEPS = 40
 AS_ON_A_GPU = """
 import os, sys, train
 from base import command, loss
-from runtime import run
-loss.MAX_LOGITS, run.RUNS_AHEAD = 16 * 257, ("cpu",)        # the loss in chunks of 16 rows, metrics read late
+loss.MAX_LOGITS = 16 * 257                                  # the loss in chunks of 16 rows
 sys.argv = [argument.replace("RANK", os.environ["RANK"]) for argument in sys.argv]
 command.run_command(train.main)
 """
@@ -35,17 +32,12 @@ def start(config: Config, *overrides: str) -> list[subprocess.Popen]:
     """Two processes of train.py, as torchrun starts them, but as on a GPU."""
     path = Path(f"{config.run.dir}.toml")
     path.write_text(to_toml(config))
-    return start_two("-c", AS_ON_A_GPU, str(path), *overrides)
-
-
-def start_two(*command: str) -> list[subprocess.Popen]:
-    """Two processes of a script, as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     world = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
              "OMP_NUM_THREADS": "1"}
-    return [subprocess.Popen([sys.executable, *command], text=True, cwd=ROOT,
+    return [subprocess.Popen([sys.executable, "-c", AS_ON_A_GPU, path, *overrides], text=True, cwd=ROOT,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                              env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
 
@@ -90,7 +82,7 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
     launcher = python("-m", "torch.distributed.run", "--nproc_per_node=2", tmp_path / "as_on_a_gpu.py",
                       tmp_path / "straight.toml")
     assert launcher.returncode == 0, launcher.stderr
-    assert "2 x cpu by ddp" in launcher.stdout
+    assert "2 x cpu" in launcher.stdout
     assert launcher.stdout.count("\nfinished ") == 1                    # one process prints for all
     train(make("alone"), [])
     assert_close_runs(tmp_path / "straight", tmp_path / "alone")
@@ -104,8 +96,9 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [
-    ("model.tied=true", "train.accumulate=2"), ("train.optimizer=muon",),
-    ("position.encoding=pope", "position.lr_scale=30")])               # delta is clamped, on shards too
+    ("train.optimizer=muon",),
+    # delta of pope is clamped, on shards too
+    ("position.encoding=pope", "position.lr_scale=30", "model.tied=true", "train.accumulate=2")])
 def test_a_sharded_run_goes_on_in_one_process(overrides: tuple[str, ...], tiny, tmp_path: Path) -> None:
     """FSDP2: stopped, and resumed alone, it is the run of one process: tied, by Muon, clamped."""
     def make(name: str) -> Config:
@@ -113,7 +106,7 @@ def test_a_sharded_run_goes_on_in_one_process(overrides: tuple[str, ...], tiny, 
                     "model.n_hidden=37", f"run.dir={tmp_path / name}", "run.save_every=100")
 
     codes, out = stop_in_the_middle(start(make("sharded")), signal.SIGTERM)
-    assert codes == [143, 143] and "2 x cpu by fsdp" in out[0]
+    assert codes == [143, 143] and "2 x cpu" in out[0]
     assert train(make("sharded"), []) == 0
     train(make("alone"), [])
     if "train.optimizer=muon" not in overrides:
@@ -123,51 +116,19 @@ def test_a_sharded_run_goes_on_in_one_process(overrides: tuple[str, ...], tiny, 
         assert x["step"] == y["step"] and x["loss"] == pytest.approx(y["loss"], abs=2e-3), (x, y)
 
 
-def test_a_batch_that_does_not_divide_is_one_line(tiny, monkeypatch) -> None:
-    for name, value in (("WORLD_SIZE", "3"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="batch_size 4: must be a multiple of 3 processes"):
-        train(tiny(), [])
-
-
 def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypatch) -> None:
     """Bit for bit: each of 3 simulated ranks fills in its batches, and their sums are added in one order."""
     config = tiny("rope", "train.val_windows=10")                       # batches of 4, 4 and 2
     model, corpus = lively(config), Corpus(config.data.dir)
-    cpu, n_bytes = torch.device("cpu"), np.ones(config.model.vocab_size)
-    alone = validate(model, corpus, n_bytes, config, Process(cpu))
+    cpu, tokenizer = torch.device("cpu"), ByteTokenizer()
+    alone = validate(model, corpus, tokenizer, config, Process(cpu))
     for size in (2, 3, 4):
         shares: list[torch.Tensor] = []
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, to=shares: to.append(sums) or sums + 1)
         for rank in range(size):
-            validate(model, corpus, n_bytes, config, Process(cpu, rank, size))
+            validate(model, corpus, tokenizer, config, Process(cpu, rank, size))
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
-        assert validate(model, corpus, n_bytes, config, Process(cpu, 0, size)) == alone
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_a_further_figure_is_the_mean_over_processes(wrapper: str, tiny, tmp_path: Path) -> None:
-    """One that the loop of a fork adds: here the rank."""
-    script = AS_ON_A_GPU.replace("command.run_command", """
-import torch
-mean = train.parallel.mean_figures
-train.parallel.mean_figures = lambda process, figures: mean(
-    process, {"rank": torch.tensor(process.rank), **figures})
-command.run_command""")
-    path = tmp_path / "config.toml"
-    path.write_text(to_toml(tiny("rope", "train.steps=2", f"train.parallel={wrapper}")))
-    both = start_two("-c", script, str(path))
-    assert [process.wait() for process in both] == [0, 0], both[0].communicate()
-    assert [line["rank"] for line in metrics(tmp_path / "run")] == [0.5, 0.5]
-
-
-def test_a_parameter_without_dimension_is_refused_by_fsdp(tiny) -> None:
-    config = tiny("rope", "train.parallel=fsdp")
-    model = GPT(config)
-    model.blocks[0].strength = torch.nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(UserError, match=r"blocks.0.strength, .*give this parameter shape \(1,\)"):
-        parallel.parallelize(model, config, Process(torch.device("cpu"), 0, 2))
+        assert validate(model, corpus, tokenizer, config, Process(cpu, 0, size)) == alone
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ def test_the_loss_of_a_batch_is_the_mean_over_its_answers(accumulate: int, world
         assert torch.allclose(p.grad, grad, rtol=1e-4, atol=1e-6)
 
 
-def test_validation_is_the_mean_over_answers(masked) -> None:
+def test_validation_is_the_mean_over_answers(masked, monkeypatch) -> None:
     config = masked("train.val_windows=0", "train.batch_size=3")
     corpus, model = Corpus(config.data.dir), lively(config)
     mask = np.random.default_rng(0).random(len(corpus.tokens["val"])) < 0.1
@@ -245,8 +245,9 @@ def test_validation_is_the_mean_over_answers(masked) -> None:
     batches = corpus.val_batches(64, 3, 0)
     x, y = torch.cat([batch.inputs for batch in batches]), torch.cat([batch.targets for batch in batches])
     assert len(x) == 20 and (y != -100).sum() == mask.sum() - mask[::65].sum()
+    monkeypatch.setattr("train.byte_lengths", lambda _: np.full(257, 2))
     expected = answer_loss(model, x, y).item()
-    losses = validate(model, corpus, np.full(257, 2), config, Process(torch.device("cpu")))
+    losses = validate(model, corpus, BYTES, config, Process(torch.device("cpu")))
     assert losses["val_loss"] == pytest.approx(expected, rel=1e-5)
     assert losses["val_bpb"] == pytest.approx(expected / np.log(2) / 2, rel=1e-5)
 

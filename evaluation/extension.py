@@ -11,7 +11,6 @@ Legend: B batch, Tq queries, Tk keys, H = n_head, D channels of a head; L traini
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import re
 import tomllib
@@ -50,6 +49,10 @@ class Extension(Section):
             return "needs an encoding that depends on distances alone"
         return None
 
+    def warning(self, model: GPT, config: Config, T: int) -> str | None:
+        """One line about options that are allowed but probably a mistake, if any."""
+        return None
+
     def apply(self, model: GPT, config: Config, T: int) -> None:
         """Change the model for evaluation at T tokens."""
         raise NotImplementedError
@@ -81,8 +84,8 @@ class Rescaled(Extension):
         return self.scaling(model, config, T).problem(encoding.rotary_dim)
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
-        """One line about options that are allowed but probably a mistake, if any."""
-        scaling, encoding = self.scaling(model, config, T), rotary(model)
+        encoding = rotary(model)
+        scaling = self.scaling(model, config, T)
         return scaling.warning(encoding.rotary_dim, encoding.base, config.train.seq_len)
 
 
@@ -114,17 +117,15 @@ class Regrouping(Extension):
         return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
-        wrapped: dict[Encoding, Encoding] = {}      # layers that share an encoding share the wrapper
-
-        def regrouped(encoding: Encoding) -> Encoding:
+        regrouped = {}                          # layers that share an encoding share the wrapper
+        for encoding in model.encodings:
             plain = encoding
             while isinstance(plain, Wrapper):
                 plain = plain.inner
-            if isinstance(plain, NoPE) and not self.hides:
-                return encoding
-            return Regrouped(encoding, self, config.train.seq_len, T)
-
-        model.encodings = [wrapped.setdefault(encoding, regrouped(encoding)) for encoding in model.encodings]
+            regrouped[encoding] = encoding
+            if self.hides or not isinstance(plain, NoPE):
+                regrouped[encoding] = Regrouped(encoding, self, config.train.seq_len, T)
+        model.encodings = [regrouped[encoding] for encoding in model.encodings]
 
 
 class Regrouped(Wrapper):
@@ -186,23 +187,15 @@ class ReRoPE(Regrouping):
     """
 
     needs_rotary = needs_relative = True
-    step: ClassVar[str | None] = None   # the option whose default keeps the longest distance below L
     window: int | None = Field(None, ge=1, description="distances below it stay exact (default L / 4)")
 
     def near(self, L: int) -> int:
         return self.window or max(1, L // 4)
 
-    def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        largest = config.train.seq_len - 2      # above it, the default step has no far distance below L
-        if self.step and getattr(self, self.step) is None and (self.window or 0) > largest:
-            return f"window must be at most L - 2 = {largest}, got {self.window}"
-        return super().problem(model, config, T)
-
 
 class LeakyReRoPE(ReRoPE):
     """Distances d from `window` w on become w + (d - w) / k. Su 2023, github.com/bojone/rerope."""
 
-    step = "k"
     k: float | None = Field(None, ge=1, description="divisor of far distances (default: the least that "
                                                     "keeps the longest below L); 1: plain RoPE")
 
@@ -218,13 +211,12 @@ class SelfExtend(ReRoPE):
     G = group, W = window. Near tokens keep their positions; far tokens share one in groups of G.
     """
 
-    step = "group"
     group: int | None = Field(None, ge=1, description="tokens that share a position (default: the least that "
                                                       "keeps the longest distance below L); 1: plain RoPE")
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         W = self.near(L)
-        G = self.group or next(G for G in itertools.count(1) if (T - 1) // G + W - W // G < L)
+        G = self.group or next(G for G in range(1, T + 1) if (T - 1) // G + W - W // G < L)
         return m // G + W - W // G, n // G
 
 
@@ -446,7 +438,7 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
             continue
         fitting.append(extend)
         for method in extend.methods:
-            warning = method.warning(model, config, max(lengths)) if isinstance(method, Rescaled) else None
+            warning = method.warning(model, config, max(lengths))
             if warning:
                 print(f"warning: --extend {extend.spec}: {warning}")
     return fitting

@@ -14,13 +14,13 @@ import inspect
 import itertools
 import math
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
+from base.errors import UserError
 from data import tasks
 from data.loader import Corpus
 from data.tasks import ALGORITHMS, RETRIEVAL, TaskDocument
@@ -35,17 +35,9 @@ from evaluation.measures import (
     Form,
     Measure,
 )
-from evaluation.results import Results, join, perplexity
-from evaluation.scoring import Evaluation, Settings
+from evaluation.results import add, join, make_table, perplexity
+from evaluation.scoring import Evaluation, Settings, Text, Window, fixed_ends
 from evaluation.trigram import Trigram
-from evaluation.windows import (
-    Text,
-    Window,
-    fixed_ends,
-    position_buckets,
-    repeat_distance,
-    repeat_passages,
-)
 from hf.tokenizer import prefix_ids
 
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
@@ -79,8 +71,7 @@ class Protocol:
         windows = self.windows(e.text, e.settings, length)
         if not windows:
             return None
-        losses, seconds = e.score(self.name, length, windows)
-        return e.rows_of_windows(self.name, length, seconds, windows, losses)
+        return e.rows(windows, e.score(length, windows))
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         """What eval.py prints of a sum of results.py: column -> text. No columns: nothing is printed."""
@@ -145,11 +136,14 @@ class Rolling(Protocol):
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         prefix = prefix_ids(e.tokenizer)
-        if prefix:
-            e = copy.copy(e)
-            documents = [np.concatenate((ids[:1], prefix, ids[1:])) for ids in e.text.documents]
-            e.text = Text(e.text.name, documents)
-        return super().rows(e, length)
+        if not prefix:
+            return super().rows(e, length)
+        opened = copy.copy(e)
+        documents = [np.concatenate((ids[:1], prefix, ids[1:])) for ids in e.text.documents]
+        opened.text = Text(e.text.name, documents)
+        rows = super().rows(opened, length)
+        e.seconds = opened.seconds
+        return rows
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         windows = []
@@ -193,21 +187,18 @@ class Fixed(Protocol):
     """
 
     title = "Perplexity, fixed targets"
-    target_settings: ClassVar[tuple[str, ...]] = ("longest", "targets", "windows")
+    target_settings: ClassVar[tuple[str, ...]] = ("longest", "targets", "windows", "truncated")
     needs_L = True
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """With the truncated control: the plain model with the last L tokens of each target."""
         measured = e.table[e.table.protocol == "fixed"]
-        if measured.empty:                      # without a method, which comes first
+        truncated = measured.truncated_nll.to_numpy()       # the same under each method and at each length
+        if measured.empty:                                  # without a method, which comes first
             truncated = self.truncated_nll(e)
-        else:
-            first = measured.iloc[0]            # of any method and length: all have the same control
-            is_first = (measured.extend == first.extend) & (measured.length == first.length)
-            truncated = measured[is_first].truncated_nll.to_numpy()
-        losses, seconds = e.score_ended(length)
-        blocks, losses = self.in_blocks(e, length, losses)
-        return e.rows_of_windows("fixed", length, seconds, blocks, losses, truncated_nll=truncated)
+            e.seconds = 0.0                                 # of the control alone
+        windows, losses = self.in_blocks(e, length, e.score_ended(length))
+        return e.rows(windows, losses, truncated_nll=truncated[:len(windows)])
 
     def truncated_nll(self, e: Evaluation) -> np.ndarray:
         """Loss of each block (blocks,), where each target has its own last L tokens before it.
@@ -216,12 +207,9 @@ class Fixed(Protocol):
         have L - k + 1, and a model that sees no further than L would differ with more context.
         """
         k = e.settings.targets
-        windows = []
-        for d, end in e.ends:
-            for target in range(end - k + 1, end + 1):
-                windows.append(Window(d, max(0, target - e.L), target, 1))
-        losses, _ = e.score("truncated", e.L, windows)
-        per_window = np.concatenate(losses).reshape(len(e.ends), k)
+        windows = [Window(d, max(0, target - e.L), target, 1)
+                   for d, end in e.ends for target in range(end - k + 1, end + 1)]
+        per_window = np.concatenate(e.score(e.L, windows)).reshape(len(e.ends), k)
         _, blocks = self.in_blocks(e, e.L, per_window)
         return np.array([x.sum() for x in blocks])
 
@@ -229,10 +217,13 @@ class Fixed(Protocol):
                   losses: Sequence[np.ndarray] | np.ndarray) -> tuple[list[Window], list[np.ndarray]]:
         """The targets in blocks of at most BLOCK, so that few long windows have an interval too."""
         k = e.settings.targets
-        bounds = [(i, min(i + BLOCK, k)) for i in range(0, k, BLOCK)]
-        windows = [Window(d, end - length, end - k + stop, stop - start)
-                   for d, end in e.ends for start, stop in bounds]
-        return windows, [x[-k:][start:stop] for x in losses for start, stop in bounds]
+        windows, blocks = [], []
+        for (d, end), of_window in zip(e.ends, losses, strict=True):
+            for start in range(0, k, BLOCK):
+                block = of_window[-k:][start:start + BLOCK]
+                blocks.append(block)
+                windows.append(Window(d, end - length, end - k + start + len(block), len(block)))
+        return windows, blocks
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         truncated = perplexity(record["truncated_nll_sum"] / record["tokens"])
@@ -254,12 +245,12 @@ class TrigramReference(Fixed):
     """
 
     title = "Perplexity of a trigram"
+    target_settings = ("longest", "targets", "windows")
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """At L alone: it depends on no length."""
         if length != e.L or e.extend is not PLAIN:
             return None
-        began = time.perf_counter()
         corpus = Corpus(e.config.data.dir, splits=("train",))
         trigram = Trigram(corpus.read("train", 0), corpus.vocab_size)
         first = -e.settings.targets - 2         # a loss needs two tokens before: a second separator at first
@@ -268,7 +259,7 @@ class TrigramReference(Fixed):
             ids = np.append(e.tokenizer.separator, e.text.documents[d][:end + 1])
             losses.append(trigram.losses(ids[first:]))
         windows, losses = self.in_blocks(e, length, losses)
-        return e.rows_of_windows(self.name, length, time.perf_counter() - began, windows, losses)
+        return e.rows(windows, losses)
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         return Protocol.cells(self, record)
@@ -284,20 +275,20 @@ class Position(Protocol):
     form = BY_POSITION
     place_name = "position"
     is_at_longest = True
-    target_settings = ("longest", "targets", "windows")
+    target_settings = ("longest", "targets", "windows", "length")
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """A row for each window and bucket of positions."""
-        losses, seconds = e.score_ended(length)
-        nll = np.stack([x[-length:] for x in losses])                   # (windows, length)
+        nll = np.stack([losses[-length:] for losses in e.score_ended(length)])          # (windows, length)
         targets = np.stack([e.text.documents[d][end + 1 - length:end + 1] for d, end in e.ends])
         n_bytes = e.byte_lengths[targets]                               # (windows, length)
-        buckets = position_buckets(length)
-        return join(*(e.rows(
-            self.name, length, seconds / len(buckets), place=f"{start}-{stop - 1}",
-            nll=nll[:, start:stop].sum(axis=1), tokens=stop - start, bytes=n_bytes[:, start:stop].sum(axis=1),
-            document=[d for d, _ in e.ends], end=[end - length + stop for _, end in e.ends])
-            for start, stop in buckets))
+        buckets = []
+        for start, stop in position_buckets(length):
+            buckets.append(make_table(
+                place=f"{start}-{stop - 1}", nll=nll[:, start:stop].sum(axis=1), tokens=stop - start,
+                bytes=n_bytes[:, start:stop].sum(axis=1), document=[d for d, _ in e.ends],
+                end=[end - length + stop for _, end in e.ends]))
+        return join(*buckets)
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         return {}                               # the picture shows it
@@ -305,6 +296,13 @@ class Position(Protocol):
     def column(self, length: int, place: str) -> tuple[float, str]:
         first, last = map(int, place.split("-"))
         return math.sqrt((first + 1) * (last + 1)), place
+
+
+def position_buckets(longest: int) -> list[tuple[int, int]]:
+    """[from, to) of positions, two to an octave from 4 on; position i has i + 1 tokens of context."""
+    steps = [round(2 ** (i / 2)) for i in range(4, 2 * longest.bit_length())]
+    inside = [step for step in steps if step < longest]
+    return list(itertools.pairwise(sorted({0, *inside, longest})))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -332,18 +330,16 @@ class Repeat(Protocol):
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """Two copies at the distance that this length has room for; None without another window's passage."""
-        distance = repeat_distance(length, e.L)
-        if distance is None or len(e.ends) < 2:
+        if length < 3 * (e.L // 4) or len(e.ends) < 2:
             return None
         tokens, control, first, second = repeat_passages(self.stretches(e), length, e.L)
-        (losses, _), seconds = e.probe(self.name, length, tokens, np.concatenate((first, second)))
-        (losses_of_control, _), more = e.probe(self.name, length, control, second)
-        documents = [d for d, _ in e.ends]
+        losses, _ = e.probe(length, tokens, np.concatenate((first, second)))
+        losses_of_control, _ = e.probe(length, control, second)
         n_bytes = e.byte_lengths[tokens[:, second]].sum(axis=1) if self.has_bytes else np.nan
-        return e.rows(
-            self.name, length, seconds + more, place=str(distance),
-            nll=losses[:, len(first):].sum(axis=1), first_nll=losses[:, :len(first)].sum(axis=1),
-            control_nll=losses_of_control.sum(axis=1), tokens=len(second), bytes=n_bytes, document=documents)
+        return make_table(
+            place=str(second[0] - first[0]), nll=losses[:, len(first):].sum(axis=1),
+            first_nll=losses[:, :len(first)].sum(axis=1), control_nll=losses_of_control.sum(axis=1),
+            tokens=len(second), bytes=n_bytes, document=[d for d, _ in e.ends])
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         cells = {"gain on the second copy": f"{record['gain']:+z.3f} nats/token"}
@@ -373,6 +369,24 @@ class Copy(Repeat):
         return [rng.choice(e.text.documents[d][1:], e.settings.longest) for d, _ in e.ends]
 
 
+def repeat_passages(stretches: Sequence[np.ndarray], length: int,
+                    L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Windows (n, length) whose last L / 4 tokens repeat an earlier passage; the indices to score in both.
+
+    The second result is the same windows, each with the passage of another in place of the first copy.
+
+    A window is L / 4 tokens of context, the passage, the tokens that follow it in the stretch (which has at
+    least `length`), and the passage again. Contexts and passages are the same at every length. The first half
+    of a passage is not scored: it shows the model what is being repeated.
+    """
+    p = L // 4
+    tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])
+    control = tokens.copy()
+    control[:, p:2 * p] = np.roll(tokens[:, p:2 * p], 1, axis=0)
+    half = np.arange(p // 2, p)
+    return tokens, control, p + half, length - p + half
+
+
 class Answering(Protocol):
     """Probes whose answers are right or wrong, over generated documents.
 
@@ -395,10 +409,9 @@ class Answering(Protocol):
             places = np.flatnonzero(is_answer.any(axis=0))
             is_asked = is_answer[:, places]                             # (trials, n)
             ids = np.stack([document.ids for document in documents])
-            (losses, is_top), seconds = e.probe(self.name, length, ids, places)
-            parts.append(e.rows(
-                self.name, length, seconds, place=place,
-                nll=np.where(is_asked, losses, 0).sum(axis=1), tokens=is_asked.sum(axis=1),
+            losses, is_top = e.probe(length, ids, places)
+            parts.append(make_table(
+                place=place, nll=np.where(is_asked, losses, 0).sum(axis=1), tokens=is_asked.sum(axis=1),
                 correct=(is_top | ~is_asked).all(axis=1), document=range(len(documents))))
         return join(*parts) if parts else None
 
@@ -455,36 +468,39 @@ PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {
 # All of them
 
 
-def measure(e: Evaluation, known: Results | None = None) -> Iterator[pd.DataFrame]:
-    """The rows of each method, protocol and length, as soon as they are measured; e.table gathers them.
+def measure(e: Evaluation) -> Iterator[pd.DataFrame]:
+    """The rows of each method, protocol and length that e.table lacks, as soon as they are in it.
 
-    What is in `known`, results on the same targets, is left out.
+    Raises UserError if a loss is NaN or infinite.
     """
-    if known:
-        e.table = known.table
-    done = {*e.table[["extend", "protocol", "length"]].drop_duplicates().itertuples(index=False, name=None)}
+    known = e.table.groupby(["extend", "protocol", "length"]).groups
     e.scores_all = any(PROTOCOLS[name].is_at_longest for name in e.settings.protocols)
     for extend, name in itertools.product(e.extends, e.settings.protocols):
-        e.extend = extend
         protocol = PROTOCOLS[name]
         lengths = e.possible[-1:] if protocol.is_at_longest else e.possible
         for length in lengths:
-            if (e.extend.spec, name, length) in done:
+            if (extend.spec, name, length) in known:
                 continue
+            e.extend = extend
+            e.title = f"{extend.spec} {name} {length}"
+            e.seconds = 0.0
             rows = protocol.rows(e, length)
-            if rows is not None:
-                e.table = join(e.table, rows)
-                yield rows
+            if rows is None:
+                continue
+            total = rows.nll.sum()
+            if not np.isfinite(total):
+                raise UserError(f"{name} at {length} tokens, --extend {extend.spec}: the loss is {total}; "
+                                "evaluate another checkpoint, method or length")
+            rows = rows.assign(
+                run=e.run, seed=e.config.train.seed, encoding=e.config.position.encoding,
+                extend=extend.spec, protocol=name, length=length, seconds=e.seconds / len(rows))
+            e.table = add(e.table, rows)
+            yield rows
 
 
 def target_settings(e: Evaluation) -> dict[str, dict[str, int | str | None]]:
     """Protocol -> the settings that decide its targets. Evaluations with equal settings can be merged."""
-    values = e.settings._asdict()
-    settings: dict[str, dict[str, int | str | None]] = {}
-    for name in e.settings.protocols:
-        settings[name] = {key: values[key] for key in PROTOCOLS[name].target_settings}
-        if PROTOCOLS[name].is_at_longest:
-            settings[name]["length"] = max(e.possible, default=None)
-    if "fixed" in settings:
-        settings["fixed"]["truncated"] = "per target"       # older results: in one window of L
-    return settings
+    # older results have no `truncated`: in one window of L
+    values = {**e.settings._asdict(), "length": max(e.possible), "truncated": "per target"}
+    return {name: {key: values[key] for key in PROTOCOLS[name].target_settings}
+            for name in e.settings.protocols}

@@ -19,19 +19,20 @@ from base.errors import UserError
 from config import load_config
 from data.tokenizer import ByteTokenizer
 from eval import main
-from evaluation import extension, protocols, results, scoring, windows
+from evaluation import extension, protocols, results, scoring
 from evaluation.extension import EXTENSIONS, Extend, parse
-from evaluation.protocols import PROTOCOLS
-from evaluation.scoring import Evaluation, Settings, losses_at
-from evaluation.show import ALL, advice
-from evaluation.windows import (
+from evaluation.protocols import PROTOCOLS, position_buckets
+from evaluation.scoring import (
+    Evaluation,
+    Settings,
     Text,
     Window,
     choose_lengths,
     fixed_ends,
+    losses_at,
     open_text,
-    position_buckets,
 )
+from evaluation.show import ALL, advice
 from model import GPT
 from train import train
 
@@ -222,14 +223,13 @@ def test_chunked_losses_equal_full_logits_and_hold_few_of_them(tiny, monkeypatch
     assert max(sizes) == 7
 
 
-def test_lengths_default_to_the_multiples_that_eight_documents_have(capsys) -> None:
-    text = windows.Text("", [np.arange(n) for n in (10_000, *[601] * 7)])
+def test_lengths_default_to_the_multiples_that_eight_documents_have() -> None:
+    text = Text("", [np.arange(n) for n in (10_000, *[601] * 7)])
     longest = 9_999
     assert choose_lengths(None, 32, text) == [16, 32, 64, 128, 256, 512]
-    assert "lengths up to 512: fewer than 8 documents" in capsys.readouterr().out
-    assert choose_lengths(None, 32, windows.Text("", text.documents[:1]))[-1] == 2048
-    assert choose_lengths("64,16", 32, text) == [64, 16]
-    for wanted, L in (("0", 32), (str(longest + 1), 32), ("16", longest + 1), (None, longest + 1)):
+    assert choose_lengths(None, 32, Text("", text.documents[:1]))[-1] == 2048
+    assert choose_lengths([64, 16], 32, text) == [64, 16]
+    for wanted, L in (([0], 32), ([longest + 1], 32), ([16], longest + 1), (None, longest + 1)):
         with pytest.raises(UserError):
             choose_lengths(wanted, L, text)
 
@@ -321,11 +321,11 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(evaluated, monkeypatch) 
     """Each length is in the file as soon as it is measured, and is not measured again."""
     forward, done = Evaluation.forward, []
 
-    def interrupted(self: Evaluation, protocol: str, length: int, *more) -> tuple:
+    def interrupted(self: Evaluation, *arguments) -> list:
         if len(done) == 3:
             raise KeyboardInterrupt
-        done.append((self.extend.spec, protocol, length))
-        return forward(self, protocol, length, *more)
+        done.append(self.title)
+        return forward(self, *arguments)
 
     places = ("--lengths", "16,32,64", "--protocol", "nonoverlap,sliding", "--extend", "pi")
     whole, at_once = evaluated(*places)
@@ -337,7 +337,8 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(evaluated, monkeypatch) 
         measured += done
         done.clear()
     resumed, rows = evaluated(*places)
-    assert measured + done == [*itertools.product(("none", "pi"), ("nonoverlap", "sliding"), (16, 32, 64))]
+    expected = itertools.product(("none", "pi"), ("nonoverlap", "sliding"), ("16", "32", "64"))
+    assert measured + done == [*map(" ".join, expected)]
     assert resumed == whole and rows.equals(at_once)
 
 
@@ -398,8 +399,8 @@ def test_L_is_needed_for_truncation_alone_and_can_be_overruled(evaluated, tmp_pa
 
 
 @pytest.mark.parametrize(("arguments", "expected"), [
-    (["--lengths", "16,32"], "holds other targets; give all of --longest 64 to measure"),
-    (["--targets", "4", "--windows", "5"], "give all of --targets 8 --windows 4 to measure"),
+    (["--lengths", "16,32"], "holds fixed on other targets, by longest 64; give the same"),
+    (["--targets", "4", "--windows", "5"], "on other targets, by targets 8, windows 4; give"),
     (["--seed", "1"], "another seed"), (["--data", "TEXT"], "another data_sha256")])
 def test_an_evaluation_on_other_targets_is_refused_before_it_is_computed(
         arguments: list[str], expected: str, evaluated, run_dir: Path, tmp_path: Path, monkeypatch) -> None:
@@ -560,9 +561,3 @@ def test_mistakes_of_the_command_name_what_to_type(arguments: list[str], expecte
 
 def test_lengths_may_be_given_with_blanks(evaluated) -> None:
     assert [key[2] for key in evaluated("--protocol", "nonoverlap", "--lengths", "16", "32")[0]] == [16, 32]
-
-
-def test_a_folder_of_runs_is_named_with_one_of_them(run_dir: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir.parent)])
-    with pytest.raises(UserError, match=f"a folder of runs; give one of them, such as {run_dir}"):
-        main()

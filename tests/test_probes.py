@@ -8,10 +8,9 @@ import torch
 from conftest import lively, measured, tokens
 
 from data.tokenizer import ByteTokenizer
-from evaluation import protocols, scoring, windows
-from evaluation.protocols import PROTOCOLS
-from evaluation.scoring import Evaluation, Settings
-from evaluation.windows import open_text
+from evaluation import protocols, scoring
+from evaluation.protocols import PROTOCOLS, repeat_passages
+from evaluation.scoring import Evaluation, Settings, open_text
 
 BYTES = ByteTokenizer()
 
@@ -24,10 +23,10 @@ def evaluation(model, config, corpus_dir: Path, protocols, lengths=(16, 32, 64, 
 @pytest.mark.parametrize("length", [32, 33, 64, 200])
 def test_the_second_passage_is_the_first_at_its_distance(length: int) -> None:
     stretches = [np.arange(i, i + 200) for i in (0, 1000)]
-    tokens, _, first, second = windows.repeat_passages(stretches, length, 32)
+    tokens, _, first, second = repeat_passages(stretches, length, 32)
     assert tokens.shape == (2, length)
     assert np.array_equal(tokens[:, first], tokens[:, second])
-    assert set(second - first) == {windows.repeat_distance(length, 32)}
+    assert set(second - first) == {length - 16}
     assert np.array_equal(tokens[:, :length - 8], np.stack([s[:length - 8] for s in stretches]))
     assert first.tolist() == [12, 13, 14, 15]                           # the second half of tokens 8 ... 15
     assert second[-1] == length - 1
@@ -36,14 +35,10 @@ def test_the_second_passage_is_the_first_at_its_distance(length: int) -> None:
 def test_the_control_differs_in_the_first_copy_alone() -> None:
     stretches = [np.arange(100 * i, 100 * i + 64) for i in range(3)]
     for L in (32, 20):                                                  # passages of 8 and of 5
-        tokens, control, _, _ = windows.repeat_passages(stretches, 48, L)
+        tokens, control, _, _ = repeat_passages(stretches, 48, L)
         differs = (tokens != control).all(axis=0)
         assert np.flatnonzero(differs).tolist() == [*range(L // 4, L // 2)]
         assert np.array_equal(tokens[:, ~differs], control[:, ~differs])
-
-
-def test_windows_too_short_for_two_passages_are_left_out() -> None:
-    assert [windows.repeat_distance(*pair) for pair in ((16, 32), (24, 32), (8, 4))] == [None, 8, None]
 
 
 def test_losses_at_are_those_of_the_tokens_named(tiny) -> None:

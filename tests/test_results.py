@@ -16,8 +16,8 @@ from evaluation.results import records
 from evaluation.runs import is_saved, load
 
 RESULTS = ROOT / "results"
-# numbers of the study's page that are no results: sizes, rates, figures of pilots and of others, and the gain of a
-# model that is blind beyond L by the old definition of truncated (0.013)
+# numbers of the study's page that are no results: sizes, rates, figures of pilots and of others, and the gain
+# of a model that is blind beyond L by the old definition of truncated (0.013)
 GIVEN = {"1.1", "4.9", "3.9", "12.1", "0.3", "0.5", "87.5", "0.6", "0.002", "0.013"}
 
 

@@ -131,9 +131,9 @@ class Regrouping(Extension):
 class Regrouped(Wrapper):
     """An encoding whose far pairs are scored at the positions that a Regrouping gives them.
 
-    Every pair is scored at its far positions, or, if the method hides far pairs, at its own. Then keys are
-    scored again: those that are near to some row of a block, or, if the method hides some, the first ones
-    (all, where the encoding has `scores`, which may count the keys that it sees, or features of all keys).
+    Every pair is scored at its far positions, or, if the method hides far pairs, at its own. Then near pairs
+    are scored again, or, if it hides some, the first keys (with all others, where the encoding has `scores`,
+    which may count the keys that it sees, or features of all keys).
     """
 
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
@@ -153,29 +153,34 @@ class Regrouped(Wrapper):
         return self.inner.rotate(q, k, at if self.method.hides else self.far(at))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        hides, n = bool(self.method.hides), at.k_pos[:, None, None]           # (1 or B, 1, 1, Tk)
-        start = self.method.first_near(at.q_pos, self.L)[:, None, :, None]      # (1 or B, 1, Tq, 1)
-        if hides:       # masked before `scores`: an encoding may count the keys that it sees
+        n = at.k_pos[:, None, None]                                     # (1 or B, 1, 1, Tk)
+        first_near = self.method.first_near(at.q_pos, self.L)[:, None, :, None]         # (1 or B, 1, Tq, 1)
+        is_near = n >= first_near                                       # (1 or B, 1, Tq, Tk)
+        # every pair is scored at one position, then those of is_again at the other one
+        first, second, is_again, needs_all = self.far(at), at, is_near, False
+        if self.method.hides:
             is_first = n < getattr(self.method, self.method.hides)
-            logits = logits.masked_fill(~is_first & (n < start), -torch.inf)
+            # masked before `scores`: an encoding may count the keys that it sees
+            logits = logits.masked_fill(~(is_first | is_near), -torch.inf)
+            first, second, is_again = at, self.far(at), is_first & ~is_near
             needs_all = self.inner.has_scores or at.features is not None
-            again = torch.ones_like(is_first) if needs_all else is_first
-        else:
-            again = n >= start.amin(2, keepdim=True)
-        first, second = (at, self.far(at)) if hides else (self.far(at), at)
         scored = self.inner.scores(logits, q, k, first)                 # (B, H, Tq, Tk)
-        if not self.is_relative:                                        # far positions have no meaning
+        if not self.is_relative or not is_again.any():                  # without: far positions mean nothing
             return scored
-        indices = again.flatten(0, 2).any(0).nonzero()[:, 0].tolist()
-        keys = slice(indices[0], indices[-1] + 1) if indices else slice(0)
-        second, k = second.block(slice(None), keys), k[:, :, keys]
+
+        # of the keys alone that some row scores again
+        keys = slice(None)
+        if not needs_all:
+            indices = is_again.flatten(0, 2).any(0).nonzero()[:, 0].tolist()
+            keys = slice(indices[0], indices[-1] + 1)
+        k = k[:, :, keys]
+        second = second.block(slice(None), keys)
         second = second._replace(tables=self.inner.tables(second.q_pos, second.k_pos))
         q_rotated, k_rotated = self.inner.rotate(q, k, second)
         rescored = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
         rescored = rescored.masked_fill(logits[..., keys].isneginf(), -torch.inf)
         rescored = self.inner.scores(rescored, q, k, second)
-        is_kept = (n[..., keys] >= start) == hides
-        scored[..., keys] = torch.where(is_kept, scored[..., keys], rescored)
+        scored[..., keys] = torch.where(is_again[..., keys], rescored, scored[..., keys])
         return scored
 
 

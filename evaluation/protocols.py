@@ -187,7 +187,7 @@ class Fixed(Protocol):
     """
 
     title = "Perplexity, fixed targets"
-    target_settings: ClassVar[tuple[str, ...]] = ("longest", "targets", "windows", "truncated")
+    target_settings = ("longest", "targets", "windows", "truncated")
     needs_L = True
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
@@ -197,7 +197,7 @@ class Fixed(Protocol):
         if measured.empty:                                  # without a method, which comes first
             truncated = self.truncated_nll(e)
             e.seconds = 0.0                                 # of the control alone
-        windows, losses = self.in_blocks(e, length, e.score_ended(length))
+        windows, losses = in_blocks(e, length, e.score_ended(length))
         return e.rows(windows, losses, truncated_nll=truncated[:len(windows)])
 
     def truncated_nll(self, e: Evaluation) -> np.ndarray:
@@ -210,20 +210,8 @@ class Fixed(Protocol):
         windows = [Window(d, max(0, target - e.L), target, 1)
                    for d, end in e.ends for target in range(end - k + 1, end + 1)]
         per_window = np.concatenate(e.score(e.L, windows)).reshape(len(e.ends), k)
-        _, blocks = self.in_blocks(e, e.L, per_window)
+        _, blocks = in_blocks(e, e.L, per_window)
         return np.array([x.sum() for x in blocks])
-
-    def in_blocks(self, e: Evaluation, length: int,
-                  losses: Sequence[np.ndarray] | np.ndarray) -> tuple[list[Window], list[np.ndarray]]:
-        """The targets in blocks of at most BLOCK, so that few long windows have an interval too."""
-        k = e.settings.targets
-        windows, blocks = [], []
-        for (d, end), of_window in zip(e.ends, losses, strict=True):
-            for start in range(0, k, BLOCK):
-                block = of_window[-k:][start:start + BLOCK]
-                blocks.append(block)
-                windows.append(Window(d, end - length, end - k + start + len(block), len(block)))
-        return windows, blocks
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         truncated = perplexity(record["truncated_nll_sum"] / record["tokens"])
@@ -238,7 +226,20 @@ class Fixed(Protocol):
                 Measure("gain", self.name, "Gain over truncation, fixed targets", note, GAIN)]
 
 
-class TrigramReference(Fixed):
+def in_blocks(e: Evaluation, length: int,
+              losses: Sequence[np.ndarray] | np.ndarray) -> tuple[list[Window], list[np.ndarray]]:
+    """The targets in blocks of at most BLOCK, so that few long windows have an interval too."""
+    k = e.settings.targets
+    windows, blocks = [], []
+    for (d, end), of_window in zip(e.ends, losses, strict=True):
+        for start in range(0, k, BLOCK):
+            block = of_window[-k:][start:start + BLOCK]
+            blocks.append(block)
+            windows.append(Window(d, end - length, end - k + start + len(block), len(block)))
+    return windows, blocks
+
+
+class TrigramReference(Protocol):
     """A Kneser-Ney trigram of the run's training split, on the targets of fixed.
 
     A model whose loss at L is not below this one's has not learned, and nothing follows from its curve.
@@ -246,6 +247,7 @@ class TrigramReference(Fixed):
 
     title = "Perplexity of a trigram"
     target_settings = ("longest", "targets", "windows")
+    needs_L = True
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """At L alone: it depends on no length."""
@@ -258,11 +260,8 @@ class TrigramReference(Fixed):
         for d, end in e.ends:
             ids = np.append(e.tokenizer.separator, e.text.documents[d][:end + 1])
             losses.append(trigram.losses(ids[first:]))
-        windows, losses = self.in_blocks(e, length, losses)
+        windows, losses = in_blocks(e, length, losses)
         return e.rows(windows, losses)
-
-    def cells(self, record: dict[str, Any]) -> dict[str, str]:
-        return Protocol.cells(self, record)
 
     def measures(self) -> list[Measure]:
         return []                               # a report shows it in the gate
@@ -398,13 +397,13 @@ class Answering(Protocol):
     target_settings = ("windows",)
     needs_text = False
 
-    def documents(self, e: Evaluation, length: int) -> dict[str, list[TaskDocument]]:
-        """Place -> its documents. Empty if they do not fit."""
+    def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:
+        """Each place with its documents; none if they do not fit."""
         raise NotImplementedError
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         parts = []
-        for place, documents in self.documents(e, length).items():
+        for place, documents in self.documents(e, length):
             is_answer = np.stack([document.is_answer for document in documents])        # (trials, length)
             places = np.flatnonzero(is_answer.any(axis=0))
             is_asked = is_answer[:, places]                             # (trials, n)
@@ -428,16 +427,16 @@ class Retrieval(Answering):
     title = "Retrieval, {}"
     place_name = "depth"
 
-    def documents(self, e: Evaluation, length: int) -> dict[str, list[TaskDocument]]:
+    def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:
         """At each depth, with the same facts at every length and depth."""
         def draws() -> list[np.random.Generator]:
             trials = range(max(1, e.settings.windows // 4))
             return [np.random.default_rng([e.settings.seed, trial]) for trial in trials]
 
-        if length < max(tasks.shortest(self.name, e.tokenizer, rng) for rng in draws()):
-            return {}
-        return {f"{depth:g}": [tasks.retrieval(self.name, e.tokenizer, length, depth, rng) for rng in draws()]
-                for depth in DEPTHS}
+        if length >= max(tasks.shortest(self.name, e.tokenizer, rng) for rng in draws()):
+            for depth in DEPTHS:
+                yield f"{depth:g}", [tasks.retrieval(self.name, e.tokenizer, length, depth, rng)
+                                     for rng in draws()]
 
 
 class Algorithm(Answering):
@@ -450,12 +449,11 @@ class Algorithm(Answering):
     place_name = "symbols"
     most_multiples = 8          # of the symbols of training
 
-    def documents(self, e: Evaluation, length: int) -> dict[str, list[TaskDocument]]:
+    def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:
         n = tasks.n_symbols(length)
-        if not n:
-            return {}
-        rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in range(e.settings.windows)]
-        return {str(n): [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs]}
+        if n:
+            rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in range(e.settings.windows)]
+            yield str(n), [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs]
 
 
 PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {

@@ -218,7 +218,7 @@ def test_curves_are_folders_and_extensions_with_seeds_together(tmp_path: Path) -
     assert curves(*plain, fabricate(tmp_path / "slow", config="lr = 1e-4")) == {
         "rope": ["0", "1"], "rope + yarn:beta_fast=8": ["0", "1"], "slow": ["0"]}
     both = tuned("long-seed0", 0, "rope-seed0"), tuned("long-seed1", 0, "rope-seed1")
-    assert curves(*both) == {"long": ["0 from 0", "0 from 1"]}
+    assert curves(*both) == {"long": ["0 from rope-seed0", "0 from rope-seed1"]}
     for second, expected in ((tuned("a/long-seed2", 1, "rope-seed0"), "not independent samples"),
                              (tuned("b/long-seed2", 0, "rope-seed0"), "same seed"),
                              (tuned("c/long-seed2", 0, "other-seed2"), "differ in train.init_from"),

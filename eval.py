@@ -45,9 +45,8 @@ from evaluation.comparison import place_curves
 from evaluation.estimates import estimates
 from evaluation.extension import EXTENSIONS, describe_extension, open_extensions
 from evaluation.figures import draw_evaluation, merge_positions
-from evaluation.measures import BY_POSITION, GAIN
 from evaluation.protocols import DEFAULT_PROTOCOLS, PROTOCOLS, measure, target_settings
-from evaluation.results import Results
+from evaluation.results import BY_POSITION, GAIN, Results
 from evaluation.scoring import MULTIPLES, Evaluation, Settings, Text, choose_lengths, open_text
 from evaluation.show import choose_all, show
 from hf.pretrained import pulled

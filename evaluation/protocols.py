@@ -25,7 +25,7 @@ from data import tasks
 from data.loader import Corpus
 from data.tasks import ALGORITHMS, RETRIEVAL, TaskDocument
 from evaluation.extension import PLAIN
-from evaluation.measures import (
+from evaluation.results import (
     ANSWERS,
     BY_POSITION,
     CONTROLLED,
@@ -34,8 +34,11 @@ from evaluation.measures import (
     REPETITION,
     Form,
     Measure,
+    add,
+    join,
+    make_table,
+    perplexity,
 )
-from evaluation.results import add, join, make_table, perplexity
 from evaluation.scoring import Evaluation, Settings, Text, Window, fixed_ends
 from evaluation.trigram import Trigram
 from hf.tokenizer import prefix_ids

@@ -3,8 +3,7 @@
 compare.py writes all that it read into its own folder, from which it can be read again:
   table.parquet      the tables of all runs, one below the other
   training.parquet   their training: run, step, tokens, loss, val_loss
-  runs.json          what the runs have in common, and what each of them has: label, config, heads of the
-                     evaluations, the text they were trained on, summary.json
+  runs.json          name -> label, config, head of the evaluation, the text it was trained on, summary.json
 """
 
 from __future__ import annotations
@@ -161,24 +160,14 @@ def read_training(folder: Path) -> pd.DataFrame:
 
 def write_runs(folder: Path, runs: Sequence[Run]) -> None:
     """Write the three files, each whole. Raises OSError."""
-    # what all runs have with the same value stands once
-    parts: dict[str, list[Keys]] = {
-        "config": [run.config for run in runs], "head": [run.head for run in runs],
-        "summary": [run.summary for run in runs], "more": [{"trained_on": run.trained_on} for run in runs]}
-    common: dict[str, Keys] = {}
-    about: dict[str, Keys] = {run.name: {"label": run.label} for run in runs}
-    for part, tables in parts.items():
-        first, *others = tables
-        common[part] = {key: value for key, value in first.items()
-                        if all(key in table and table[key] == value for table in others)}
-        for run, table in zip(runs, tables, strict=True):
-            rest = {key: value for key, value in table.items() if key not in common[part]}
-            if rest:
-                about[run.name][part] = rest
+    about = {}
+    for run in runs:
+        about[run.name] = {"label": run.label, "config": run.config, "head": run.head,
+                           "trained_on": run.trained_on, "summary": run.summary}
     folder.mkdir(parents=True, exist_ok=True)
     write_table(folder / TABLE, join(*(run.table for run in runs)))
     write_table(folder / CURVES, pd.concat([run.training.assign(run=run.name) for run in runs])[COLUMNS])
-    write_whole(folder / ABOUT, json.dumps({"common": common, "runs": about}, indent=1) + "\n")
+    write_whole(folder / ABOUT, json.dumps(about, indent=1) + "\n")
 
 
 def load(folder: Path) -> list[Run]:
@@ -189,17 +178,11 @@ def load(folder: Path) -> list[Run]:
         training = pd.DataFrame(columns=COLUMNS)
         if (folder / CURVES).exists():              # older folders have none where nothing is known
             training = pd.read_parquet(folder / CURVES)
-        tables = dict(iter(table.groupby("run", sort=False)))
-        curves = dict(iter(training.groupby("run", sort=False)))
-        runs = []
-        for name, entry in about["runs"].items():
-            config, head, summary, more = (keys | entry.get(part, {})
-                                           for part, keys in about["common"].items())
-            curve = curves.get(name, training[:0])[TRAINING]
-            runs.append(Run(name, entry["label"], config, head, more["trained_on"], summary, curve,
-                            tables[name]))
-        return runs
-    except (OSError, ValueError, KeyError) as error:
+        tables = dict(iter(table.groupby("run")))
+        curves = dict(iter(training.groupby("run")[TRAINING]))
+        return [Run(name, training=curves.get(name, training[TRAINING][:0]),
+                    table=tables.get(name, table[:0]), **keys) for name, keys in about.items()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder}: damaged, or not by this compare.py ({error}); compare the runs again "
                         "with --out") from error
 

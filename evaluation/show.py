@@ -14,9 +14,8 @@ from base.errors import UserError
 from evaluation.estimates import estimate, make_sample
 from evaluation.extension import EXTENSIONS, Extend, Rescaled
 from evaluation.intervals import LEVEL, holm
-from evaluation.measures import GAIN
 from evaluation.protocols import PROTOCOLS
-from evaluation.results import EXTENDED, NO_METHOD, records
+from evaluation.results import EXTENDED, GAIN, NO_METHOD, records
 from evaluation.scoring import Evaluation
 from hf.export import rope_fields
 

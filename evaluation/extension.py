@@ -236,7 +236,8 @@ class DualChunk(ReRoPE):
     """
 
     window: int | None = Field(None, ge=1, description="first queries of a chunk for which distances to the "
-                                                       "chunk before stay exact (default L - chunk)")
+                                                       "chunk before stay exact (default L - chunk, the "
+                                                       "most that keeps all distances below L)")
     chunk: int | None = Field(None, ge=1, description="tokens of a chunk (default 3 L / 4)")
 
     def size(self, L: int) -> int:
@@ -253,12 +254,6 @@ class DualChunk(ReRoPE):
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         return torch.full_like(m, L - 1), n % self.size(L)
-
-    def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        L = config.train.seq_len
-        if self.size(L) + max(1, self.window or 0) > L:
-            return f"chunk and window, both at least 1, must be at most L = {L} together"
-        return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         if self.first_near(torch.tensor(T - 1), config.train.seq_len) > 0:      # otherwise all are near

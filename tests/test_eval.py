@@ -446,26 +446,23 @@ def test_a_second_eval_on_the_same_file_is_refused(evaluated, run_dir: Path) -> 
 
 @pytest.mark.parametrize("protocol", slow_except(PROTOCOLS, "fixed", "sliding"))
 def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corpus_dir: Path) -> None:
-    """A setting that a protocol does not record changes none of its counts and targets."""
+    """A setting that a protocol does not record changes none of its counts and targets; the seed does."""
     config = tiny("rope", "model.n_layer=1")
     model, text = lively(config), text_of(corpus_dir)
-    plain = {"protocols": [protocol], "lengths": [32, 64], "longest": 128, "targets": 8, "windows": 4,
-             "tokens": 512}
+    plain = Settings([protocol], [32, 64], longest=128, targets=8, windows=4, tokens=512)
 
-    def targets(**change) -> list:
-        e = Evaluation(model, config, ByteTokenizer(), text, Settings(**{**plain, **change}))
-        measured(e)
+    def measure(**change) -> tuple[list, list]:
+        e = Evaluation(model, config, ByteTokenizer(), text, plain._replace(**change))
+        losses = [record["nll_sum"] for record in measured(e)]
         columns = ["length", "place", "document", "end", "tokens", "bytes"]
-        return e.table[columns].fillna(-1).to_numpy().tolist()
+        return e.table[columns].fillna(-1).to_numpy().tolist(), losses
 
-    before = targets()
+    targets, losses = measure()
     for name, value in {"longest": 160, "targets": 4, "windows": 12, "tokens": 256, "stride": 4}.items():
         if name not in PROTOCOLS[protocol].target_settings:
-            assert targets(**{name: value}) == before, name
-    losses = [[r["nll_sum"] for r in measured(Evaluation(model, config, ByteTokenizer(), text, Settings(
-        **plain, seed=seed)))] for seed in (0, 1)]
+            assert measure(**{name: value})[0] == targets, name
     # rolling takes all of the text, and two questions do not fit into 64 bytes
-    assert (losses[0] != losses[1]) == (protocol not in ("rolling", "multi_query"))
+    assert (measure(seed=1)[1] != losses) == (protocol not in ("rolling", "multi_query"))
 
 
 def test_each_method_is_measured_at_each_length(tiny, corpus_dir: Path) -> None:

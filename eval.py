@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
                         "bfloat16 where it is faster)")
     parser.add_argument("--longest", type=positive, metavar="TOKENS",
                         help="use only documents with more tokens than this, and the same targets as at this "
-                        "length (default: the longest of --lengths, and L for fixed)")
+                        "length (default and least: the longest of --lengths, and L for fixed)")
     parser.add_argument("--targets", type=positive, help="fixed: k, tokens scored (default min(32, L/4))")
     parser.add_argument("--windows", type=positive,
                         help="fixed, position, repeat, copy: number of windows; algorithms: trials; of "
@@ -144,20 +144,20 @@ class Help(argparse.Action):
 def choose_settings(args: argparse.Namespace, names: list[str], L: int, text: Text) -> Settings:
     """The arguments with their defaults for this training length and text. Raises UserError."""
     chosen = [PROTOCOLS[name] for name in names]
-    needs_L = any(protocol.needs_L for protocol in chosen)
+    needed = [args.longest] if args.longest else []                     # tokens that a document must have
+    if any(protocol.needs_L for protocol in chosen):
+        needed.append(L)
     multiples = args.multiples
     if not any(protocol.needs_text for protocol in chosen):             # no text limits the lengths
         most = min(protocol.most_multiples for protocol in chosen)
         multiples = [n for n in multiples if n <= most]
         text = Text(text.name, [])
-    lengths = choose_lengths(args.lengths, L, text, needs_L, multiples)
-    longest = max(*lengths, args.longest or 0)
-    if needs_L:
-        longest = max(longest, L)
+    lengths = choose_lengths(args.lengths, L, text, needed, multiples)
     targets = args.targets or max(1, min(32, L // 4))
     uses_targets = any("targets" in protocol.target_settings for protocol in chosen)
     if uses_targets and targets > min(lengths):
         raise UserError(f"--targets {targets}: must be at most the shortest length, {min(lengths)}")
+    longest = max([*lengths, *needed])
     return Settings(names, lengths, longest, targets, args.windows or 32, args.tokens, args.stride, args.seed)
 
 

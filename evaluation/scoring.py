@@ -94,28 +94,26 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer,
     return Text(path.name, corpus.documents("val"))
 
 
-def choose_lengths(wanted: list[int] | None, L: int, text: Text, needs_L: bool = True,
+def choose_lengths(wanted: list[int] | None, L: int, text: Text, needed: Sequence[int] = (),
                    multiples: Sequence[float] = MULTIPLES) -> list[int]:
     """The lengths of --lengths, or multiples of L as far as at least FEW documents go. Raises UserError.
 
-    The documents must have L tokens too if `needs_L`, or if the lengths follow from it. A text without
-    documents has no limit: they are generated.
+    A document must have the `needed` lengths too. A text without documents has no limit: they are generated.
     """
     sizes = sorted((len(document) - 1 for document in text.documents), reverse=True) or [2**31]
     longest = sizes[0]
-    if wanted is None:
+    lengths = wanted
+    if lengths is None:
         several = max(sizes[:FEW][-1], min(L, longest))
         lengths = [int(m * L) for m in multiples if m * L <= several]
         if L not in lengths:
             raise UserError(f"data {text.name}: its longest document has {longest} tokens, fewer than the "
                             f"training length {L}; give a longer text with --data, or --train-length")
-        return lengths
-    needed = [*wanted, L] if needs_L else wanted
-    if min(needed) < 1 or max(needed) > longest:
-        with_L = f" and the training length {L} (--train-length overrules it)" if needs_L else ""
-        raise UserError(f"--lengths {','.join(map(str, wanted))}: the lengths{with_L} must be in 1 ... "
-                        f"{longest}, the longest document of {text.name}")
-    return wanted
+    if min(lengths) < 1 or max([*lengths, *needed]) > longest:
+        raise UserError(f"--lengths {','.join(map(str, lengths))}: all of them, --longest, and for fixed L = "
+                        f"{L} (--train-length overrules it), must be in 1 ... {longest}, the longest "
+                        f"document of {text.name}")
+    return lengths
 
 
 def fixed_ends(text: Text, longest: int, n_scored: int, n_windows: int, seed: int) -> list[tuple[int, int]]:
@@ -252,15 +250,15 @@ def losses_at(model: GPT, train: TrainConfig, tokens: np.ndarray,
     device = next(model.parameters()).device
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     first = int(places.min())
-    chunks = []
+    losses, is_top = [], []
     with autocast(train, device):
         x = model.hidden(ids[:, :-1], last=ids.shape[1] - first)                # what predicts `first` on
         x = x[:, places - first].flatten(0, 1)                                  # (B n, C)
         targets = ids[:, places].flatten()
         for part, wanted in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):
             logits = model.logits(part).float()                                 # (CHUNK, V)
-            losses = F.cross_entropy(logits, wanted, reduction="none")
-            is_top = logits.argmax(dim=-1) == wanted
-            chunks.append(torch.stack((losses, is_top)))
-    losses, is_top = torch.cat(chunks, dim=1).view(2, len(tokens), len(places)).cpu().double().numpy()
-    return losses, is_top.astype(bool)
+            losses.append(F.cross_entropy(logits, wanted, reduction="none"))
+            is_top.append(logits.argmax(dim=-1) == wanted)
+    shape = len(tokens), len(places)
+    return (torch.cat(losses).view(shape).cpu().double().numpy(),
+            torch.cat(is_top).view(shape).cpu().numpy())

@@ -237,7 +237,7 @@ def test_lengths_default_to_the_multiples_that_eight_documents_have() -> None:
     assert choose_lengths([64, 16], 32, text) == [64, 16]
     for wanted, L in (([0], 32), ([longest + 1], 32), ([16], longest + 1), (None, longest + 1)):
         with pytest.raises(UserError):
-            choose_lengths(wanted, L, text)
+            choose_lengths(wanted, L, text, [L])
 
 
 def test_a_text_file_is_one_document_and_a_foreign_corpus_is_refused(tmp_path: Path,

@@ -1,8 +1,9 @@
 """The protocols of eval.py, a class each: the targets, what is measured of them, and how it is shown.
 
 To add one, write a class below and a line in PROTOCOLS. eval.py's table, its --help and JSON, and the report
-of compare.py then have it too. `rows` gives rows of the table in results.py; scoring.py has forward passes.
-The docstring is the note of --help and of reports.
+of compare.py then have it too. `rows` gives rows of the table in results.py, to which `measure` adds what all
+have in common, such as run, method and length; scoring.py has the forward passes. The docstring is the note
+of --help and of reports.
 
 Legend: B batch, T time, L = train.seq_len. Loss in nats per token.
 """
@@ -58,7 +59,7 @@ class Protocol:
     is_at_longest: ClassVar[bool] = False               # measured at the longest length alone
     needs_text: ClassVar[bool] = True                   # False: it generates documents
     needs_L: ClassVar[bool] = False                     # its documents have at least L tokens
-    most_multiples: ClassVar[int] = 64             # of L, the longest default length without a text
+    most_multiples: ClassVar[int] = 64                  # of L, the longest default length without a text
 
     def __init__(self, name: str) -> None:
         self.name = name

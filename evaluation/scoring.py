@@ -219,7 +219,7 @@ class Evaluation:
         return losses
 
     def losses_at(self, tokens: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As below. With data.bos, as in training, the separator replaces the first token of each window."""
+        """The function below; with data.bos, as in training, the separator is first in each window."""
         if self.config.data.bos:
             tokens = tokens.copy()
             tokens[:, 0] = self.tokenizer.separator

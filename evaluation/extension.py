@@ -156,13 +156,13 @@ class Regrouped(Wrapper):
         n = at.k_pos[:, None, None]                                     # (1 or B, 1, 1, Tk)
         first_near = self.method.first_near(at.q_pos, self.L)[:, None, :, None]         # (1 or B, 1, Tq, 1)
         is_near = n >= first_near                                       # (1 or B, 1, Tq, Tk)
-        # every pair is scored at one position, then those of is_again at the other one
+        # every pair is scored at its first positions, then some keys at the second ones
         first, second, is_again, needs_all = self.far(at), at, is_near, False
         if self.method.hides:
             is_first = n < getattr(self.method, self.method.hides)
             # masked before `scores`: an encoding may count the keys that it sees
             logits = logits.masked_fill(~(is_first | is_near), -torch.inf)
-            first, second, is_again = at, self.far(at), is_first & ~is_near
+            first, second, is_again = at, self.far(at), is_first
             needs_all = self.inner.has_scores or at.features is not None
         scored = self.inner.scores(logits, q, k, first)                 # (B, H, Tq, Tk)
         if not self.is_relative or not is_again.any():                  # without: far positions mean nothing
@@ -180,7 +180,8 @@ class Regrouped(Wrapper):
         rescored = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
         rescored = rescored.masked_fill(logits[..., keys].isneginf(), -torch.inf)
         rescored = self.inner.scores(rescored, q, k, second)
-        scored[..., keys] = torch.where(is_again[..., keys], rescored, scored[..., keys])
+        is_kept = is_near[..., keys] == bool(self.method.hides)
+        scored[..., keys] = torch.where(is_kept, scored[..., keys], rescored)
         return scored
 
 

@@ -30,9 +30,8 @@ from base.files import write_whole
 from evaluation.comparison import make_curves, make_sections, remarks, table_of
 from evaluation.estimates import caption, gates
 from evaluation.figures import draw_measure, draw_training, save
-from evaluation.measures import GAIN, TRAINING
 from evaluation.report import ONE_RATE, SIGNS, Section, describe_curves, html, means, summarize
-from evaluation.results import NO_METHOD
+from evaluation.results import GAIN, NO_METHOD, TRAINING
 from evaluation.runs import Run, check_comparable, read_runs, write_runs
 
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import pandas as pd
 
-from base.command import positive, run_command, run_parser
+from base.command import integers, positive, run_command, run_parser
 from base.errors import UserError, did_you_mean
 from data.loader import read_meta
 from data.tasks import TASKS
@@ -45,12 +45,10 @@ from evaluation.comparison import place_curves
 from evaluation.estimates import estimates
 from evaluation.extension import EXTENSIONS, describe_extension, open_extensions
 from evaluation.figures import draw_evaluation, merge_positions
-from evaluation.measures import BY_POSITION, GAIN
 from evaluation.protocols import DEFAULT_PROTOCOLS, PROTOCOLS, measure, target_settings
-from evaluation.results import Results
-from evaluation.scoring import Evaluation, Settings
+from evaluation.results import BY_POSITION, GAIN, Results
+from evaluation.scoring import MULTIPLES, Evaluation, Settings, Text, choose_lengths, open_text
 from evaluation.show import choose_all, show
-from evaluation.windows import MULTIPLES, Text, choose_lengths, open_text
 from hf.pretrained import pulled
 from runtime.checkpoint import Opened, open_run
 from runtime.device import dtype_name, set_up_cpu
@@ -71,10 +69,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100)
     parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="TOPIC",
                         help="print this page, or explain a protocol or a method")
-    parser.add_argument("--lengths", action="append",
+    parser.add_argument("--lengths", type=integers, action="extend",
                         help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L, as far as "
                         "there are 8 documents)")
-    parser.add_argument("--protocol", action="append",
+    parser.add_argument("--protocol", type=protocols, action="extend",
                         help=f"one or more of those below (default {','.join(DEFAULT_PROTOCOLS)}; for a run "
                         "trained on a task its own, with --extend all fixed,passkey)")
     parser.add_argument("--extend", action="append", default=[], metavar="METHOD",
@@ -90,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
                         "bfloat16 where it is faster)")
     parser.add_argument("--longest", type=positive, metavar="TOKENS",
                         help="use only documents with more tokens than this, and the same targets as at this "
-                        "length (default: the longest of --lengths, and L for fixed)")
+                        "length (default and least: the longest of --lengths, and L for fixed)")
     parser.add_argument("--targets", type=positive, help="fixed: k, tokens scored (default min(32, L/4))")
     parser.add_argument("--windows", type=positive,
                         help="fixed, position, repeat, copy: number of windows; algorithms: trials; of "
@@ -106,23 +104,25 @@ def parse_arguments() -> argparse.Namespace:
     # --lengths 128 256: the second number came as RUN or was left over
     words = [args.run, *more]
     if args.lengths:
-        args.lengths += [word for word in words if word.isdigit() and not Path(word).exists()]
-        words = [word for word in words if word not in args.lengths]
+        args.lengths += [int(word) for word in words if word.isdigit()]
+        words = [word for word in words if not word.isdigit()]
     if len(words) != 1:
         parser.error(f"unrecognized arguments: {' '.join(words[1:])}" if words else "RUN: missing")
     args.run = words[0]
-    for name in ("lengths", "protocol"):        # repeated ones combine
-        setattr(args, name, ",".join(getattr(args, name) or []) or None)
     if "all" in args.extend:
         choose_all(args)
-    known = (*PROTOCOLS, *TESTED_BY)
-    for protocol in args.protocol.split(",") if args.protocol is not None else ():
-        if protocol not in known:
-            hint = did_you_mean(protocol, known) or f"; choose from {','.join((*PROTOCOLS, 'needles'))}"
-            raise UserError(f"--protocol {protocol}: unknown{hint}")
-    if args.json and args.json.suffix != ".json":       # .parquet and .png are written beside it
-        raise UserError(f"--json {args.json}: must end in .json, such as {args.json}.json")
     return args
+
+
+def protocols(text: str) -> list[str]:
+    """The type of --protocol: names and commas, where a task stands for its own."""
+    names: list[str] = []
+    for name in text.split(","):
+        if name not in PROTOCOLS and name not in TESTED_BY:
+            hint = did_you_mean(name, [*PROTOCOLS, *TESTED_BY]) or f"; choose from {','.join(PROTOCOLS)}"
+            raise argparse.ArgumentTypeError(f"{name} is unknown{hint}")
+        names += TESTED_BY.get(name, [name])
+    return names
 
 
 class Help(argparse.Action):
@@ -141,40 +141,24 @@ class Help(argparse.Action):
         sys.exit()
 
 
-def choose_protocols(wanted: str | None, run: str) -> list[str]:
-    """The protocols of --protocol, where a task stands for its own; or the default for this run."""
-    if wanted:
-        names = wanted.split(",")
-    else:
-        meta = Path(run) / "corpus.json"
-        task = (read_meta(meta).get("task") or {}).get("name") if meta.exists() else None
-        names = [task] if task in TESTED_BY else [*DEFAULT_PROTOCOLS]
-    return list(dict.fromkeys(protocol for name in names for protocol in TESTED_BY.get(name, [name])))
-
-
 def choose_settings(args: argparse.Namespace, names: list[str], L: int, text: Text) -> Settings:
     """The arguments with their defaults for this training length and text. Raises UserError."""
-    protocols = [PROTOCOLS[name] for name in names]
-    needs_text = any(protocol.needs_text for protocol in protocols)
-    needs_L = any(protocol.needs_L for protocol in protocols)
-    # where no text limits the lengths: the largest multiple of L
-    generated = 0 if needs_text else min(protocol.most_multiples for protocol in protocols)
-    lengths = choose_lengths(args.lengths, L, text, generated, needs_L, args.multiples)
-    needed = max(*lengths, L if needs_L else 0)
-    longest = args.longest or needed
-    longest_document = max(map(len, text.documents), default=0) - 1
-    if needs_text and not needed <= longest <= longest_document:
-        lowest = "the longest of --lengths" + (" and L" if needs_L else "")
-        raise UserError(f"--longest {longest}: must be in {needed} ... {longest_document}, from {lowest} to "
-                        f"the longest document of {text.name}")
+    chosen = [PROTOCOLS[name] for name in names]
+    needed = [args.longest] if args.longest else []                     # tokens that a document must have
+    if any(protocol.needs_L for protocol in chosen):
+        needed.append(L)
+    multiples = args.multiples
+    if not any(protocol.needs_text for protocol in chosen):             # no text limits the lengths
+        most = min(protocol.most_multiples for protocol in chosen)
+        multiples = [n for n in multiples if n <= most]
+        text = Text(text.name, [])
+    lengths = choose_lengths(args.lengths, L, text, needed, multiples)
     targets = args.targets or max(1, min(32, L // 4))
-    uses_targets = any("targets" in protocol.target_settings for protocol in protocols)
+    uses_targets = any("targets" in protocol.target_settings for protocol in chosen)
     if uses_targets and targets > min(lengths):
         raise UserError(f"--targets {targets}: must be at most the shortest length, {min(lengths)}")
-    if args.seed < 0:
-        raise UserError(f"--seed {args.seed}: must be at least 0")
-    windows = args.windows or 32
-    return Settings(names, lengths, longest, targets, windows, args.tokens, args.stride, args.seed)
+    longest = max([*lengths, *needed])
+    return Settings(names, lengths, longest, targets, args.windows or 32, args.tokens, args.stride, args.seed)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -186,21 +170,22 @@ def open_evaluation(args: argparse.Namespace, run: Opened) -> Evaluation:
     changes = {"seq_len": args.train_length, "dtype": args.dtype}
     changes = {key: value for key, value in changes.items() if value}
     config = run.config.model_copy(update={"train": run.config.train.model_copy(update=changes)})
-    protocols = choose_protocols(args.protocol, args.run)
-    if any(PROTOCOLS[name].needs_text for name in protocols) or args.data or config.data.dir:
+    task = (run.corpus or {}).get("task") or {}
+    names = list(dict.fromkeys(args.protocol or TESTED_BY.get(task.get("name", ""), DEFAULT_PROTOCOLS)))
+    if any(PROTOCOLS[name].needs_text for name in names) or args.data or config.data.dir:
         text = open_text(args.data, config.data.dir, run.tokenizer, run.corpus)
     else:
         text = Text("tasks", [])
-    if "trigram" in protocols:
+    if "trigram" in names:
         splits = run.corpus and run.corpus["splits"]["train"]
         if splits is None or splits != read_meta(Path(config.data.dir) / "meta.json")["splits"]["train"]:
             raise UserError("--protocol trigram: counts the run's training text, which is not in data.dir "
                             f"{config.data.dir or '(none)'}; prepare it there again, or leave trigram out")
-    settings = choose_settings(args, protocols, config.train.seq_len, text)
+    settings = choose_settings(args, names, config.train.seq_len, text)
     extends = open_extensions(args.extend, run.model, config, settings.lengths, args.skip_unfit)
     e = Evaluation(run.model, config, run.tokenizer, text, settings, extends, args.run)
     if not e.possible:
-        raise UserError(f"--lengths {args.lengths}: {config.position.encoding} ends at "
+        raise UserError(f"--lengths {min(e.lengths)}: {config.position.encoding} ends at "
                         f"{run.model.active().max_length} positions; give a shorter one")
     return e
 
@@ -235,9 +220,6 @@ def draw(table: pd.DataFrame, e: Evaluation, title: str, path: Path) -> bool:
 def main() -> None:
     args = parse_arguments()
     args.run = str(pulled(args.run))
-    inside = [path.parent.name for path in sorted(Path(args.run).glob("*/config.toml"))]
-    if inside and not (Path(args.run) / "config.toml").exists():
-        raise UserError(f"run {args.run}: a folder of runs; give one of them, such as {args.run}/{inside[0]}")
     run = open_run(args.run, args.checkpoint, args.device)
     e = open_evaluation(args, run)
     head = head_of(run, e)
@@ -252,11 +234,12 @@ def main() -> None:
     path = args.json or Path(e.run) / "eval" / f"{e.text.name}{args.suffix}.json"
     with results.lock(path):
         saved = results.read_mergeable(path, head, args.replace)
-        for rows in measure(e, saved):          # after each length: an interruption loses no more
-            saved = results.combine(saved, Results(head, rows))
-            results.write(path, saved)
+        e.table = saved.table
+        head["settings"] = {**saved.head["settings"], **head["settings"]}
+        for _ in measure(e):                    # after each length: an interruption loses no more
+            results.write(path, Results(head, e.table))
     # of what the file holds, what this call asked for
-    asked = saved.table[saved.table.extend.isin([extend.spec for extend in e.extends])]
+    asked = e.table[e.table.extend.isin([extend.spec for extend in e.extends])]
     asked = asked[asked.length.isin(e.lengths) & asked.protocol.isin(e.settings.protocols)]
     if asked.empty:
         raise UserError(f"--lengths {','.join(map(str, e.lengths))}: no window of "
@@ -266,7 +249,7 @@ def main() -> None:
     if limit and limit < max(e.lengths):
         print(f"{head['encoding']} is not defined beyond position {limit - 1}: empty cells")
     title += f", evaluated on {e.text.name}"
-    is_drawn = draw(saved.table, e, title, path.with_suffix(".png"))
+    is_drawn = draw(e.table, e, title, path.with_suffix(".png"))
     print(f"wrote {path}, .parquet and .png" if is_drawn else f"wrote {path} and .parquet")
 
 

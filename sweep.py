@@ -31,14 +31,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from base.command import argument_parser, positive, run_command
+from base.command import argument_parser, integers, positive, run_command
 from base.errors import UserError
 from evaluation import sweeping, trials
 from evaluation.sweeping import Points, make_jobs
-
-
-def integers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def pair(text: str) -> tuple[str, int | str]:

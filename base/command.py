@@ -103,3 +103,8 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return number
+
+
+def integers(text: str) -> list[int]:
+    """The type of an argument that is numbers and commas."""
+    return [int(number) for number in text.split(",")]

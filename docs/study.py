@@ -21,8 +21,7 @@ from docs.gallery import ROOT, table, update
 from evaluation.comparison import Curve, make_curves, make_sections, table_of
 from evaluation.estimates import LEAST_GAIN, gates
 from evaluation.figures import caption, draw_measure
-from evaluation.measures import GAIN, PERPLEXITY
-from evaluation.results import NO_METHOD, join, records
+from evaluation.results import GAIN, NO_METHOD, PERPLEXITY, join, records
 from evaluation.runs import Run, check_comparable, load
 
 STUDY = ROOT / "results" / "extrapolation"      # TEXT/: the runs evaluated on a text

@@ -1,13 +1,11 @@
 """Measuring trained models: protocols, probes, context extension, comparing, sweeping.
 
-windows      the text to evaluate on, and the places that protocols share
 protocols    the protocols of eval.py, a class each: the targets, what is measured, how it is shown
-scoring      the forward passes that they share, and the rows that losses become
+scoring      the text, its windows, and the forward passes that protocols share
 trigram      a Kneser-Ney trigram, which a model must beat
 extension    methods that extend the context of a trained model (--extend)
-results      the table of all that was measured, its sums and files, and merging a second evaluation into them
+results      the table of all that was measured, its sums and files, and how reports show a protocol
 show         what eval.py prints, and --extend all
-measures     how reports show a protocol, computed from sums
 runs         reading what train.py and eval.py wrote of runs, and refusing those that cannot be compared
 comparison   comparing them: curves, tables, differences
 intervals    intervals over seeds and text, and Holm's correction

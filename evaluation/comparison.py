@@ -15,10 +15,9 @@ from base.errors import UserError
 from config import MAY_DIFFER, differing_keys
 from evaluation.estimates import claims, estimates
 from evaluation.figures import merge_positions
-from evaluation.measures import BY_POSITION, GAIN, PERPLEXITY
 from evaluation.protocols import PROTOCOLS
 from evaluation.report import Section
-from evaluation.results import COLUMNS, NO_METHOD, join
+from evaluation.results import BY_POSITION, COLUMNS, GAIN, NO_METHOD, PERPLEXITY, join
 from evaluation.runs import Run, without_seed
 
 ROUNDING = 1e-4         # nats per token; below it two forward passes agree

@@ -29,8 +29,7 @@ from evaluation.intervals import (
     two_way_share,
     units_of,
 )
-from evaluation.measures import CONTROLLED, FOUND, LOSS, REPETITION, Score
-from evaluation.results import NO_METHOD
+from evaluation.results import CONTROLLED, FOUND, LOSS, NO_METHOD, REPETITION, Score
 
 CURVE = ["label", "extend"]
 COLUMN = ["protocol", "length", "place"]

@@ -11,7 +11,6 @@ Legend: B batch, Tq queries, Tk keys, H = n_head, D channels of a head; L traini
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import re
 import tomllib
@@ -50,6 +49,10 @@ class Extension(Section):
             return "needs an encoding that depends on distances alone"
         return None
 
+    def warning(self, model: GPT, config: Config, T: int) -> str | None:
+        """One line about options that are allowed but probably a mistake, if any."""
+        return None
+
     def apply(self, model: GPT, config: Config, T: int) -> None:
         """Change the model for evaluation at T tokens."""
         raise NotImplementedError
@@ -81,8 +84,8 @@ class Rescaled(Extension):
         return self.scaling(model, config, T).problem(encoding.rotary_dim)
 
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
-        """One line about options that are allowed but probably a mistake, if any."""
-        scaling, encoding = self.scaling(model, config, T), rotary(model)
+        encoding = rotary(model)
+        scaling = self.scaling(model, config, T)
         return scaling.warning(encoding.rotary_dim, encoding.base, config.train.seq_len)
 
 
@@ -114,25 +117,23 @@ class Regrouping(Extension):
         return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
-        wrapped: dict[Encoding, Encoding] = {}      # layers that share an encoding share the wrapper
-
-        def regrouped(encoding: Encoding) -> Encoding:
+        regrouped = {}                          # layers that share an encoding share the wrapper
+        for encoding in model.encodings:
             plain = encoding
             while isinstance(plain, Wrapper):
                 plain = plain.inner
-            if isinstance(plain, NoPE) and not self.hides:
-                return encoding
-            return Regrouped(encoding, self, config.train.seq_len, T)
-
-        model.encodings = [wrapped.setdefault(encoding, regrouped(encoding)) for encoding in model.encodings]
+            regrouped[encoding] = encoding
+            if self.hides or not isinstance(plain, NoPE):
+                regrouped[encoding] = Regrouped(encoding, self, config.train.seq_len, T)
+        model.encodings = [regrouped[encoding] for encoding in model.encodings]
 
 
 class Regrouped(Wrapper):
     """An encoding whose far pairs are scored at the positions that a Regrouping gives them.
 
-    Every pair is scored at its far positions, or, if the method hides far pairs, at its own. Then keys are
-    scored again: those that are near to some row of a block, or, if the method hides some, the first ones
-    (all, where the encoding has `scores`, which may count the keys that it sees, or features of all keys).
+    Every pair is scored at its far positions, or, if the method hides far pairs, at its own. Then near pairs
+    are scored again, or, if it hides some, the first keys (with all others, where the encoding has `scores`,
+    which may count the keys that it sees, or features of all keys).
     """
 
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
@@ -152,28 +153,34 @@ class Regrouped(Wrapper):
         return self.inner.rotate(q, k, at if self.method.hides else self.far(at))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        hides, n = bool(self.method.hides), at.k_pos[:, None, None]           # (1 or B, 1, 1, Tk)
-        start = self.method.first_near(at.q_pos, self.L)[:, None, :, None]      # (1 or B, 1, Tq, 1)
-        if hides:       # masked before `scores`: an encoding may count the keys that it sees
+        n = at.k_pos[:, None, None]                                     # (1 or B, 1, 1, Tk)
+        first_near = self.method.first_near(at.q_pos, self.L)[:, None, :, None]         # (1 or B, 1, Tq, 1)
+        is_near = n >= first_near                                       # (1 or B, 1, Tq, Tk)
+        # every pair is scored at its first positions, then some keys at the second ones
+        first, second, is_again, needs_all = self.far(at), at, is_near, False
+        if self.method.hides:
             is_first = n < getattr(self.method, self.method.hides)
-            logits = logits.masked_fill(~is_first & (n < start), -torch.inf)
+            # masked before `scores`: an encoding may count the keys that it sees
+            logits = logits.masked_fill(~(is_first | is_near), -torch.inf)
+            first, second, is_again = at, self.far(at), is_first
             needs_all = self.inner.has_scores or at.features is not None
-            again = torch.ones_like(is_first) if needs_all else is_first
-        else:
-            again = n >= start.amin(2, keepdim=True)
-        first, second = (at, self.far(at)) if hides else (self.far(at), at)
         scored = self.inner.scores(logits, q, k, first)                 # (B, H, Tq, Tk)
-        if not self.is_relative:                                        # far positions have no meaning
+        if not self.is_relative or not is_again.any():                  # without: far positions mean nothing
             return scored
-        indices = again.flatten(0, 2).any(0).nonzero()[:, 0].tolist()
-        keys = slice(indices[0], indices[-1] + 1) if indices else slice(0)
-        second, k = second.block(slice(None), keys), k[:, :, keys]
+
+        # of the keys alone that some row scores again
+        keys = slice(None)
+        if not needs_all:
+            indices = is_again.flatten(0, 2).any(0).nonzero()[:, 0].tolist()
+            keys = slice(indices[0], indices[-1] + 1)
+        k = k[:, :, keys]
+        second = second.block(slice(None), keys)
         second = second._replace(tables=self.inner.tables(second.q_pos, second.k_pos))
         q_rotated, k_rotated = self.inner.rotate(q, k, second)
         rescored = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
         rescored = rescored.masked_fill(logits[..., keys].isneginf(), -torch.inf)
         rescored = self.inner.scores(rescored, q, k, second)
-        is_kept = (n[..., keys] >= start) == hides
+        is_kept = is_near[..., keys] == bool(self.method.hides)
         scored[..., keys] = torch.where(is_kept, scored[..., keys], rescored)
         return scored
 
@@ -186,23 +193,15 @@ class ReRoPE(Regrouping):
     """
 
     needs_rotary = needs_relative = True
-    step: ClassVar[str | None] = None   # the option whose default keeps the longest distance below L
     window: int | None = Field(None, ge=1, description="distances below it stay exact (default L / 4)")
 
     def near(self, L: int) -> int:
         return self.window or max(1, L // 4)
 
-    def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        largest = config.train.seq_len - 2      # above it, the default step has no far distance below L
-        if self.step and getattr(self, self.step) is None and (self.window or 0) > largest:
-            return f"window must be at most L - 2 = {largest}, got {self.window}"
-        return super().problem(model, config, T)
-
 
 class LeakyReRoPE(ReRoPE):
     """Distances d from `window` w on become w + (d - w) / k. Su 2023, github.com/bojone/rerope."""
 
-    step = "k"
     k: float | None = Field(None, ge=1, description="divisor of far distances (default: the least that "
                                                     "keeps the longest below L); 1: plain RoPE")
 
@@ -218,13 +217,12 @@ class SelfExtend(ReRoPE):
     G = group, W = window. Near tokens keep their positions; far tokens share one in groups of G.
     """
 
-    step = "group"
     group: int | None = Field(None, ge=1, description="tokens that share a position (default: the least that "
                                                       "keeps the longest distance below L); 1: plain RoPE")
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         W = self.near(L)
-        G = self.group or next(G for G in itertools.count(1) if (T - 1) // G + W - W // G < L)
+        G = self.group or next(G for G in range(1, T + 1) if (T - 1) // G + W - W // G < L)
         return m // G + W - W // G, n // G
 
 
@@ -239,7 +237,8 @@ class DualChunk(ReRoPE):
     """
 
     window: int | None = Field(None, ge=1, description="first queries of a chunk for which distances to the "
-                                                       "chunk before stay exact (default L - chunk)")
+                                                       "chunk before stay exact (default L - chunk, the "
+                                                       "most that keeps all distances below L)")
     chunk: int | None = Field(None, ge=1, description="tokens of a chunk (default 3 L / 4)")
 
     def size(self, L: int) -> int:
@@ -256,12 +255,6 @@ class DualChunk(ReRoPE):
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         return torch.full_like(m, L - 1), n % self.size(L)
-
-    def problem(self, model: GPT, config: Config, T: int) -> str | None:
-        L = config.train.seq_len
-        if self.size(L) + max(1, self.window or 0) > L:
-            return f"chunk and window, both at least 1, must be at most L = {L} together"
-        return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         if self.first_near(torch.tensor(T - 1), config.train.seq_len) > 0:      # otherwise all are near
@@ -446,7 +439,7 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
             continue
         fitting.append(extend)
         for method in extend.methods:
-            warning = method.warning(model, config, max(lengths)) if isinstance(method, Rescaled) else None
+            warning = method.warning(model, config, max(lengths))
             if warning:
                 print(f"warning: --extend {extend.spec}: {warning}")
     return fitting

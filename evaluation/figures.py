@@ -26,8 +26,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from evaluation.estimates import FAILED, NOT_GATED
 from evaluation.extension import EXTENSIONS
-from evaluation.measures import BY_POSITION, GAIN, TRAINING, Form
-from evaluation.results import NO_METHOD
+from evaluation.results import BY_POSITION, GAIN, NO_METHOD, TRAINING, Form
 from positions import ENCODINGS
 
 # distinct for the colour-blind: Okabe and Ito 2008 without yellow, and Tol's wine

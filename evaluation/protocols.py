@@ -1,8 +1,9 @@
 """The protocols of eval.py, a class each: the targets, what is measured of them, and how it is shown.
 
 To add one, write a class below and a line in PROTOCOLS. eval.py's table, its --help and JSON, and the report
-of compare.py then have it too. `rows` gives rows of the table in results.py; scoring.py has forward passes.
-The docstring is the note of --help and of reports.
+of compare.py then have it too. `rows` gives rows of the table in results.py, to which `measure` adds what all
+have in common, such as run, method and length; scoring.py has the forward passes. The docstring is the note
+of --help and of reports.
 
 Legend: B batch, T time, L = train.seq_len. Loss in nats per token.
 """
@@ -14,18 +15,18 @@ import inspect
 import itertools
 import math
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
+from base.errors import UserError
 from data import tasks
 from data.loader import Corpus
 from data.tasks import ALGORITHMS, RETRIEVAL, TaskDocument
 from evaluation.extension import PLAIN
-from evaluation.measures import (
+from evaluation.results import (
     ANSWERS,
     BY_POSITION,
     CONTROLLED,
@@ -34,18 +35,13 @@ from evaluation.measures import (
     REPETITION,
     Form,
     Measure,
+    add,
+    join,
+    make_table,
+    perplexity,
 )
-from evaluation.results import Results, join, perplexity
-from evaluation.scoring import Evaluation, Settings
+from evaluation.scoring import Evaluation, Settings, Text, Window, fixed_ends
 from evaluation.trigram import Trigram
-from evaluation.windows import (
-    Text,
-    Window,
-    fixed_ends,
-    position_buckets,
-    repeat_distance,
-    repeat_passages,
-)
 from hf.tokenizer import prefix_ids
 
 DEFAULT_PROTOCOLS = ("nonoverlap", "fixed", "position")
@@ -63,7 +59,7 @@ class Protocol:
     is_at_longest: ClassVar[bool] = False               # measured at the longest length alone
     needs_text: ClassVar[bool] = True                   # False: it generates documents
     needs_L: ClassVar[bool] = False                     # its documents have at least L tokens
-    most_multiples: ClassVar[int] = 64             # of L, the longest default length without a text
+    most_multiples: ClassVar[int] = 64                  # of L, the longest default length without a text
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -79,8 +75,7 @@ class Protocol:
         windows = self.windows(e.text, e.settings, length)
         if not windows:
             return None
-        losses, seconds = e.score(self.name, length, windows)
-        return e.rows_of_windows(self.name, length, seconds, windows, losses)
+        return e.rows(windows, e.score(length, windows))
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         """What eval.py prints of a sum of results.py: column -> text. No columns: nothing is printed."""
@@ -145,11 +140,14 @@ class Rolling(Protocol):
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         prefix = prefix_ids(e.tokenizer)
-        if prefix:
-            e = copy.copy(e)
-            documents = [np.concatenate((ids[:1], prefix, ids[1:])) for ids in e.text.documents]
-            e.text = Text(e.text.name, documents)
-        return super().rows(e, length)
+        if not prefix:
+            return super().rows(e, length)
+        opened = copy.copy(e)
+        documents = [np.concatenate((ids[:1], prefix, ids[1:])) for ids in e.text.documents]
+        opened.text = Text(e.text.name, documents)
+        rows = super().rows(opened, length)
+        e.seconds = opened.seconds
+        return rows
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         windows = []
@@ -193,21 +191,18 @@ class Fixed(Protocol):
     """
 
     title = "Perplexity, fixed targets"
-    target_settings: ClassVar[tuple[str, ...]] = ("longest", "targets", "windows")
+    target_settings = ("longest", "targets", "windows", "truncated")
     needs_L = True
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """With the truncated control: the plain model with the last L tokens of each target."""
         measured = e.table[e.table.protocol == "fixed"]
-        if measured.empty:                      # without a method, which comes first
+        truncated = measured.truncated_nll.to_numpy()       # the same under each method and at each length
+        if measured.empty:                                  # without a method, which comes first
             truncated = self.truncated_nll(e)
-        else:
-            first = measured.iloc[0]            # of any method and length: all have the same control
-            is_first = (measured.extend == first.extend) & (measured.length == first.length)
-            truncated = measured[is_first].truncated_nll.to_numpy()
-        losses, seconds = e.score_ended(length)
-        blocks, losses = self.in_blocks(e, length, losses)
-        return e.rows_of_windows("fixed", length, seconds, blocks, losses, truncated_nll=truncated)
+            e.seconds = 0.0                                 # of the control alone
+        windows, losses = in_blocks(e, length, e.score_ended(length))
+        return e.rows(windows, losses, truncated_nll=truncated[:len(windows)])
 
     def truncated_nll(self, e: Evaluation) -> np.ndarray:
         """Loss of each block (blocks,), where each target has its own last L tokens before it.
@@ -216,23 +211,11 @@ class Fixed(Protocol):
         have L - k + 1, and a model that sees no further than L would differ with more context.
         """
         k = e.settings.targets
-        windows = []
-        for d, end in e.ends:
-            for target in range(end - k + 1, end + 1):
-                windows.append(Window(d, max(0, target - e.L), target, 1))
-        losses, _ = e.score("truncated", e.L, windows)
-        per_window = np.concatenate(losses).reshape(len(e.ends), k)
-        _, blocks = self.in_blocks(e, e.L, per_window)
+        windows = [Window(d, max(0, target - e.L), target, 1)
+                   for d, end in e.ends for target in range(end - k + 1, end + 1)]
+        per_window = np.concatenate(e.score(e.L, windows)).reshape(len(e.ends), k)
+        _, blocks = in_blocks(e, e.L, per_window)
         return np.array([x.sum() for x in blocks])
-
-    def in_blocks(self, e: Evaluation, length: int,
-                  losses: Sequence[np.ndarray] | np.ndarray) -> tuple[list[Window], list[np.ndarray]]:
-        """The targets in blocks of at most BLOCK, so that few long windows have an interval too."""
-        k = e.settings.targets
-        bounds = [(i, min(i + BLOCK, k)) for i in range(0, k, BLOCK)]
-        windows = [Window(d, end - length, end - k + stop, stop - start)
-                   for d, end in e.ends for start, stop in bounds]
-        return windows, [x[-k:][start:stop] for x in losses for start, stop in bounds]
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         truncated = perplexity(record["truncated_nll_sum"] / record["tokens"])
@@ -247,19 +230,33 @@ class Fixed(Protocol):
                 Measure("gain", self.name, "Gain over truncation, fixed targets", note, GAIN)]
 
 
-class TrigramReference(Fixed):
+def in_blocks(e: Evaluation, length: int,
+              losses: Sequence[np.ndarray] | np.ndarray) -> tuple[list[Window], list[np.ndarray]]:
+    """The targets in blocks of at most BLOCK, so that few long windows have an interval too."""
+    k = e.settings.targets
+    windows, blocks = [], []
+    for (d, end), of_window in zip(e.ends, losses, strict=True):
+        for start in range(0, k, BLOCK):
+            block = of_window[-k:][start:start + BLOCK]
+            blocks.append(block)
+            windows.append(Window(d, end - length, end - k + start + len(block), len(block)))
+    return windows, blocks
+
+
+class TrigramReference(Protocol):
     """A Kneser-Ney trigram of the run's training split, on the targets of fixed.
 
     A model whose loss at L is not below this one's has not learned, and nothing follows from its curve.
     """
 
     title = "Perplexity of a trigram"
+    target_settings = ("longest", "targets", "windows")
+    needs_L = True
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """At L alone: it depends on no length."""
         if length != e.L or e.extend is not PLAIN:
             return None
-        began = time.perf_counter()
         corpus = Corpus(e.config.data.dir, splits=("train",))
         trigram = Trigram(corpus.tokens["train"], corpus.vocab_size)
         first = -e.settings.targets - 2         # a loss needs two tokens before: a second separator at first
@@ -267,11 +264,8 @@ class TrigramReference(Fixed):
         for d, end in e.ends:
             ids = np.append(e.tokenizer.separator, e.text.documents[d][:end + 1])
             losses.append(trigram.losses(ids[first:]))
-        windows, losses = self.in_blocks(e, length, losses)
-        return e.rows_of_windows(self.name, length, time.perf_counter() - began, windows, losses)
-
-    def cells(self, record: dict[str, Any]) -> dict[str, str]:
-        return Protocol.cells(self, record)
+        windows, losses = in_blocks(e, length, losses)
+        return e.rows(windows, losses)
 
     def measures(self) -> list[Measure]:
         return []                               # a report shows it in the gate
@@ -284,20 +278,20 @@ class Position(Protocol):
     form = BY_POSITION
     place_name = "position"
     is_at_longest = True
-    target_settings = ("longest", "targets", "windows")
+    target_settings = ("longest", "targets", "windows", "length")
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """A row for each window and bucket of positions."""
-        losses, seconds = e.score_ended(length)
-        nll = np.stack([x[-length:] for x in losses])                   # (windows, length)
+        nll = np.stack([losses[-length:] for losses in e.score_ended(length)])          # (windows, length)
         targets = np.stack([e.text.documents[d][end + 1 - length:end + 1] for d, end in e.ends])
         n_bytes = e.byte_lengths[targets]                               # (windows, length)
-        buckets = position_buckets(length)
-        return join(*(e.rows(
-            self.name, length, seconds / len(buckets), place=f"{start}-{stop - 1}",
-            nll=nll[:, start:stop].sum(axis=1), tokens=stop - start, bytes=n_bytes[:, start:stop].sum(axis=1),
-            document=[d for d, _ in e.ends], end=[end - length + stop for _, end in e.ends])
-            for start, stop in buckets))
+        buckets = []
+        for start, stop in position_buckets(length):
+            buckets.append(make_table(
+                place=f"{start}-{stop - 1}", nll=nll[:, start:stop].sum(axis=1), tokens=stop - start,
+                bytes=n_bytes[:, start:stop].sum(axis=1), document=[d for d, _ in e.ends],
+                end=[end - length + stop for _, end in e.ends]))
+        return join(*buckets)
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         return {}                               # the picture shows it
@@ -305,6 +299,13 @@ class Position(Protocol):
     def column(self, length: int, place: str) -> tuple[float, str]:
         first, last = map(int, place.split("-"))
         return math.sqrt((first + 1) * (last + 1)), place
+
+
+def position_buckets(longest: int) -> list[tuple[int, int]]:
+    """[from, to) of positions, two to an octave from 4 on; position i has i + 1 tokens of context."""
+    steps = [round(2 ** (i / 2)) for i in range(4, 2 * longest.bit_length())]
+    inside = [step for step in steps if step < longest]
+    return list(itertools.pairwise(sorted({0, *inside, longest})))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -332,18 +333,16 @@ class Repeat(Protocol):
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """Two copies at the distance that this length has room for; None without another window's passage."""
-        distance = repeat_distance(length, e.L)
-        if distance is None or len(e.ends) < 2:
+        if length < 3 * (e.L // 4) or len(e.ends) < 2:
             return None
         tokens, control, first, second = repeat_passages(self.stretches(e), length, e.L)
-        (losses, _), seconds = e.probe(self.name, length, tokens, np.concatenate((first, second)))
-        (losses_of_control, _), more = e.probe(self.name, length, control, second)
-        documents = [d for d, _ in e.ends]
+        losses, _ = e.probe(length, tokens, np.concatenate((first, second)))
+        losses_of_control, _ = e.probe(length, control, second)
         n_bytes = e.byte_lengths[tokens[:, second]].sum(axis=1) if self.has_bytes else np.nan
-        return e.rows(
-            self.name, length, seconds + more, place=str(distance),
-            nll=losses[:, len(first):].sum(axis=1), first_nll=losses[:, :len(first)].sum(axis=1),
-            control_nll=losses_of_control.sum(axis=1), tokens=len(second), bytes=n_bytes, document=documents)
+        return make_table(
+            place=str(second[0] - first[0]), nll=losses[:, len(first):].sum(axis=1),
+            first_nll=losses[:, :len(first)].sum(axis=1), control_nll=losses_of_control.sum(axis=1),
+            tokens=len(second), bytes=n_bytes, document=[d for d, _ in e.ends])
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
         cells = {"gain on the second copy": f"{record['gain']:+z.3f} nats/token"}
@@ -373,6 +372,24 @@ class Copy(Repeat):
         return [rng.choice(e.text.documents[d][1:], e.settings.longest) for d, _ in e.ends]
 
 
+def repeat_passages(stretches: Sequence[np.ndarray], length: int,
+                    L: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Windows (n, length) whose last L / 4 tokens repeat an earlier passage; the indices to score in both.
+
+    The second result is the same windows, each with the passage of another in place of the first copy.
+
+    A window is L / 4 tokens of context, the passage, the tokens that follow it in the stretch (which has at
+    least `length`), and the passage again. Contexts and passages are the same at every length. The first half
+    of a passage is not scored: it shows the model what is being repeated.
+    """
+    p = L // 4
+    tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])
+    control = tokens.copy()
+    control[:, p:2 * p] = np.roll(tokens[:, p:2 * p], 1, axis=0)
+    half = np.arange(p // 2, p)
+    return tokens, control, p + half, length - p + half
+
+
 class Answering(Protocol):
     """Probes whose answers are right or wrong, over generated documents.
 
@@ -384,21 +401,20 @@ class Answering(Protocol):
     target_settings = ("windows",)
     needs_text = False
 
-    def documents(self, e: Evaluation, length: int) -> dict[str, list[TaskDocument]]:
-        """Place -> its documents. Empty if they do not fit."""
+    def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:
+        """Each place with its documents; none if they do not fit."""
         raise NotImplementedError
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         parts = []
-        for place, documents in self.documents(e, length).items():
+        for place, documents in self.documents(e, length):
             is_answer = np.stack([document.is_answer for document in documents])        # (trials, length)
             places = np.flatnonzero(is_answer.any(axis=0))
             is_asked = is_answer[:, places]                             # (trials, n)
             ids = np.stack([document.ids for document in documents])
-            (losses, is_top), seconds = e.probe(self.name, length, ids, places)
-            parts.append(e.rows(
-                self.name, length, seconds, place=place,
-                nll=np.where(is_asked, losses, 0).sum(axis=1), tokens=is_asked.sum(axis=1),
+            losses, is_top = e.probe(length, ids, places)
+            parts.append(make_table(
+                place=place, nll=np.where(is_asked, losses, 0).sum(axis=1), tokens=is_asked.sum(axis=1),
                 correct=(is_top | ~is_asked).all(axis=1), document=range(len(documents))))
         return join(*parts) if parts else None
 
@@ -415,16 +431,16 @@ class Retrieval(Answering):
     title = "Retrieval, {}"
     place_name = "depth"
 
-    def documents(self, e: Evaluation, length: int) -> dict[str, list[TaskDocument]]:
+    def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:
         """At each depth, with the same facts at every length and depth."""
         def draws() -> list[np.random.Generator]:
             trials = range(max(1, e.settings.windows // 4))
             return [np.random.default_rng([e.settings.seed, trial]) for trial in trials]
 
-        if length < max(tasks.shortest(self.name, e.tokenizer, rng) for rng in draws()):
-            return {}
-        return {f"{depth:g}": [tasks.retrieval(self.name, e.tokenizer, length, depth, rng) for rng in draws()]
-                for depth in DEPTHS}
+        if length >= max(tasks.shortest(self.name, e.tokenizer, rng) for rng in draws()):
+            for depth in DEPTHS:
+                yield f"{depth:g}", [tasks.retrieval(self.name, e.tokenizer, length, depth, rng)
+                                     for rng in draws()]
 
 
 class Algorithm(Answering):
@@ -437,12 +453,11 @@ class Algorithm(Answering):
     place_name = "symbols"
     most_multiples = 8          # of the symbols of training
 
-    def documents(self, e: Evaluation, length: int) -> dict[str, list[TaskDocument]]:
+    def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:
         n = tasks.n_symbols(length)
-        if not n:
-            return {}
-        rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in range(e.settings.windows)]
-        return {str(n): [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs]}
+        if n:
+            rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in range(e.settings.windows)]
+            yield str(n), [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs]
 
 
 PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {
@@ -455,36 +470,39 @@ PROTOCOLS: dict[str, Protocol] = {name: kind(name) for name, kind in {
 # All of them
 
 
-def measure(e: Evaluation, known: Results | None = None) -> Iterator[pd.DataFrame]:
-    """The rows of each method, protocol and length, as soon as they are measured; e.table gathers them.
+def measure(e: Evaluation) -> Iterator[pd.DataFrame]:
+    """The rows of each method, protocol and length that e.table lacks, as soon as they are in it.
 
-    What is in `known`, results on the same targets, is left out.
+    Raises UserError if a loss is NaN or infinite.
     """
-    if known:
-        e.table = known.table
-    done = {*e.table[["extend", "protocol", "length"]].drop_duplicates().itertuples(index=False, name=None)}
+    known = e.table.groupby(["extend", "protocol", "length"]).groups
     e.scores_all = any(PROTOCOLS[name].is_at_longest for name in e.settings.protocols)
     for extend, name in itertools.product(e.extends, e.settings.protocols):
-        e.extend = extend
         protocol = PROTOCOLS[name]
         lengths = e.possible[-1:] if protocol.is_at_longest else e.possible
         for length in lengths:
-            if (e.extend.spec, name, length) in done:
+            if (extend.spec, name, length) in known:
                 continue
+            e.extend = extend
+            e.title = f"{extend.spec} {name} {length}"
+            e.seconds = 0.0
             rows = protocol.rows(e, length)
-            if rows is not None:
-                e.table = join(e.table, rows)
-                yield rows
+            if rows is None:
+                continue
+            total = rows.nll.sum()
+            if not np.isfinite(total):
+                raise UserError(f"{name} at {length} tokens, --extend {extend.spec}: the loss is {total}; "
+                                "evaluate another checkpoint, method or length")
+            rows = rows.assign(
+                run=e.run, seed=e.config.train.seed, encoding=e.config.position.encoding,
+                extend=extend.spec, protocol=name, length=length, seconds=e.seconds / len(rows))
+            e.table = add(e.table, rows)
+            yield rows
 
 
 def target_settings(e: Evaluation) -> dict[str, dict[str, int | str | None]]:
     """Protocol -> the settings that decide its targets. Evaluations with equal settings can be merged."""
-    values = e.settings._asdict()
-    settings: dict[str, dict[str, int | str | None]] = {}
-    for name in e.settings.protocols:
-        settings[name] = {key: values[key] for key in PROTOCOLS[name].target_settings}
-        if PROTOCOLS[name].is_at_longest:
-            settings[name]["length"] = max(e.possible, default=None)
-    if "fixed" in settings:
-        settings["fixed"]["truncated"] = "per target"       # older results: in one window of L
-    return settings
+    # older results have no `truncated`: in one window of L
+    values = {**e.settings._asdict(), "length": max(e.possible), "truncated": "per target"}
+    return {name: {key: values[key] for key in PROTOCOLS[name].target_settings}
+            for name in e.settings.protocols}

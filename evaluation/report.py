@@ -15,7 +15,7 @@ import pandas as pd
 
 from evaluation.estimates import FAILED, LEAST_GAIN, NOT_GATED, PASSED, WITHIN
 from evaluation.figures import GREYS, caption, mark_L
-from evaluation.measures import Form
+from evaluation.results import Form
 
 MOST_COLUMNS = 9        # places whose cells have intervals; with more they would not fit on 1,200 pixels
 ONE_RATE = "One learning rate for all, not tuned for each: see docs/fair-comparisons.md."

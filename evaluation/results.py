@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,18 +66,25 @@ class Results(NamedTuple):
 
 def make_table(**columns: Any) -> pd.DataFrame:
     """A table of these columns, arrays of equal length or one value for all rows; others are NaN or empty."""
-    is_empty = not columns
-    values = {}
-    for name, kind in COLUMNS.items():
-        values[name] = columns.pop(name, "" if kind == "str" else 0 if kind == "int" else math.nan)
-    assert not columns, f"no columns of the table: {', '.join(columns)}"
-    return pd.DataFrame(values, index=range(0) if is_empty else None).astype(COLUMNS)
+    assert columns.keys() <= COLUMNS.keys()
+    defaults = {"str": "", "int": 0, "float": math.nan}
+    values = {name: columns.get(name, defaults[kind]) for name, kind in COLUMNS.items()}
+    return pd.DataFrame(values, index=None if columns else range(0)).astype(COLUMNS)
 
 
 def join(*tables: pd.DataFrame) -> pd.DataFrame:
     """Tables one below the other."""
     filled = [table for table in tables if len(table)]
     return pd.concat(filled, ignore_index=True) if filled else make_table()
+
+
+def add(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Both in one: methods and protocols in the order in which they came, each with its lengths in order."""
+    table = join(table, rows)
+    order = table[["extend", "protocol", "length"]].copy()
+    for name in ("extend", "protocol"):
+        order[name] = pd.factorize(order[name])[0]
+    return table.loc[order.sort_values([*order], kind="stable").index].reset_index(drop=True)
 
 
 def perplexity(loss: float) -> float:
@@ -122,6 +129,63 @@ def record(key: tuple[str, str, int, str], columns: dict[str, np.ndarray]) -> di
         result["correct"] = int(sums["correct"])
         result["trials"] = len(columns["correct"])
     return result
+
+
+# -----------------------------------------------------------------------------------------------------------
+# How reports show a protocol: a number of each place, computed from sums over windows or trials
+
+
+class Score(NamedTuple):
+    """A number of which more is better: (plus - minus) / per. They are columns of the table, or "" for 0.
+
+    `trials`, 1 in each row, is a column of reports alone.
+    """
+
+    plus: str
+    minus: str
+    per: str = "tokens"
+
+    def total(self, columns: Mapping[str, Any]) -> Any:
+        """The numerator, from the columns or from their sums."""
+        plus = columns[self.plus] if self.plus else 0
+        minus = columns[self.minus] if self.minus else 0
+        return plus - minus
+
+
+class Form(NamedTuple):
+    """A number by length, position or distance, with its axes and its format."""
+
+    x_label: str
+    y_label: str
+    form: str
+    score: Score
+    figure: Callable[[float], float] = float    # the number that is shown, from the score
+    is_gain: bool = False                       # 0 says that nothing was gained
+
+
+class Measure(NamedTuple):
+    """A table of a report: the number, of one protocol, and what is said above the table."""
+
+    key: str                                    # names its picture
+    protocol: str
+    title: str
+    note: str
+    form: Form
+
+
+CONTEXT = "context (tokens)"
+LOSS = Score("", "nll")
+FOUND = Score("correct", "", "trials")
+PERPLEXITY = Form(CONTEXT, "perplexity per token", "#.4g", LOSS, lambda score: perplexity(-score))
+BY_POSITION = Form("position (tokens of context)", "loss (nats/token)", "z.3f", LOSS, lambda score: -score)
+REPETITION = Form("distance (tokens)", "gain on the second copy (nats/token)", "z.3f",
+                  Score("first_nll", "nll"), is_gain=True)
+CONTROLLED = REPETITION._replace(y_label="gain over another passage (nats/token)",
+                                 score=Score("control_nll", "nll"))
+ANSWERS = Form(CONTEXT, "share correct", ".0%", FOUND)
+GAIN = Form(CONTEXT, "gain over truncation (nats/token)", "+z.3f", Score("truncated_nll", "nll"),
+            is_gain=True)
+TRAINING = Form("tokens (millions)", "training loss (nats/token)", "z.3f", LOSS)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -173,36 +237,13 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
     for key in MUST_AGREE["merge"]:
         if earlier.head.get(key) != head[key]:
             raise UserError(f"{path}: holds an evaluation with another {key}; {remedy}")
-    flags: dict[str, None] = {}
     for protocol, settings in head["settings"].items():
-        before = earlier.head.get("settings", {}).get(protocol, settings)
-        for name, value in before.items():
-            if settings.get(name, value) == value:
-                continue
-            if value is None:
-                flags[f"the default --{name}"] = None
-            elif name == "length":
-                flags[f"--lengths up to {value}"] = None
-            else:
-                flags[f"--{name} {value}"] = None
-    if flags:
-        raise UserError(f"{path}: holds other targets; give all of {' '.join(flags)} to measure on the same "
-                        f"ones, or {remedy.removeprefix('give ')}")
+        before = earlier.head["settings"].get(protocol, settings)
+        others = [f"{name} {value}" for name, value in before.items() if settings[name] != value]
+        if others:
+            raise UserError(f"{path}: holds {protocol} on other targets, by {', '.join(others)}; give the "
+                            f"same, or {remedy.removeprefix('give ')}")
     return earlier
-
-
-def combine(earlier: Results, new: Results) -> Results:
-    """Both evaluations in one; where both have a place, the new one counts."""
-    places = pd.MultiIndex.from_frame(earlier.table[PLACE])
-    is_kept = ~places.isin(pd.MultiIndex.from_frame(new.table[PLACE]))
-    table = join(earlier.table[is_kept], new.table)
-    # methods and protocols in the order in which they came, each with its lengths in order
-    extends, protocols = (list(table[name].unique()) for name in ("extend", "protocol"))
-    order = pd.DataFrame({"extend": table.extend.map(extends.index),
-                          "protocol": table.protocol.map(protocols.index), "length": table.length})
-    table = table.loc[order.sort_values([*order], kind="stable").index].reset_index(drop=True)
-    settings = {**earlier.head.get("settings", {}), **new.head["settings"]}
-    return Results({**new.head, "settings": settings}, table)
 
 
 @contextmanager

@@ -14,9 +14,8 @@ from base.errors import UserError
 from evaluation.estimates import estimate, make_sample
 from evaluation.extension import EXTENSIONS, Extend, Rescaled
 from evaluation.intervals import LEVEL, holm
-from evaluation.measures import GAIN
 from evaluation.protocols import PROTOCOLS
-from evaluation.results import EXTENDED, NO_METHOD, records
+from evaluation.results import EXTENDED, GAIN, NO_METHOD, records
 from evaluation.scoring import Evaluation
 from hf.export import rope_fields
 
@@ -56,13 +55,13 @@ def choose_all(args: argparse.Namespace) -> None:
     """Into the arguments of eval.py what --extend all stands for, unless they say otherwise."""
     args.extend = [*(spec for spec in args.extend if spec != "all"), *ALL]
     args.skip_unfit = True
-    args.protocol = args.protocol or "fixed,passkey"
+    args.protocol = args.protocol or ["fixed", "passkey"]
     args.windows = args.windows or 8
     args.multiples = (1, 2, 4)
     args.suffix = EXTENDED
     args.show = advice
-    if "fixed" not in args.protocol.split(","):
-        raise UserError(f"--protocol {args.protocol}: --extend all needs fixed among them; add it")
+    if "fixed" not in args.protocol:
+        raise UserError(f"--protocol {','.join(args.protocol)}: --extend all needs fixed among them; add it")
 
 
 def advice(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:

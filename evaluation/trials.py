@@ -15,18 +15,13 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pandas
-import torch
-from torch import nn
+import pandas as pd
 
 from base.errors import UserError, did_you_mean
 from base.files import read_json, write_whole
 from config import MAY_DIFFER, MUST_AGREE, differences, load_config, toml_value
 from evaluation.sweeping import DIVERGED, Job, Point, Points
 from hf.pretrained import pretrained_tables
-from model import shape_of
-from positions import ENCODINGS
-from positions.switches import TEMPERATURES
 
 OTHERS = "others"       # in a file of trials: the configs that have no entry of their own
 
@@ -62,19 +57,20 @@ def read_points(path: Path, configs: Sequence[str]) -> dict[str, list[Point]]:
     names = [Path(config).stem for config in configs]
     for name in grids.keys() - {*names, OTHERS}:
         raise UserError(f"--trials {path}: {name} is none of the configs{did_you_mean(name, names)}")
-    without = [name for name in names if not grids.get(name, grids.get(OTHERS))]
-    if without:
-        raise UserError(f"--trials {path}: no trials for {', '.join(without)}; add them as NAME = "
-                        f'["train.lr=1e-3,2e-3"], or {OTHERS} = [...] for all that are not named')
-    return {config: [point for grid in grids.get(name, grids.get(OTHERS, [])) for point in grid_points(grid)]
-            for config, name in zip(configs, names, strict=True)}
+    points = {}
+    for config, name in zip(configs, names, strict=True):
+        own = grids.get(name) or grids.get(OTHERS)
+        if not own:
+            raise UserError(f"--trials {path}: no trials for {name}; add them as NAME = "
+                            f'["train.lr=1e-3,2e-3"], or {OTHERS} = [...] for all that are not named')
+        points[config] = [point for grid in own for point in grid_points(grid)]
+    return points
 
 
 def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
     """The differences between the configs, apart from [position] and the keys of the trials.
 
-    Raises UserError unless every config has as many trials, all losses of a config are comparable, and
-    position.lr_scale has an effect where it is tried.
+    Raises UserError unless every config has as many trials, whose losses are comparable.
     """
     counts = {Path(config).stem: len(of_config) for config, of_config in points.items()}
     if len(set(counts.values())) > 1 or min(counts.values()) < 2:
@@ -89,15 +85,6 @@ def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
                 raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
                                 f"be comparable; give {key}=VALUE for all instead")
         resolved = load_config(config, overrides, pretrained_tables)
-        # with a trial's keys: its temperature may be what is trained
-        shape = shape_of(resolved)
-        p = load_config(config, [*overrides, *of_config[0]], pretrained_tables).position
-        with torch.device("meta"):              # shapes without memory
-            modules: list[nn.Module] = [ENCODINGS[p.encoding](shape, p), TEMPERATURES[p.temperature](shape)]
-        is_trained = any([*part.parameters()] for part in modules)
-        if "position.lr_scale" in keys and not is_trained:
-            raise UserError(f"--choose: position.lr_scale has no effect on {config}, which has no parameters "
-                            "of position; give it as many trials over train.lr by --trials")
         lines = differences(first, resolved, [*MAY_DIFFER["tuned"], *keys])
         unequal += [f"{Path(config).stem}: {line}" for line in lines]
     return unequal
@@ -121,7 +108,7 @@ def choose(jobs: Sequence[Job], failed: Mapping[str, str], out: Path) -> list[st
         loss = None if job.name in failed else read_json(job.run_dir / "summary.json")["val_loss"]
         rows.append({"config": Path(job.config).stem, "trial": shlex.join(job.point), "run": job.name,
                      "val_loss": math.inf if loss is None else loss})       # a run that diverged loses
-    runs = pandas.DataFrame(rows)
+    runs = pd.DataFrame(rows)
     runs["mean"] = runs.groupby(["config", "trial"]).val_loss.transform("mean")
     best = runs.loc[runs.groupby("config", sort=False)["mean"].idxmin()]
     chosen = best[best["mean"] < math.inf]

@@ -12,19 +12,18 @@ equations 24 to 27 with one discount per order. V is the vocabulary's size, at m
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 
 
 class Order:
-    """N-grams of one length, sorted, with their counts; and each context's total and number of n-grams."""
+    """The n-grams of one length with their counts."""
 
-    def __init__(self, grams: np.ndarray, counts: np.ndarray, V: int) -> None:
-        self.grams = grams
-        self.counts = counts
+    def __init__(self, counts: pd.Series, V: int) -> None:
+        self.counts = counts                                            # by n-gram
         self.V = V
-        # a context is an n-gram without its last token; the n-grams of one context are neighbours
-        self.contexts, first = np.unique(grams // V, return_index=True)
-        self.totals = np.add.reduceat(counts, first)
-        self.n_grams = np.diff(first, append=len(grams))
+        # a context is an n-gram without its last token: its total, and how many tokens follow it
+        contexts = counts.groupby(counts.index // V)
+        self.contexts = contexts.agg(["sum", "size"])
         # what is taken from each count, for the n-grams that never occurred
         n1 = (counts == 1).sum()
         n2 = (counts == 2).sum()
@@ -32,10 +31,8 @@ class Order:
 
     def mix(self, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
         """Probability of the last token of each n-gram after the others, given that of one order less."""
-        contexts = grams // self.V
-        total = look_up(self.contexts, self.totals, contexts)
-        n_grams = look_up(self.contexts, self.n_grams, contexts)
-        count = look_up(self.grams, self.counts, grams)
+        count = self.counts.reindex(grams, fill_value=0).to_numpy()
+        total, n_grams = self.contexts.reindex(grams // self.V, fill_value=0).to_numpy().T
         discounted = np.maximum(count - self.discount, 0)
         # what the discounts took from a context is shared out as the lower order says
         taken = self.discount * n_grams
@@ -43,24 +40,18 @@ class Order:
         return np.where(total > 0, mixed, lower)                        # of an unknown context: the lower one
 
 
-def look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The value of each wanted key, 0 where it is not among the sorted keys."""
-    place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-    return np.where(keys[place] == wanted, values[place], 0)
-
-
 class Trigram:
     """The model of a text, given as token ids (n,). An n-gram is a number with its tokens as digits."""
 
     def __init__(self, ids: np.ndarray, V: int) -> None:
         self.V = V
-        grams, counts = np.unique(self.trigrams(ids), return_counts=True)
-        trigrams = Order(grams, counts, V)
-        # in a lower order, an n-gram counts once for each different token before it
-        grams, counts = np.unique(grams % V**2, return_counts=True)
-        bigrams = Order(grams, counts, V)
-        grams, counts = np.unique(grams % V, return_counts=True)
-        self.orders = [Order(grams, counts, V), bigrams, trigrams]
+        grams = self.trigrams(ids)
+        self.orders: list[Order] = []
+        for n in (3, 2, 1):
+            # in a lower order, an n-gram counts once for each different token before it
+            counts = pd.Series(grams % V**n).value_counts()
+            self.orders.insert(0, Order(counts, V))
+            grams = counts.index
 
     def trigrams(self, ids: np.ndarray) -> np.ndarray:
         """Each three neighbours of ids (n,) as one number, (n - 2,)."""

@@ -15,7 +15,7 @@ from matplotlib.text import Annotation
 
 from evaluation import figures, report
 from evaluation.estimates import FAILED, NOT_GATED, PASSED, WITHIN
-from evaluation.measures import GAIN, PERPLEXITY
+from evaluation.results import GAIN, PERPLEXITY
 from positions import ENCODINGS
 
 L = 128

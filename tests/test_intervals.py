@@ -35,7 +35,7 @@ from evaluation.intervals import (
     two_way_share,
     units_of,
 )
-from evaluation.measures import GAIN, LOSS
+from evaluation.results import GAIN, LOSS
 
 TRUTH = 0.3
 NOISES = {

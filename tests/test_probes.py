@@ -5,13 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import lively, measured, tokens
+from conftest import lively, measured
 
 from data.tokenizer import ByteTokenizer
-from evaluation import protocols, scoring, windows
-from evaluation.protocols import PROTOCOLS
-from evaluation.scoring import Evaluation, Settings
-from evaluation.windows import open_text
+from evaluation import protocols, scoring
+from evaluation.protocols import PROTOCOLS, repeat_passages
+from evaluation.scoring import Evaluation, Settings, open_text
 
 BYTES = ByteTokenizer()
 
@@ -24,37 +23,14 @@ def evaluation(model, config, corpus_dir: Path, protocols, lengths=(16, 32, 64, 
 @pytest.mark.parametrize("length", [32, 33, 64, 200])
 def test_the_second_passage_is_the_first_at_its_distance(length: int) -> None:
     stretches = [np.arange(i, i + 200) for i in (0, 1000)]
-    tokens, _, first, second = windows.repeat_passages(stretches, length, 32)
+    tokens, control, first, second = repeat_passages(stretches, length, 32)
     assert tokens.shape == (2, length)
     assert np.array_equal(tokens[:, first], tokens[:, second])
-    assert set(second - first) == {windows.repeat_distance(length, 32)}
+    assert set(second - first) == {length - 16}
     assert np.array_equal(tokens[:, :length - 8], np.stack([s[:length - 8] for s in stretches]))
     assert first.tolist() == [12, 13, 14, 15]                           # the second half of tokens 8 ... 15
     assert second[-1] == length - 1
-
-
-def test_the_control_differs_in_the_first_copy_alone() -> None:
-    stretches = [np.arange(100 * i, 100 * i + 64) for i in range(3)]
-    for L in (32, 20):                                                  # passages of 8 and of 5
-        tokens, control, _, _ = windows.repeat_passages(stretches, 48, L)
-        differs = (tokens != control).all(axis=0)
-        assert np.flatnonzero(differs).tolist() == [*range(L // 4, L // 2)]
-        assert np.array_equal(tokens[:, ~differs], control[:, ~differs])
-
-
-def test_windows_too_short_for_two_passages_are_left_out() -> None:
-    assert [windows.repeat_distance(*pair) for pair in ((16, 32), (24, 32), (8, 4))] == [None, 8, None]
-
-
-def test_losses_at_are_those_of_the_tokens_named(tiny) -> None:
-    model, ids, at = lively(tiny()), tokens((3, 20)), np.array([1, 5, 6, 19])
-    losses, is_top = scoring.losses_at(model, tiny().train, ids.numpy(), at)
-    logits = model(ids)[:, at - 1]
-    expected = torch.nn.functional.cross_entropy(logits.mT, ids[:, at], reduction="none")
-    assert losses == pytest.approx(expected.detach().numpy(), rel=1e-5)
-    best = ids.clone()
-    best[:, at] = logits.argmax(-1)
-    assert not is_top.all() and scoring.losses_at(model, tiny().train, best.numpy(), at[:1])[1].all()
+    assert np.flatnonzero((tokens != control).any(axis=0)).tolist() == [*range(8, 16)]
 
 
 def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path) -> None:
@@ -74,21 +50,18 @@ def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> No
     found = evaluation(model, config, corpus_dir, ["repeat"])
     records = measured(found)
     assert [r["length"] for r in records] == [32, 64, 128]
+    text = np.stack([found.text.documents[d][end - 128:end] for d, end in found.ends]).astype(np.int64)
+
+    def losses(ids: torch.Tensor) -> torch.Tensor:                      # (windows, length - 1)
+        return torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
+
     for r in records:
-        first = second = 0.0
-        for d, end in found.ends:
-            text = found.text.documents[d][end - 128:end]
-            ids = torch.tensor(np.concatenate((text[:r["length"] - 8], text[8:16])).astype(np.int64))[None]
-            losses = torch.nn.functional.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="none")
-            first, second = first + losses[11:15].sum().item(), second + losses[-4:].sum().item()
-        assert r["first_nll_sum"] == pytest.approx(first, rel=1e-4)
-        assert r["nll_sum"] == pytest.approx(second, rel=1e-4)
-        control = np.stack([found.text.documents[d][end - 128:end] for d, end in found.ends])
-        control = np.concatenate((control[:, :r["length"] - 8], control[:, 8:16]), axis=1).astype(np.int64)
-        control[:, 8:16] = np.roll(control[:, 8:16], 1, axis=0)         # another window's passage comes first
-        ids = torch.from_numpy(control)
-        losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:], reduction="none")
-        assert r["use"] == pytest.approx(losses[:, -4:].mean().item() - r["nll_sum"] / r["tokens"], abs=1e-4)
+        ids = torch.from_numpy(np.concatenate((text[:, :r["length"] - 8], text[:, 8:16]), axis=1))
+        control = ids.clone()
+        control[:, 8:16] = ids[:, 8:16].roll(1, dims=0)                 # another window's passage comes first
+        assert r["first_nll_sum"] == pytest.approx(losses(ids)[:, 11:15].sum().item(), rel=1e-4)
+        assert r["nll_sum"] == pytest.approx(losses(ids)[:, -4:].sum().item(), rel=1e-4)
+        assert r["control_nll_sum"] == pytest.approx(losses(control)[:, -4:].sum().item(), rel=1e-4)
         assert r["bytes"] == r["tokens"] == 4 * len(found.ends)
 
 

@@ -131,7 +131,6 @@ def test_jobs_are_configs_times_points_times_seeds_and_all_problems_come_at_once
     (["rope.toml", "--grid", "train.lr=1,1"], "rope.toml has the same name"),
     (["rope.toml", "--choose", "val_loss"], "at least two, got 1 for rope"),
     (["rope.toml", "--choose", "val_loss", "--grid", "train.steps=1,2"], "must not differ in train.steps"),
-    (["rope.toml", "--choose", "val_loss", "--grid", "position.lr_scale=1,2"], "has no effect on rope.toml"),
     (["rope.toml", "--trials", "wrong.toml"], "rop is none of the configs; did you mean rope?"),
     (["alibi.toml", "--trials", "short.toml"], "must read section.key=value"),
     (["rope.toml", "--trials", "empty.toml"], "no trials for rope; add them"),
@@ -203,8 +202,6 @@ def test_each_config_may_have_its_own_trials_and_differences_are_named() -> None
                       "alibi.toml": [["train.lr=1e-3", "position.learned=true"],
                                      ["train.lr=2e-3", "position.learned=true"], ["train.lr=5e-3"]]}
     assert trials.check_fair(points, TINY) == []
-    scaled = trials.grid_points(["position.temperature=ssmax", "position.lr_scale=1,3"])
-    assert trials.check_fair({"rope.toml": scaled}, TINY) == []         # the temperature is trained
     Path("slow.toml").write_text('extends = "rope.toml"\ntrain = { lr = 1e-4, beta1 = 0.8 }\n')
     points = {"rope.toml": points["rope.toml"], "slow.toml": points["rope.toml"]}
     assert trials.check_fair(points, []) == ["slow: train.beta1: 0.9 -> 0.8"]

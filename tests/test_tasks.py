@@ -16,8 +16,7 @@ from data.loader import SPLITS, Corpus
 from data.prepare import prepare
 from data.tasks import ALGORITHMS, RETRIEVAL, TASKS, TaskDocument
 from data.tokenizer import ByteTokenizer, Tokenizer, decode, load_tokenizer
-from evaluation.scoring import Evaluation, Settings
-from evaluation.windows import Text
+from evaluation.scoring import Evaluation, Settings, Text
 from model import GPT
 from runtime.parallel import Process
 from train import validate

@@ -22,7 +22,7 @@ from data.tokenizer import (
     pieces,
     tokenizer_of,
 )
-from evaluation.windows import open_text
+from evaluation.scoring import open_text
 from runtime.checkpoint import load_run
 from train import train
 

@@ -42,21 +42,14 @@ def test_probabilities_are_those_of_the_formula_in_loops() -> None:
     assert np.allclose(Trigram(IDS, V).losses(some), expected, rtol=1e-12)
 
 
-def test_it_is_measured_on_the_targets_of_fixed(tiny, corpus_dir) -> None:
-    config = tiny()
-    records = measured(evaluation(lively(config), config, corpus_dir, ["fixed", "trigram"]))
-    fixed, = (r for r in records if (r["protocol"], r["length"]) == ("fixed", 32))
-    trigram, = (r for r in records if r["protocol"] == "trigram")
-    assert trigram["length"] == 32 and trigram["nll_sum"] < fixed["nll_sum"]        # the model is random
-    assert all(trigram[key] == fixed[key] for key in ("tokens", "bytes", "documents"))
-
-
-def test_the_first_targets_of_a_document_are_scored_too(tiny, corpus_dir) -> None:
+def test_all_targets_of_fixed_are_scored(tiny, corpus_dir) -> None:
     """Where all tokens of a window are targets and a document begins with it: its separator counts twice."""
     config = tiny()
-    e = evaluation(lively(config), config, corpus_dir, ["trigram"])
+    e = evaluation(lively(config), config, corpus_dir, ["fixed", "trigram"], lengths=[32])
     e.settings, e.ends = e.settings._replace(targets=32), [(0, 32), (1, 40)]
-    record, = measured(e)
+    fixed, record = measured(e)
+    assert all(record[key] == fixed[key] for key in ("tokens", "bytes", "documents"))
+    assert record["protocol"] == "trigram" and record["nll_sum"] < fixed["nll_sum"]     # the model is random
     trigram = Trigram(Corpus(corpus_dir, splits=("train",)).tokens["train"], 257)
     first, second = (e.text.documents[d].astype(int) for d in (0, 1))
     expected = [trigram.losses(ids).sum() for ids in (np.append(first[0], first[:33]), second[7:41])]

@@ -15,8 +15,7 @@ from test_hf_tokenizer import bpe_file, write_json
 from base.errors import UserError
 from data.prepare import prepare
 from data.tokenizer import SEPARATOR, Tokenizer
-from evaluation.scoring import Evaluation, Settings
-from evaluation.windows import open_text
+from evaluation.scoring import Evaluation, Settings, open_text
 from hf.export import export
 from hf.tokenizer import prefix_ids
 from runtime.checkpoint import load_run

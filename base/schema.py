@@ -42,6 +42,8 @@ def read_layers(path: Path) -> list[Layer]:
         asked = f", which {path} extends" if layers else ""
         path = path.parent / str(parent)
         try:
+            if len(layers) > 99:
+                raise ValueError("it extends itself in a circle; remove one `extends`")
             content = tomllib.loads(path.read_text(encoding="utf-8-sig"), parse_float=to_number)
         except OSError as error:
             others = [*Path("configs").glob("*.toml"), *path.parent.glob("*.toml")]

@@ -155,8 +155,12 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
                       revision=", ".join(one.revision for one in opened if one.revision) or None,
                       readers=[reader for one in opened for reader in one.readers],
                       n_bytes=sum(one.n_bytes for one in opened))
+    if options.revision and not source.startswith("hf:"):
+        raise UserError(f"source {source}: --revision is for hf:NAME; omit it")
     if source in TASKS:
         return open_task(source, tokenizer, options.length)
+    if options.length:
+        raise UserError(f"source {source}: --length is for tasks; omit it")
     if not source.strip() or Path(source).resolve() == Path("/"):
         raise UserError(f"SOURCE {source!r}: an unset variable? give stdlib, a file, a folder, or see --help")
     if source == "stdlib":

@@ -42,7 +42,9 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "{slip}", ["did you mean extends?"]),
     ("train", "{config} run.dir={run} train.steps=2 train.warmup=0", ["train.init_from={run}"]),
     ("train", "{config} data.dir={cut}", ["{cut}", "train.bin", "prepare"]),
+    ("train", "{circle}", ["extends itself in a circle"]),
     ("eval", "nowhere", ["nowhere", "config.toml"]),
+    ("eval", "{runs}", ["a folder of runs", "such as {runs}/"]),
     ("eval", "{run} --lengths 64,x", ["--lengths", "64,x"]),
     ("eval", "{run} --protocol fixd", ["fixd", "fixed"]),
     ("eval", "{hf} --data {text} --protocol trigram", ["--protocol trigram", "(none)"]),
@@ -51,9 +53,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("eval", "{run} --extend yarn:beta=2", ["yarn.beta", "did you mean yarn.beta_"]),
     ("eval", "{learned} --extend yarn --lengths 16", ["yarn", "learned"]),
     ("eval", "{learned} --lengths 64", ["--lengths", "learned"]),
-    ("eval", "{run} --data nowhere", ["--data nowhere"]),
-    ("eval", "{run} --data {mine}", ["--data", "{mine}"]),
-    ("eval", "{run} --json out.txt", ["--json out.txt"]),
+    ("eval", "{run} --data nowhere", ["nowhere: no prepared corpus", "data/prepare.py"]),
     ("eval", "{run} --device cuda", ["--device cuda", "auto or cpu"]),
     ("sample", "{run} --checkpoint best", ["--checkpoint best", "run.keep_best", "steps 1"]),
     ("eval", "{hf}", ["--data"]),
@@ -81,6 +81,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("data.prepare", "{partial} --out {out}", ["partial-train"]),
     ("data.prepare", "{text} --val-share 0 --out {out}", ["--val-share 0.0"]),
     ("data.prepare", "stdlib --length 64 --out {out}", ["--length"]),
+    ("data.prepare", "stdlib --revision main --out {out}", ["--revision"]),
     ("data.prepare", "needles variables --out {out}", ["source needles", "data.mixture"]),
     ("data.prepare", "addition --length 8 --out {out}", ["--length 24"]),
 ]
@@ -105,6 +106,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str
             "config": config, "mine/mine.md": "mine", "texts/a.txt": "text",
             "text.txt": "text " * 99, "empty.txt": "",
             "orphan.toml": 'extends = "nowhere.toml"', "slip.toml": 'extend = "quick.toml"',
+            "circle.toml": 'extends = "circle.toml"',
             "rows.jsonl": '{"body": "text"}\n' * 9, "torn.jsonl": '{"text": "text"}\n{"text": "te',
             }.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -113,9 +115,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus_dir: Path) -> dict[str
     pandas.DataFrame({"text": ["text"] * 99}).to_parquet(folder / "partial" / "partial-train" / "0.parquet")
     shutil.copytree(corpus_dir, folder / "cut")
     (folder / "cut" / "train.bin").write_bytes(b"cut short")
-    names = ("config orphan.toml slip.toml run learned cope hf mine text.txt texts bpe bpe_too bpe_run "
-             "empty.txt rows.jsonl torn.jsonl partial cut new out")
-    return {name.partition(".")[0]: folder / name for name in names.split()}
+    names = ("config orphan.toml slip.toml circle.toml run learned cope hf mine text.txt texts bpe bpe_too "
+             "bpe_run empty.txt rows.jsonl torn.jsonl partial cut new out")
+    return {"runs": folder} | {name.partition(".")[0]: folder / name for name in names.split()}
 
 
 @pytest.mark.parametrize(("command", "arguments", "expected"), MISTAKES,

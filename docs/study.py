@@ -17,12 +17,12 @@ import pandas as pd
 
 from base.command import argument_parser, run_command
 from docs.gallery import ROOT, table, update
-from evaluation.comparison import Curve, make_curves, make_sections, table_of
+from evaluation.comparison import label_runs, make_sections, table_of
 from evaluation.estimates import LEAST_GAIN, gates
 from evaluation.figures import caption, draw_measure
 from evaluation.measures import GAIN
 from evaluation.results import NO_METHOD, join
-from evaluation.runs import check_comparable, load
+from evaluation.runs import Run, check_comparable, load
 
 STUDY = ROOT / "results" / "extrapolation"
 PAGE = STUDY / "README.md"
@@ -42,33 +42,33 @@ TEXTS = {"books": "prose", "packages": "code"}
 
 
 @cache
-def curves_of(data: str) -> list[Curve]:
-    """The curves of all runs that were evaluated on a text, named after their config, rope first."""
+def runs_of(data: str) -> list[Run]:
+    """All runs that were evaluated on a text, labelled with the name of their config, rope first."""
     folders = [STUDY / data, GPU / data, *sorted(ROWS.glob(f"*/{data}"))]
     runs = [run for folder in folders if folder.exists() for run in load(folder)]
     check_comparable(runs)
-    names = [re.sub(r"-lr-.*", "", run.name) for run in runs]
-    return sorted(make_curves(runs, names), key=lambda curve: curve.label != BASELINE)
+    runs = label_runs(runs, [re.sub(r"-lr-.*", "", run.name) for run in runs])
+    return sorted(runs, key=lambda run: run.label != BASELINE)
 
 
 @cache
 def gates_of(data: str) -> pd.DataFrame:
-    """`gates` of each curve."""
-    curves = curves_of(data)
-    return gates(table_of(curves), curves[0].runs[0].head["seq_len"])
+    """`gates` of each encoding."""
+    runs = runs_of(data)
+    return gates(table_of(runs), runs[0].head["seq_len"])
 
 
 @cache
 def tables_of(data: str) -> pd.DataFrame:
     """All of compare.py's tables one below the other; `column` is a table's key and a heading: gain 256."""
-    curves = curves_of(data)
-    sections = make_sections(curves, curves[0].label, gates_of(data))
-    return pd.concat([section.curves.assign(column=section.key + " " + section.curves["heading"])
-                      for section in sections])
+    runs = runs_of(data)
+    sections = make_sections(runs, runs[0].label, gates_of(data))
+    rows = pd.concat([section.curves for section in sections])
+    return rows.assign(column=rows["key"] + " " + rows["heading"])
 
 
 def rows_of(data: str, column: str) -> pd.DataFrame:
-    """A row for each curve that has this column, in the order of curves_of."""
+    """A row for each curve that has this column, in the order of runs_of."""
     rows = tables_of(data)
     return rows[rows["column"] == column].set_index("name", drop=False)
 
@@ -78,7 +78,7 @@ def about(data: str) -> pd.DataFrame:
     """Each curve, best at L first, with whether it fails a gate by means over seeds; of the passage, over its
     first time.
     """
-    at_L = curves_of(data)[0].runs[0].head["seq_len"]
+    at_L = runs_of(data)[0].head["seq_len"]
     fixed = rows_of(data, f"fixed {at_L}")
     repeated = rows_of(data, f"repeat {at_L // 2}")["value"].reindex(fixed.index)
     is_failed = (gates_of(data)["below"] <= 0) | (repeated < LEAST_GAIN)
@@ -122,7 +122,7 @@ def overview() -> str:
     """Both texts at L, at 16 L and 64 L, and needles, best on prose first."""
     columns = []
     for data, text in TEXTS.items():
-        fixed = curves_of(data)[0].runs[0].table.query("protocol == 'fixed'")
+        fixed = runs_of(data)[0].table.query("protocol == 'fixed'")
         bits = about(data)["loss"] / math.log(2) * fixed["tokens"].sum() / fixed["bytes"].sum()
         numbers = [losses(bits, f"{text} at L"), cells(data, {"gain of 16 L": "gain 2048"}, MEAN),
                    cells(f"{data}-far", {"of 64 L": "gain 8192"}, MEAN),
@@ -245,7 +245,7 @@ def gpu(data: str) -> str:
 
 def gpu_60m(data: str) -> str:
     """Runs of 60 M tokens: loss at L, what longer contexts gain, and use of a copy."""
-    validation = pd.Series({curve.label: curve.runs[0].summary["val_loss"] for curve in curves_of(data)})
+    validation = pd.Series({run.label: run.summary["val_loss"] for run in runs_of(data)})
     columns = {"gain of 2 L": "gain 1024", "of 4 L": "gain 2048", "of 8 L": "gain 4096",
                "of 16 L": "gain 8192", "of 32 L": "gain 16384", "use of a copy at L": "use 256",
                "at 16 L": "use 7936", "at 32 L": "use 16128"}
@@ -260,7 +260,7 @@ def gpu_60m(data: str) -> str:
 def picture() -> pd.DataFrame:
     """The gains over truncation on both texts, for the picture."""
     rows = pd.concat([tables_of(data).assign(text=text) for data, text in TEXTS.items()], ignore_index=True)
-    return rows[rows["column"].str.startswith("gain ") & (rows["x"] > L)]
+    return rows[(rows["key"] == "gain") & (rows["x"] > L)]
 
 
 def blocks() -> dict[str, str]:

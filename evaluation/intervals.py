@@ -158,20 +158,6 @@ def critical_residual(S: int) -> float:
     return (S - 1) / S**0.5 * (t**2 / (S - 2 + t**2))**0.5
 
 
-def range_holds_new_seed(S: int) -> float:
-    """The probability that one more seed falls between the lowest and the highest of S.
-
-    Each of the S + 1 is equally likely to be the lowest, or the highest. So this needs no distribution, only
-    that seeds are exchangeable. Equal values make it more likely.
-    """
-    return (S - 1) / (S + 1)
-
-
-def range_holds_median(S: int) -> float:
-    """The probability that the median of all seeds is in the range of S: not all are on one side of it."""
-    return 1 - 2.0**(1 - S)
-
-
 @lru_cache(maxsize=256)
 def student_draws(df: float, stream: int) -> np.ndarray:
     """DRAWS values of Student's t, evenly spaced in probability and shuffled; streams are independent."""

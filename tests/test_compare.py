@@ -135,7 +135,7 @@ def test_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeyp
     fixed = rows_of(out, "Perplexity, fixed targets")
     assert [*fixed["rope"]] == ["64", "128 = L", "256 = 2 L"] and "**" not in str(fixed)
     assert [*rows_of(out, "Loss by position")["rope"]] == ["0-63", "64-127"]
-    assert "mean over seeds and 12 documents" in (out / "report.html").read_text()
+    assert "how seeds and text vary: 12 documents" in (out / "report.html").read_text()
     call(monkeypatch, *runs, "--baseline", "alibi", "--out", out)
     assert rows_of(out, "Gain over alibi, fixed")["rope"]["64"] == "-0.500 [-0.500, -0.500]"
     assert re.search(r"alibi +4\.\d+ +4\.\d+ +4\.\d+\n", capsys.readouterr().out)       # 64, L, 256
@@ -210,13 +210,15 @@ def test_curves_are_folders_and_extensions_with_seeds_together(tmp_path: Path) -
         return fabricate(tmp_path / name, seed=seed, config=f'init_from = "{tmp_path}/{base}"')
 
     def curves(*folders: Path) -> dict[str, list[str]]:
-        found = compare.make_curves([read_run(folder, None) for folder in folders])
-        return {curve.label: [run.seed for run in curve.runs] for curve in found}
+        found: dict[str, list[str]] = {}
+        for run in compare.label_runs([read_run(folder, None) for folder in folders], []):
+            found.setdefault(run.label, []).append(run.seed)
+        return found
 
     plain = [fabricate(tmp_path / f"rope-seed{seed}", seed=seed, extends=("none", "yarn:beta_fast=8"),
                        config=f"[run]\nlog_every = {7 + seed}") for seed in (0, 1)]
     assert curves(*plain, fabricate(tmp_path / "slow", config="lr = 1e-4")) == {
-        "rope": ["0", "1"], "rope + yarn:beta_fast=8": ["0", "1"], "slow": ["0"]}
+        "rope": ["0", "1"], "slow": ["0"]}
     both = tuned("long-seed0", 0, "rope-seed0"), tuned("long-seed1", 0, "rope-seed1")
     assert curves(*both) == {"long": ["0 from 0", "0 from 1"]}
     for second, expected in ((tuned("a/long-seed2", 1, "rope-seed0"), "not independent samples"),
@@ -225,9 +227,8 @@ def test_curves_are_folders_and_extensions_with_seeds_together(tmp_path: Path) -
                              (fabricate(tmp_path / "d" / "long-seed2", "t5"), "differ in position.encoding")):
         with pytest.raises(UserError, match=expected):
             curves(*both, second)
-    names = [read_run(run, None) for run in (*plain, *both)]
-    assert {curve.label for curve in compare.make_curves(names, ["a", "a", "b", "b"])} == {
-        "a", "a + yarn:beta_fast=8", "b"}
+    runs = [read_run(run, None) for run in (*plain, *both)]
+    assert [run.label for run in compare.label_runs(runs, ["a", "a", "b", "b"])] == ["a", "a", "b", "b"]
 
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>|`$_&amp;"
@@ -259,13 +260,6 @@ def test_a_damaged_line_of_a_log_is_left_out_with_a_line(tmp_path: Path, capsys)
     (run / "metrics.jsonl").write_text('{"step": 1, "tokens": 64, "loss": 3.5}\n{"step": 2, "lo\n\n')
     assert read_run(run, None).training["loss"].tolist() == [3.5]
     assert capsys.readouterr().out.count("has a damaged line") == 2
-
-
-def test_a_curve_that_sees_nothing_beyond_L_is_named(tmp_path: Path) -> None:
-    (curve,) = compare.make_curves([read_run(fabricate(tmp_path / "window"), None)])
-    assert not any("does not see it" in note for note in compare.remarks([curve]))
-    curve.runs[0].table["truncated_nll"] = curve.runs[0].table.nll * (1 + 1e-7)      # another forward pass
-    assert any(note.startswith("window predicts the same") for note in compare.remarks([curve]))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -344,10 +338,9 @@ def test_other_code_and_dtypes_are_named_in_one_line_each(tmp_path: Path, monkey
             fabricate(tmp_path / "old", "alibi", dtype="bfloat16")]
     call(monkeypatch, *runs, "--out", tmp_path / "out")
     out = capsys.readouterr().out
-    a, b, old = map(str, runs)
-    for line in (f"evaluated by different code: {'1' * 12} ({a}); {'2' * 12} ({b}); unknown ({old})",
-                 f"trained in different dtypes: float32 ({a}); bfloat16 ({b}); unknown ({old})",
-                 f"evaluated in different dtypes: float32 ({a}, {b}); bfloat16 ({old})"):
+    for line in (f"evaluated by different code: {'1' * 12}, {'2' * 12}, unknown",
+                 "trained in different dtypes: bfloat16, float32, unknown",
+                 "evaluated in different dtypes: bfloat16, float32"):
         assert f"Warning: {line}\n" in out
     assert "a-seed1 (unfinished: step 5 of " in out
     call(monkeypatch, runs[0], "--out", tmp_path / "out")

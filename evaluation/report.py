@@ -30,17 +30,19 @@ td, thead th { white-space: nowrap; } td small { color: #666; font-size: 11px; }
 tbody th { position: sticky; left: 0; background: white; max-width: 11em; overflow-wrap: anywhere; }
 tbody th, .words td, .words th { text-align: left; font-weight: normal; white-space: normal; }
 tr:has(th i), tr:has(th i) small { color: #999; }"""
-SIGNS = f"""A number is a mean over seeds, above its interval [a, b] and, beyond L, the range of seeds a ...
-b. In figures a full mark and a broad bar are mean and interval, an open mark and a thin line median and
-range, and small dots are seeds. Bold: better, by a test at 5 % with Holm's correction over all that could be bold,
+SIGNS = f"""A number is a mean over seeds, above its interval [a, b] and, beyond L, the range of seeds.
+In figures a full mark and a broad bar are mean and interval, an open mark and a thin line median and range,
+and small dots are seeds. Bold: better, by a test at 5 % with Holm's correction over all that could be bold,
 than {{baseline}} on the same targets or, under "Gain over truncation", than the own context cut to L. A row
 is grey if it failed the gate or was not gated: nothing follows from it. "-": the encoding is not defined
 there, or it was not measured. An interval is of 95 % and covers how seeds and text vary: {{units}}; with 1
 seed, the text alone. Where seeds differ by more than an interval of their mean can describe (a standard
 deviation above {LARGEST_SPREAD:g}, or an outlier by Grubbs' test at {OUTLIER_LEVEL:.0%}), median and range
-stand in its place. The range of S seeds holds a new seed with a probability of (S - 1) / (S + 1), 50 % for 3
-seeds, and the median of all possible ones with 1 - 2^(1 - S), whatever their distribution; of a difference it
-is over all pairs of a seed of each curve. It cannot show a break that none of these seeds had."""
+stand in its place. The range a ... b of S seeds holds a new seed with a probability of (S - 1) / (S + 1),
+50 % for 3 seeds, and the median of all possible ones with 1 - 2^(1 - S), whatever their distribution; of a
+difference it is over all pairs of a seed of each curve. It cannot show a break that no seed had."""
+
+
 
 class Section(NamedTuple):
     """A table with its figure."""

@@ -92,9 +92,12 @@ def rows_of(out: Path, title: str) -> dict[str, dict[str, str]]:
     return {label: dict(zip(rows[0][1:], cells, strict=True)) for label, *cells in rows[1:]}
 
 
-def runs_of(folder: Path, seeds: int = 1, **better: float) -> list[Path]:
+GATED = ("fixed", "trigram", "repeat")
+
+
+def runs_of(folder: Path, seeds: int = 1, protocols=GATED, **better: float) -> list[Path]:
     """A run for each encoding and seed, in folders named after them."""
-    return [fabricate(folder / f"{name}-seed{seed}", name, seed, better=much)
+    return [fabricate(folder / f"{name}-seed{seed}", name, seed, better=much, protocols=protocols)
             for name, much in better.items() for seed in range(seeds)]
 
 
@@ -103,7 +106,7 @@ def runs_of(folder: Path, seeds: int = 1, **better: float) -> list[Path]:
 
 
 def test_figures_come_from_sums(tmp_path: Path, monkeypatch) -> None:
-    runs = runs_of(tmp_path, 3, rope=0.0)
+    runs = runs_of(tmp_path, 3, PROTOCOLS, rope=0.0)
     call(monkeypatch, *runs, "--out", tmp_path / "out")
     per_run = [json.loads((run / "eval" / "words.json").read_text())["records"] for run in runs]
 
@@ -123,7 +126,7 @@ def test_figures_come_from_sums(tmp_path: Path, monkeypatch) -> None:
 
 def test_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeypatch, capsys) -> None:
     """Every window of alibi is 0.5 nats a token better than rope's; both pass the gate."""
-    runs, out = runs_of(tmp_path, 2, rope=0.0, alibi=0.5), tmp_path / "out"
+    runs, out = runs_of(tmp_path, 2, PROTOCOLS, rope=0.0, alibi=0.5), tmp_path / "out"
     call(monkeypatch, *runs, "--out", out)
     better, beyond = "**+0.500** [+0.500, +0.500]", " +0.500 ... +0.500"
     for protocol in ("nonoverlap", "sliding", "fixed"):
@@ -135,40 +138,15 @@ def test_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeyp
     fixed = rows_of(out, "Perplexity, fixed targets")
     assert [*fixed["rope"]] == ["64", "128 = L", "256 = 2 L"] and "**" not in str(fixed)
     assert [*rows_of(out, "Loss by position")["rope"]] == ["0-63", "64-127"]
+    repeat = rows_of(out, "Gain over rope, repeat")["alibi"]
+    assert [*repeat] == ["64", "192"] and re.fullmatch(r"\+0\.500 \[\+0\.\d+, \+0\.\d+\]", repeat["64"])
+    assert re.match(r"\W*\+\d\d%\W* \[", rows_of(out, "Gain over rope, passkey")["alibi"]["256 = 2 L"])
     assert "how seeds and text vary: 12 documents" in (out / "report.html").read_text()
     call(monkeypatch, *runs, "--baseline", "alibi", "--out", out)
     assert rows_of(out, "Gain over alibi, fixed")["rope"]["64"] == "-0.500 [-0.500, -0.500]"
     assert re.search(r"alibi +4\.\d+ +4\.\d+ +4\.\d+\n", capsys.readouterr().out)       # 64, L, 256
     call(monkeypatch, *runs[::2], "--out", out)                         # one seed
     assert "<b>" not in (out / "report.html").read_text()
-
-
-def test_methods_on_the_same_runs_are_paired(tmp_path: Path, monkeypatch) -> None:
-    """The seeds of rope differ, but not from themselves."""
-    runs = [fabricate(tmp_path / f"{name}-seed{seed}", name, seed, ("none", "log_n"), better,
-                      protocols=("fixed",))
-            for name in ("rope", "alibi") for seed, better in enumerate((0.0, 0.05, 0.1))]
-    call(monkeypatch, *runs, "--out", tmp_path / "out")
-    rows = rows_of(tmp_path / "out", "Gain over rope, fixed")
-    assert rows["rope + log_n"]["64"] == "+0.000 [+0.000, +0.000]"
-    assert [*rows] == ["rope + log_n", "alibi", "alibi + log_n"]
-    low, high = map(float, re.findall(r"[+-][\d.]+", rows["alibi"]["64"])[1:])
-    assert low < -0.05 and high > 0.05
-
-
-def test_probes_have_intervals_and_gains(tmp_path: Path, monkeypatch) -> None:
-    runs, out = runs_of(tmp_path, 3, rope=0.0, alibi=0.7), tmp_path / "out"
-    call(monkeypatch, *runs, "--out", out)
-    repeat = rows_of(out, "Repeated text")["alibi"]
-    assert [*repeat] == ["64", "192"] and re.fullmatch(r"0\.[67]\d+ \[0\.\d+, 0\.\d+\]", repeat["64"])
-    used = float(rows_of(out, "Repeated text, over the control")["alibi"]["64"].split()[0])
-    assert used == pytest.approx(float(repeat["64"].split()[0]) + 4 / 8, abs=2e-3)
-    gain = rows_of(out, "Gain over rope, repeat")["alibi"]["64"]
-    assert re.fullmatch(r"\*\*\+0\.700\*\* \[\+0\.6\d+, \+0\.7\d+\]", gain)
-    share = rows_of(out, "Retrieval, passkey")["alibi"]["256 = 2 L"]
-    assert re.match(r"\d+% \[\d+%, \d+%\]", share)
-    gain = rows_of(out, "Gain over rope, passkey")["alibi"]["256 = 2 L"]
-    assert re.match(r"\*\*\+\d+%\*\* ", gain)
 
 
 def test_a_model_that_has_not_learned_is_grey_and_not_ranked(tmp_path: Path, monkeypatch) -> None:
@@ -191,14 +169,6 @@ def test_a_model_that_has_not_learned_is_grey_and_not_ranked(tmp_path: Path, mon
         section = page.split(f">{title}</h2>")[1].split("<h2")[0]
         assert re.findall("<i>(.*?)</i>", section) == ["alibi", "t5", "fire"]
     assert all("**" not in cell for cell in rows_of(out, "Gain over rope, fixed")["t5"].values())
-
-
-def test_one_learning_rate_for_all_is_said(tmp_path: Path, monkeypatch) -> None:
-    one = [fabricate(tmp_path / name, name, protocols=("fixed",)) for name in ("rope", "alibi")]
-    two = fabricate(tmp_path / "t5", "t5", config="lr = 1e-4", protocols=("fixed",))
-    for runs, is_said in ((one, True), ([*one, two], False), (one[:1], False)):
-        call(monkeypatch, *runs, "--out", tmp_path / "out")
-        assert ("One learning rate for all" in (tmp_path / "out" / "report.html").read_text()) == is_said
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -237,11 +207,11 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>|`$_&am
 def test_the_page_has_every_curve_in_figures_and_its_labels_are_never_markup(tmp_path: Path,
                                                                              monkeypatch) -> None:
     runs = [fabricate(tmp_path / f"r{i}", config=f"lr = {i + 1}e-4", protocols=("passkey",))
-            for i in range(9)]
+            for i in range(4)]
     for run in runs:
         lines = [json.dumps({"step": i, "tokens": 64 * i, "loss": 4 - i / 20}) for i in range(1, 20)]
         (run / "metrics.jsonl").write_text("\n".join(lines))
-    labels = ["base", HOSTILE, *(f"curve {i}" for i in range(7))]
+    labels = ["base", HOSTILE, "curve", "$\\frac{1$"]
     named = [f"--label={label}" for label in labels]
     out = tmp_path / "out"
     call(monkeypatch, *runs, *named, "--out", out, draws=True)
@@ -323,28 +293,21 @@ def test_other_targets_are_refused_by_their_settings(tmp_path: Path) -> None:
         table.loc[rows.index[0], "tokens"] -= 1
 
 
-def test_numbers_that_an_older_evaluation_lacks_are_not_compared(tmp_path: Path) -> None:
-    runs = [read_run(fabricate(tmp_path / name, name), None) for name in ("rope", "alibi")]
-    runs[0].table["bytes"] = np.nan
-    check_comparable(runs)
-    runs[1].table["end"] += 1
-    with pytest.raises(UserError, match="different targets"):
-        check_comparable(runs)
-
-
-def test_other_code_and_dtypes_are_named_in_one_line_each(tmp_path: Path, monkeypatch, capsys) -> None:
-    runs = [fabricate(tmp_path / "a-seed0", commit="1" * 40, train_dtype="float32"),
-            fabricate(tmp_path / "a-seed1", seed=1, commit="2" * 40, train_dtype="bfloat16", step=5),
-            fabricate(tmp_path / "old", "alibi", dtype="bfloat16")]
-    call(monkeypatch, *runs, "--out", tmp_path / "out")
-    out = capsys.readouterr().out
-    for line in (f"evaluated by different code: {'1' * 12}, {'2' * 12}, unknown",
-                 "trained in different dtypes: bfloat16, float32, unknown",
-                 "evaluated in different dtypes: bfloat16, float32"):
-        assert f"Warning: {line}\n" in out
-    assert "a-seed1 (unfinished: step 5 of " in out
-    call(monkeypatch, runs[0], "--out", tmp_path / "out")
-    assert "Warning" not in capsys.readouterr().out
+def test_what_differs_or_was_not_tuned_is_said(tmp_path: Path) -> None:
+    folders = [fabricate(tmp_path / "a-seed0", commit="1" * 40, train_dtype="float32", protocols=("fixed",)),
+               fabricate(tmp_path / "a-seed1", seed=1, commit="2" * 40, train_dtype="bfloat16", step=5,
+                         protocols=("fixed",)),
+               fabricate(tmp_path / "old", "alibi", dtype="bfloat16", protocols=("fixed",))]
+    runs = [read_run(folder, None) for folder in folders]
+    rate, *warnings, unfinished = compare.remarks(runs)
+    assert rate.startswith("One learning rate for all")
+    assert warnings == [f"Warning: evaluated by different code: {'1' * 12}, {'2' * 12}, unknown",
+                        "Warning: evaluated in different dtypes: bfloat16, float32",
+                        "Warning: trained in different dtypes: bfloat16, float32, unknown"]
+    assert "a-seed1 (unfinished: step 5 of " in unfinished
+    assert compare.remarks(runs[:1]) == []
+    tuned = runs[2]._replace(config=runs[2].config | {"train.lr": 1e-4})
+    assert not any("learning rate" in remark for remark in compare.remarks([runs[0], tuned]))
 
 
 def test_damaged_and_stale_files_are_named(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -424,13 +387,7 @@ def test_logs_reports_and_runs_without_evaluation_are_passed_over(tmp_path: Path
         call(monkeypatch, runs[0], tmp_path / "missing", "--out", out)
 
 
-def test_a_label_with_signs_of_tex_is_drawn(tmp_path: Path, monkeypatch) -> None:
-    run = fabricate(tmp_path / "rope", protocols=("passkey",))
-    call(monkeypatch, run, "--label=$\\frac{1$", "--out", tmp_path / "out", draws=True)
-    assert "$\\frac{1$" in (tmp_path / "out" / "passkey.svg").read_text()
-
-
-@pytest.mark.parametrize("n_bytes", [0, 2000, 20_000])
+@pytest.mark.parametrize("n_bytes", [2000, 20_000])
 def test_a_full_disk_is_one_line(n_bytes: int, tmp_path: Path, monkeypatch, capsys) -> None:
     run = fabricate(tmp_path / "rope", protocols=("fixed", "passkey"))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -70,12 +70,12 @@ def coverage(S: int, documents: int, noise: str, kind: str, n: int) -> float:
     return float(np.mean([e.low <= TRUTH <= e.high for e in found]))
 
 
-GRID = [(S, documents, noise, kind) for S in (1, 2, 3, 5) for documents in (10, 20, 40) for noise in NOISES
+GRID = [(S, documents, noise, kind) for S in (1, 2, 3, 5) for documents in (10, 40) for noise in NOISES
         for kind in VARIANCES if S > 1 or kind == "documents"]
 
 
 @pytest.mark.parametrize(("S", "documents", "noise", "kind"), slow_except(
-    GRID, (1, 10, "normal", "documents"), (3, 20, "normal", "seeds"), (3, 10, "heavy", "both"),
+    GRID, (1, 10, "normal", "documents"), (3, 40, "normal", "seeds"), (3, 10, "heavy", "both"),
     (2, 10, "normal", "both")))
 def test_intervals_cover_the_truth_at_their_rate(S: int, documents: int, noise: str, kind: str) -> None:
     """The band: 92.5 to 97.5 %, and 1.5 % for the standard error of 400 studies, which is 1 %.
@@ -92,14 +92,14 @@ def test_intervals_cover_the_truth_at_their_rate(S: int, documents: int, noise: 
 def test_an_effect_of_all_or_nothing_is_covered_too_seldom(S: int, expected: float) -> None:
     """70 % of the runs learn something, the others do not: the rates that docs/comparing.md warns of."""
     rng = np.random.default_rng(1)
-    seeds = (rng.random((3_000, S)) < 0.7) - 0.7
+    seeds = (rng.random((1_500, S)) < 0.7) - 0.7
     found = [two_way(np.tile(row[:, None], 10), np.ones(10)) for row in seeds]
     rate = np.mean([e.low <= 0 <= e.high for e in found])
     assert rate == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.parametrize(("S", "trials", "share"), slow_except(
-    [(S, n, p) for S in (1, 3) for n in (8, 32, 128) for p in (0.5, 0.9, 0.99)], (1, 32, 0.9), (3, 8, 0.5)))
+    [(S, n, p) for S in (1, 3) for n in (8, 128) for p in (0.5, 0.99)], (3, 8, 0.5)))
 def test_intervals_of_shares_cover_too(S: int, trials: int, share: float) -> None:
     rng = np.random.default_rng(trials)
     covered = {True: 0, False: 0}
@@ -120,16 +120,6 @@ def test_a_share_of_all_or_none_has_an_interval_with_a_width() -> None:
     assert none.value == none.low == 0 and 0.1 < none.high < 0.5
     alike = two_way_share(np.zeros((2, 50)), np.full(50, 4.0), np.zeros((2, 50)))
     assert alike.low < alike.value == 0 < alike.high and alike.p > 0.9
-
-
-def test_estimates_shift_and_scale_with_the_numbers() -> None:
-    d, tokens, document = study(np.random.default_rng(0), 3, 12, "skewed", "all")
-    before, moved = interval(d, tokens, document), interval(-2 * d + 0.5 * tokens, tokens, document)
-    assert np.allclose(moved[:3], [0.5 - 2 * before.value, 0.5 - 2 * before.high, 0.5 - 2 * before.low])
-    assert interval(d, tokens, document) == before                     # the same every time
-    assert before.value == pytest.approx(d.sum() / 3 / tokens.sum())
-    same = two_way(np.full((3, 9), 0.2), np.ones(9))
-    assert np.allclose(same[:3], 0.2)                                   # nothing varies: no width
 
 
 def test_the_interval_excludes_0_where_p_is_below_5_percent() -> None:
@@ -216,14 +206,14 @@ def sample(seeds: np.ndarray, n_documents: int = 10) -> Sample:
     return Sample(LOSS, np.outer(seeds, weight), weight, np.arange(n_documents))
 
 
-@pytest.mark.parametrize("S", [2, 3, 5])
+@pytest.mark.parametrize("S", [2, 5])
 @pytest.mark.parametrize("draw", SEEDS)
 def test_a_range_holds_a_new_seed_and_the_median_as_often_as_it_says(draw: Callable, S: int) -> None:
     """(S - 1) / (S + 1) and 1 - 2^(1 - S), whatever the distribution; the standard errors are 1.6 %."""
     rng = np.random.default_rng(S)
     median = np.median(draw(rng, 100_000))
     holds_seed, holds_median = [], []
-    for _ in range(1_000):
+    for _ in range(600):
         row = estimate(sample(draw(rng, S), 1))
         new = draw(rng, 1)[0]
         holds_seed.append(row["seed_low"] <= new <= row["seed_high"])
@@ -238,7 +228,7 @@ def test_a_range_of_pairs_holds_a_new_pair_at_least_as_often(draw: Callable) -> 
     rng = np.random.default_rng(0)
     for spread in (1.0, 0.001):
         found = []
-        for _ in range(1_000):
+        for _ in range(400):
             row = estimate(sample(draw(rng, 3), 1), sample(spread * draw(rng, 5), 1))
             new = draw(rng, 1)[0] - spread * draw(rng, 1)[0]
             found.append(row["seed_low"] <= new <= row["seed_high"])

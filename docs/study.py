@@ -191,7 +191,7 @@ def probes(folder: str) -> pd.DataFrame:
     parts = []
     for run in load(STUDY / folder):
         config = re.sub(r"-lr-.*seed\d|-(flip_flop|copying)-seed\d", "", run.name)
-        parts.append(run.table.assign(config=config.replace("-frozen", ", frozen")))
+        parts.append(run.table.assign(config=config))
     keys = ["config", "extend", "protocol", "length"]
     right = join(*parts).groupby([*keys, "run", "place"], sort=False)["correct"].mean()
     percents = (100 * right).round()
@@ -204,13 +204,13 @@ def probes(folder: str) -> pd.DataFrame:
 
 def needles() -> str:
     """Needles found: a number for each run, and by depth the mean of the runs."""
-    found = probes("needles").xs(NO_METHOD, level="extend")
+    found = probes("needles").xs(NO_METHOD, level="extend").unstack(["protocol", "length"])
     columns = {}
     for kind, what in (("needle", "one fact"), ("multi_key", "of four")):
         for n, length in ((1, "L"), (4, "4 L"), (16, "16 L")):
-            columns[f"{what} at {length}"] = found.loc[:, kind, n * L]["run"]
-        columns[f"{what} at 16 L by depth"] = found.loc[:, kind, 16 * L]["place"]
-    far = found.loc[:, "multi_key", 16 * L].sort_values("mean", ascending=False)
+            columns[f"{what} at {length}"] = found["run", kind, n * L]
+        columns[f"{what} at 16 L by depth"] = found["place", kind, 16 * L]
+    far = found["mean", "multi_key", 16 * L].dropna().sort_values(ascending=False)
     return lay_out("% found", far.index.to_series(), pd.DataFrame(columns))
 
 
@@ -226,10 +226,10 @@ def methods_on_needles() -> str:
 
 def algorithms() -> str:
     """Right answers in percent by the number of symbols, one number for each seed."""
-    found = probes("algorithms")["run"].xs(NO_METHOD, level="extend")
-    columns = {f"{task}, {n}".replace("_", "-"): found.loc[:, task, 4 * n]
+    found = probes("algorithms")["run"].unstack(["extend", "protocol", "length"])
+    columns = {f"{task}, {n}": found[NO_METHOD, task, 4 * n]
                for task in ("flip_flop", "copying") for n in (16, 32, 64, 128)}
-    return lay_out("% right", found.index.unique("config").sort_values().to_series(), pd.DataFrame(columns))
+    return lay_out("% right", found.index.to_series(), pd.DataFrame(columns))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def gpu_60m(data: str) -> str:
 
 
 def picture() -> pd.DataFrame:
-    """The gains over truncation on both texts, for the picture."""
+    """The gains over truncation on both texts."""
     rows = pd.concat([tables_of(data).assign(text=text) for data, text in TEXTS.items()], ignore_index=True)
     return rows[(rows["key"] == "gain") & (rows["x"] > L)]
 
@@ -288,7 +288,7 @@ def main() -> None:
         page.write_text(update(text, {name: parts[name] for name in names}), encoding="utf-8")
     title = f"Gain over truncation on novels and code: 1.1 M parameters, L = {L}"
     draw_measure(picture(), GAIN, title, L).savefig(PAGE.with_name("gains.png"), dpi=120)
-    print("wrote the picture and the tables of", *(str(page.relative_to(ROOT)) for page in PAGES))
+    print("wrote the picture and the tables of", *PAGES)
 
 
 if __name__ == "__main__":

@@ -189,9 +189,6 @@ def test_the_lowest_mean_over_all_seeds_is_chosen_and_nothing_else_is_run(monkey
     code, printed = choose()
     assert code == 1 and "error: run rope-lr-2e-3-seed9: train.py ended with 2\n" in printed
     assert "nothing is chosen" in printed and not Path("runs/report/chosen.toml").exists()
-    losses.update(dict.fromkeys(losses, sweeping.DIVERGED))
-    code, printed = choose()
-    assert code == 1 and "config rope: all of its trials diverged; give lower rates" in printed
 
 
 def test_each_config_may_have_its_own_trials_and_differences_are_named() -> None:

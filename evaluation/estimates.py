@@ -29,18 +29,6 @@ LEAST_GAIN = 0.3    # nats per token on a passage repeated inside L; a model bel
 PASSED, FAILED, WITHIN, NOT_GATED = "passed", "failed", "within", "not gated"
 
 
-def usual_score(rows: pd.DataFrame) -> Score:
-    """The score of a protocol: the first of these whose columns its rows have.
-
-    So `repeat` is scored over another passage in place of the first: over the first time a model that breaks
-    would show its breakage. Older results have no such control.
-    """
-    for score in (FOUND, CONTROLLED.score, REPETITION.score):
-        if score.plus in rows and rows[score.plus].notna().all():
-            return score
-    return LOSS
-
-
 # -----------------------------------------------------------------------------------------------------------
 # Means, intervals and ranges
 
@@ -94,7 +82,7 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
     # the interval of the mean, over seeds and units of text
     units = units_of(sample.document)
     unit, n_units = "", len(sample.weight)
-    mean = Estimate(float(seeds.mean()), np.nan, np.nan, np.nan)
+    mean = Estimate(float(seeds.mean()))
     if units is not None:
         unit, n_units = units.name, units.n
         method = two_way_share if sample.score == FOUND else two_way
@@ -114,10 +102,10 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
             "unit": unit, "n_units": n_units, "is_unstable": is_unstable}
 
 
-def estimates(table: pd.DataFrame, score: Score | None = None, baseline: str | None = None) -> pd.DataFrame:
+def estimates(table: pd.DataFrame, score: Score, baseline: str | None = None) -> pd.DataFrame:
     """One row for each curve and column: its score, or its score less that of the label `baseline`.
 
-    Without `score` it is the usual one of each protocol. Columns: those of CURVE and COLUMN;
+    Columns: those of CURVE and COLUMN;
       baseline              its label, "" if there is none
       shown, shown_low, shown_high      what a report shows: mean and interval, or median and range
       value, low, high      mean over seeds, ends of its 95 % interval (NaN if there are too few windows)
@@ -131,19 +119,18 @@ def estimates(table: pd.DataFrame, score: Score | None = None, baseline: str | N
     """
     rows = []
     for column, column_rows in table.groupby(COLUMN, sort=False, dropna=False):
-        column_score = score or usual_score(column_rows)
         reference = None
         if baseline is not None:
             is_plain = (column_rows["label"] == baseline) & (column_rows["extend"] == NO_METHOD)
             plain = column_rows[is_plain]
             if plain.empty:
                 continue
-            reference = make_sample(plain, column_score)
+            reference = make_sample(plain, score)
         for curve, curve_rows in column_rows.groupby(CURVE, sort=False):
             if curve == (baseline, NO_METHOD):
                 continue
             is_paired = curve[0] == baseline
-            row = estimate(make_sample(curve_rows, column_score), reference, is_paired)
+            row = estimate(make_sample(curve_rows, score), reference, is_paired)
             keys = {**dict(zip(CURVE, curve, strict=True)), **dict(zip(COLUMN, column, strict=True))}
             rows.append({**keys, "baseline": baseline or "", **row})
     return pd.DataFrame(rows, columns=[*CURVE, *COLUMN, "baseline", *ESTIMATED])
@@ -176,7 +163,11 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
             continue
         of_trigram = make_sample(trigram, LOSS)
         below = estimate(make_sample(fixed, LOSS), of_trigram, is_paired=True)
-        gain = estimate(make_sample(repeat, usual_score(repeat)))
+        # over another passage: over the first time, a model that breaks would show its breakage
+        score = CONTROLLED.score
+        if repeat["control_nll"].isna().any():          # older results have no such control
+            score = REPETITION.score
+        gain = estimate(make_sample(repeat, score))
         state = WITHIN
         if below["shown_high"] < 0 or gain["shown_high"] < LEAST_GAIN:
             state = FAILED

@@ -27,12 +27,12 @@ ENOUGH_WINDOWS = 8          # for any interval: fewer cannot show how much they 
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and text, its interval, and its two-sided p-value against 0; None if not known."""
+    """A mean over seeds and text, its interval, and its two-sided p-value against 0; NaN if not known."""
 
     value: float
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
+    low: float = np.nan
+    high: float = np.nan
+    p: float = np.nan
 
 
 class Units(NamedTuple):
@@ -129,7 +129,6 @@ def two_way_share(found: np.ndarray, trials: np.ndarray, other: np.ndarray | Non
                        is_paired=is_paired)
         value = float((found.mean(axis=0) - other.mean(axis=0)).sum() / trials.sum())
         lowest = -1.0
-    assert wide.low is not None and wide.high is not None
     return wide._replace(value=value, low=max(lowest, min(value, wide.low)),
                          high=min(1.0, max(value, wide.high)))
 

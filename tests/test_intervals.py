@@ -32,7 +32,7 @@ from evaluation.intervals import (
     two_way_share,
     units_of,
 )
-from evaluation.measures import GAIN, LOSS
+from evaluation.measures import FOUND, GAIN, LOSS
 
 TRUTH = 0.3
 NOISES = {
@@ -282,7 +282,7 @@ def test_a_table_gives_each_curve_and_column_its_estimate() -> None:
                        rows_of("a", a - 0.5, extend="yarn", truncated_nll=a), rows_of("a", plain, 128)])
     table = table.sample(frac=1, random_state=0).sort_values("document", kind="stable")  # runs in any order
 
-    scores = estimates(table).set_index(["label", "extend", "length"])
+    scores = estimates(table, LOSS).set_index(["label", "extend", "length"])
     assert len(scores) == 4 and scores.value["a", "none", 64] == pytest.approx(-a.mean())
     weight = np.full(12, 4.0)
     expected = two_way(-4 * b, weight)
@@ -290,25 +290,20 @@ def test_a_table_gives_each_curve_and_column_its_estimate() -> None:
     gains = estimates(table[table.length == 64], GAIN.score).set_index(["label", "extend"]).value
     assert [gains["a", "none"], gains["b", "none"], gains["a", "yarn"]] == pytest.approx([0.1, 0.0, 0.5])
 
-    over = estimates(table, baseline="a").set_index(["label", "extend"])
+    over = estimates(table, LOSS, "a").set_index(["label", "extend"])
     assert sorted(over.index) == [("a", "yarn"), ("b", "none")]
     assert tuple(over.loc[("b", "none"), ["value", "low", "high", "p"]]) == pytest.approx(
         two_way(-4 * b, weight, -4 * a))
     assert over.value["a", "yarn"] == pytest.approx(0.5) and over.high["a", "yarn"] - 0.5 < 1e-9     # paired
     assert over.n_seeds["b", "none"] == 3 and set(over.baseline) == {"a"}
-    assert estimates(table, baseline="none of them").empty
+    assert estimates(table, LOSS, "none of them").empty
 
 
-def test_repeat_is_scored_over_its_control_and_answers_by_the_share_found() -> None:
-    """A model that breaks, alike on both passages, has made no use of the copy: 0, not -1.8."""
-    broken = 5 + noise(0)
-    table = rows_of("rope", broken, protocol="repeat", first_nll=broken - 1.8, control_nll=broken)
-    assert estimates(table).value[0] == pytest.approx(0)
-    assert estimates(table.drop(columns="control_nll")).value[0] == pytest.approx(-1.8)
-    found = rows_of("rope", broken, protocol="passkey").assign(correct=[1, 0, 0] * 12)
-    row = estimates(found).iloc[0]
+def test_answers_are_scored_by_the_share_found_and_few_windows_have_no_interval() -> None:
+    found = rows_of("rope", 5 + noise(0), protocol="passkey").assign(correct=[1, 0, 0] * 12)
+    row = estimates(found, FOUND).iloc[0]
     assert (row.value, row.unit, row.n_units) == (pytest.approx(1 / 3), "trials", 12)
-    few = estimates(rows_of("rope", broken[:, :4])).iloc[0]
+    few = estimates(rows_of("rope", 5 + noise(0, W=4)), LOSS).iloc[0]
     assert (few.unit, few.n_units) == ("", 4) and np.isnan(few.low) and np.isnan(few.p)
 
 
@@ -345,8 +340,11 @@ def test_a_gate_is_passed_failed_within_its_uncertainty_or_not_measured() -> Non
     row = found.loc["ready"]
     assert row.trigram == pytest.approx(3.5, abs=0.01) and row.below == pytest.approx(0.5, abs=0.01)
     assert row.below_low < row.below < row.below_high and row.gain == pytest.approx(1, abs=0.02)
-    older = gates(ready.assign(first_nll=ready.control_nll).drop(columns="control_nll"), 64)
+    older = gates(ready.assign(first_nll=ready.control_nll, control_nll=np.nan), 64)
     assert older.state["ready"] == PASSED
+    # a model that breaks, alike on both passages, has made no use of the copy
+    broken = ready.assign(first_nll=ready.nll - 7.2, control_nll=ready.nll)
+    assert gates(broken, 64).gain["ready"] == pytest.approx(0)
 
 
 def table_of_claims(p: list[float], **columns: object) -> pd.DataFrame:

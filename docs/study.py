@@ -143,10 +143,13 @@ def summary(data: str, *columns: pd.DataFrame) -> str:
 
 def study(data: str) -> str:
     """What becomes of each encoding beyond L."""
-    return summary(data, cells(data, {"over rope at L": "fixed-gain 128", "gain of 2 L": "gain 256",
-                                      "gain of 16 L": "gain 2048"}),
-                   cells(f"{data}-far", {"gain of 64 L": "gain 8192"}),
-                   cells(data, {"repeat at L": "repeat 64", "repeat at 16 L": "repeat 1984"}))
+    near = {
+        "over rope at L": "fixed-gain 128",
+        "gain of 2 L": "gain 256",
+        "gain of 16 L": "gain 2048"}
+    far = {"gain of 64 L": "gain 8192"}
+    repeats = {"repeat at L": "repeat 64", "repeat at 16 L": "repeat 1984"}
+    return summary(data, cells(data, near), cells(f"{data}-far", far), cells(data, repeats))
 
 
 def by_length(data: str, corner: str, key: str, headings: Sequence[int]) -> str:
@@ -168,8 +171,12 @@ def methods(data: str) -> str:
     curves = rows_of(f"{data}-methods", "gain 256")
     titles = mark(curves["name"], curves["label"].map(about(data)["is_failed"]))
     columns = cells(f"{data}-methods", {
-        "gain of 2 L": "gain 256", "4 L": "gain 512", "16 L": "gain 2048",
-        "repeat at 2 L": "repeat 192", "4 L ": "repeat 448", "16 L ": "repeat 1984"})
+        "gain of 2 L": "gain 256",
+        "4 L": "gain 512",
+        "16 L": "gain 2048",
+        "repeat at 2 L": "repeat 192",
+        "4 L ": "repeat 448",
+        "16 L ": "repeat 1984"})
     # for the same windows of 64 L, over the time without a method: the fastest of all evaluations
     costs = join(*(run.table for run in load(STUDY / "costs"))).query(f"length == {64 * L}")
     seconds = costs.groupby(["extend", "run"])["seconds"].sum().groupby("extend").min()
@@ -239,16 +246,25 @@ def algorithms() -> str:
 def gpu(data: str) -> str:
     """What becomes of each encoding beyond L."""
     return summary(data, cells(data, {
-        "over rope at L": "fixed-gain 512", "gain of 2 L": "gain 1024", "of 16 L": "gain 8192",
-        "repeat at L": "repeat 256", "over another at 16 L": "use 7936"}))
+        "over rope at L": "fixed-gain 512",
+        "gain of 2 L": "gain 1024",
+        "of 16 L": "gain 8192",
+        "repeat at L": "repeat 256",
+        "over another at 16 L": "use 7936"}))
 
 
 def gpu_60m(data: str) -> str:
     """Runs of 60 M tokens: loss at L, what longer contexts gain, and use of a copy."""
     validation = pd.Series({run.label: run.summary["val_loss"] for run in runs_of(data)})
-    columns = {"gain of 2 L": "gain 1024", "of 4 L": "gain 2048", "of 8 L": "gain 4096",
-               "of 16 L": "gain 8192", "of 32 L": "gain 16384", "use of a copy at L": "use 256",
-               "at 16 L": "use 7936", "at 32 L": "use 16128"}
+    columns = {
+        "gain of 2 L": "gain 1024",
+        "of 4 L": "gain 2048",
+        "of 8 L": "gain 4096",
+        "of 16 L": "gain 8192",
+        "of 32 L": "gain 16384",
+        "use of a copy at L": "use 256",
+        "at 16 L": "use 7936",
+        "at 32 L": "use 16128"}
     return lay_out("encoding", validation.sort_values().index.to_series(), losses(validation, "validation"),
                    losses(about(data)["loss"]), cells(data, columns, MEAN))
 
@@ -267,9 +283,14 @@ def blocks() -> dict[str, str]:
     """Name -> each generated part of the pages."""
     legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with the "
               f"range of seeds. Grey: {caption(picture())}.")
-    parts = {"overview": overview(), "picture": textwrap.fill(legend, 120), "control": control(),
-             "needles": needles(), "needles methods": methods_on_needles(), "algorithms": algorithms(),
-             "gpu 60m": gpu_60m("study-60m/gpu-books")}
+    parts = {
+        "overview": overview(),
+        "picture": textwrap.fill(legend, 120),
+        "control": control(),
+        "needles": needles(),
+        "needles methods": methods_on_needles(),
+        "algorithms": algorithms(),
+        "gpu 60m": gpu_60m("study-60m/gpu-books")}
     for data in TEXTS:
         parts[f"summary {data}"] = study(data)
         parts[f"gain {data}"] = by_length(data, "context", "gain", (64, 256, 512, 1024, 2048))

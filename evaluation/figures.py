@@ -76,15 +76,19 @@ def style_curves(curves: pd.DataFrame) -> pd.DataFrame:
 
     They are the same in all panels. Curves of one hue have different line styles.
     """
-    names = curves.groupby("name", sort=False)[["encoding", "extend"]].first()
-    names["hue"] = [hue(*row) for row in names.itertuples(index=False)]
-    is_named = curves["state"] != FAILED
-    names["is_named"] = is_named.groupby(curves["name"]).any()
-    n_before = names.groupby("hue")["is_named"].cumsum() - names["is_named"]
-    names["dash"] = [DASHES[n % len(DASHES)] for n in n_before]
-    names["marker"] = [MARKERS[i % len(MARKERS)] for i in range(len(names))]
-    styled = curves.join(names[["hue", "dash", "marker"]], on="name")
-    return styled.assign(colour=curves["state"].map(GREYS).fillna(styled["hue"]), is_named=is_named)
+    curves = curves.assign(is_named=curves["state"] != FAILED)
+    styles = {}
+    hues: list[str] = []                                        # of the names so far
+    for i, (name, rows) in enumerate(curves.groupby("name", sort=False)):
+        first = rows.iloc[0]
+        colour = hue(first["encoding"], first["extend"])
+        dash = DASHES[hues.count(colour) % len(DASHES)]
+        styles[name] = {"colour": colour, "dash": dash, "marker": MARKERS[i % len(MARKERS)]}
+        if rows["is_named"].any():
+            hues.append(colour)
+    styled = curves.join(pd.DataFrame.from_dict(styles, "index"), on="name")
+    grey = curves["state"].map(GREYS)
+    return styled.assign(colour=grey.fillna(styled["colour"]))
 
 
 def spread(wanted: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
@@ -272,10 +276,13 @@ def draw_training(training: pd.DataFrame, title: str, L: int) -> Figure:
 
 def draw_evaluation(gains: pd.DataFrame, by_position: pd.DataFrame, title: str, L: int) -> Figure:
     """The picture of one run: gain over truncation beside loss by position; one of them may be empty."""
-    parts = {"Fixed targets": gains, "Loss by position": as_shown(by_position, BY_POSITION)}
-    styled = style_curves(pd.concat(parts))
-    row = [Panel(what, styled.loc[what], form) for what, form in zip(parts, (GAIN, BY_POSITION), strict=True)
-           if len(parts[what])]
+    curves = style_curves(pd.concat([gains, as_shown(by_position, BY_POSITION)]))
+    row = []
+    for what, protocol, form in (("Fixed targets", "fixed", GAIN),
+                                 ("Loss by position", "position", BY_POSITION)):
+        here = curves[curves["protocol"] == protocol]
+        if not here.empty:
+            row.append(Panel(what, here, form))
     return draw([row], title, L)
 
 

@@ -43,7 +43,6 @@ stand in its place. The range a ... b of S seeds holds a new seed with a probabi
 difference it is over all pairs of a seed of each curve. It cannot show a break that no seed had."""
 
 
-
 class Section(NamedTuple):
     """A table with its figure."""
 
@@ -65,7 +64,7 @@ def cell(row: Any, form: Form, L: int, is_brief: bool) -> str:
     def text(score: float) -> str:
         return format(form.figure(score), form.form).removesuffix(".")
 
-    shown = f"<b>{text(row.shown)}</b>" if row.is_better and not is_brief else text(row.shown)
+    shown = f"<b>{text(row.shown)}</b>" if row.is_better else text(row.shown)
     lines = []
     if not row.is_unstable and not math.isnan(row.low):
         low, high = sorted((row.low, row.high), key=form.figure)
@@ -85,7 +84,7 @@ def name_cell(name: str, state: str) -> str:
 
 def make_table(section: Section, L: int, is_text: bool = False) -> pd.DataFrame:
     """A row for each curve, a column for each place, cells of HTML; or plain text, the numbers alone."""
-    curves = section.curves
+    curves = section.curves.assign(is_better=False) if is_text else section.curves
     is_brief = is_text or curves["x"].nunique() > MOST_COLUMNS
     cells = [cell(row, section.form, L, is_brief) for row in curves.itertuples()]
     columns = curves.drop_duplicates("x").sort_values("x")["heading"]

@@ -191,6 +191,7 @@ def test_the_first_positions_are_one_place_with_all_their_targets() -> None:
 
 def test_one_run_has_gain_beside_loss_by_position() -> None:
     positions = curve("rope", at_longest=4.0, lengths=[64 * 2**n for n in range(12)])
+    positions["protocol"] = "position"
     one = figures.draw_evaluation(positions[:0], positions, "title", L)
     both = figures.draw_evaluation(curve("rope"), positions, "title", L)
     assert len(one.axes) == 1 and len({axis.get_ylabel() for axis in both.axes}) == 2
@@ -259,6 +260,9 @@ def test_a_cell_is_mean_and_interval_or_median_and_range() -> None:
     assert cells(curve("rope", at_longest=0.5, seeds=1))["2048 = 16 L"] == ["+0.500", "[+0.480, +0.520]"]
     # perplexity falls where the score rises: the ends change places
     assert cells(curve("rope", at_longest=-4.0), PERPLEXITY)["2048 = 16 L"][1] == "[53.52, 55.70]"
-    many = cells(curve("rope", lengths=[64 * 2**n for n in range(report.MOST_COLUMNS + 1)]))
-    assert all(len(lines) == 1 for lines in many.values())
+    many = curve("rope", lengths=[64 * 2**n for n in range(report.MOST_COLUMNS + 1)], is_better=True)
+    assert all(len(lines) == 1 for lines in cells(many).values())
+    for is_text, n_bold in ((False, len(many)), (True, 0)):
+        table = report.make_table(report.Section("", "", "", GAIN, many), L, is_text)
+        assert str(table.to_numpy()).count("<b>") == n_bold
 

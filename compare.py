@@ -27,10 +27,10 @@ import pandas as pd
 from base.command import argument_parser, run_command
 from base.errors import UserError
 from base.files import write_whole
-from evaluation.comparison import make_curves, make_sections, remarks, table_of
-from evaluation.estimates import caption, gates
+from evaluation.comparison import label_runs, make_sections, remarks, table_of
+from evaluation.estimates import gates
 from evaluation.figures import draw_measure, draw_training, save
-from evaluation.report import ONE_RATE, SIGNS, Section, describe_curves, html, means, summarize
+from evaluation.report import Section, describe_curves, html, make_table, signs, summarize
 from evaluation.results import GAIN, NO_METHOD, TRAINING
 from evaluation.runs import Run, check_comparable, read_runs, write_runs
 
@@ -47,46 +47,38 @@ def main() -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs/report"),
                         help="default %(default)s")
     args = parser.parse_args()
-    runs = read_runs(args.runs, args.data)
+    runs = label_runs(read_runs(args.runs, args.data), args.label)
     check_comparable(runs)
-    curves = make_curves(runs, args.label)
-    labels = list(dict.fromkeys(run.label for curve in curves for run in curve.runs))
-    if args.baseline not in (None, *labels):
-        raise UserError(f"--baseline {args.baseline}: no such curve; choose from {', '.join(labels)}")
+    labels = list(dict.fromkeys(run.label for run in runs))
     baseline = args.baseline or labels[0]
-    curves.sort(key=lambda curve: curve.label != baseline)              # it comes first: a stable sort
-    runs = list({run.name: run for curve in curves for run in curve.runs}.values())
+    if baseline not in labels:
+        raise UserError(f"--baseline {baseline}: no such curve; choose from {', '.join(labels)}")
+    runs.sort(key=lambda run: run.label != baseline)                    # it comes first: a stable sort
 
     # tables and figures
     L = runs[0].head["seq_len"]
-    gate = gates(table_of(curves), L)
-    sections = make_sections(curves, baseline, gate)
+    text = runs[0].head["data"]
+    gate = gates(table_of(runs), L)
+    sections = make_sections(runs, baseline, gate)
     write_runs(args.out, runs)
-    sections = [*draw_sections(sections, runs, args.out), *training_section(runs, gate, args.out)]
+    sections = draw_sections(sections, runs, args.out)
+    rows = pd.concat([section.curves for section in sections])
+    training = training_section(runs, gate, args.out)
 
     # what is said of them
+    curves = rows.drop_duplicates("name")
     n_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    text = runs[0].head["data"]
     title = f"{n_runs}, trained at L = {L}, evaluated on {text}"
-    notes = remarks(curves)
-    rows = pd.concat([section.curves for section in sections if section.form is not TRAINING])
-    about = rows.drop_duplicates("name")
-    by_key = {section.key: section.curves for section in sections}
-    none = about[:0]
-    sentences = list(summarize(about, by_key.get("fixed", none), by_key.get("fixed-gain", none), text, L))
-    signs = f"{SIGNS.format(baseline=baseline)} {caption(rows)}"
-    rates = {run.config["train.lr"] for run in runs}
-    is_one_rate = len(rates) == 1 and len({run.config["position.encoding"] for run in runs}) > 1
-    first = [ONE_RATE] if is_one_rate else []
-    page = html(title, [*first, *notes], sentences, signs, describe_curves(about, gate), sections, L)
+    notes = remarks(runs)
+    sentences = list(summarize(curves, rows, text, L))
+    page = html(title, notes, sentences, signs(rows, baseline), describe_curves(curves, gate),
+                sections + training, L)
     write_whole(args.out / "report.html", page)
-
-    print(f"{title}: {len(curves)} curves, compared with {baseline}", *first, *notes, *sentences, sep="\n")
+    print(f"{title}: {len(curves)} curves, compared with {baseline}", *notes, *sentences, sep="\n")
     for section in sections:
         if section.key == "fixed":
-            print(f"\n{section.title}", means(section, L).to_string(), "", sep="\n")
-    n_figures = sum(bool(section.figure) for section in sections)
-    print(f"wrote {args.out}/report.html, table.parquet and {n_figures} figures (SVG, PDF, PNG)")
+            print(f"\n{section.title}", make_table(section, L, is_text=True).to_string(), "", sep="\n")
+    print(f"wrote {args.out}/report.html, table.parquet and figures (SVG, PDF, PNG)")
 
 
 def draw_sections(sections: Sequence[Section], runs: Sequence[Run], out: Path) -> list[Section]:
@@ -97,11 +89,11 @@ def draw_sections(sections: Sequence[Section], runs: Sequence[Run], out: Path) -
         curves = section.curves
         if section.form is GAIN:
             curves = curves[curves["x"] > L]            # at L it is near 0
-        figure = ""
         if section.is_drawn and len(curves):
             title = f"{section.title} on {runs[0].head['data']}: {describe_model(runs)}"
-            figure = save(draw_measure(curves, section.form, title, L), out / section.key)
-        drawn.append(section._replace(figure=figure))
+            figure = draw_measure(curves, section.form, title, L)
+            section = section._replace(figure=save(figure, out / section.key))
+        drawn.append(section)
     return drawn
 
 

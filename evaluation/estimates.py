@@ -10,47 +10,22 @@ Legend: S seeds, that is runs; windows: windows or trials. Loss in nats per toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from evaluation.intervals import (
-    LARGEST_SPREAD,
-    LEVEL,
-    OUTLIER_LEVEL,
-    Estimate,
-    holm,
-    is_scattered,
-    range_holds_median,
-    range_holds_new_seed,
-    two_way,
-    two_way_share,
-    units_of,
-)
+from evaluation.intervals import LEVEL, Estimate, holm, is_scattered, two_way, two_way_share, units_of
 from evaluation.results import CONTROLLED, FOUND, LOSS, NO_METHOD, REPETITION, Score
 
 CURVE = ["label", "extend"]
 COLUMN = ["protocol", "length", "place"]
-ESTIMATED = ["shown", "shown_low", "shown_high", "value", "low", "high", "p", "median", "seed_low",
-             "seed_high", "seeds", "n_seeds", "unit", "n_units", "is_unstable"]
-GATE = ["state", "loss", "trigram", "below", "below_low", "below_high", "gain", "gain_low", "gain_high",
-        "is_controlled"]
+ESTIMATED = ["shown", "shown_low", "shown_high", "value", "low", "high", "p", "seed_low", "seed_high",
+             "seeds", "n_seeds", "unit", "n_units", "is_unstable"]
+GATE = ["state", "trigram", "below", "below_low", "below_high", "gain", "gain_low", "gain_high"]
 LEAST_GAIN = 0.3    # nats per token on a passage repeated inside L; a model below it does not look back
 PASSED, FAILED, WITHIN, NOT_GATED = "passed", "failed", "within", "not gated"
-
-
-def usual_score(rows: pd.DataFrame) -> Score:
-    """The score of a protocol: the first of these whose columns its rows have.
-
-    So `repeat` is scored over another passage in place of the first: over the first time a model that breaks
-    would show its breakage. Older results have no such control.
-    """
-    for score in (FOUND, CONTROLLED.score, REPETITION.score):
-        if score.plus in rows and rows[score.plus].notna().all():
-            return score
-    return LOSS
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -106,7 +81,7 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
     # the interval of the mean, over seeds and units of text
     units = units_of(sample.document)
     unit, n_units = "", len(sample.weight)
-    mean = Estimate(float(seeds.mean()), np.nan, np.nan, np.nan)
+    mean = Estimate(float(seeds.mean()))
     if units is not None:
         unit, n_units = units.name, units.n
         method = two_way_share if sample.score == FOUND else two_way
@@ -116,26 +91,25 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
             unit = "trials"
 
     # what is to be shown of both
-    median = float(np.median(seeds))
     lowest = float(seeds.min())
     highest = float(seeds.max())
     shown = mean[:3]
     if is_unstable:
-        shown = (median, lowest, highest)
+        shown = (float(np.median(seeds)), lowest, highest)
     return {"shown": shown[0], "shown_low": shown[1], "shown_high": shown[2], **mean._asdict(),
-            "median": median, "seed_low": lowest, "seed_high": highest, "seeds": tuple(seeds.tolist()),
-            "n_seeds": n_seeds, "unit": unit, "n_units": n_units, "is_unstable": is_unstable}
+            "seed_low": lowest, "seed_high": highest, "seeds": tuple(seeds.tolist()), "n_seeds": n_seeds,
+            "unit": unit, "n_units": n_units, "is_unstable": is_unstable}
 
 
-def estimates(table: pd.DataFrame, score: Score | None = None, baseline: str | None = None) -> pd.DataFrame:
+def estimates(table: pd.DataFrame, score: Score, baseline: str | None = None) -> pd.DataFrame:
     """One row for each curve and column: its score, or its score less that of the label `baseline`.
 
-    Without `score` it is the usual one of each protocol. Columns: those of CURVE and COLUMN;
+    Columns: those of CURVE and COLUMN;
       baseline              its label, "" if there is none
       shown, shown_low, shown_high      what a report shows: mean and interval, or median and range
       value, low, high      mean over seeds, ends of its 95 % interval (NaN if there are too few windows)
       p                     two-sided, of the mean against 0; not corrected: `claims` does that
-      median, seed_low, seed_high       of the seeds. Of a difference: of all pairs of a seed of each curve
+      seed_low, seed_high   range of the seeds. Of a difference: of all pairs of a seed of each curve
       seeds                 these numbers, to be drawn
       n_seeds               of a difference: of the curve that has fewer
       unit, n_units         what the interval is over, besides seeds: documents, windows, trials or ""
@@ -144,69 +118,21 @@ def estimates(table: pd.DataFrame, score: Score | None = None, baseline: str | N
     """
     rows = []
     for column, column_rows in table.groupby(COLUMN, sort=False, dropna=False):
-        column_score = score or usual_score(column_rows)
         reference = None
         if baseline is not None:
             is_plain = (column_rows["label"] == baseline) & (column_rows["extend"] == NO_METHOD)
             plain = column_rows[is_plain]
             if plain.empty:
                 continue
-            reference = make_sample(plain, column_score)
+            reference = make_sample(plain, score)
         for curve, curve_rows in column_rows.groupby(CURVE, sort=False):
             if curve == (baseline, NO_METHOD):
                 continue
             is_paired = curve[0] == baseline
-            row = estimate(make_sample(curve_rows, column_score), reference, is_paired)
+            row = estimate(make_sample(curve_rows, score), reference, is_paired)
             keys = {**dict(zip(CURVE, curve, strict=True)), **dict(zip(COLUMN, column, strict=True))}
             rows.append({**keys, "baseline": baseline or "", **row})
     return pd.DataFrame(rows, columns=[*CURVE, *COLUMN, "baseline", *ESTIMATED])
-
-
-def caption(frame: pd.DataFrame) -> str:
-    """What the intervals and ranges of `estimates` cover, and where median and range stand, and why."""
-    sentences = []
-    least = ""
-    # what the intervals are over
-    over = []
-    for unit, n_units in frame[["unit", "n_units"]].drop_duplicates().itertuples(index=False):
-        if not unit:
-            sentences.append(f"{n_units} windows are too few for an interval.")
-        elif unit == "windows":
-            over.append(f"{n_units} windows (there are too few documents: others are not covered)")
-        else:
-            over.append(f"{n_units} {unit}")
-    if over:
-        sentences.append(f"[a, b] is a 95 % interval of the mean over seeds and {'; '.join(over)}.")
-    if 1 in set(frame["n_seeds"]):
-        sentences.append("With 1 seed an interval does not cover how training varies.")
-
-    # what the range of seeds says of another seed
-    if (frame["n_seeds"] > 1).any():
-        of_what = "of seeds"
-        if frame["baseline"].any():
-            of_what = "over all pairs of a seed of each curve"
-            least = "at least "
-        sentences.append(f"a ... b is the range {of_what}: a new seed falls inside it with a probability of "
-                         f"{least}{rates(frame, range_holds_new_seed)}, whatever the distribution of seeds. "
-                         "Neither can show a break that none of these seeds had.")
-
-    # where an interval would say what it cannot know
-    unstable = frame[frame["is_unstable"]]
-    if len(unstable):
-        sentences.append(
-            "Where seeds differ by more than an interval of their mean can describe (a standard deviation "
-            f"above {LARGEST_SPREAD:g}, or an outlier by Grubbs' test at {OUTLIER_LEVEL:.0%}), median and "
-            "range stand in place of mean and interval. The range holds the median of all possible seeds "
-            f"with a probability of {least}{rates(unstable, range_holds_median)}.")
-    return " ".join(sentences)
-
-
-def rates(frame: pd.DataFrame, probability: Callable[[int], float]) -> str:
-    """The probability for each number of seeds: "50% for 3 seeds, 67% for 5 seeds"."""
-    texts = []
-    for n in sorted(set(frame["n_seeds"])):
-        texts.append(f"{probability(n):.0%} for {n} seed" + ("s" if n > 1 else ""))
-    return ", ".join(texts)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -217,64 +143,57 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
     """For each label whether it has learned enough at L for its other numbers to mean something.
 
     Two margins, without extension: how far its loss on the targets of fixed is below that of a Kneser-Ney
-    trigram of the same training text, and how far its gain on a repeated passage, over another passage, is
+    trigram of the same training text, and its gain on a repeated passage, over another passage, which must be
     above LEAST_GAIN. Both are estimates over the same runs and windows, with intervals; where seeds differ
     too much for one, with their range. Columns:
-      state     PASSED if both intervals are above 0, FAILED if one is below 0, else WITHIN; NOT_GATED if a
-                protocol was not measured, at L and for each of its runs
-      loss, trigram                     means over seeds
+      state     PASSED if both intervals are above their limits, FAILED if one is below, else WITHIN;
+                NOT_GATED if a protocol was not measured, at L and for each of its runs
+      trigram                           its loss
       below, below_low, below_high      trigram - loss, as shown
       gain, gain_low, gain_high         on the repeated passage, as shown
-      is_controlled                     False: over the passage's first time, in older results
     """
     rows: dict[Any, dict[str, Any]] = {}
     for label, runs in table.groupby("label", sort=False):
         at_L = runs[(runs["length"] == L) & (runs["extend"] == NO_METHOD)]
-        parts = {name: at_L[at_L["protocol"] == name] for name in ("fixed", "trigram", "repeat")}
+        fixed, trigram, repeat = (at_L[at_L["protocol"] == name] for name in ("fixed", "trigram", "repeat"))
         n_runs = runs["run"].nunique()
-        if any(part["run"].nunique() < n_runs for part in parts.values()):
+        if any(part["run"].nunique() < n_runs for part in (fixed, trigram, repeat)):
             rows[label] = {"state": NOT_GATED}
             continue
-        loss = make_sample(parts["fixed"], LOSS)
-        trigram = make_sample(parts["trigram"], LOSS)
-        score = usual_score(parts["repeat"])
-        below = estimate(loss, trigram, is_paired=True)
-        gain = estimate(make_sample(parts["repeat"], score))
-
+        of_trigram = make_sample(trigram, LOSS)
+        below = estimate(make_sample(fixed, LOSS), of_trigram, is_paired=True)
+        # over another passage: over the first time, a model that breaks would show its breakage
+        score = CONTROLLED.score
+        if repeat["control_nll"].isna().any():          # older results have no such control
+            score = REPETITION.score
+        gain = estimate(make_sample(repeat, score))
         state = WITHIN
-        if below["shown_high"] <= 0 or gain["shown_high"] < LEAST_GAIN:
+        if below["shown_high"] < 0 or gain["shown_high"] < LEAST_GAIN:
             state = FAILED
-        elif below["shown_low"] > 0 and gain["shown_low"] >= LEAST_GAIN:
+        elif below["shown_low"] > 0 and gain["shown_low"] > LEAST_GAIN:
             state = PASSED
-        rows[label] = {
-            "state": state, "loss": -loss.seeds.mean(), "trigram": -trigram.seeds.mean(),
-            "below": below["shown"], "below_low": below["shown_low"], "below_high": below["shown_high"],
-            "gain": gain["shown"], "gain_low": gain["shown_low"], "gain_high": gain["shown_high"],
-            "is_controlled": score == CONTROLLED.score}
+        rows[label] = {"state": state, "trigram": -of_trigram.seeds.mean()}
+        for name, margin in (("below", below), ("gain", gain)):
+            for end in ("", "_low", "_high"):
+                rows[label][name + end] = margin[f"shown{end}"]
     return pd.DataFrame.from_dict(rows, "index", columns=GATE).rename_axis("label")
 
 
-def claims(frame: pd.DataFrame, gate: pd.DataFrame, in_advance: pd.Series | None = None,
-           whole: Collection[str] = ()) -> pd.DataFrame:
+def claims(frame: pd.DataFrame, gate: pd.DataFrame, whole: Collection[str] = ()) -> pd.DataFrame:
     """`estimates` with two more columns: `corrected`, its p-value, and `is_better`, whether it may be bold.
 
     The rows are one family: all that a report could mark or say in a sentence. So concatenate the tables
     that it marks, at the lengths that it marks: each further row makes a claim harder. Holm's correction is
     over the rows whose label, and baseline if there is one, passed the gate (`gates`). Of one trained seed
-    nothing is claimed; the labels in `whole` are no samples of seeds: pretrained models. `in_advance` is True
-    for the one comparison that was named before the runs: it is not corrected, and does not count.
+    nothing is claimed; the labels in `whole` are no samples of seeds: pretrained models.
     A row is better if its value is above 0, the corrected p-value is below LEVEL and, where seeds differ too
     much for a mean, the whole range of seeds is above 0 as well.
     """
-    passed = gate.index[gate["state"] == PASSED]
-    baseline_passed = frame["baseline"].isin(passed) | (frame["baseline"] == "")
+    passed = ["", *gate.index[gate["state"] == PASSED]]         # "": no baseline
     is_sampled = (frame["n_seeds"] > 1) | frame["label"].isin([*whole])
-    can_be = frame["label"].isin(passed) & baseline_passed & is_sampled & frame["p"].notna()
+    can_be = frame["label"].isin(passed) & frame["baseline"].isin(passed) & is_sampled & frame["p"].notna()
     corrected = frame["p"].where(can_be)
-    family = can_be
-    if in_advance is not None:
-        family = can_be & ~in_advance
-    corrected[family] = holm(frame["p"][family].tolist())
+    corrected[can_be] = holm(frame["p"][can_be].tolist())
     seeds_agree = ~frame["is_unstable"] | (frame["seed_low"] > 0)
     is_better = (corrected < LEVEL) & (frame["value"] > 0) & seeds_agree
     return frame.assign(corrected=corrected, is_better=is_better)

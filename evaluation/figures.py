@@ -16,7 +16,6 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import numpy as np
 import pandas as pd
@@ -50,18 +49,6 @@ WIDTH, HEIGHT = 4.2, 2.6                                # of a panel, in inches;
 LEFT, TOP, BELOW = 0.75, 0.6, 0.85                      # beside, above all and below each panel, in inches
 
 
-class Key(NamedTuple):
-    """How a curve is drawn."""
-
-    colour: str
-    dash: Any
-    marker: str
-    is_named: bool          # at its end; otherwise in the caption alone
-
-
-Keys = dict[tuple[str, str], Key]       # text and name of a curve -> how it is drawn
-
-
 class Panel(NamedTuple):
     """One pair of axes."""
 
@@ -79,25 +66,28 @@ def hue(encoding: str, extend: str) -> str:
     """The colour of an encoding, or of a method of --extend, by its place in the registry."""
     name = encoding if extend == NO_METHOD else extend.replace("+", ":").partition(":")[0]
     known = [*ENCODINGS, *EXTENSIONS]
-    place = known.index(name) if name in known else crc32(name.encode())    # old results have others
+    place = known.index(name) if name in known else len(known)      # old results have others
     return HUES[place % len(HUES)]
 
 
-def make_keys(curves: pd.DataFrame) -> Keys:
-    """How each curve is drawn, in all panels alike. Curves of one hue have different line styles."""
-    keys: Keys = {}
-    hues: list[str] = []
+def style_curves(curves: pd.DataFrame) -> pd.DataFrame:
+    """The curves with `colour`, `dash`, `marker` and `is_named`: at its end; otherwise in the caption alone.
+
+    They are the same in all panels. Curves of one hue have different line styles.
+    """
+    curves = curves.assign(is_named=curves["state"] != FAILED)
+    styles = {}
+    hues: list[str] = []                                        # of the names so far
     for i, (name, rows) in enumerate(curves.groupby("name", sort=False)):
         first = rows.iloc[0]
-        own_hue = hue(first["encoding"], first["extend"])
-        dash = DASHES[hues.count(own_hue) % len(DASHES)]
-        states = rows.groupby("text", sort=False)["state"].first()
-        if (states != FAILED).any():
-            hues.append(own_hue)
-        for text, state in states.items():
-            colour = GREYS.get(state, own_hue)
-            keys[text, name] = Key(colour, dash, MARKERS[i % len(MARKERS)], state != FAILED)
-    return keys
+        colour = hue(first["encoding"], first["extend"])
+        dash = DASHES[hues.count(colour) % len(DASHES)]
+        styles[name] = {"colour": colour, "dash": dash, "marker": MARKERS[i % len(MARKERS)]}
+        if rows["is_named"].any():
+            hues.append(colour)
+    styled = curves.join(pd.DataFrame.from_dict(styles, "index"), on="name")
+    grey = curves["state"].map(GREYS)
+    return styled.assign(colour=grey.fillna(styled["colour"]))
 
 
 def spread(wanted: np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
@@ -120,12 +110,13 @@ def spread(wanted: np.ndarray, gap: float, low: float, high: float) -> np.ndarra
 # Panels
 
 
-def draw(rows: Sequence[Sequence[Panel]], keys: Keys, title: str, L: int, shares_y: bool = False) -> Figure:
+def draw(rows: Sequence[Sequence[Panel]], title: str, L: int, shares_y: bool = False) -> Figure:
     """The panels in rows, each of which has one y axis if `shares_y`."""
     # in inches; a letter is about 0.6 as wide as its size
-    names = [name for (_, name), key in keys.items() if key.is_named]
+    curves = pd.concat([panel.curves for row in rows for panel in row])
+    names = curves["name"][curves["is_named"]].unique()
     beside = 0.3 + 0.6 * NAME_SIZE / 72 * max(map(len, names), default=0)
-    height = max(HEIGHT, len({*names}) * NAME_GAP / 72)
+    height = max(HEIGHT, len(names) * NAME_GAP / 72)
     width = len(rows[0]) * (LEFT + WIDTH + beside)
     total = TOP + len(rows) * (height + BELOW)
     margins = {"left": LEFT / width, "right": 1 - beside / width, "wspace": (LEFT + beside) / WIDTH,
@@ -138,23 +129,22 @@ def draw(rows: Sequence[Sequence[Panel]], keys: Keys, title: str, L: int, shares
                                sharey="row" if shares_y else False)
         for row, panels in zip(axes, rows, strict=True):
             for axis, panel in zip(row, panels, strict=True):
-                draw_panel(axis, panel, keys, L)
-                set_reach(axis, panels if shares_y else [panel], keys)
-                name_ends(axis, panel.curves, keys, height)
+                draw_panel(axis, panel, L)
+                set_reach(axis, panels if shares_y else [panel])
+                name_ends(axis, panel.curves, height)
     return figure
 
 
-def draw_panel(axis: Any, panel: Panel, keys: Keys, L: int) -> None:
+def draw_panel(axis: Any, panel: Panel, L: int) -> None:
     """The curves of a panel and what stands at its axes, without names."""
     places = panel.curves.drop_duplicates("x").sort_values("x")
     has_bars = panel.is_log and len(places) <= MOST_BARS
-    curves = list(panel.curves.groupby(["text", "name"], sort=False))
-    for i, (curve, rows) in enumerate(curves):
-        rows = rows.sort_values("x")
+    curves = panel.curves.sort_values("x", kind="stable").groupby(["text", "name"], sort=False)
+    for i, (_, rows) in enumerate(curves):
         if has_bars:
             shift = DODGE * ((i + 0.5) / len(curves) - 0.5)
             rows = rows.assign(x=rows["x"] * 2**shift)
-        draw_curve(axis, rows, keys[curve], has_bars)
+        draw_curve(axis, rows, has_bars)
 
     axis.set_title(panel.title, loc="left")
     axis.set_xlabel(panel.form.x_label)
@@ -173,11 +163,12 @@ def draw_panel(axis: Any, panel: Panel, keys: Keys, L: int) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
 
 
-def draw_curve(axis: Any, curve: pd.DataFrame, key: Key, has_bars: bool) -> None:
+def draw_curve(axis: Any, curve: pd.DataFrame, has_bars: bool) -> None:
     """A line with a band, or with bars and dots.
 
     Mean and interval are a mark and a broad bar, median and range an open mark and a thin line, seeds dots.
     """
+    key = curve.iloc[0]
     layer = 4 if key.is_named else 1
     style = {"color": key.colour, "zorder": layer}
     axis.plot(curve["x"], curve["shown"], linestyle=key.dash, **style)
@@ -195,23 +186,17 @@ def draw_curve(axis: Any, curve: pd.DataFrame, key: Key, has_bars: bool) -> None
     axis.scatter(seeds["x"], seeds["seeds"], s=2.5, color=key.colour, zorder=layer + 2)
 
 
-def set_reach(axis: Any, panels: Sequence[Panel], keys: Keys) -> None:
+def set_reach(axis: Any, panels: Sequence[Panel]) -> None:
     """The y axis: as far as the named curves of these panels reach. Failed ones stretch no axis."""
     curves = pd.concat([panel.curves for panel in panels])
-    named = keep_named(curves, keys)
-    if not named.empty:
-        curves = named
+    if curves["is_named"].any():
+        curves = curves[curves["is_named"]]
     ends = curves.reindex(columns=["shown", "shown_low", "shown_high", "seed_low", "seed_high"])
     low, high = np.nanmin(ends), np.nanmax(ends)
     if panels[0].form.is_gain:
         low, high = min(low, 0.0), max(high, 0.0)
     margin = 0.06 * (high - low) or 0.1
     axis.set_ylim(low - margin, high + margin)
-
-
-def keep_named(curves: pd.DataFrame, keys: Keys) -> pd.DataFrame:
-    """The curves that have their name at their end."""
-    return curves[[keys[curve].is_named for curve in zip(curves["text"], curves["name"], strict=True)]]
 
 
 def mark_L(heading: str, L: int) -> str:
@@ -222,17 +207,17 @@ def mark_L(heading: str, L: int) -> str:
     return f"{heading}\n= L" if times == 1 else f"{heading}\n= {times} L"
 
 
-def name_ends(axis: Any, curves: pd.DataFrame, keys: Keys, height: float) -> None:
+def name_ends(axis: Any, curves: pd.DataFrame, height: float) -> None:
     """Write names beside the ends of their curves, and join them, in a panel of this height in inches."""
-    ordered = curves.sort_values("x", kind="stable")
-    last = keep_named(ordered.drop_duplicates(["text", "name"], keep="last"), keys)
+    named = curves[curves["is_named"]].sort_values("x", kind="stable")
+    last = named.drop_duplicates(["text", "name"], keep="last")
     if last.empty:
         return
     to_axis = axis.transData + axis.transAxes.inverted()
     ends = to_axis.transform(last[["x", "shown"]].to_numpy(float))          # (names, 2)
     places = spread(ends[:, 1], NAME_GAP / 72 / height, 0.0, 1.0)
     for row, (x, y), place in zip(last.itertuples(), ends, places, strict=True):
-        style = {"color": keys[row.text, row.name].colour, "transform": axis.transAxes}
+        style = {"color": row.colour, "transform": axis.transAxes}
         axis.plot([x, 1.0, 1.03], [y, y, place], linewidth=0.6, linestyle=":", clip_on=False, **style)
         axis.text(1.04, place, row.name, va="center", fontsize=NAME_SIZE, **style)
 
@@ -246,7 +231,7 @@ def draw_measure(curves: pd.DataFrame, form: Form, title: str, L: int) -> Figure
 
     Of a gain, what stays flat is zoomed, in panels apart from what breaks.
     """
-    curves = as_shown(curves, form)
+    curves = style_curves(as_shown(curves, form))
     groups = {"": curves}
     if form.is_gain:
         lowest = curves.groupby("name", sort=False)["shown"].min()
@@ -260,7 +245,7 @@ def draw_measure(curves: pd.DataFrame, form: Form, title: str, L: int) -> Figure
                          for text in texts])
     if len(texts) == 1:
         rows = [[panel for row in rows for panel in row]]
-    return draw(rows, make_keys(curves), title, L, shares_y=len(texts) > 1)
+    return draw(rows, title, L, shares_y=len(texts) > 1)
 
 
 def as_shown(curves: pd.DataFrame, form: Form) -> pd.DataFrame:
@@ -285,15 +270,19 @@ def draw_training(training: pd.DataFrame, title: str, L: int) -> Figure:
     places = late.groupby(["name", "encoding", "extend", "state", "text", "tokens"], sort=False)["loss"]
     curves = places.agg(shown="mean", shown_low="min", shown_high="max").reset_index()
     curves["x"] = curves["tokens"] / 1e6
-    return draw([[Panel("", curves, TRAINING, is_log=False)]], make_keys(training), title, L)
+    return draw([[Panel("", style_curves(curves), TRAINING, is_log=False)]], title, L)
 
 
 def draw_evaluation(gains: pd.DataFrame, by_position: pd.DataFrame, title: str, L: int) -> Figure:
     """The picture of one run: gain over truncation beside loss by position; one of them may be empty."""
-    panels = [Panel("Fixed targets", gains, GAIN),
-              Panel("Loss by position", as_shown(by_position, BY_POSITION), BY_POSITION)]
-    row = [panel for panel in panels if not panel.curves.empty]
-    return draw([row], make_keys(pd.concat([gains, by_position])), title, L)
+    curves = style_curves(pd.concat([gains, as_shown(by_position, BY_POSITION)]))
+    row = []
+    for what, protocol, form in (("Fixed targets", "fixed", GAIN),
+                                 ("Loss by position", "position", BY_POSITION)):
+        here = curves[curves["protocol"] == protocol]
+        if not here.empty:
+            row.append(Panel(what, here, form))
+    return draw([row], title, L)
 
 
 def caption(curves: pd.DataFrame) -> str:

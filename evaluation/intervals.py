@@ -27,12 +27,12 @@ ENOUGH_WINDOWS = 8          # for any interval: fewer cannot show how much they 
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and text, its interval, and its two-sided p-value against 0; None if not known."""
+    """A mean over seeds and text, its interval, and its two-sided p-value against 0; NaN if not known."""
 
     value: float
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
+    low: float = np.nan
+    high: float = np.nan
+    p: float = np.nan
 
 
 class Units(NamedTuple):
@@ -129,7 +129,6 @@ def two_way_share(found: np.ndarray, trials: np.ndarray, other: np.ndarray | Non
                        is_paired=is_paired)
         value = float((found.mean(axis=0) - other.mean(axis=0)).sum() / trials.sum())
         lowest = -1.0
-    assert wide.low is not None and wide.high is not None
     return wide._replace(value=value, low=max(lowest, min(value, wide.low)),
                          high=min(1.0, max(value, wide.high)))
 
@@ -156,20 +155,6 @@ def critical_residual(S: int) -> float:
     """
     t = float(student(1 - OUTLIER_LEVEL / (2 * S), S - 2))
     return (S - 1) / S**0.5 * (t**2 / (S - 2 + t**2))**0.5
-
-
-def range_holds_new_seed(S: int) -> float:
-    """The probability that one more seed falls between the lowest and the highest of S.
-
-    Each of the S + 1 is equally likely to be the lowest, or the highest. So this needs no distribution, only
-    that seeds are exchangeable. Equal values make it more likely.
-    """
-    return (S - 1) / (S + 1)
-
-
-def range_holds_median(S: int) -> float:
-    """The probability that the median of all seeds is in the range of S: not all are on one side of it."""
-    return 1 - 2.0**(1 - S)
 
 
 @lru_cache(maxsize=256)

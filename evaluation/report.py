@@ -15,6 +15,7 @@ import pandas as pd
 
 from evaluation.estimates import FAILED, LEAST_GAIN, NOT_GATED, PASSED, WITHIN
 from evaluation.figures import GREYS, caption, mark_L
+from evaluation.intervals import LARGEST_SPREAD, OUTLIER_LEVEL
 from evaluation.results import Form
 
 MOST_COLUMNS = 9        # places whose cells have intervals; with more they would not fit on 1,200 pixels
@@ -29,12 +30,17 @@ td, thead th { white-space: nowrap; } td small { color: #666; font-size: 11px; }
 tbody th { position: sticky; left: 0; background: white; max-width: 11em; overflow-wrap: anywhere; }
 tbody th, .words td, .words th { text-align: left; font-weight: normal; white-space: normal; }
 tr:has(th i), tr:has(th i) small { color: #999; }"""
-SIGNS = """A number is a mean over seeds, above its interval [a, b] and, beyond L, the range of seeds a ... b.
+SIGNS = f"""A number is a mean over seeds, above its interval [a, b] and, beyond L, the range of seeds.
 In figures a full mark and a broad bar are mean and interval, an open mark and a thin line median and range,
 and small dots are seeds. Bold: better, by a test at 5 % with Holm's correction over all that could be bold,
-than {baseline} on the same targets or, under "Gain over truncation", than the own context cut to L. A row is
-grey if it failed the gate or was not gated: nothing follows from it. "-": the encoding is not defined there,
-or it was not measured."""
+than {{baseline}} on the same targets or, under "Gain over truncation", than the own context cut to L. A row
+is grey if it failed the gate or was not gated: nothing follows from it. "-": the encoding is not defined
+there, or it was not measured. An interval is of 95 % and covers how seeds and text vary: {{units}}; with 1
+seed, the text alone. Where seeds differ by more than an interval of their mean can describe (a standard
+deviation above {LARGEST_SPREAD:g}, or an outlier by Grubbs' test at {OUTLIER_LEVEL:.0%}), median and range
+stand in its place. The range a ... b of S seeds holds a new seed with a probability of (S - 1) / (S + 1),
+50 % for 3 seeds, and the median of all possible ones with 1 - 2^(1 - S), whatever their distribution; of a
+difference it is over all pairs of a seed of each curve. It cannot show a break that no seed had."""
 
 
 class Section(NamedTuple):
@@ -55,30 +61,20 @@ class Section(NamedTuple):
 
 def cell(row: Any, form: Form, L: int, is_brief: bool) -> str:
     """The HTML of a number: what is shown, its interval and, beyond L, the range of seeds."""
-    def span(low: float, high: float, template: str) -> str:
-        ends = sorted((form.figure(low), form.figure(high)))
-        return template.format(*(format(end, form.form).removesuffix(".") for end in ends))
+    def text(score: float) -> str:
+        return format(form.figure(score), form.form).removesuffix(".")
 
-    shown = format(form.figure(row.shown), form.form).removesuffix(".")
-    if row.is_better:
-        shown = f"<b>{shown}</b>"
+    shown = f"<b>{text(row.shown)}</b>" if row.is_better else text(row.shown)
     lines = []
     if not row.is_unstable and not math.isnan(row.low):
-        lines.append(span(row.low, row.high, "[{}, {}]"))
+        low, high = sorted((row.low, row.high), key=form.figure)
+        lines.append(f"[{text(low)}, {text(high)}]")
     if row.is_unstable or (row.length > L and len(row.seeds) > 1):
-        lines.append(span(row.seed_low, row.seed_high, "{} ... {}"))
+        low, high = sorted((row.seed_low, row.seed_high), key=form.figure)
+        lines.append(f"{text(low)} ... {text(high)}")
     if is_brief or not lines:
         return shown
     return f"{shown}<br><small>{'<br>'.join(lines)}</small>"
-
-
-def means(section: Section, L: int) -> pd.DataFrame:
-    """The numbers of a table alone, as plain text."""
-    cells: dict[str, dict[str, str]] = {}
-    for row in section.curves.assign(is_better=False).itertuples():
-        heading = mark_L(row.heading, L).replace("\n", " ")
-        cells.setdefault(row.name, {})[heading] = cell(row, section.form, L, is_brief=True)
-    return pd.DataFrame.from_dict(cells, "index").fillna("-")
 
 
 def name_cell(name: str, state: str) -> str:
@@ -86,16 +82,20 @@ def name_cell(name: str, state: str) -> str:
     return f"<i>{escape(name)}</i>" if state in GREYS else escape(name)
 
 
-def make_table(section: Section, L: int) -> pd.DataFrame:
-    """A row for each curve, a column for each place, cells of HTML."""
-    places = section.curves.drop_duplicates("x").sort_values("x")
-    columns = {heading: mark_L(heading, L).replace("\n", " ") for heading in places["heading"]}
-    is_brief = len(columns) > MOST_COLUMNS
-    cells: dict[str, dict[str, str]] = {}
-    for row in section.curves.itertuples():
-        line = cells.setdefault(name_cell(row.name, row.state), dict.fromkeys(columns.values(), "-"))
-        line[columns[row.heading]] = cell(row, section.form, L, is_brief)
-    return pd.DataFrame.from_dict(cells, "index").rename_axis(columns=escape(section.form.x_label))
+def make_table(section: Section, L: int, is_text: bool = False) -> pd.DataFrame:
+    """A row for each curve, a column for each place, cells of HTML; or plain text, the numbers alone."""
+    curves = section.curves.assign(is_better=False) if is_text else section.curves
+    is_brief = is_text or curves["x"].nunique() > MOST_COLUMNS
+    cells = [cell(row, section.form, L, is_brief) for row in curves.itertuples()]
+    columns = curves.drop_duplicates("x").sort_values("x")["heading"]
+    table = curves.assign(cell=cells).pivot(index="name", columns="heading", values="cell")
+    table = table.reindex(index=curves["name"].unique(), columns=columns).fillna("-")
+    table.columns = [mark_L(heading, L).replace("\n", " ") for heading in columns]
+    if is_text:
+        return table.rename_axis(None)
+    states = curves.groupby("name")["state"].first()
+    table.index = [name_cell(name, states[name]) for name in table.index]
+    return table.rename_axis(columns=escape(section.form.x_label))
 
 
 def describe_curves(curves: pd.DataFrame, gates: pd.DataFrame) -> pd.DataFrame:
@@ -116,16 +116,22 @@ def describe_curves(curves: pd.DataFrame, gates: pd.DataFrame) -> pd.DataFrame:
 # What is said in words
 
 
-def summarize(curves: pd.DataFrame, losses: pd.DataFrame, better: pd.DataFrame, text: str,
-              L: int) -> Iterator[str]:
+def signs(rows: pd.DataFrame, baseline: str) -> str:
+    """How to read the numbers of these rows."""
+    units = rows[["n_units", "unit"]].drop_duplicates().to_numpy()
+    texts = [f"{n} {unit or 'windows, too few for an interval'}" for n, unit in units]
+    return SIGNS.format(baseline=baseline, units=", ".join(texts))
+
+
+def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> Iterator[str]:
     """What was compared, on what, what passed, what is best at L and at the longest length, what is open.
 
-    `curves` has a row for each curve, `losses` are estimates of -loss on fixed targets, and `better` those of
-    their differences to the baseline, with is_better.
+    `curves` has a row for each curve, `rows` has those of all tables, with the keys of their tables.
     """
     counts = " or ".join(map(str, sorted({*curves["n_seeds"]})))
     yield f"Compared: {join(curves['name'])}, trained at L = {L} tokens. Seeds of each: {counts}."
 
+    losses = rows[rows["key"] == "fixed"]
     if losses.empty:
         yield f"They are evaluated on {text}, but not on fixed targets, so lengths cannot be compared."
     else:
@@ -139,19 +145,24 @@ def summarize(curves: pd.DataFrame, losses: pd.DataFrame, better: pd.DataFrame, 
         if len(names):
             what = "within its uncertainty" if state == WITHIN else state
             parts.append(f"{what}: {join(names)}")
-    remedy = ""
-    if NOT_GATED in set(curves["state"]):
-        remedy = " To gate a run: python eval.py RUN --protocol fixed,trigram,repeat."
     yield (f"Gate at L, a loss below a trigram's and {LEAST_GAIN:g} nats or more gained on a repeated "
-           f"passage: {'; '.join(parts)}.{remedy}")
+           f"passage: {'; '.join(parts)}. To gate a run: python eval.py RUN --protocol fixed,trigram,repeat.")
 
     passed = losses[losses["state"] == PASSED]
     if passed.empty:
         yield "Nothing is ranked, because no curve passed the gate."
     else:
-        lengths = dict.fromkeys((L, losses["length"].max()))
-        claims = [best(passed[passed["length"] == length], better, length) for length in lengths]
-        yield f"Of those that passed, {', and '.join(filter(None, claims))}."
+        here = passed[passed["length"].isin([L, passed["length"].max()])]
+        best = here.loc[here.groupby("length")["shown"].idxmax()]
+        better = rows[(rows["key"] == "fixed-gain") & rows["is_better"]].set_index(["name", "length"])
+        claims = []
+        for row in best.itertuples():
+            claim = (f"{row.name} has the lowest loss with {row.length} tokens ({-row.shown:.3f} nats per "
+                     "token")
+            if (row.name, row.length) in better.index:
+                claim += f", below that of {better['baseline'].iloc[0]}"
+            claims.append(f"{claim})")
+        yield f"Of those that passed, {join(claims)}."
 
     limits = ["whether the order is the same on another text, at another size or training length"]
     unstable = losses["name"][losses["is_unstable"] & (losses["length"] > L)].unique()
@@ -162,19 +173,6 @@ def summarize(curves: pd.DataFrame, losses: pd.DataFrame, better: pd.DataFrame, 
     if len(alone):
         limits.append(f"how another seed of {join(alone)} would do")
     yield f"Not known: {'; '.join(limits)}; and a difference that is not bold may be chance."
-
-
-def best(here: pd.DataFrame, better: pd.DataFrame, length: int) -> str:
-    """Which curve has the lowest loss at a length, and whether it beats the baseline; "" if there is none."""
-    if here.empty:
-        return ""
-    winner = here.loc[here["shown"].idxmax()]
-    text = f"{winner['name']} has the lowest loss with {length} tokens ({-winner['shown']:.3f} nats per token"
-    pair = better[(better["length"] == length) & (better["name"] == winner["name"])]
-    if pair.empty:
-        return f"{text})"
-    what = "below" if pair["is_better"].item() else "not shown to be below"
-    return f"{text}, {what} that of {pair['baseline'].item()})"
 
 
 def join(names: Sequence[str]) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import pandas as pd
 
 from base.errors import UserError
-from evaluation.estimates import estimate, make_sample
-from evaluation.extension import EXTENSIONS, Extend, Rescaled
+from evaluation.estimates import estimates
+from evaluation.extension import EXTENSIONS, Rescaled
 from evaluation.intervals import LEVEL, holm
 from evaluation.protocols import PROTOCOLS
 from evaluation.results import EXTENDED, GAIN, NO_METHOD, records
@@ -66,38 +64,31 @@ def choose_all(args: argparse.Namespace) -> None:
 
 def advice(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
     """Lines of how each method does beyond L, the lowest loss first."""
-    beyond = [length for length in e.possible if length > e.L]
-    rows = [compare_with_truncation(table, e, extend, length) for length in beyond for extend in e.extends]
-    if not rows:
+    beyond = table[table.length > e.L]
+    fixed = beyond[beyond.protocol == "fixed"]
+    if fixed.empty:
         yield "--extend all: no length is beyond L; give a longer text, or --lengths beyond L"
         return
-    frame = pd.DataFrame(rows).sort_values(["length", "loss - truncated"])
-    frame["p"] = frame.groupby("length").p.transform(lambda p: holm(p.tolist()))
-    yield frame.drop(columns=["p", "config.json"]).to_string(index=False, float_format="{:+.4f}".format)
-    for length, best in frame.groupby("length").first().iterrows():
-        beats = best["loss - truncated"] < 0 and best["p"] < LEVEL      # corrected for the number of methods
+    keys = ["length", "extend"]
+    found = beyond[beyond.protocol == "passkey"].groupby(keys)["correct"]
+    gains = estimates(fixed.assign(label=""), GAIN.score).set_index(keys)
+    rows = pd.DataFrame({
+        "gain": gains["value"], "p": gains["p"].fillna(1.0), "loss - truncated": -gains["value"],
+        "95 % interval": (-gains["high"]).map("{:+.4f} ... ".format) + (-gains["low"]).map("{:+.4f}".format),
+        "passkey": found.sum().map("{:.0f}/".format) + found.size().map(str),
+        "seconds": fixed.groupby(keys)["seconds"].sum().map("{:.1f}".format)})
+    rows = rows.reset_index().rename(columns={"extend": "method"})
+    rows = rows.sort_values(["length", "loss - truncated"])
+    yield rows.drop(columns=["gain", "p"]).to_string(index=False, float_format="{:+.4f}".format, na_rep="-")
+    for length, methods in rows.groupby("length"):
+        best = methods.iloc[0]
+        corrected = holm(methods["p"].tolist())[0]      # for the number of methods
+        beats = best["gain"] > 0 and corrected < LEVEL
         claim = ", and beats" if beats else "; it is not shown that it beats"
         yield (f"at {length} tokens {best['method']} has the lowest loss{claim} truncation to the last "
                f"{e.L} tokens")
-        if beats and best["config.json"] != "null":
-            yield f"  in config.json: {best['config.json']}"
-
-
-def compare_with_truncation(table: pd.DataFrame, e: Evaluation, extend: Extend,
-                            length: int) -> dict[str, Any]:
-    """A row of the advice: one method at one length."""
-    here = table[(table.extend == extend.spec) & (table.length == length)]
-    fixed = here[here.protocol == "fixed"]
-    gain = estimate(make_sample(fixed, GAIN.score))
-    low, high = -gain["high"], -gain["low"]     # NaN if there are too few windows
-    passkeys = here[here.protocol == "passkey"]
-    # what config.json would say: for one method that changes frequencies alone
-    fields = None
-    if len(extend.methods) == 1 and isinstance(extend.methods[0], Rescaled):
-        scaling = extend.methods[0].scaling(e.model, e.config, length)
-        fields = rope_fields(e.config, scaling, length)
-    return {
-        "length": length, "method": extend.spec, "loss - truncated": -gain["value"],
-        "95 % interval": "" if math.isnan(low) else f"{low:+.4f} ... {high:+.4f}",
-        "passkey": f"{passkeys.correct.sum():.0f}/{len(passkeys)}", "seconds": f"{fixed.seconds.sum():.1f}",
-        "p": 1.0 if math.isnan(gain["p"]) else gain["p"], "config.json": json.dumps(fields)}
+        (extend,) = (extend for extend in e.extends if extend.spec == best["method"])
+        # what config.json would say: for one method that changes frequencies alone
+        if beats and len(extend.methods) == 1 and isinstance(extend.methods[0], Rescaled):
+            scaling = extend.methods[0].scaling(e.model, e.config, length)
+            yield f"  in config.json: {json.dumps(rope_fields(e.config, scaling, length))}"

@@ -47,11 +47,13 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
     for config in points:
         for point, seed in itertools.product(points[config], each_seed):
             # each override without its section, in characters that a folder's name may have
-            values = [text.replace("=", "-").partition(".")[2] for text in point]
-            parts = [Path(config).stem, *(re.sub(r"[^A-Za-z0-9._-]+", "_", value) for value in values)]
-            name = "-".join(parts if seed is None else [*parts, f"seed{seed}"])
-            job_overrides = [*overrides, *point, f"run.dir={toml_value(str(runs / name))}"]
-            job_overrides += [] if seed is None else [f"train.seed={seed}"]
+            parts = [Path(config).stem, *(text.replace("=", "-").partition(".")[2] for text in point)]
+            job_overrides = [*overrides, *point]
+            if seed is not None:
+                parts.append(f"seed{seed}")
+                job_overrides.append(f"train.seed={seed}")
+            name = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
+            job_overrides.append(f"run.dir={toml_value(str(runs / name))}")
             if name in jobs:
                 problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")
             jobs[name] = Job(name, config, point, job_overrides, runs / name, eval_arguments)
@@ -146,7 +148,8 @@ def run_submitted(jobs: Sequence[Job], folder: Path, parameters: dict[str, Any])
     except (ImportError, NameError, TypeError) as error:    # not installed, or a parameter that is not known
         raise UserError(f"--submitit, --slurm: {str(error).splitlines()[0]}") from error
     os.environ["PYTHONPATH"] = str(ROOT)        # where the jobs find this module
-    failed, submitted = dict[str, str](), {executor.submit(work, job): job for job in jobs}
+    failed: dict[str, str] = {}
+    submitted = {executor.submit(work, job): job for job in jobs}
     for task, job in submitted.items():
         crash = task.exception()                # waits for the job
         finish(job, f"{type(crash).__name__}, see {folder}" if crash else task.result(), failed)
@@ -162,9 +165,8 @@ def finish(job: Job, problem: str, failed: dict[str, str]) -> None:
 
 
 def report(jobs: Sequence[Job], out: Path) -> int:
-    """Run compare.py over these runs; return its exit code."""
-    names = {max((job.run_dir / "eval").glob("*.json"), key=lambda path: path.stat().st_mtime_ns).stem
-             for job in jobs}
-    command = ["compare.py", *(str(job.run_dir) for job in jobs), "--out", str(out)]
-    command += ["--data", *names] if len(names) == 1 else []
-    return subprocess.run([sys.executable, str(ROOT / command[0]), *command[1:]]).returncode
+    """Run compare.py over these runs, on the text of their newest evaluations; return its exit code."""
+    evaluations = (jobs[0].run_dir / "eval").glob("*.json")
+    newest = max(evaluations, key=lambda path: path.stat().st_mtime_ns)
+    command = [sys.executable, str(ROOT / "compare.py"), *(str(job.run_dir) for job in jobs)]
+    return subprocess.run([*command, "--data", newest.stem, "--out", str(out)]).returncode

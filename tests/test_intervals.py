@@ -18,7 +18,6 @@ from evaluation.estimates import (
     PASSED,
     WITHIN,
     Sample,
-    caption,
     claims,
     estimate,
     estimates,
@@ -28,14 +27,12 @@ from evaluation.intervals import (
     critical_residual,
     holm,
     is_scattered,
-    range_holds_median,
-    range_holds_new_seed,
     student,
     two_way,
     two_way_share,
     units_of,
 )
-from evaluation.results import GAIN, LOSS
+from evaluation.results import FOUND, GAIN, LOSS
 
 TRUTH = 0.3
 NOISES = {
@@ -73,12 +70,12 @@ def coverage(S: int, documents: int, noise: str, kind: str, n: int) -> float:
     return float(np.mean([e.low <= TRUTH <= e.high for e in found]))
 
 
-GRID = [(S, documents, noise, kind) for S in (1, 2, 3, 5) for documents in (10, 20, 40) for noise in NOISES
+GRID = [(S, documents, noise, kind) for S in (1, 2, 3, 5) for documents in (10, 40) for noise in NOISES
         for kind in VARIANCES if S > 1 or kind == "documents"]
 
 
 @pytest.mark.parametrize(("S", "documents", "noise", "kind"), slow_except(
-    GRID, (1, 10, "normal", "documents"), (3, 20, "normal", "seeds"), (3, 10, "heavy", "both"),
+    GRID, (1, 10, "normal", "documents"), (3, 40, "normal", "seeds"), (3, 10, "heavy", "both"),
     (2, 10, "normal", "both")))
 def test_intervals_cover_the_truth_at_their_rate(S: int, documents: int, noise: str, kind: str) -> None:
     """The band: 92.5 to 97.5 %, and 1.5 % for the standard error of 400 studies, which is 1 %.
@@ -95,14 +92,14 @@ def test_intervals_cover_the_truth_at_their_rate(S: int, documents: int, noise: 
 def test_an_effect_of_all_or_nothing_is_covered_too_seldom(S: int, expected: float) -> None:
     """70 % of the runs learn something, the others do not: the rates that docs/comparing.md warns of."""
     rng = np.random.default_rng(1)
-    seeds = (rng.random((3_000, S)) < 0.7) - 0.7
+    seeds = (rng.random((1_500, S)) < 0.7) - 0.7
     found = [two_way(np.tile(row[:, None], 10), np.ones(10)) for row in seeds]
     rate = np.mean([e.low <= 0 <= e.high for e in found])
     assert rate == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.parametrize(("S", "trials", "share"), slow_except(
-    [(S, n, p) for S in (1, 3) for n in (8, 32, 128) for p in (0.5, 0.9, 0.99)], (1, 32, 0.9), (3, 8, 0.5)))
+    [(S, n, p) for S in (1, 3) for n in (8, 128) for p in (0.5, 0.99)], (3, 8, 0.5)))
 def test_intervals_of_shares_cover_too(S: int, trials: int, share: float) -> None:
     rng = np.random.default_rng(trials)
     covered = {True: 0, False: 0}
@@ -114,25 +111,8 @@ def test_intervals_of_shares_cover_too(S: int, trials: int, share: float) -> Non
             truth = share - 0.5 * is_difference
             covered[is_difference] += found.low <= truth <= found.high
     assert min(covered.values()) >= 0.925 * 400, covered
-
-
-def test_a_share_of_all_or_none_has_an_interval_with_a_width() -> None:
-    every = two_way_share(np.ones((3, 8)), np.ones(8))
-    assert every.value == every.high == 1 and 0.5 < every.low < 0.9
-    none = two_way_share(np.zeros((1, 8)), np.ones(8))
-    assert none.value == none.low == 0 and 0.1 < none.high < 0.5
-    alike = two_way_share(np.zeros((2, 50)), np.full(50, 4.0), np.zeros((2, 50)))
-    assert alike.low < alike.value == 0 < alike.high and alike.p > 0.9
-
-
-def test_estimates_shift_and_scale_with_the_numbers() -> None:
-    d, tokens, document = study(np.random.default_rng(0), 3, 12, "skewed", "all")
-    before, moved = interval(d, tokens, document), interval(-2 * d + 0.5 * tokens, tokens, document)
-    assert np.allclose(moved[:3], [0.5 - 2 * before.value, 0.5 - 2 * before.high, 0.5 - 2 * before.low])
-    assert interval(d, tokens, document) == before                     # the same every time
-    assert before.value == pytest.approx(d.sum() / 3 / tokens.sum())
-    same = two_way(np.full((3, 9), 0.2), np.ones(9))
-    assert np.allclose(same[:3], 0.2)                                   # nothing varies: no width
+    every = two_way_share(np.ones((S, trials)), np.ones(trials))
+    assert every.value == every.high == 1 and 0.5 < every.low < 1       # nothing varies, but it has a width
 
 
 def test_the_interval_excludes_0_where_p_is_below_5_percent() -> None:
@@ -219,34 +199,20 @@ def sample(seeds: np.ndarray, n_documents: int = 10) -> Sample:
     return Sample(LOSS, np.outer(seeds, weight), weight, np.arange(n_documents))
 
 
-@pytest.mark.parametrize("S", [2, 3, 5])
+@pytest.mark.parametrize("S", [2, 5])
 @pytest.mark.parametrize("draw", SEEDS)
 def test_a_range_holds_a_new_seed_and_the_median_as_often_as_it_says(draw: Callable, S: int) -> None:
     """(S - 1) / (S + 1) and 1 - 2^(1 - S), whatever the distribution; the standard errors are 1.6 %."""
     rng = np.random.default_rng(S)
     median = np.median(draw(rng, 100_000))
     holds_seed, holds_median = [], []
-    for _ in range(1_000):
+    for _ in range(600):
         row = estimate(sample(draw(rng, S), 1))
         new = draw(rng, 1)[0]
         holds_seed.append(row["seed_low"] <= new <= row["seed_high"])
         holds_median.append(row["seed_low"] <= median <= row["seed_high"])
-    assert np.mean(holds_seed) == pytest.approx(range_holds_new_seed(S), abs=0.05)
-    assert np.mean(holds_median) == pytest.approx(range_holds_median(S), abs=0.05)
-
-
-@pytest.mark.parametrize("draw", SEEDS)
-def test_a_range_of_pairs_holds_a_new_pair_at_least_as_often(draw: Callable) -> None:
-    """Of a curve with 3 seeds less a baseline with 5, which vary alike, and less one that does not vary."""
-    rng = np.random.default_rng(0)
-    for spread in (1.0, 0.001):
-        found = []
-        for _ in range(1_000):
-            row = estimate(sample(draw(rng, 3), 1), sample(spread * draw(rng, 5), 1))
-            new = draw(rng, 1)[0] - spread * draw(rng, 1)[0]
-            found.append(row["seed_low"] <= new <= row["seed_high"])
-        assert row["n_seeds"] == 3 and len(row["seeds"]) == 15
-        assert np.mean(found) > range_holds_new_seed(3) - 0.05
+    assert np.mean(holds_seed) == pytest.approx((S - 1) / (S + 1), abs=0.05)
+    assert np.mean(holds_median) == pytest.approx(1 - 2**(1 - S), abs=0.05)
 
 
 def test_what_is_shown_of_seeds_that_break_is_what_most_seeds_do() -> None:
@@ -273,9 +239,7 @@ def test_median_and_range_stand_where_the_mean_does_not_describe_the_seeds() -> 
     assert (row["shown"], row["shown_low"], row["shown_high"]) == pytest.approx((-0.212, -0.413, -0.113))
     assert is_scattered(np.array([0.010, 0.011, 0.012, 0.011, -0.06]))
     quiet = estimate(sample(rope / 10))
-    assert not quiet["is_unstable"]
-    for end in ("low", "high"):
-        assert quiet[f"shown_{end}"] == quiet[end]
+    assert not quiet["is_unstable"] and quiet["shown_low"] == quiet["low"]
     assert not is_scattered(np.array([0.5])) and not is_scattered(np.array([0.02, 0.06]))
     flat = estimate(sample(np.array([0.02, 0.021, 0.022])), sample(rope))
     assert flat["is_unstable"]                                          # because of the baseline
@@ -318,7 +282,7 @@ def test_a_table_gives_each_curve_and_column_its_estimate() -> None:
                        rows_of("a", a - 0.5, extend="yarn", truncated_nll=a), rows_of("a", plain, 128)])
     table = table.sample(frac=1, random_state=0).sort_values("document", kind="stable")  # runs in any order
 
-    scores = estimates(table).set_index(["label", "extend", "length"])
+    scores = estimates(table, LOSS).set_index(["label", "extend", "length"])
     assert len(scores) == 4 and scores.value["a", "none", 64] == pytest.approx(-a.mean())
     weight = np.full(12, 4.0)
     expected = two_way(-4 * b, weight)
@@ -326,46 +290,21 @@ def test_a_table_gives_each_curve_and_column_its_estimate() -> None:
     gains = estimates(table[table.length == 64], GAIN.score).set_index(["label", "extend"]).value
     assert [gains["a", "none"], gains["b", "none"], gains["a", "yarn"]] == pytest.approx([0.1, 0.0, 0.5])
 
-    over = estimates(table, baseline="a").set_index(["label", "extend"])
+    over = estimates(table, LOSS, "a").set_index(["label", "extend"])
     assert sorted(over.index) == [("a", "yarn"), ("b", "none")]
     assert tuple(over.loc[("b", "none"), ["value", "low", "high", "p"]]) == pytest.approx(
         two_way(-4 * b, weight, -4 * a))
     assert over.value["a", "yarn"] == pytest.approx(0.5) and over.high["a", "yarn"] - 0.5 < 1e-9     # paired
     assert over.n_seeds["b", "none"] == 3 and set(over.baseline) == {"a"}
-    assert estimates(table, baseline="none of them").empty
+    assert estimates(table, LOSS, "none of them").empty
 
 
-def test_repeat_is_scored_over_its_control_and_answers_by_the_share_found() -> None:
-    """A model that breaks, alike on both passages, has made no use of the copy: 0, not -1.8."""
-    broken = 5 + noise(0)
-    table = rows_of("rope", broken, protocol="repeat", first_nll=broken - 1.8, control_nll=broken)
-    assert estimates(table).value[0] == pytest.approx(0)
-    assert estimates(table.drop(columns="control_nll")).value[0] == pytest.approx(-1.8)
-    found = rows_of("rope", broken, protocol="passkey").assign(correct=[1, 0, 0] * 12)
-    row = estimates(found).iloc[0]
+def test_answers_are_scored_by_the_share_found_and_few_windows_have_no_interval() -> None:
+    found = rows_of("rope", 5 + noise(0), protocol="passkey").assign(correct=[1, 0, 0] * 12)
+    row = estimates(found, FOUND).iloc[0]
     assert (row.value, row.unit, row.n_units) == (pytest.approx(1 / 3), "trials", 12)
-    few = estimates(rows_of("rope", broken[:, :4])).iloc[0]
+    few = estimates(rows_of("rope", 5 + noise(0, W=4)), LOSS).iloc[0]
     assert (few.unit, few.n_units) == ("", 4) and np.isnan(few.low) and np.isnan(few.p)
-
-
-def test_the_caption_says_what_is_covered_and_why_a_median_stands() -> None:
-    quiet = rows_of("a", 3 + noise(0))
-    loud = rows_of("b", 3 + noise(1, S=5) + np.array([[0.0, 0.0, 0.0, 0.0, 1.0]]).T)
-    text = caption(estimates(quiet))
-    assert "mean over seeds and 12 documents" in text and "50% for 3 seeds," in text and "[a, b]" in text
-    assert "median" not in text and "1 seed" not in text and "at least" not in text
-    text = caption(estimates(pd.concat([quiet, loud])))
-    assert "50% for 3 seeds, 67% for 5 seeds" in text and "94% for 5 seeds" in text
-    assert "median and range stand" in text
-    single = caption(estimates(rows_of("a", 3 + noise(0, S=1))))
-    assert "With 1 seed" in single and "range" not in single
-    assert "at least 50% for 3" in caption(estimates(pd.concat([quiet, loud]), baseline="b"))
-    one = rows_of("c", 3 + noise(0, S=1))
-    text = caption(estimates(pd.concat([one, loud]), baseline="b"))
-    assert "With 1 seed" in text and "0% for 1 seed" in text            # the baseline's seeds are scattered
-    assert "others are not covered" in caption(estimates(quiet.assign(document=0)))
-    assert caption(estimates(quiet.query("document < 4"))).startswith("4 windows are too few")
-    assert caption(estimates(quiet[:0])) == ""
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -399,10 +338,13 @@ def test_a_gate_is_passed_failed_within_its_uncertainty_or_not_measured() -> Non
         "elsewhere": NOT_GATED, "one run without": NOT_GATED, "a seed fails": WITHIN, "few windows": WITHIN,
         "seeds differ": PASSED, "extended": NOT_GATED}
     row = found.loc["ready"]
-    assert row.trigram - row.loss == pytest.approx(row.below) and row.below_low < row.below < row.below_high
-    assert row.is_controlled and row.gain == pytest.approx(1, abs=0.02)
-    older = gates(ready.assign(first_nll=ready.control_nll).drop(columns="control_nll"), 64)
-    assert not older.is_controlled["ready"] and older.state["ready"] == PASSED
+    assert row.trigram == pytest.approx(3.5, abs=0.01) and row.below == pytest.approx(0.5, abs=0.01)
+    assert row.below_low < row.below < row.below_high and row.gain == pytest.approx(1, abs=0.02)
+    older = gates(ready.assign(first_nll=ready.control_nll, control_nll=np.nan), 64)
+    assert older.state["ready"] == PASSED
+    # a model that breaks, alike on both passages, has made no use of the copy
+    broken = ready.assign(first_nll=ready.nll - 7.2, control_nll=ready.nll)
+    assert gates(broken, 64).gain["ready"] == pytest.approx(0)
 
 
 def table_of_claims(p: list[float], **columns: object) -> pd.DataFrame:
@@ -411,15 +353,11 @@ def table_of_claims(p: list[float], **columns: object) -> pd.DataFrame:
                          "is_unstable": False, "seed_low": 0.05}).assign(**columns)
 
 
-def test_all_that_is_claimed_is_one_family_but_what_was_named_in_advance() -> None:
+def test_all_that_is_claimed_is_one_family() -> None:
     found = table_of_claims([0.01, 0.02, 0.03, 0.9])
     passed = pd.DataFrame({"state": PASSED}, index=found.label)
     assert [*claims(found, passed).corrected] == pytest.approx([0.04, 0.06, 0.06, 0.9])
     assert [*claims(found, passed).is_better] == [True, False, False, False]
-    named = found.label == "curve2"
-    result = claims(found, passed, in_advance=named)
-    assert [*result.corrected] == pytest.approx([0.03, 0.04, 0.03, 0.9])
-    assert [*result.is_better] == [True, True, True, False]
     assert not claims(found.assign(value=-0.1), passed).is_better.any()
     assert claims(found[:0], passed).empty
 

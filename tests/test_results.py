@@ -21,9 +21,7 @@ RESULTS = ROOT / "results"
 GIVEN = {"1.1", "4.9", "3.9", "12.1", "0.3", "0.5", "87.5", "0.6", "0.002", "0.013", "14.7"}
 
 
-@cache
-def blocks() -> dict[str, str]:
-    return dict(study.blocks())
+blocks = cache(study.blocks)
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, p
         keys = [part for part in one["loc"] if isinstance(part, str) and "[" not in part]
         by_key.setdefault((name, *keys), []).append(one)
     for path, errors in by_key.items():
-        full_name = ".".join(path)
+        full_name = ".".join((*path[:2], *(path[3:] or path[2:])))      # without the method
         kind = errors[0]["type"]
         value = errors[0]["input"]
         messages = dict.fromkeys(one["msg"].replace("Input should be", "must be") for one in errors)

@@ -58,6 +58,7 @@ def by(path, q: Tensor, k: Tensor, v: Tensor, encoding: Encoding, at: At, mask: 
     return path(*encoding.rotate(q, k, at), v, mask or Mask(), bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", POSITIONS)
 def test_folded_alibi_is_the_explicit_softmax(where: str, tiny, monkeypatch) -> None:
     """Of all queries, of some and of one; over all keys and in windows."""
@@ -174,6 +175,7 @@ def test_alibi_folds_only_where_it_can(change: str, tiny, monkeypatch) -> None:
     assert set(taken) == {"attend_fused" if change == "none" else "attend_in_blocks"}
 
 
+@pytest.mark.slow
 @every_encoding_slowly
 @pytest.mark.parametrize("positions", ["plain", "skipping"])
 def test_a_training_pass_never_waits_for_the_device(name: str, positions: str, tiny, monkeypatch) -> None:

@@ -122,6 +122,7 @@ def test_figures_come_from_sums(tmp_path: Path, monkeypatch) -> None:
     assert f"{mean('passkey', 'correct', 'trials'):.0%}" in share                   # over both depths
 
 
+@pytest.mark.slow
 def test_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeypatch, capsys) -> None:
     """Every window of alibi is 0.5 nats a token better than rope's; both pass the gate."""
     runs, out = runs_of(tmp_path, 2, PROTOCOLS, rope=0.0, alibi=0.5), tmp_path / "out"
@@ -173,6 +174,7 @@ def test_a_model_that_has_not_learned_is_grey_and_not_ranked(tmp_path: Path, mon
 # Curves, training, figures
 
 
+@pytest.mark.slow
 def test_curves_are_folders_and_extensions_with_seeds_together(tmp_path: Path) -> None:
     def tuned(name: str, seed: int, base: str) -> Path:
         return fabricate(tmp_path / name, seed=seed, config=f'init_from = "{tmp_path}/{base}"')
@@ -202,6 +204,7 @@ def test_curves_are_folders_and_extensions_with_seeds_together(tmp_path: Path) -
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>|`$_&amp;"
 
 
+@pytest.mark.slow
 def test_the_page_has_every_curve_in_figures_and_its_labels_are_never_markup(tmp_path: Path,
                                                                              monkeypatch) -> None:
     runs = [fabricate(tmp_path / f"r{i}", config=f"lr = {i + 1}e-4", protocols=("passkey",))
@@ -234,6 +237,7 @@ def test_a_damaged_line_of_a_log_is_left_out_with_a_line(tmp_path: Path, capsys)
 # What is refused or named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("other", "arguments", "expected"), [
     ({"tokenizer": "gpt2"}, [], "tokenizer differs"),
     ({"data": "books"}, [], "data differs"),
@@ -315,7 +319,7 @@ def test_damaged_and_stale_files_are_named(tmp_path: Path, monkeypatch, capsys) 
             ("eval/words.parquet", b"PAR1", "damaged"),
             ("eval/words.json", b'{"records": [', "eval/words.json or its .parquet: damaged"),
             ("eval/other.json", b"{}", "evaluated on other, words; choose one with --data"),
-            ("corpus.json", None, "no corpus.json"))):
+            ("corpus.json", None, "corpus.json is missing"))):
         run = fabricate(Path(f"run{i}"))
         (run / name).unlink() if content is None else (run / name).write_bytes(content)
         assert expected in failure(monkeypatch, capsys, str(run)), name
@@ -325,6 +329,7 @@ def test_damaged_and_stale_files_are_named(tmp_path: Path, monkeypatch, capsys) 
         monkeypatch, capsys, str(stale))
 
 
+@pytest.mark.slow
 def test_methods_on_a_pretrained_model_have_paired_intervals(tmp_path: Path, monkeypatch) -> None:
     """Of Hugging Face folders that eval.py wrote into."""
     fields = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads":
@@ -349,6 +354,7 @@ def test_methods_on_a_pretrained_model_have_paired_intervals(tmp_path: Path, mon
 # Folders of runs, and those that compare.py wrote
 
 
+@pytest.mark.slow
 def test_a_report_is_compared_again_with_the_same_figures(tmp_path: Path, monkeypatch) -> None:
     """Without its runs, and with another run; labels and training curves are kept."""
     runs, out = runs_of(tmp_path, 2, rope=0.0, alibi=0.5), tmp_path / "out"
@@ -368,6 +374,7 @@ def test_a_report_is_compared_again_with_the_same_figures(tmp_path: Path, monkey
     assert [*rows_of(out, "Gain over a, fixed")] == ["b", "t5"]
 
 
+@pytest.mark.slow
 def test_logs_reports_and_runs_without_evaluation_are_passed_over(tmp_path: Path, monkeypatch,
                                                                   capsys) -> None:
     """In a folder of runs, and among the arguments that a shell makes of `runs/*`."""
@@ -386,6 +393,7 @@ def test_logs_reports_and_runs_without_evaluation_are_passed_over(tmp_path: Path
         call(monkeypatch, runs[0], tmp_path / "missing", "--out", out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_bytes", [2000, 20_000])
 def test_a_full_disk_is_one_line(n_bytes: int, tmp_path: Path, monkeypatch, capsys) -> None:
     run = fabricate(tmp_path / "rope", protocols=("fixed", "passkey"))

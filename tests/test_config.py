@@ -186,6 +186,7 @@ def test_rules_between_keys(overrides: list[str], key: str, tmp_path: Path) -> N
     assert len(found) == 1 and found[0].startswith(key)
 
 
+@pytest.mark.slow
 def test_help_names_every_topic_and_its_keys() -> None:
     text, every = help_text(None), help_text("all")
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 110

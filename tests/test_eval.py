@@ -348,6 +348,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(evaluated, monkeypatch) 
     assert resumed == whole and rows.equals(at_once)
 
 
+@pytest.mark.slow
 def test_extend_all_ends_in_a_table_of_every_method_that_fits(evaluated, capsys) -> None:
     assert {*ALL} | {"base", "longrope"} == {*EXTENSIONS, "dual_chunk+yarn"}
     records, _ = evaluated("--extend", "all", "--lengths", "64")

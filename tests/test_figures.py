@@ -83,6 +83,7 @@ def test_curves_of_one_colour_differ_in_their_line_style() -> None:
     assert styled["colour"].nunique() == 1 and styled["dash"].map(str).nunique() == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 30])
 def test_names_at_the_ends_of_curves_do_not_overlap(n: int) -> None:
     figure = gains(*(curve(f"curve {i}", at_longest=0.1 + 1e-3 * i) for i in range(n)))
@@ -144,6 +145,7 @@ def test_seeds_are_dots() -> None:
         assert len(dots.get_offsets()) == expected
 
 
+@pytest.mark.slow
 def test_two_texts_are_side_by_side_with_one_scale_and_flat_curves_are_zoomed() -> None:
     def both(name: str, encoding: str, prose: float, code: float) -> list[pd.DataFrame]:
         return [curve(name, encoding, prose, text="prose"), curve(name, encoding, code, text="code")]
@@ -159,6 +161,7 @@ def test_two_texts_are_side_by_side_with_one_scale_and_flat_curves_are_zoomed() 
     assert len(gains(*both("rope", "rope", 0, -3)).axes) == 2
 
 
+@pytest.mark.slow
 def test_a_figure_is_written_in_three_forms_and_tex_does_no_harm(tmp_path: Path) -> None:
     figure = gains(curve(HOSTILE), curve("$x"))
     svg = figures.save(figure, tmp_path / "gain")

@@ -75,6 +75,7 @@ def our_tokenizer(name: str, folder: Path, monkeypatch) -> Tokenizer:
     return load_tokenizer(name, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["byte", "bpe:400", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_written_tokenizer_gives_the_same_ids_and_text(name: str, tmp_path: Path, monkeypatch) -> None:
     """In transformers, and read back."""
@@ -146,6 +147,7 @@ def test_every_architecture_is_exported_here() -> None:
     assert set(EXPORTS) == {*ARCHITECTURES} - {"seed_oss"}              # which is qwen2 with our tokenizers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_except([*ARCHITECTURES], "llama", "qwen2"))
 def test_the_class_that_auto_tokenizer_builds_is_known(kind: str, tmp_path: Path) -> None:
     """Whatever tokenizer_config.json names, and what the class makes of text."""

@@ -74,6 +74,7 @@ GRID = [(S, documents, noise, kind) for S in (1, 2, 3, 5) for documents in (10, 
         for kind in VARIANCES if S > 1 or kind == "documents"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("S", "documents", "noise", "kind"), slow_except(
     GRID, (1, 10, "normal", "documents"), (3, 40, "normal", "seeds"), (3, 10, "heavy", "both"),
     (2, 10, "normal", "both")))
@@ -88,6 +89,7 @@ def test_intervals_cover_the_truth_at_their_rate(S: int, documents: int, noise: 
     assert (0.85 if noise == "skewed" else 0.91) <= rate <= highest, rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("S", "expected"), [(3, 0.62), (5, 0.83)])
 def test_an_effect_of_all_or_nothing_is_covered_too_seldom(S: int, expected: float) -> None:
     """70 % of the runs learn something, the others do not: the rates that docs/comparing.md warns of."""
@@ -215,6 +217,7 @@ def test_a_range_holds_a_new_seed_and_the_median_as_often_as_it_says(draw: Calla
     assert np.mean(holds_median) == pytest.approx(1 - 2**(1 - S), abs=0.05)
 
 
+@pytest.mark.slow
 def test_what_is_shown_of_seeds_that_break_is_what_most_seeds_do() -> None:
     """Mean and interval if no seed is broken, else median and range; an interval of the mean alone fails."""
     rng = np.random.default_rng(0)

@@ -67,6 +67,7 @@ def most_bytes(config: Config, T: int, *methods: Extension, last: int | None = N
     return memory.most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "switch"), slow_except(
     [*((name, "") for name in ENCODINGS), *SWITCHES], ("rope", ""), ("alibi", ""), ("t5", "")))
 def test_twice_the_length_takes_at_most_twice_the_memory(name: str, switch: str, tiny, monkeypatch) -> None:
@@ -78,6 +79,7 @@ def test_twice_the_length_takes_at_most_twice_the_memory(name: str, switch: str,
         assert most_bytes(config, 2048, last=last) < 2.2 * most_bytes(config, 1024, last=last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fire", "dape"])
 def test_an_mlp_for_each_pair_holds_few_of_its_hidden_numbers(name: str, tiny) -> None:
     """All 32 of them would take ten times as much as the logits of a block."""
@@ -86,6 +88,7 @@ def test_an_mlp_for_each_pair_holds_few_of_its_hidden_numbers(name: str, tiny) -
     assert with_mlp < 3 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(
     [name for name, method in EXTENSIONS.items() if issubclass(method, Regrouping)], "rerope", "dual_chunk"))
 def test_a_method_that_scores_pairs_again_does_not_hold_all_of_them(name: str, tiny, monkeypatch) -> None:

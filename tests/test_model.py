@@ -36,6 +36,7 @@ def test_parameters_and_flops_are_the_closed_form(mlp: str, matrices: int, tied:
     assert products == 6 * (n_layer * block + V * C) * T
 
 
+@pytest.mark.slow
 @every_encoding
 def test_bfloat16_under_autocast_warns_of_nothing(name: str, tiny) -> None:
     """In training, in evaluation and in decoding from a cache."""

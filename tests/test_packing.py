@@ -74,6 +74,7 @@ def test_each_packed_document_has_a_prompt_of_its_own(tiny) -> None:
     torch.testing.assert_close(model(x, documents=documents)[:, 7:], model(x[:, 7:]), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_and_validation_keep_within_documents_when_asked(tiny, tmp_path: Path, monkeypatch) -> None:
     seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     forward = GPT.forward

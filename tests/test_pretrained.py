@@ -142,6 +142,7 @@ def test_init_from_takes_model_encoding_and_length_from_the_folder(folder: Path,
     assert again == config and all(0 < (a - b).abs().max() < 0.01 for a, b in pairs)    # two steps away
 
 
+@pytest.mark.slow
 def test_eval_and_sample_take_a_folder(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "a.txt").write_bytes(b"The cat sat on the mat. " * 12)
     how = (folder, "--lengths", "16,64", "--extend", "pi", "--windows", "2")

@@ -60,6 +60,7 @@ def mixed(name: str, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Ten
     return found.flatten(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_its_formula_at_positions_that_skip_and_in_packed_documents(name: str) -> None:
     config = recipe(name)

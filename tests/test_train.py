@@ -141,6 +141,7 @@ def test_a_folder_deleted_while_it_is_trained_is_not_remade(tiny, tmp_path: Path
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_logs_seldom_is_the_same_run(tiny, tmp_path: Path, spoil) -> None:
     """The same lines, weights and moments, also when it is stopped, and with skipped steps."""
     spoil(3, 4)
@@ -327,6 +328,7 @@ def test_an_overflow_is_judged_by_the_scale_of_its_step(tiny, monkeypatch) -> No
     assert (line["step"], line["n_bad"], line["loss_scale"]) == (4, 3, 0.25)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_opened(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
     losses = iter([3.0, 1.0, 2.0, 1.5])
     monkeypatch.setattr("train.validate", lambda *_: {"val_loss": next(losses), "val_bpb": 1.0})

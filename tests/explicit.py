@@ -8,8 +8,8 @@ import math
 from functools import cache
 
 import torch
-from conftest import ROOT, TINY, lively
 from torch import Tensor, nn
+from toys import ROOT, TINY, lively
 
 import rope
 from config import Config, load_config

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import every_encoding_slowly, lively, tokens
 from torch import Tensor
+from toys import every_encoding_slowly, lively, tokens
 
 import attention
 from attention import Mask, ScoreInputs, attend_fused, attend_in_blocks

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import python
+from toys import python
 
 from bench import steps
 from model import GPT

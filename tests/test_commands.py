@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, call, lively, python, slow_except, tokens
+from toys import ROOT, call, lively, python, slow_except, tokens
 
 from config import load_config, to_toml
 from model import GPT

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding
+from toys import ROOT, every_encoding
 
 from base.command import run_command
 from base.errors import UserError

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import draw, places_of, words
 from test_sources import both, write_texts
+from toys import draw, places_of, words
 
 from base.errors import UserError
 from config import TrainConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from toys import ROOT
 
 from base.errors import UserError
 from runtime import device

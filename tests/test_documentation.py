@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from conftest import ROOT, call
 from packaging.requirements import Requirement
+from toys import ROOT, call
 
 from positions import ENCODINGS
 

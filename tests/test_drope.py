@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, every_encoding, lively, tokens
+from toys import TINY, every_encoding, lively, tokens
 
 import train as train_module
 from base.errors import UserError

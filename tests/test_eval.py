@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import TINY, lively, measured, slow_except
+from toys import TINY, lively, measured, slow_except
 
 import compare
 from base.errors import UserError

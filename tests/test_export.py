@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, lively, tokens
+from toys import TINY, lively, tokens
 
 import export as export_command
 from base.errors import UserError

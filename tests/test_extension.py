@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import lively, slow_except, tokens
+from toys import lively, slow_except, tokens
 
 import rope
 from base.errors import UserError

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import lively, slow_except, tokens
 from torch import Tensor
 from torch.nn.attention import flex_attention
+from toys import lively, slow_except, tokens
 
 import attention
 import model as decoder

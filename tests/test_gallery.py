@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import every_encoding_slowly
+from toys import every_encoding_slowly
 
 from base.errors import UserError
 from docs import gallery

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, slow_except, tokens
 from torch import Tensor
+from toys import ROOT, slow_except, tokens
 
 import attention
 import model as decoder

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import lively, needs, slow_except, words
 from test_export import EXPORTS
+from toys import lively, needs, slow_except, words
 
 from base.errors import UserError
 from data.tasks import encode

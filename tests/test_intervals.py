@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import slow_except
+from toys import slow_except
 
 from evaluation import intervals
 from evaluation.estimates import (

@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, python
+from toys import ROOT, python
 
 from positions import ENCODINGS
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import lively, tokens
 from test_memory import Memory
 from torch import Tensor
+from toys import lively, tokens
 
 from base import loss
 from base.loss import cross_entropy

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import lively, slow_except, tokens
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from toys import lively, slow_except, tokens
 
 import attention
 from config import Config

@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from conftest import ROOT, call, words
 from test_promises import SMALL, Case, one_error
+from toys import ROOT, call, words
 
 from config import load_config, to_toml
 

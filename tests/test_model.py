@@ -7,9 +7,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import every_encoding, lively, tokens
 from explicit import config_of
 from torch.utils.flop_counter import FlopCounterMode
+from toys import every_encoding, lively, tokens
 
 from model import GPT, hidden_width
 

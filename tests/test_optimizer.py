@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import every_encoding
+from toys import every_encoding
 
 from config import TrainConfig
 from model import GPT

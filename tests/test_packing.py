@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import draw, every_encoding_slowly, lively, places_of, tokens, words
+from toys import draw, every_encoding_slowly, lively, places_of, tokens, words
 
 import attention
 from data.loader import MIX, Corpus, Mixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, assert_equal_runs, lively, metrics, python, tensors
+from toys import ROOT, assert_equal_runs, lively, metrics, python, tensors
 
 from config import Config, to_toml
 from data.loader import Corpus

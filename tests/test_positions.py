@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from conftest import ROOT, every_encoding, every_encoding_slowly, lively, tokens
 from explicit import attention_of, config_of, model_of, scale_invariant, watched
 from test_scaling import DYNAMIC, make, written
+from toys import ROOT, every_encoding, every_encoding_slowly, lively, tokens
 
 import attention
 from base.errors import UserError

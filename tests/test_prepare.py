@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import words
 from filelock import FileLock
+from toys import words
 
 from base.errors import UserError
 from data.loader import Corpus

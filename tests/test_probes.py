@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import lively, measured
+from toys import lively, measured
 
 from data.tokenizer import ByteTokenizer
 from evaluation import protocols, scoring

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Ended, assert_equal_runs, call, metrics, slow_except, tensors, words
 from test_layers import SOURCES
+from toys import ROOT, TINY, Ended, assert_equal_runs, call, metrics, slow_except, tensors, words
 
 from model import GPT
 from runtime.checkpoint import load_run

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TINY, lively, tokens
 from torch import Tensor
+from toys import ROOT, TINY, lively, tokens
 
 import rope
 from config import Config, load_config

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from toys import ROOT
 
 from docs import study
 from docs.gallery import update

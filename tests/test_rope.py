@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import lively, tokens
 from explicit import config_of, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import lively, tokens
 
 import rope
 from base.errors import UserError

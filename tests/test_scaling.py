@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import lively, slow_except, tokens
 from explicit import config_of, model_of
+from toys import lively, slow_except, tokens
 
 import rope
 from base.errors import UserError

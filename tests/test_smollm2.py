@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs
+from toys import needs
 
 from data.tokenizer import decode
 from runtime.checkpoint import load_run

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_equal_runs
 from test_promises import SMALL, Case
+from toys import ROOT, assert_equal_runs
 
 KILLS = int(os.environ.get("NANOROPE_SOAK", "20"))
 STEPS = 3000

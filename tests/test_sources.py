@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from conftest import call, needs, words
+from toys import call, needs, words
 
 from base.errors import UserError
 from data import sources

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
+from toys import ROOT, TINY
 
 import sweep
 from base.errors import UserError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import call, draw, lively, measured, places_of
+from toys import call, draw, lively, measured, places_of
 
 from base.errors import UserError
 from data import tasks

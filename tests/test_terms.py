@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import lively, slow_except, tokens
 from explicit import config_of, logits_of, model_of
 from torch import Tensor
+from toys import lively, slow_except, tokens
 
 from model import GPT
 from positions import ENCODINGS, At, Encoding, Options, Shape

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import call, needs, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toys import call, needs, words
 
 from base.errors import UserError
 from data.prepare import prepare

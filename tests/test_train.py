@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, assert_equal_runs, call, every_encoding_slowly, lively, metrics, tensors
+from toys import ROOT, assert_equal_runs, call, every_encoding_slowly, lively, metrics, tensors
 
 import train as train_module
 from base.errors import UserError

@@ -4,8 +4,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import lively, measured
 from test_probes import evaluation
+from toys import lively, measured
 
 from data.loader import Corpus
 from evaluation.trigram import Trigram

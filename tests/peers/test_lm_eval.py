@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, call, measured, words
 from test_hf_tokenizer import bpe_file, write_json
+from toys import ROOT, call, measured, words
 
 from base.errors import UserError
 from data.prepare import prepare

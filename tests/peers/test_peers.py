@@ -11,10 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import lively
 from explicit import causal, config_of, logits_of
 from test_scaling import frequencies, shapes
 from torch import Tensor
+from toys import lively
 
 import rope
 from positions import At, Encoding

@@ -4,8 +4,8 @@ import os
 
 import pytest
 import torch
-from conftest import ROOT, TINY, lively
 from torch import Tensor, nn
+from toys import ROOT, TINY, lively
 
 import rope
 from attention import Mask

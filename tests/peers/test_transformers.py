@@ -8,7 +8,7 @@ from types import SimpleNamespace as One
 
 import pytest
 import torch
-from conftest import lively, tokens
+from toys import lively, tokens
 
 import export as export_command
 from data.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer

@@ -72,6 +72,7 @@ def test_folded_alibi_is_the_explicit_softmax(where: str, tiny, monkeypatch) -> 
                                    msg=lambda text, case=(Tq, window): f"(Tq, window) = {case}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [lambda f: f, pytest.param(torch.compile, marks=pytest.mark.slow)],
                          ids=["eager", "compiled"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

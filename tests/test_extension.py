@@ -60,6 +60,7 @@ def placed(m: int, n: int, s: int, w: int) -> int:
     return {0: within[m % s], 1: successive[m % s]}.get(m // s - n // s, L - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spec", "angle_of", "is_seen"), [
     ("rerope:window=5", lambda m, n: min(m - n, 5), None),
     ("rerope", lambda m, n: min(m - n, L // 4), None),

@@ -118,6 +118,7 @@ DIGITS = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
     {"type": "Digits", "individual_digits": True}, rebuilt_parts(None)["GPT2Tokenizer"]["pre_tokenizer"]]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["byte", "bpe", "qwen", "digits"])
 @pytest.mark.parametrize("kind", slow_except([*EXPORTS], "llama", "qwen2", "gemma3_text"))
 def test_auto_tokenizer_reads_every_export_with_our_ids(kind: str, name: str, tiny, tmp_path: Path) -> None:

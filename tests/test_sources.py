@@ -96,6 +96,7 @@ def test_a_row_or_line_is_a_document_and_its_hash_picks_the_split(name: str, tmp
     assert set(documents_of(tmp_path / "half", "val")) == set(val) & {RAW[i] for i in range(60)}
 
 
+@pytest.mark.slow
 def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     hub, out = f"hf:{write_hub(tmp_path / 'hub')}", tmp_path / "out"
     meta = prepare(f"{hub}:raw", out, "byte")

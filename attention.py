@@ -1,10 +1,10 @@
-"""Attention: softmax(q k^T / sqrt(D) + bias) v on three paths, which all give the same result.
+"""Attention: softmax(q k^T / sqrt(D) + bias) v on three paths, which give the same result up to rounding.
 
 - `attend_fused`: PyTorch's fused kernel, where the logits are products of q and k. Some biases become such
   products (`fold`: ALiBi, forgetting). O(T) memory, except for the mask of packed documents.
 - `attend_in_blocks`: an explicit softmax, block by block of queries, for everything else.
 - `attend_flex`: FlexAttention on CUDA where `model.flex` asks for it, for windows, packed documents, a sink
-  and biases by distance. O(T) memory.
+  and biases by distance. O(T) memory, but for the mask of blocks.
 
 `choose_path` says which path a layer takes.
 
@@ -33,7 +33,7 @@ FUSED, EXPLICIT, FLEX = "fused", "explicit softmax", "FlexAttention"
 MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
 MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
 FUSE_FROM = 1024        # below this many queries a CPU is faster in blocks: folded biases, bfloat16 training
-MIN_QUERIES = 256       # smallest number of queries that share the keys of a window
+MIN_QUERIES = 256       # smallest block of queries under a window, and after a cache
 RECOMPUTE_FROM = 2048   # queries: from here on training does not keep explicit weights: O(T) memory
 
 FLEX_DEVICES = {"cuda"}     # on a CPU the kernel has no backward pass, and uncompiled it holds T x T logits
@@ -52,7 +52,7 @@ class Mask(NamedTuple):
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
     chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
-    in_order: bool = False  # positions are known to be consecutive, perhaps anew in each document
+    in_order: bool = False  # no positions were given: those of queries are consecutive, perhaps by document
     block_masks: dict[Locality, Any] = {}  # the same for FlexAttention, where it may be used
 
     def segments(self) -> Tensor | None:
@@ -96,7 +96,7 @@ def choose_path(Tq: int, head_dim: int, dtype: torch.dtype, device: torch.device
     if locality in mask.block_masks and head_dim >= FLEX_WIDTH and not dropout:
         is_plain_causal = locality == (None, None) and mask.documents is None and not has_sink
         if encoding is None:
-            is_served = not is_plain_causal                             # there the fused kernel is faster
+            is_served = not is_plain_causal                             # the fused kernel is faster
         else:
             is_served = encoding.by_distance or encoding.scales_by_distance
         if is_served:
@@ -167,7 +167,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: Scor
         n_queries = to_fold.encoding.max_fold_queries
     elif max_keys < Tk:
         n_queries = max(max_keys, MIN_QUERIES)
-    if Tq < Tk:     # queries after a cache: their explicit mask has at most most_logits elements
+    if Tq < Tk:     # after a cache: an explicit mask of at most most_logits elements, or MIN_QUERIES rows
         n_queries = min(n_queries, max(MIN_QUERIES, most_logits(q.device) // Tk))
     # recomputed: otherwise the wider q and k, and the mask, of each block would be kept for backward
     is_recomputed = to_fold is not None and Tq >= RECOMPUTE_FROM
@@ -187,7 +187,7 @@ def fused_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float, seen: Tensor |
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInputs | None = None,
                      dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
-    """Explicit softmax in blocks of queries: T x T logits never exist at once.
+    """Explicit softmax in blocks of queries, of at most `most_logits` logits, or of one query.
 
     Arguments and result as in `attend`.
 
@@ -313,7 +313,7 @@ def visible_in(queries: slice, keys: slice, offset: int, mask: Mask, segments: T
 def with_block_masks(mask: Mask, localities: set[Locality], T: int, device: torch.device) -> Mask:
     """A mask that lets layers of these localities use FlexAttention: which blocks of queries see which keys.
 
-    Made once per forward pass, not once per layer. It takes O(T) memory too.
+    Made once per forward pass, not once per layer. It holds (T / 128)^2 integers, not T^2.
     """
     n_pad = -T % FLEX_BLOCK
     create = flex_function("create_block_mask", device)

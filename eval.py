@@ -13,7 +13,7 @@ Each --extend METHOD[:key=value,...] measures the same model under a method that
 context; METHOD+METHOD applies both. `--extend all` measures every method that fits and needs no
 options, at L, 2 L and 4 L unless --lengths says otherwise, and ends in a table: loss against
 truncation, keys found, seconds. If the best method beats truncation, it prints what to write into
-config.json (`python export.py RUN OUT --extend METHOD` writes it).
+config.json (`python export.py RUN OUT --extend METHOD:factor=S` writes it).
 
 Writes RUN/eval/DATA.parquet (the sums of each window), .json (sums, and of which checkpoint) and
 .png (a picture); with --extend all DATA-extended. The first two are written after each length, so
@@ -232,6 +232,8 @@ def main() -> None:
     print(f"{e.run}: {title}, on {measured}, in {head['dtype']}", flush=True)
 
     path = args.json or Path(e.run) / "eval" / f"{e.text.name}{args.suffix}.json"
+    if path.suffix != ".json":          # .parquet and .png are written beside it
+        raise UserError(f"--json {path}: must end in .json; give {path}.json")
     with results.lock(path):
         saved = results.read_mergeable(path, head, args.replace)
         e.table = saved.table

@@ -76,7 +76,7 @@ def make_norm(config: ModelConfig, is_on: bool = True) -> nn.Module:
 
 
 class QKNorm(nn.RMSNorm):
-    """RMSNorm of queries or keys, (B, T, n * width) -> (B, T, n, width): D norms each head, H D all of them.
+    """RMSNorm of queries or keys, (B, T, n * width) -> (B, T, n, width): each head if width is D.
 
     It casts x to the weight's dtype, because the CPU kernel takes one dtype only; on CUDA autocast does so.
     """
@@ -273,7 +273,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, n_layer: int) -> None:
-        """Draw the matrices from normal distributions; biases are 0, scales of norms 1, sinks 0.
+        """Draw the matrices from normal distributions; biases are 0. Norms and sinks start as they are made.
 
         | matrix                                                | standard deviation     |
         |-------------------------------------------------------|------------------------|

@@ -51,7 +51,7 @@ from runtime.run import (
     summary_line,
 )
 
-VAL_TOKENS = 16_384         # maximum number of tokens of a validation batch
+VAL_TOKENS = 16_384         # maximum number of tokens of a validation batch, which has a window at least
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")       # training saves, then ends
 
 
@@ -65,7 +65,8 @@ def training_loop(run: TrainingRun) -> None:
         lr = learning_rate(step, t)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        # the batch and the seed of dropout depend on the step alone: a resumed run draws the same
+        # the batch and the seed of dropout depend on the step and the process, not on earlier steps: a
+        # resumed run draws the same
         batch = run.corpus.batch(t, step, process.rank, process.world_size).to(process.device)
         torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)
         # forward and backward pass, in train.accumulate parts if the batch does not fit in memory: the
@@ -163,7 +164,7 @@ def train(config: Config, signals: list[int]) -> int:
 
 
 def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process, signals: list[int]) -> int:
-    """Start or resume the run in its folder, which this process has locked; return the exit code."""
+    """Start or resume the run in its folder, which rank 0 has locked; return the exit code."""
     t = config.train
     dtype = dtype_name(t, process.device)
     # the model and its optimizer
@@ -174,7 +175,7 @@ def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process
     else:
         wrapped_model = model.to(process.device)
     optimizer = make_optimizer(model, config)
-    # read the newest checkpoint, if there is one; only then make the folder of a new run
+    # read the newest checkpoint, if there is one; only then write the files of a new run
     tokenizer = tokenizer_of(corpus.meta, corpus.folder)
     revision, code_diff = git_revision()
     state = start_or_resume(config, model, optimizer, tokenizer, dtype, revision or "unknown")

@@ -109,14 +109,15 @@ def documents(readers: Iterable[Reader], row_share: float) -> Iterator[Document]
 def share_held_out(source: Source, options: SourceOptions) -> float:
     """The share of rows for validation: --val-share, unless one split would have none of them.
 
-    Reads until both splits have text, in rows at most --limit-tokens bytes. Raises UserError if one has none.
+    Reads until both splits have text, and at most --limit-tokens bytes of rows: a token has a byte at least.
+    Raises UserError if a split has none.
     """
     share = options.val_share or ROW_VAL_SHARE
-    room = options.limit_tokens or math.inf             # a token has a byte at least
+    room = options.limit_tokens or math.inf
     splits: set[str | None] = set()                     # that have text
     ranks: set[float] = set()                           # of rows
     for reader in source.readers:
-        if reader.split in splits or room < 0:
+        if reader.split in splits or (reader.split is None and room < 0):
             continue
         for document in documents([reader], share):
             if not document.text:
@@ -146,10 +147,10 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
         raise UserError(f"--val-share {share}: must be between 0 and 1, such as 0.1")
     names = source.split(" + ")
     if len(names) > 1:
-        tasks = TASKS.keys() & names
-        if tasks:
-            raise UserError(f"source {min(tasks)}: has windows and a mask of its own; prepare it alone, and "
-                            "mix corpora with data.mixture")
+        alone = [name for name in names if name in TASKS or name.startswith("sdists:")]
+        if alone:
+            raise UserError(f"source {alone[0]}: cannot be joined with others; prepare it alone, and mix "
+                            "corpora with data.mixture")
         opened = [open_source(name, cache, tokenizer, options) for name in names]
         return Source(name=" + ".join(one.name for one in opened),
                       revision=", ".join(one.revision for one in opened if one.revision) or None,
@@ -344,8 +345,8 @@ def files_in(folder: Path) -> list[Path]:
         folders[:] = sorted(name for name in folders if is_first and name[0] != ".")
         for name in sorted(names):
             path = Path(parent, name)
-            if is_first and name[0] != ".":
-                paths.setdefault(path.resolve(), path)
+            if is_first and name[0] != "." and not (path.is_symlink() and path.resolve() in paths):
+                paths[path.resolve()] = path                            # its own name, if a link came first
     return sorted(path for path in paths.values() if path.is_file())
 
 
@@ -413,7 +414,7 @@ def open_local(source: str, options: SourceOptions, val_share: float) -> Source:
             left_out[path.suffix or path.name] += 1
     first: dict[str, Path] = {}                         # of equal texts
     originals = {path: first.setdefault(sha256_of(path), path) for path in paths if is_text(path.name)}
-    splits = split_by_name(folder, paths)
+    splits = split_by_name(folder, paths) if root.is_dir() else {}
     validation = validation_of(splits)
     if validation:
         # splits as they are named; train has no file of validation, and other splits are not read

@@ -7,7 +7,7 @@ L = train.seq_len. Loss in nats per token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -75,8 +75,7 @@ def table_of(runs: Sequence[Run]) -> pd.DataFrame:
     return join(*(run.table.assign(label=run.label) for run in runs))
 
 
-def place_curves(rows: pd.DataFrame, states: Mapping[str, str] | pd.Series,
-                 encodings: pd.Series) -> pd.DataFrame:
+def place_curves(rows: pd.DataFrame, states: pd.Series, encodings: pd.Series) -> pd.DataFrame:
     """Estimates with what figures.py needs besides; states of gates and encodings are given by label."""
     places = [PROTOCOLS[protocol].column(length, place) for protocol, length, place in
               zip(rows["protocol"], rows["length"], rows["place"], strict=True)]
@@ -137,7 +136,10 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         lines.append(ONE_RATE)
     for key, what in (("commit", "evaluated by different code"), ("dtype", "evaluated in different dtypes"),
                       ("train_dtype", "trained in different dtypes")):
-        values = sorted({str(run.head.get(key) or "unknown")[:12] for run in runs})
-        if len(values) > 1:
-            lines.append(f"Warning: {what}: {', '.join(values)}")
+        first: dict[str, str] = {}          # value -> a run that has it
+        for run in runs:
+            first.setdefault(str(run.head.get(key) or "unknown")[:12], run.name)
+        if len(first) > 1:
+            values = ", ".join(f"{value} (such as {name})" for value, name in first.items())
+            lines.append(f"Warning: {what}: {values}")
     return lines + [f"Warning: run {run.title}." for run in runs if run.title != run.name]

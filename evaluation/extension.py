@@ -193,15 +193,23 @@ class ReRoPE(Regrouping):
     """
 
     needs_rotary = needs_relative = True
+    step: ClassVar[str] = ""            # the option whose default keeps the longest distance below L
     window: int | None = Field(None, ge=1, description="distances below it stay exact (default L / 4)")
 
     def near(self, L: int) -> int:
         return self.window or max(1, L // 4)
 
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        largest = config.train.seq_len - 2      # above it, the default step has no far distance below L
+        if self.step and getattr(self, self.step) is None and (self.window or 0) > largest:
+            return f"window must be at most L - 2 = {largest}, got {self.window}"
+        return super().problem(model, config, T)
+
 
 class LeakyReRoPE(ReRoPE):
     """Distances d from `window` w on become w + (d - w) / k. Su 2023, github.com/bojone/rerope."""
 
+    step = "k"
     k: float | None = Field(None, ge=1, description="divisor of far distances (default: the least that "
                                                     "keeps the longest below L); 1: plain RoPE")
 
@@ -217,6 +225,7 @@ class SelfExtend(ReRoPE):
     G = group, W = window. Near tokens keep their positions; far tokens share one in groups of G.
     """
 
+    step = "group"
     group: int | None = Field(None, ge=1, description="tokens that share a position (default: the least that "
                                                       "keeps the longest distance below L); 1: plain RoPE")
 
@@ -255,6 +264,12 @@ class DualChunk(ReRoPE):
 
     def far(self, m: Tensor, n: Tensor, L: int, T: int) -> tuple[Tensor, Tensor]:
         return torch.full_like(m, L - 1), n % self.size(L)
+
+    def problem(self, model: GPT, config: Config, T: int) -> str | None:
+        L = config.train.seq_len
+        if self.size(L) + max(1, self.window or 0) > L:
+            return f"chunk and window, both at least 1, must be at most L = {L} together"
+        return super().problem(model, config, T)
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
         if self.first_near(torch.tensor(T - 1), config.train.seq_len) > 0:      # otherwise all are near
@@ -430,8 +445,9 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
     fitting: list[Extend] = []
     for extend in map(parse, dict.fromkeys(specs)):
         problems = [method.problem(model, config, length) for length in lengths for method in extend.methods]
-        if any(problems):
-            about = (f"--extend {extend.spec}: {next(filter(None, problems))}; this run has "
+        problems = [problem for problem in problems if problem]
+        if problems:
+            about = (f"--extend {extend.spec}: {problems[0]}; this run has "
                      f"{config.position.encoding} at L = {config.train.seq_len}")
             if not skip_unfit:
                 raise UserError(f"{about}, leave the method out or change it")

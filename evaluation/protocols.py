@@ -489,7 +489,7 @@ def measure(e: Evaluation) -> Iterator[pd.DataFrame]:
             rows = protocol.rows(e, length)
             if rows is None:
                 continue
-            total = rows.nll.sum()
+            total = rows["nll"].to_numpy().sum()                        # pandas would leave out NaN
             if not np.isfinite(total):
                 raise UserError(f"{name} at {length} tokens, --extend {extend.spec}: the loss is {total}; "
                                 "evaluate another checkpoint, method or length")

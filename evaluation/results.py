@@ -50,7 +50,7 @@ COLUMNS = {
 SUMMED = list(COLUMNS)[list(COLUMNS).index("tokens"):]
 PLACE = ["extend", "protocol", "length", "place"]       # together they name a sum of the JSON
 EXTENDED = "-extended"                                  # after the text's name in the file of --extend all
-NO_METHOD = "none"                                      # as table and command name the model without --extend
+NO_METHOD = "none"                                      # the model without --extend, in tables and messages
 
 
 class Results(NamedTuple):
@@ -239,7 +239,8 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
             raise UserError(f"{path}: holds an evaluation with another {key}; {remedy}")
     for protocol, settings in head["settings"].items():
         before = earlier.head["settings"].get(protocol, settings)
-        others = [f"{name} {value}" for name, value in before.items() if settings[name] != value]
+        others = [f"{name} {before.get(name)}" for name in {**before, **settings}
+                  if before.get(name) != settings.get(name)]
         if others:
             raise UserError(f"{path}: holds {protocol} on other targets, by {', '.join(others)}; give the "
                             f"same, or {remedy.removeprefix('give ')}")

@@ -323,8 +323,7 @@ class SmolLM3(Windowed):
     fields = Windowed.fields | {"attention_bias": "bias", "mlp_bias": "bias"}
     constants = {"hidden_act": "silu"}
     defaults = Llama.defaults | {"num_key_value_heads": 4, "tie_word_embeddings": True,
-                                 "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0,
-                                 "use_sliding_window": False}
+                                 "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}
 
     def warnings(self, config: Config) -> list[str]:
         flags = self.positions_json(config)["no_rope_layers"]

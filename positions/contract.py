@@ -178,7 +178,7 @@ class Encoding(nn.Module):
         return None
 
     def mix(self, features: Tensor, layer: int, documents: Tensor | None) -> Tensor:
-        """Mix features causally over time: those of all keys (B, H, Tk, F) -> at.features, as many.
+        """Mix features causally over time: those of all keys (B, H, Tk, F) -> at.features, of these tokens.
 
         Convolutions and sums over time belong here, since `features` does not see cached tokens. documents
         (B, Tk) numbers packed documents, which must not see one another, if there are several.
@@ -199,12 +199,13 @@ class Encoding(nn.Module):
         return v
 
     def turn_back(self, y: Tensor, at: At) -> Tensor:
-        """The results (B, H, Tq, D) of attention."""
+        """Results of attention (B, H, Tq, D) -> what the output matrix reads. See rotates_values."""
         return y
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        """New logits from logits (B, H, Tq, Tk), fp32, over sqrt(D), of a block of queries and keys they see.
+        """Logits of a block, q k^T / sqrt(D), (B, H, Tq, Tk), fp32 or fp64 -> the new ones.
 
+        Under `by_distance` it is also called for distances alone: logits (1, H, 1, P), q and k of zeros.
         Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
         there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,
         Tq, D), times the temperature if there is one, and k (B, H, Tk, D) are unrotated. Attention is then an

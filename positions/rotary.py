@@ -74,7 +74,7 @@ class RoPEOptions(RotaryOptions):
 
 
 def is_within_length(layer: int, shape: Shape) -> bool:
-    """Whether a window or chunks keep all distances below L in this layer: --extend leaves it alone."""
+    """Whether a window or chunks keep all distances below L in this layer: scalings leave it alone."""
     reach = min(shape.window or math.inf, shape.chunk or math.inf)
     return layer in shape.local_layers and reach <= shape.seq_len
 
@@ -138,7 +138,7 @@ class RoPE(Encoding):
         tables = []
         for kind in self.kinds:
             if kind == "trained" and self.scaling is self.trained_scaling:
-                kind = "extended"           # there is no --extend
+                kind = "extended"           # --extend has set no other scaling
             if kind not in table_of:
                 if kind == "local":
                     assert self.local_base is not None

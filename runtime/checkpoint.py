@@ -38,10 +38,10 @@ FILES = ("model.safetensors", "optimizer.safetensors")
 class State:
     """What a run remembers besides weights and moments: state.json. Runs of older code lack some keys."""
 
-    step: int = 0                                       # steps so far, skipped ones too
+    step: int = 0                                       # steps whose figures were read, skipped ones too
     wall_s: float = 0.0                                 # seconds of training
     metrics: dict[str, Any] = field(default_factory=dict)       # figures of the newest step, validation
-    n_bad: int = 0                                      # steps skipped in a row
+    n_bad: int = 0                                      # bad steps in a row; a float16 overflow is none
     best: tuple[int, float] | None = None               # step and validation loss of run.keep_best
     scaler: dict[str, Any] = field(default_factory=dict)        # state of the GradScaler
     dtype: str | None = None
@@ -52,7 +52,7 @@ class State:
 
 def save(run_dir: Path, model: GPT, optimizer: Optimizer, state: State, keep: int | None,
          is_writer: bool = True) -> None:
-    """Write checkpoints/STEP, then delete all but the newest `keep` (None: none).
+    """Write checkpoints/STEP, then delete all but the newest `keep` (None: delete nothing).
 
     Every process must call it, to gather sharded tensors; one of them is the writer. Raises OSError, and
     UserError if the run's folder was deleted.

@@ -40,8 +40,8 @@ class TrainingRun:
 
     config: Config
     corpus: Corpus
-    model: GPT                  # for state_dict, set_step and validation
-    wrapped_model: Any          # the same weights as the loop calls them: in DDP, compiled, or just `model`
+    model: GPT                  # for state_dict, set_step and n_parameters
+    wrapped_model: Any          # what the loop calls: `model` itself, or in DDP, or compiled
     optimizer: torch.optim.Optimizer
     process: Process
     validate: Callable[[], dict[str, float | None]]
@@ -96,7 +96,7 @@ class TrainingRun:
             raise EarlyEnd(128 + signal_number, message)
 
     def read_metrics(self) -> None:
-        """Wait for the steps since the last call; log those that were skipped."""
+        """Wait for the steps since the last call; log the bad ones."""
         state, unread = self.state, self.unread
         self.unread = []
         for lr, figures in unread:

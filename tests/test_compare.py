@@ -303,9 +303,11 @@ def test_what_differs_or_was_not_tuned_is_said(tmp_path: Path) -> None:
     runs = [read_run(folder, None) for folder in folders]
     rate, *warnings, unfinished = compare.remarks(runs)
     assert rate.startswith("One learning rate for all")
-    assert warnings == [f"Warning: evaluated by different code: {'1' * 12}, {'2' * 12}, unknown",
-                        "Warning: evaluated in different dtypes: bfloat16, float32",
-                        "Warning: trained in different dtypes: bfloat16, float32, unknown"]
+    a, b, old = (f"(such as {folder})" for folder in folders)
+    assert warnings == [
+        f"Warning: evaluated by different code: {'1' * 12} {a}, {'2' * 12} {b}, unknown {old}",
+        f"Warning: evaluated in different dtypes: float32 {a}, bfloat16 {old}",
+        f"Warning: trained in different dtypes: float32 {a}, bfloat16 {b}, unknown {old}"]
     assert "a-seed1 (unfinished: step 5 of " in unfinished
     assert compare.remarks(runs[:1]) == []
     tuned = runs[2]._replace(config=runs[2].config | {"train.lr": 1e-4})

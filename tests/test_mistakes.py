@@ -51,6 +51,9 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("eval", "{run} --extend yran", ["yran", "yarn"]),
     ("train", '{config} position.scaling={{method="yarn",fator=4.0}}', ["train.py --help yarn"]),
     ("eval", "{run} --extend yarn:beta=2", ["yarn.beta", "did you mean yarn.beta_"]),
+    ("eval", "{run} --extend leaky_rerope:window=31 --lengths 64", ["at most L - 2 = 30, got 31"]),
+    ("eval", "{run} --extend dual_chunk:chunk=40 --lengths 64", ["at most L = 32 together"]),
+    ("eval", "{run} --json out.txt", ["--json out.txt: must end in .json"]),
     ("eval", "{learned} --extend yarn --lengths 16", ["yarn", "learned"]),
     ("eval", "{learned} --lengths 64", ["--lengths", "learned"]),
     ("eval", "{run} --data nowhere", ["nowhere: no prepared corpus", "data/prepare.py"]),
@@ -82,6 +85,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("data.prepare", "{text} --val-share 0 --out {out}", ["--val-share 0.0"]),
     ("data.prepare", "stdlib --length 64 --out {out}", ["--length"]),
     ("data.prepare", "stdlib --revision main --out {out}", ["--revision"]),
+    ("data.prepare", "sdists:list.csv {text} --out {out}", ["sdists:list.csv", "prepare it alone"]),
     ("data.prepare", "needles variables --out {out}", ["source needles", "data.mixture"]),
     ("data.prepare", "addition --length 8 --out {out}", ["--length 24"]),
 ]

@@ -7,9 +7,10 @@ import pytest
 import torch
 from toys import lively, measured
 
+from base.errors import UserError
 from data.tokenizer import ByteTokenizer
 from evaluation import protocols, scoring
-from evaluation.protocols import PROTOCOLS, repeat_passages
+from evaluation.protocols import PROTOCOLS, Fixed, repeat_passages
 from evaluation.scoring import Evaluation, Settings, open_text
 
 BYTES = ByteTokenizer()
@@ -92,3 +93,15 @@ def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
     assert all((r["correct"], r["trials"], r["tokens"], r["ppl"]) == (1, 2, 12, pytest.approx(np.e))
                for r in records)
     assert all(np.array_equal(keys, seen[0]) for keys in seen)
+
+
+def test_a_loss_that_is_nan_in_one_window_is_an_error(tiny, corpus_dir: Path, monkeypatch) -> None:
+    config = tiny()
+    rows = Fixed.rows
+
+    def first_is_nan(*args):
+        return rows(*args).assign(nll=lambda table: table.nll.where(table.index > 0))
+
+    monkeypatch.setattr(Fixed, "rows", first_is_nan)
+    with pytest.raises(UserError, match="the loss is nan; evaluate another checkpoint"):
+        measured(evaluation(lively(config), config, corpus_dir, ["fixed"]))

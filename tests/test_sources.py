@@ -227,6 +227,13 @@ def test_each_file_is_read_once_whatever_links_to_it(tmp_path: Path) -> None:
     assert sorted(sum(both(tmp_path / "linked"), [])) == sorted(f"text {i}".encode() for i in range(20))
 
 
+def test_a_link_does_not_hide_the_file_of_a_split(tmp_path: Path) -> None:
+    write_texts(tmp_path / "s", {"train/x.txt": "one", "train/y.txt": "two", "val/v.txt": "three"})
+    (tmp_path / "s" / "a.txt").symlink_to(tmp_path / "s" / "train" / "x.txt")
+    prepare(str(tmp_path / "s"), tmp_path / "out", "byte")
+    assert both(tmp_path / "out") == ([b"one", b"two"], [b"three"])
+
+
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "<|endoftext|>\n", "<|endoftext|>\r\n"])
 def test_a_separator_splits_texts_and_is_asked_for(separator: str, tmp_path: Path, capsys) -> None:
     texts = [f"Story {i}.\nThe end.\n" for i in range(40)]

@@ -101,6 +101,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
     parser.set_defaults(multiples=MULTIPLES, suffix="", show=show)
     args, more = parser.parse_known_args()
+    if args.json and args.json.suffix != ".json":       # .parquet and .png are written beside it
+        raise UserError(f"--json {args.json}: must end in .json; give {args.json}.json")
     # --lengths 128 256: the second number came as RUN or was left over
     words = [args.run, *more]
     if args.lengths:
@@ -232,8 +234,6 @@ def main() -> None:
     print(f"{e.run}: {title}, on {measured}, in {head['dtype']}", flush=True)
 
     path = args.json or Path(e.run) / "eval" / f"{e.text.name}{args.suffix}.json"
-    if path.suffix != ".json":          # .parquet and .png are written beside it
-        raise UserError(f"--json {path}: must end in .json; give {path}.json")
     with results.lock(path):
         saved = results.read_mergeable(path, head, args.replace)
         e.table = saved.table

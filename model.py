@@ -76,7 +76,7 @@ def make_norm(config: ModelConfig, is_on: bool = True) -> nn.Module:
 
 
 class QKNorm(nn.RMSNorm):
-    """RMSNorm of queries or keys, (B, T, n * width) -> (B, T, n, width): each head if width is D.
+    """RMSNorm of queries or keys, (B, T, n * width) -> (B, T, n, width): of each head, or of all at once.
 
     It casts x to the weight's dtype, because the CPU kernel takes one dtype only; on CUDA autocast does so.
     """

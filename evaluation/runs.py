@@ -128,17 +128,17 @@ def read_run(folder: Path, data: str | None) -> Run:
     """A run's config and its evaluation, which must be of its newest checkpoint. Raises UserError."""
     path = choose_evaluation(folder, data)
     head, table = results.read(path)
-    sha256 = head.get("checkpoint_sha256")          # older evaluations do not name it
+    sha256 = head.get("checkpoint_sha256") or ""    # older evaluations do not name it
     trained_on = None
     if is_pretrained(folder):
         config = pretrained_config(folder)
-        is_newest = sha256 is None or files_sha256(folder) == sha256
+        is_newest = files_sha256(folder) == sha256
     else:
         config = load_config(folder / "config.toml")
-        is_newest = sha256 is None or is_current(folder, sha256)
+        is_newest = is_current(folder, sha256)
         meta = read_meta(folder / "corpus.json")
         trained_on = [about["splits"] for about in (meta, *meta.get("mixture", {}).values())]
-    if not is_newest:
+    if sha256 and not is_newest:
         raise UserError(f"{path}: evaluated at step {head.get('step')}, but the run has another checkpoint "
                         f"now; run `python eval.py {folder} --replace` with the same flags")
     summary = folder / "summary.json"

@@ -180,10 +180,10 @@ def open_run(run_dir: str | Path, which: str = "newest", device: str = "auto") -
         return Opened(model.to(place).eval(), config, tokenizer, files_sha256=files_sha256(run_dir))
     if not (run_dir / "config.toml").is_file():
         inside = [path.parent for path in sorted(run_dir.glob("*/config.toml"))]
-        hint = (f"a folder of runs; give one of them, such as {inside[0]}" if inside else
-                "no run there (no config.toml); give a folder that train.py made, such as runs/quick, a "
-                "Hugging Face folder with a config.json, or hf:ORG/NAME")
-        raise UserError(f"run {run_dir}: {hint}")
+        if inside:
+            raise UserError(f"run {run_dir}: a folder of runs; give one of them, such as {inside[0]}")
+        raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
+                        "such as runs/quick, a Hugging Face folder with a config.json, or hf:ORG/NAME")
     config, corpus = load_config(run_dir / "config.toml"), read_meta(run_dir / "corpus.json")
     model, tokenizer = GPT(config), tokenizer_of(corpus, run_dir)
     state = load_newest(run_dir, model, which=which)

@@ -109,7 +109,7 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make_optimizer(model: GPT, config: Config) -> Optimizer:
-    """The optimizer named by `train.optimizer`. Parameters with two dimensions or more decay, mostly.
+    """The optimizer named by `train.optimizer`. Matrices decay, but not those of the encoding.
 
     The parameters of the encoding and the temperature have the rate train.lr * position.lr_scale and do not
     decay: a bias on the logits has to reach sizes of 1 to 10 that a weight of std 0.02 never needs, and decay

@@ -30,8 +30,8 @@ from positions.contract import for_each_head, starts_of
 
 FUSED, EXPLICIT, FLEX = "fused", "explicit softmax", "FlexAttention"
 
-MAX_BLOCK = 2**22       # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
-MAX_BLOCK_GPU = 2**28   # on other devices: 1 GB; at usual lengths all of them at once, in few large kernels
+MOST_LOGITS = 2**22     # explicit logits held at a time on a CPU: 16 MB in fp32, about the size of the cache
+MOST_LOGITS_GPU = 2**28     # on other devices: 1 GB; at usual lengths all at once, in few large kernels
 FUSE_FROM = 1024        # below this many queries a CPU is faster in blocks: folded biases, bfloat16 training
 MIN_QUERIES = 256       # smallest block of queries under a window, and after a cache
 RECOMPUTE_FROM = 2048   # queries: from here on training does not keep explicit weights: O(T) memory
@@ -250,7 +250,7 @@ def add_scores(logits: Tensor, score_inputs: ScoreInputs, queries: slice, keys: 
 
 def most_logits(device: torch.device) -> int:
     """How many explicit logits are held at a time."""
-    return MAX_BLOCK if device.type == "cpu" else MAX_BLOCK_GPU
+    return MOST_LOGITS if device.type == "cpu" else MOST_LOGITS_GPU
 
 
 def in_query_blocks(attend_queries: Callable[[slice, slice], Tensor], Tq: int, Tk: int, n_queries: int,

@@ -43,7 +43,7 @@ from data.tasks import TASKS
 from evaluation import results
 from evaluation.comparison import place_curves
 from evaluation.estimates import estimates
-from evaluation.extension import EXTENSIONS, describe_extension, open_extensions
+from evaluation.extension import METHODS, describe_extension, open_extensions
 from evaluation.figures import draw_evaluation, merge_positions
 from evaluation.protocols import DEFAULT_PROTOCOLS, PROTOCOLS, measure, target_settings
 from evaluation.results import BY_POSITION, GAIN, Results
@@ -62,7 +62,7 @@ TESTED_BY = {name: task.protocols for name, task in TASKS.items() if task.protoc
 
 
 def parse_arguments() -> argparse.Namespace:
-    names = [f"protocols: {', '.join(PROTOCOLS)}", f"methods of --extend: {', '.join(EXTENSIONS)}",
+    names = [f"protocols: {', '.join(PROTOCOLS)}", f"methods of --extend: {', '.join(METHODS)}",
              "--help NAME explains one of them."]
     epilog = "\n".join(textwrap.fill(line, 98, subsequent_indent="  ") for line in names)
     parser = run_parser(__doc__, epilog, add_help=False)
@@ -135,10 +135,10 @@ class Help(argparse.Action):
             parser.print_help()
         elif topic in PROTOCOLS:
             print(PROTOCOLS[topic].describe())
-        elif topic in EXTENSIONS:
+        elif topic in METHODS:
             print(describe_extension(topic))
         else:
-            hint = did_you_mean(topic, [*PROTOCOLS, *EXTENSIONS]) or "; eval.py --help lists the topics"
+            hint = did_you_mean(topic, [*PROTOCOLS, *METHODS]) or "; eval.py --help lists the topics"
             raise UserError(f"--help {topic}: neither a protocol nor a method{hint}")
         sys.exit()
 
@@ -172,14 +172,14 @@ def open_evaluation(args: argparse.Namespace, run: Opened) -> Evaluation:
     changes = {"seq_len": args.train_length, "dtype": args.dtype}
     changes = {key: value for key, value in changes.items() if value}
     config = run.config.model_copy(update={"train": run.config.train.model_copy(update=changes)})
-    task = (run.corpus or {}).get("task") or {}
+    task = (run.meta or {}).get("task") or {}
     names = list(dict.fromkeys(args.protocol or TESTED_BY.get(task.get("name", ""), DEFAULT_PROTOCOLS)))
     if any(PROTOCOLS[name].needs_text for name in names) or args.data or config.data.dir:
-        text = open_text(args.data, config.data.dir, run.tokenizer, run.corpus)
+        text = open_text(args.data, config.data.dir, run.tokenizer, run.meta)
     else:
         text = Text("tasks", [])
     if "trigram" in names:
-        splits = run.corpus and run.corpus["splits"]["train"]
+        splits = run.meta and run.meta["splits"]["train"]
         if splits is None or splits != read_meta(Path(config.data.dir) / "meta.json")["splits"]["train"]:
             raise UserError("--protocol trigram: counts the run's training text, which is not in data.dir "
                             f"{config.data.dir or '(none)'}; prepare it there again, or leave trigram out")

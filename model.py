@@ -196,10 +196,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         activation = ACTIVATIONS[self.kind]
         if self.gate is None:
-            hidden = activation(self.up(x))                             # (B, T, width)
+            inner = activation(self.up(x))                              # (B, T, width)
         else:
-            hidden = activation(self.gate(x)) * self.up(x)
-        return self.down(hidden)
+            inner = activation(self.gate(x)) * self.up(x)
+        return self.down(inner)
 
 
 class Block(nn.Module):
@@ -226,8 +226,8 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention_post_norm(attended))
         if not self.mlp_reads_block_input:
             mlp_input = x
-        hidden = self.mlp(self.mlp_norm(mlp_input))
-        return x + self.dropout(self.mlp_post_norm(hidden))
+        mlp_result = self.mlp(self.mlp_norm(mlp_input))
+        return x + self.dropout(self.mlp_post_norm(mlp_result))
 
 
 class GPT(nn.Module):
@@ -281,7 +281,9 @@ class GPT(nn.Module):
         | all others: embedding, q, k, v, gates, up, head       | 0.02                   |
 
         So the residual stream's variance does not grow with the depth: Radford et al. 2019, section 2.3.
-        An encoding and a temperature have distributions of their own, in positions/.
+        An encoding and a temperature have distributions of their own, in positions/. A parameter outside
+        nn.Linear and nn.Embedding, such as the stacked matrices of experts (E, C, F), stays as it was made:
+        draw it here too.
         """
         last_matrices: set[nn.Module] = set()
         for module in self.modules():
@@ -327,7 +329,8 @@ class GPT(nn.Module):
             return self.logits(x)                                       # (B, T, V)
         # A fork adds an auxiliary loss of its blocks here, `if self.training`, so that validation reports
         # cross entropy alone. Under reduction = "sum" (as in train.py) multiply a mean over tokens by the
-        # number of scored targets, (targets != IGNORED).sum().
+        # number of scored targets, (targets != IGNORED).sum(). A loss of each token, such as a z-loss, has to
+        # leave out those whose target is IGNORED (base/loss.py), as cross_entropy does.
         return cross_entropy(x.flatten(0, 1), self.output_matrix(), targets.flatten(), reduction)
 
     def hidden(self, tokens: Tensor, positions: Tensor | None = None, cache: Cache | None = None,

@@ -58,7 +58,7 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")       # training saves, the
 def training_loop(run: TrainingRun) -> None:
     """Train from the step of the run to the end. Raises EarlyEnd after a signal or too many bad steps."""
     t, process = run.config.train, run.process
-    model, optimizer, scaler = run.wrapped_model, run.optimizer, run.scaler
+    model, optimizer, scaler = run.wrapped_model, run.optimizer, run.scaler     # run.model is the bare one
     mixed_precision = autocast(t, process.device)
     model.train()
     for step in range(run.state.step, t.steps):                         # steps so far, skipped ones too
@@ -86,7 +86,7 @@ def training_loop(run: TrainingRun) -> None:
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
         # the figures of the whole step, the mean over all processes: scalars that stay on the device. What
-        # you add here, such as a number that run.model keeps of its blocks, is in metrics.jsonl too
+        # you add here, a scalar tensor such as run.model keeps of its blocks, is in metrics.jsonl too
         figures = {"loss": torch.stack(losses).sum(), "grad_norm": grad_norm}
         if process.world_size > 1:
             figures = parallel.mean_figures(process, figures)
@@ -196,9 +196,10 @@ def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process
     if state.scaler:
         scaler.load_state_dict(state.scaler)
     log = Log(run_dir, config, state) if process.rank == 0 else None
-    run = TrainingRun(config, corpus, model, wrapped_model, optimizer, process,
-                      lambda: validate(model, corpus, tokenizer, config, process),
-                      state, signals, log, scaler)
+    run = TrainingRun(
+        config=config, corpus=corpus, model=model, wrapped_model=wrapped_model, optimizer=optimizer,
+        process=process, validate=lambda: validate(model, corpus, tokenizer, config, process),
+        state=state, signals=signals, log=log, scaler=scaler)
     try:
         # a signal is only noted: after_step saves first. A second one changes nothing
         with handled_signals(lambda number, frame: signals.append(number), *SIGNALS):

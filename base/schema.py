@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from base.errors import UserError, did_you_mean, nearest
 
+# a key's limits as pydantic names them in a JSON schema -> as --help prints them
 SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 Schema = type[BaseModel]

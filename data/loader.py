@@ -200,11 +200,11 @@ class Corpus:
             if split == "train" and not self.stays_inside and n_windows[0] > 1:
                 n_windows -= 1                                  # room for a random shift in each epoch
                 n_spare += seq_len
-            n_before = np.cumsum(n_windows) - n_windows         # windows of earlier documents
+            first_window = np.cumsum(n_windows) - n_windows     # the number of each document's first one
             # for each window: its document, and how many windows of the document precede it
             document = np.repeat(np.arange(len(n_windows)), n_windows)
-            place = np.arange(len(document)) - n_before[document]
-            self.windows_of[key] = (offsets[document] + place * seq_len, document, n_spare)
+            n_earlier = np.arange(len(document)) - first_window[document]
+            self.windows_of[key] = (offsets[document] + n_earlier * seq_len, document, n_spare)
         return self.windows_of[key]
 
     def require_windows(self, seq_len: int, splits: Sequence[str] = SPLITS) -> None:
@@ -244,16 +244,16 @@ class Corpus:
 class Mixture(Corpus):
     """A corpus, and others that have the given shares of its training windows; validation is on it alone.
 
-    Shares are rounded to a multiple of 1 / MIX. The first `n_steps_of_others` steps read the others alone, in
+    Shares are rounded to a multiple of 1 / MIX. The first `mixture_only` steps read the others alone, in
     proportion to their shares.
     """
 
     def __init__(self, folder: str | Path, shares: Mapping[str, float], cross_documents: str = "attend",
-                 bos: bool = False, n_steps_of_others: int = 0) -> None:
+                 bos: bool = False, mixture_only: int = 0) -> None:
         super().__init__(folder, cross_documents, bos)
         names = sorted(shares)                          # the order in a config makes no difference
         self.others = [Corpus(name, cross_documents) for name in names]
-        self.n_steps_of_others = n_steps_of_others
+        self.mixture_only = mixture_only
         for name, corpus in zip(names, self.others, strict=True):
             if corpus.meta["tokenizer"] != self.meta["tokenizer"]:      # its name and checksum
                 raise UserError(f"data.mixture {name}: its tokenizer is {corpus.meta['tokenizer']['name']}, "
@@ -277,7 +277,7 @@ class Mixture(Corpus):
         """Corpus and first token of each window of a step: each corpus is read epoch by epoch."""
         corpora = [self, *self.others]
         # two phases: first the others alone, then all. Each numbers its windows from 0, in orders of its own
-        if step < self.n_steps_of_others:
+        if step < self.mixture_only:
             counts = self.counts_of_others
             mix_stream = MIX + 1
             first_stream = len(corpora)
@@ -285,7 +285,7 @@ class Mixture(Corpus):
             counts = self.counts
             mix_stream = MIX
             first_stream = 0
-            step -= self.n_steps_of_others
+            step -= self.mixture_only
         first = step * t.batch_size
         starts: list[tuple[Corpus, int]] = []
         for number in range(first, first + t.batch_size):
@@ -296,14 +296,14 @@ class Mixture(Corpus):
                 corpus_of = rng.permutation(np.repeat(np.arange(len(corpora)), counts))         # (MIX,)
             i = int(corpus_of[place])
             # the corpus goes on after the windows that it had before: in earlier mixes, and in this one
-            n_before = mix * counts[i] + int((corpus_of[:place] == i).sum())
-            start = corpora[i].window_start(n_before, t.seq_len, t.seed, first_stream + i)
+            n_drawn = mix * counts[i] + int((corpus_of[:place] == i).sum())
+            start = corpora[i].window_start(n_drawn, t.seq_len, t.seed, first_stream + i)
             starts.append((corpora[i], start))
         return starts
 
     def n_epochs(self, t: TrainConfig) -> float:
         """How often training reads each token of the first corpus."""
-        return super().n_epochs(t) * self.counts[0] / MIX * (1 - self.n_steps_of_others / t.steps)
+        return super().n_epochs(t) * self.counts[0] / MIX * (1 - self.mixture_only / t.steps)
 
 
 def training_positions(t: TrainConfig, step: int) -> Tensor:

@@ -110,7 +110,8 @@ def make_sections(runs: Sequence[Run], baseline: str, gate: pd.DataFrame) -> lis
             gains = estimates(rows, form.score, baseline)
             if form is GAIN or gains.empty:             # it is over truncation already
                 continue
-            over = form._replace(y_label=f"difference ({form.y_label})", form=f"+{form.form}")
+            over = form._replace(y_label=f"difference ({form.y_label})",
+                                 number_format=f"+{form.number_format}")
             if form.figure is not float:                # of what is shown, it is one of losses
                 over = GAIN._replace(x_label=form.x_label)
             title = f"Gain over {baseline}, {measure.key}"

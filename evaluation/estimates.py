@@ -117,7 +117,7 @@ def estimates(table: pd.DataFrame, score: Score, baseline: str | None = None) ->
     A method of --extend is compared with the plain curve of the baseline; on the same runs it is paired.
     """
     rows = []
-    for column, column_rows in table.groupby(COLUMN, sort=False, dropna=False):
+    for column, column_rows in table.groupby(COLUMN, sort=False):
         reference = None
         if baseline is not None:
             is_plain = (column_rows["label"] == baseline) & (column_rows["extend"] == NO_METHOD)

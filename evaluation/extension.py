@@ -34,7 +34,7 @@ from positions.scaling import SCALINGS, Scaling
 from positions.switches import Constant, LogN, NoTemperature, Temperature, Wrapper
 
 
-class Extension(Section):
+class Method(Section):
     """A method and its options; `extended` applies it."""
 
     changes: ClassVar[str] = "distances"        # two methods in one --extend must differ in this
@@ -58,7 +58,7 @@ class Extension(Section):
         raise NotImplementedError
 
 
-class Rescaled(Extension):
+class Rescaled(Method):
     """RoPE with the frequencies of a method of positions/scaling.py; the default factor is T / L."""
 
     changes, needs_rotary = "frequencies", True
@@ -89,7 +89,7 @@ class Rescaled(Extension):
         return scaling.warning(encoding.rotary_dim, encoding.base, config.train.seq_len)
 
 
-class Regrouping(Extension):
+class Regrouping(Method):
     """Pairs of query and key that are not near, see `first_near`, get other positions, or are masked."""
 
     hides: ClassVar[str] = ""   # if it masks keys: its option, how many first keys every query sees
@@ -276,7 +276,7 @@ class DualChunk(ReRoPE):
             super().apply(model, config, T)
 
 
-class SlidingWindow(Extension):
+class SlidingWindow(Method):
     """Sliding window: a query sees the last `size` keys, its own included."""
 
     size: int | None = Field(None, ge=1, description="number of keys that a query sees (default L)")
@@ -320,7 +320,7 @@ class LMInfinite(Regrouping):
         return self.window or L
 
 
-class LogNTemperature(Extension):
+class LogNTemperature(Method):
     """Queries that see n > L keys are multiplied by ln n / ln L. Su, github.com/bojone/rerope.
 
     Keys that another method hides count too.
@@ -353,7 +353,7 @@ class DropeTemperature(LogNTemperature):
         model.choose_encodings()
 
 
-EXTENSIONS: dict[str, type[Extension]] = {
+METHODS: dict[str, type[Method]] = {
     **dict.fromkeys(SCALINGS, Rescaled),
     "rerope": ReRoPE,
     "leaky_rerope": LeakyReRoPE,
@@ -367,17 +367,17 @@ EXTENSIONS: dict[str, type[Extension]] = {
 }
 
 
-class Extend(NamedTuple):
-    """One `--extend`."""
+class Combination(NamedTuple):
+    """The methods of one `--extend`, which are applied together."""
 
     spec: str                       # its name in tables: as typed, with a checksum for each list
-    methods: list[Extension]
+    methods: list[Method]
 
 
-PLAIN = Extend(NO_METHOD, [])       # the model without a method
+PLAIN = Combination(NO_METHOD, [])  # the model without a method
 
 
-def parse(spec: str) -> Extend:
+def parse(spec: str) -> Combination:
     """Parse `METHOD[:key=value,...]`, several joined by +, values as in TOML. Raises UserError."""
     methods = [make(*part.partition(":")[::2], spec) for part in spec.split("+")]
     changes = [method.changes for method in methods]
@@ -386,19 +386,20 @@ def parse(spec: str) -> Extend:
     if "distances" in changes and any(isinstance(m, Rescaled) and m.method.is_dynamic for m in methods):
         raise UserError(f"--extend {spec}: frequencies that depend on the length need their own --extend")
     methods.sort(key=lambda method: isinstance(method, Regrouping))     # last: they wrap the encoding
-    return Extend(re.sub(r"(?<=\[)[^]]*", lambda x: sha256(x[0].encode()).hexdigest()[:6], spec), methods)
+    name = re.sub(r"(?<=\[)[^]]*", lambda x: sha256(x[0].encode()).hexdigest()[:6], spec)
+    return Combination(name, methods)
 
 
-def make(name: str, arguments: str, spec: str) -> Extension:
+def make(name: str, arguments: str, spec: str) -> Method:
     """Make the method `name` of an --extend from arguments `key=value,...`."""
-    if name not in EXTENSIONS:
-        hint = did_you_mean(name, EXTENSIONS) or f"; choose from {', '.join(EXTENSIONS)}"
+    if name not in METHODS:
+        hint = did_you_mean(name, METHODS) or f"; choose from {', '.join(METHODS)}"
         raise UserError(f"--extend {spec}: unknown method {name!r}{hint}")
-    schema: type[BaseModel] = SCALINGS.get(name, EXTENSIONS[name])
+    schema: type[BaseModel] = SCALINGS.get(name, METHODS[name])
     try:
         given = tomllib.loads(f"x = {{{arguments}}}")["x"]
         if name not in SCALINGS:
-            return EXTENSIONS[name].model_validate(given)
+            return METHODS[name].model_validate(given)
         SCALINGS[name].for_context(2, 2, given)
         return Rescaled(method=SCALINGS[name], given=given)
     except tomllib.TOMLDecodeError as error:
@@ -420,7 +421,7 @@ def attentions(model: GPT) -> list[Attention]:
 
 
 @contextmanager
-def extended(model: GPT, config: Config, methods: list[Extension], T: int) -> Iterator[None]:
+def extended(model: GPT, config: Config, methods: list[Method], T: int) -> Iterator[None]:
     """Apply these methods for evaluation at T tokens; the model is restored afterwards."""
     scaling, before = getattr(model.encoding, "scaling", None), (model.encodings, model.temperature)
     windows = [(layer, layer.window) for layer in attentions(model)]
@@ -437,12 +438,12 @@ def extended(model: GPT, config: Config, methods: list[Extension], T: int) -> It
 
 
 def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: Sequence[int],
-                    skip_unfit: bool = False) -> list[Extend]:
+                    skip_unfit: bool = False) -> list[Combination]:
     """The methods of the --extend flags; prints warnings.
 
     Raises UserError for a method that does not fit the model; with skip_unfit skips it and prints one line.
     """
-    fitting: list[Extend] = []
+    fitting: list[Combination] = []
     for extend in map(parse, dict.fromkeys(specs)):
         problems = [method.problem(model, config, length) for length in lengths for method in extend.methods]
         problems = [problem for problem in problems if problem]
@@ -463,7 +464,7 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
 
 def describe_extension(name: str) -> str:
     """A method and its options, for --help."""
-    schema: type[BaseModel] = SCALINGS.get(name, EXTENSIONS[name])
+    schema: type[BaseModel] = SCALINGS.get(name, METHODS[name])
     doc = inspect.getdoc(schema) or ""
     lines = [f"{name}: {doc}", *describe_choice(name, schema, schema, ["method"])[1:]]
     return re.sub("( factor .*); required", r"\1; default T / L", "\n".join(lines))

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from evaluation.estimates import FAILED, NOT_GATED
-from evaluation.extension import EXTENSIONS
+from evaluation.extension import METHODS
 from evaluation.results import BY_POSITION, GAIN, NO_METHOD, TRAINING, Form
 from positions import ENCODINGS
 
@@ -65,7 +65,7 @@ class Panel(NamedTuple):
 def hue(encoding: str, extend: str) -> str:
     """The colour of an encoding, or of a method of --extend, by its place in the registry."""
     name = encoding if extend == NO_METHOD else extend.replace("+", ":").partition(":")[0]
-    known = [*ENCODINGS, *EXTENSIONS]
+    known = [*ENCODINGS, *METHODS]
     place = known.index(name) if name in known else len(known)      # old results have others
     return HUES[place % len(HUES)]
 

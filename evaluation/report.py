@@ -30,6 +30,7 @@ td, thead th { white-space: nowrap; } td small { color: #666; font-size: 11px; }
 tbody th { position: sticky; left: 0; background: white; max-width: 11em; overflow-wrap: anywhere; }
 tbody th, .words td, .words th { text-align: left; font-weight: normal; white-space: normal; }
 tr:has(th i), tr:has(th i) small { color: #999; }"""
+# below the tables: what their numbers and the marks in figures mean
 SIGNS = f"""A number is a mean over seeds, above its interval [a, b] and, beyond L, the range of seeds.
 In figures a full mark and a broad bar are mean and interval, an open mark and a thin line median and range,
 and small dots are seeds. Bold: better, by a test at 5 % with Holm's correction over all that could be bold,
@@ -62,7 +63,7 @@ class Section(NamedTuple):
 def cell(row: Any, form: Form, L: int, is_brief: bool) -> str:
     """The HTML of a number: what is shown, its interval and, beyond L, the range of seeds."""
     def text(score: float) -> str:
-        return format(form.figure(score), form.form).removesuffix(".")
+        return format(form.figure(score), form.number_format).removesuffix(".")
 
     shown = f"<b>{text(row.shown)}</b>" if row.is_better else text(row.shown)
     lines = []

@@ -48,8 +48,8 @@ COLUMNS = {
     "seconds": "float",         # the row's share of the time of its forward passes
 }
 SUMMED = list(COLUMNS)[list(COLUMNS).index("tokens"):]
-PLACE = ["extend", "protocol", "length", "place"]       # together they name a sum of the JSON
-EXTENDED = "-extended"                                  # after the text's name in the file of --extend all
+SUM_KEYS = ["extend", "protocol", "length", "place"]    # together they name a sum of the JSON
+EXTENDED_SUFFIX = "-extended"                           # after the text's name in the file of --extend all
 NO_METHOD = "none"                                      # the model without --extend, in tables and messages
 
 
@@ -95,9 +95,9 @@ def perplexity(loss: float) -> float:
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
     """The sums of each method, protocol, length and place, as the JSON has them (docs/longer-contexts.md)."""
     columns = {name: table[name].to_numpy() for name in ("document", *SUMMED)}
-    places = table.groupby(PLACE, sort=False).indices
-    return [record(place, {name: column[rows] for name, column in columns.items()})
-            for place, rows in places.items()]
+    sums = table.groupby(SUM_KEYS, sort=False).indices
+    return [record(key, {name: column[rows] for name, column in columns.items()})
+            for key, rows in sums.items()]
 
 
 def record(key: tuple[str, str, int, str], columns: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Form(NamedTuple):
 
     x_label: str
     y_label: str
-    form: str
+    number_format: str
     score: Score
     figure: Callable[[float], float] = float    # the number that is shown, from the score
     is_gain: bool = False                       # 0 says that nothing was gained

@@ -118,7 +118,7 @@ def choose_evaluation(folder: Path, data: str | None) -> Path:
         raise UserError(f"run {folder}: no eval/*.json; run `python eval.py {folder}` first")
     names = [data]
     if data is None:
-        names = [name for name in paths if not name.endswith(results.EXTENDED)] or [*paths]
+        names = [name for name in paths if not name.endswith(results.EXTENDED_SUFFIX)] or [*paths]
     if len(names) > 1 or names[0] not in paths:
         raise UserError(f"run {folder}: evaluated on {', '.join(paths)}; choose one with --data")
     return paths[names[0]]
@@ -205,10 +205,10 @@ def check_comparable(runs: Sequence[Run]) -> None:
     targets: dict[Any, tuple[Run, np.ndarray]] = {}     # (protocol, length, place) -> a run, its targets
     for run in runs:
         columns = run.table[[*MUST_AGREE["targets"]]].to_numpy()
-        for (_, *place), rows in run.table.groupby(results.PLACE, sort=False).indices.items():
-            earlier, expected = targets.setdefault(tuple(place), (run, columns[rows]))
+        for (_, *key), rows in run.table.groupby(results.SUM_KEYS, sort=False).indices.items():
+            earlier, expected = targets.setdefault(tuple(key), (run, columns[rows]))
             if not np.array_equal(expected, columns[rows], equal_nan=True):
-                protocol, length, _ = place
+                protocol, length, _ = key
                 before = earlier.head.get("settings", {}).get(protocol)
                 after = run.head.get("settings", {}).get(protocol)
                 raise UserError(f"runs {earlier.name} and {run.name}: {protocol} at {length}: different "

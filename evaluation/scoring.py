@@ -25,7 +25,7 @@ from base.errors import UserError
 from config import Config, TrainConfig
 from data.loader import Corpus
 from data.tokenizer import Tokenizer, byte_lengths
-from evaluation.extension import PLAIN, Extend, extended
+from evaluation.extension import PLAIN, Combination, extended
 from evaluation.results import make_table
 from model import GPT
 from runtime.device import autocast
@@ -155,7 +155,7 @@ class Evaluation:
     """One model on one text, under one method of --extend at a time."""
 
     def __init__(self, model: GPT, config: Config, tokenizer: Tokenizer, text: Text, settings: Settings,
-                 extends: Sequence[Extend] = (), run: str = "") -> None:
+                 extends: Sequence[Combination] = (), run: str = "") -> None:
         self.model = model
         self.config = config
         self.tokenizer = tokenizer

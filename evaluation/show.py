@@ -10,15 +10,15 @@ import pandas as pd
 
 from base.errors import UserError
 from evaluation.estimates import estimates
-from evaluation.extension import EXTENSIONS, Rescaled
+from evaluation.extension import METHODS, Rescaled
 from evaluation.intervals import LEVEL, holm
 from evaluation.protocols import PROTOCOLS
-from evaluation.results import EXTENDED, GAIN, NO_METHOD, records
+from evaluation.results import EXTENDED_SUFFIX, GAIN, NO_METHOD, records
 from evaluation.scoring import Evaluation
 from hf.export import rope_fields
 
 # of --extend all: what needs no options
-ALL = (*(name for name in EXTENSIONS if name not in ("base", "longrope")), "dual_chunk+yarn")
+ALL = (*(name for name in METHODS if name not in ("base", "longrope")), "dual_chunk+yarn")
 
 
 def show(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
@@ -56,7 +56,7 @@ def choose_all(args: argparse.Namespace) -> None:
     args.protocol = args.protocol or ["fixed", "passkey"]
     args.windows = args.windows or 8
     args.multiples = (1, 2, 4)
-    args.suffix = EXTENDED
+    args.suffix = EXTENDED_SUFFIX
     args.show = advice
     if "fixed" not in args.protocol:
         raise UserError(f"--protocol {','.join(args.protocol)}: --extend all needs fixed among them; add it")

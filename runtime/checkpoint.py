@@ -115,11 +115,11 @@ def intact(run_dir: Path) -> Iterator[tuple[Path, State]]:
         yield folder, State(**{key.name: content[key.name] for key in fields(State) if key.name in content})
 
 
-def load_newest(run_dir: Path, model: GPT, optimizer: Optimizer | None = None,
+def load_checkpoint(run_dir: Path, model: GPT, optimizer: Optimizer | None = None,
                 which: str = "newest") -> State | None:
-    """Read the newest intact checkpoint into model and optimizer; return its state, or None without one.
+    """Read an intact checkpoint into model and optimizer; return its state, or None without one.
 
-    `which` may name another one: "best", or its step. Raises UserError if it is not there, if all are
+    `which` is "newest", "best" or a step. Raises UserError if it is not there, if all are
     damaged, or if an intact one belongs to another model.
     """
     wanted = which
@@ -154,7 +154,7 @@ class Opened(NamedTuple):
     config: Config
     tokenizer: Tokenizer
     state: State | None = None                  # what its checkpoint remembers
-    corpus: dict[str, Any] | None = None        # meta.json of its training corpus
+    meta: dict[str, Any] | None = None          # meta.json of its training corpus
     files_sha256: str | None = None             # checksum of a Hugging Face folder
 
     def origin(self) -> dict[str, Any]:
@@ -170,27 +170,27 @@ def load_run(run_dir: str | Path) -> tuple[GPT, Config, Tokenizer]:
     return open_run(run_dir)[:3]
 
 
-def open_run(run_dir: str | Path, which: str = "newest", device: str = "auto") -> Opened:
+def open_run(run_dir: str | Path, which: str = "newest", device_name: str = "auto") -> Opened:
     """What `load_run` returns, at any checkpoint, and where it comes from. Raises UserError."""
-    run_dir, place = Path(run_dir), pick_device(device)
+    run_dir, device = Path(run_dir), pick_device(device_name)
     if is_pretrained(run_dir):
         if which != "newest":
             raise UserError(f"--checkpoint {which}: a Hugging Face folder has only one; leave it out")
         model, config, tokenizer = load_pretrained(run_dir)
-        return Opened(model.to(place).eval(), config, tokenizer, files_sha256=files_sha256(run_dir))
+        return Opened(model.to(device).eval(), config, tokenizer, files_sha256=files_sha256(run_dir))
     if not (run_dir / "config.toml").is_file():
         inside = [path.parent for path in sorted(run_dir.glob("*/config.toml"))]
         if inside:
             raise UserError(f"run {run_dir}: a folder of runs; give one of them, such as {inside[0]}")
         raise UserError(f"run {run_dir}: no run there (no config.toml); give a folder that train.py made, "
                         "such as runs/quick, a Hugging Face folder with a config.json, or hf:ORG/NAME")
-    config, corpus = load_config(run_dir / "config.toml"), read_meta(run_dir / "corpus.json")
-    model, tokenizer = GPT(config), tokenizer_of(corpus, run_dir)
-    state = load_newest(run_dir, model, which=which)
+    config, meta = load_config(run_dir / "config.toml"), read_meta(run_dir / "corpus.json")
+    model, tokenizer = GPT(config), tokenizer_of(meta, run_dir)
+    state = load_checkpoint(run_dir, model, which=which)
     if state is None:
         raise UserError(f"run {run_dir}: no checkpoint yet; train it with `python train.py` first")
     model.set_step(state.step)
-    return Opened(model.to(place).eval(), config, tokenizer, state, corpus)
+    return Opened(model.to(device).eval(), config, tokenizer, state, meta)
 
 
 def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Tokenizer | None) -> str:

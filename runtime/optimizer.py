@@ -90,15 +90,15 @@ class Muon(Optimizer):
         torch._foreach_add_(matrices, steps.unbind())
 
 
-def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonal(stack: Tensor, dtype: torch.dtype) -> Tensor:
     """Approximate U V^T of each matrix U S V^T (N, rows, columns): S becomes 0.7 ... 1.2.
 
     In bfloat16 if that is the dtype, else in fp32. Singular values that are smaller than the others by a
     factor of 1000 or more remain small.
     """
     a, b, c = COEFFICIENTS
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
+    is_tall = stack.shape[1] > stack.shape[2]
+    x = stack.mT if is_tall else stack
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     x = x.to(dtype if dtype == torch.bfloat16 else torch.float32)       # float16 would lose small values
     for _ in range(N_ITERATIONS):
@@ -117,12 +117,13 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
 
     An optimizer that you add here has to skip a step that is not finite: before each step the loop sets its
     attribute `found_inf`, a scalar on the device. If that is not 0, step() must change neither parameters nor
-    state. PyTorch's optimizers with fused=True do so; Muon above shows how, without waiting for a GPU.
+    state. PyTorch's optimizers with fused=True do so; Muon above shows how, without waiting for a GPU. Its
+    first group must have lr_scale = 1.0: the rate of that group is logged as the run's.
     """
     t = config.train
-    kinds: dict[str, list[Tensor]] = {"muon": [], "matrices": [], "vectors": [], "position": []}
+    kinds: dict[str, list[Tensor]] = {"muon": [], "adamw_matrices": [], "vectors": [], "position": []}
     for name, p in model.named_parameters():
-        kind = "matrices"
+        kind = "adamw_matrices"
         if name.startswith(("encoding.", "temperature.")):
             kind = "position"
         elif p.ndim < 2:
@@ -133,7 +134,7 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
 
     # before each step the loop sets the "lr" of a group to its lr_scale times the learning rate
     adamw = AdamW([
-        {"params": kinds["matrices"], "weight_decay": t.weight_decay, "lr_scale": 1.0},
+        {"params": kinds["adamw_matrices"], "weight_decay": t.weight_decay, "lr_scale": 1.0},
         {"params": kinds["vectors"], "weight_decay": 0.0, "lr_scale": 1.0},
         {"params": kinds["position"], "weight_decay": 0.0, "lr_scale": config.position.lr_scale},
     ], lr=t.lr, betas=(t.beta1, t.beta2), fused=True)

@@ -55,9 +55,9 @@ class TrainingRun:
     def after_step(self, figures: dict[str, Tensor]) -> None:
         """Log, validate and save where it is due. Raises EarlyEnd after a signal or too many bad steps.
 
-        `figures` has the scalars loss and grad_norm, and any others: all are written to metrics.jsonl and
-        W&B under their names. They stay on the device until a line is written, so that a GPU need not be
-        waited for.
+        `figures` has loss and grad_norm, and any others, each a tensor of one number: all are written to
+        metrics.jsonl and W&B under their names. They stay on the device until a line is written, so that a
+        GPU need not be waited for.
         """
         r, state, steps = self.config.run, self.state, self.config.train.steps
         figures = {name: x.detach() for name, x in figures.items()}     # without what backward would need
@@ -227,7 +227,7 @@ def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer
     run_dir = Path(config.run.dir)
     state = None
     if (run_dir / "checkpoints").exists():
-        state = checkpoint.load_newest(run_dir, model, optimizer)
+        state = checkpoint.load_checkpoint(run_dir, model, optimizer)
     if state is None:
         state = State(dtype=dtype)
         if config.train.init_from:

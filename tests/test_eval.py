@@ -20,7 +20,7 @@ from config import load_config
 from data.tokenizer import ByteTokenizer
 from eval import main
 from evaluation import extension, protocols, results, scoring
-from evaluation.extension import EXTENSIONS, Extend, parse
+from evaluation.extension import METHODS, Combination, parse
 from evaluation.protocols import PROTOCOLS, position_buckets
 from evaluation.scoring import (
     Evaluation,
@@ -282,7 +282,8 @@ def evaluated(run_dir: Path, monkeypatch):
     def call(*arguments: str) -> tuple[dict, pd.DataFrame]:
         monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir), *SHORT, *arguments])
         main()
-        found = results.read(run_dir / "eval" / f"words{results.EXTENDED * ('all' in arguments)}.json")
+        suffix = results.EXTENDED_SUFFIX if "all" in arguments else ""
+        found = results.read(run_dir / "eval" / f"words{suffix}.json")
         return {tuple(r.get(key) for key in ("extend", "protocol", "length", "place")):
                 {key: value for key, value in r.items() if key != "seconds"}
                 for r in results.records(found.table)
@@ -350,7 +351,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(evaluated, monkeypatch) 
 
 @pytest.mark.slow
 def test_extend_all_ends_in_a_table_of_every_method_that_fits(evaluated, capsys) -> None:
-    assert {*ALL} | {"base", "longrope"} == {*EXTENSIONS, "dual_chunk+yarn"}
+    assert {*ALL} | {"base", "longrope"} == {*METHODS, "dual_chunk+yarn"}
     records, _ = evaluated("--extend", "all", "--lengths", "64")
     out = capsys.readouterr().out
     rows = [line.split() for line in out.split("seconds\n")[1].splitlines()]
@@ -370,7 +371,7 @@ def test_the_best_of_many_methods_must_beat_truncation_by_more(n_methods: int, c
     names = [f"m{i}" for i in range(n_methods)]
     tables = [results.make_table(extend=name, protocol="fixed", length=64, nll=[-2.2, 0.2] * 6,
                                  truncated_nll=0.0, tokens=1, document=range(12)) for name in names]
-    e = SimpleNamespace(possible=[64], L=32, extends=[Extend(name, []) for name in names])
+    e = SimpleNamespace(possible=[64], L=32, extends=[Combination(name, []) for name in names])
     assert claim in [*advice(results.join(*tables), e)][-1]
 
 
@@ -529,7 +530,7 @@ def test_help_fits_a_screen_and_explains_each_method_and_protocol(monkeypatch, c
 
     lines = page().splitlines()
     assert len(lines) <= 80 and max(map(len, lines)) <= 100
-    for name in (*PROTOCOLS, *EXTENSIONS):
+    for name in (*PROTOCOLS, *METHODS):
         assert name in " ".join(lines) and page(name).startswith(f"{name}: ")
     assert "beta_fast" in page("yarn")
     monkeypatch.setattr(sys, "argv", ["eval.py", "--help", "yarm"])

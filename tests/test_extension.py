@@ -9,7 +9,7 @@ from toys import lively, slow_except, tokens
 
 import rope
 from base.errors import UserError
-from evaluation.extension import EXTENSIONS, Regrouped, Regrouping, Rescaled, extended, parse
+from evaluation.extension import METHODS, Regrouped, Regrouping, Rescaled, extended, parse
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.scaling import SCALINGS
@@ -18,8 +18,8 @@ L = 32          # tests' train.seq_len
 RELATIVE = [name for name, encoding in ENCODINGS.items() if encoding.is_relative]
 ARGUMENTS = {"base": "base:base=50000",
              "longrope": f"longrope:short_factor={[1.0] * 8},long_factor={[2.0] * 8}"}
-REGROUPING = [name for name, method in EXTENSIONS.items() if issubclass(method, Regrouping)]
-SPECS = [ARGUMENTS.get(name, name) for name in EXTENSIONS]
+REGROUPING = [name for name, method in METHODS.items() if issubclass(method, Regrouping)]
+SPECS = [ARGUMENTS.get(name, name) for name in METHODS]
 q, k, v = torch.randn(3, 1, 2, 48, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 POSITIONS = torch.arange(48)[None]
 

@@ -19,7 +19,7 @@ import attention
 import model as decoder
 from attention import attend_in_blocks
 from config import Config, load_config
-from evaluation.extension import EXTENSIONS, extended, parse
+from evaluation.extension import METHODS, extended, parse
 from model import GPT
 from positions import ENCODINGS
 from positions.contract import starts_of
@@ -83,7 +83,7 @@ CASES = {
                            "model.scaled_embedding=true", "model.tied=true")),
     "wide heads": Case(("model.head_dim=96",)),
 }
-EXTENDED = {name: name for name in EXTENSIONS} | {
+EXTENDED = {name: name for name in METHODS} | {
     "base": "base:base=500000.0", "longrope": f"longrope:{LONGROPE}".replace(" ", "")}
 L = 50                              # of the models that are extended to T
 
@@ -264,4 +264,4 @@ def test_the_cpu_computes_the_formula_in_training(case: str) -> None:
 
 
 def test_every_encoding_and_extension_is_a_case() -> None:
-    assert set(ENCODINGS) <= set(CASES) and set(EXTENSIONS) == set(EXTENDED)
+    assert set(ENCODINGS) <= set(CASES) and set(METHODS) == set(EXTENDED)

@@ -15,7 +15,7 @@ from toys import lively, slow_except, tokens
 
 import attention
 from config import Config
-from evaluation.extension import EXTENSIONS, Extension, Regrouping, extended
+from evaluation.extension import METHODS, Method, Regrouping, extended
 from model import GPT
 from positions import ENCODINGS, Encoding
 
@@ -59,7 +59,7 @@ def kept() -> Iterator[dict[int, Any]]:
 
 
 @torch.no_grad()
-def most_bytes(config: Config, T: int, *methods: Extension, last: int | None = None) -> int:
+def most_bytes(config: Config, T: int, *methods: Method, last: int | None = None) -> int:
     model, memory = GPT(config).eval(), Memory()
     with extended(model, config, list(methods), T), memory:
         model.hidden(tokens((1, T)), last=last)
@@ -72,7 +72,7 @@ def most_bytes(config: Config, T: int, *methods: Extension, last: int | None = N
     [*((name, "") for name in ENCODINGS), *SWITCHES], ("rope", ""), ("alibi", ""), ("t5", "")))
 def test_twice_the_length_takes_at_most_twice_the_memory(name: str, switch: str, tiny, monkeypatch) -> None:
     """With blocks of 2^16 logits; T x T would take four times as much, and more than all the rest."""
-    monkeypatch.setattr(attention, "MAX_BLOCK", 2**16)
+    monkeypatch.setattr(attention, "MOST_LOGITS", 2**16)
     config = tiny(name, "model.n_layer=1", "train.seq_len=2048" if name == "learned" else "train.seq_len=32",
                   *([switch] if switch else []))
     for last in (None, 900):
@@ -90,10 +90,10 @@ def test_an_mlp_for_each_pair_holds_few_of_its_hidden_numbers(name: str, tiny) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(
-    [name for name, method in EXTENSIONS.items() if issubclass(method, Regrouping)], "rerope", "dual_chunk"))
+    [name for name, method in METHODS.items() if issubclass(method, Regrouping)], "rerope", "dual_chunk"))
 def test_a_method_that_scores_pairs_again_does_not_hold_all_of_them(name: str, tiny, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "MAX_BLOCK", 2**16)
-    config, method = tiny("rope", "model.n_layer=1"), EXTENSIONS[name]()
+    monkeypatch.setattr(attention, "MOST_LOGITS", 2**16)
+    config, method = tiny("rope", "model.n_layer=1"), METHODS[name]()
     assert most_bytes(config, 2048, method) < 2.2 * most_bytes(config, 1024, method)
 
 
@@ -103,7 +103,7 @@ def test_what_training_keeps_grows_with_T_not_its_square(name: str, tiny, monkey
     in_blocks = ENCODINGS[name].scores is not Encoding.scores and name not in ("alibi", "forgetting")
     config = tiny(name, "model.n_layer=1", "train.seq_len=512", *["model.dropout=0.2"] * in_blocks)
     model, found, sizes = lively(config).double().train(), [], []
-    monkeypatch.setattr(attention, "MAX_BLOCK", 2**14)
+    monkeypatch.setattr(attention, "MOST_LOGITS", 2**14)
     monkeypatch.setattr(attention, "MIN_QUERIES", 16)
     monkeypatch.setattr(attention, "FUSE_FROM", 1)
     for recompute_from, T in ((256, 256), (256, 512), (9999, 512)):

@@ -53,7 +53,7 @@ def test_a_packed_document_is_as_if_alone_at_its_positions(name: str, option: st
 @pytest.mark.parametrize("option", ["train.steps=1", "model.chunk=5", "position.temperature=llama4"])
 def test_a_packed_document_is_as_if_alone(name: str, option: str, tiny, monkeypatch) -> None:
     """At consecutive positions and at those of train.positions, also on the paths of long rows."""
-    monkeypatch.setattr(attention, "MAX_BLOCK", 2 * 2 * 16 * 5)
+    monkeypatch.setattr(attention, "MOST_LOGITS", 2 * 2 * 16 * 5)
     monkeypatch.setattr(attention, "MIN_QUERIES", 5)
     monkeypatch.setattr(attention, "FUSE_FROM", 1)
     model = lively(tiny(name, option, "data.cross_documents=mask", "train.seq_len=16")).double()
@@ -148,7 +148,7 @@ def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: P
     """Then the shares are those of the whole mixture, and the walk through each corpus begins anew."""
     mixture = {str(other_dir): 0.3}
     plain = Mixture(corpus_dir, mixture)
-    curriculum = Mixture(corpus_dir, mixture, n_steps_of_others=5)
+    curriculum = Mixture(corpus_dir, mixture, mixture_only=5)
     first = [place for step in range(5) for place in places_of(curriculum, 32, 8, 1, step)]
     assert {c.folder for c, _ in first} == {other_dir}
     n = curriculum.others[0].n_windows("train", 32)

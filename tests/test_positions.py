@@ -114,7 +114,8 @@ def gaps(T: int) -> torch.Tensor:
 
 def small_blocks(monkeypatch, T: int, n_rows: int = 5, fuse_from: int = 1) -> None:
     """Blocks of n_rows queries of T keys, and the fused kernel from fuse_from queries on."""
-    for constant, value in (("MAX_BLOCK", 2 * 2 * T * n_rows), ("MIN_QUERIES", 5), ("FUSE_FROM", fuse_from)):
+    limits = {"MOST_LOGITS": 2 * 2 * T * n_rows, "MIN_QUERIES": 5, "FUSE_FROM": fuse_from}
+    for constant, value in limits.items():
         monkeypatch.setattr(attention, constant, value)
 
 

@@ -37,9 +37,11 @@ CPU = Process(torch.device("cpu"))
 def run_loop(config: Config) -> TrainingRun:
     """The training loop alone, from step 0, on a model whose logits are far from zero; nothing is written."""
     model, corpus = lively(config), Corpus(config.data.dir, config.data.cross_documents)
-    run = TrainingRun(config, corpus, model, model, make_optimizer(model, config), CPU,
-                      lambda: validate(model, corpus, ByteTokenizer(), config, CPU), State(), [], log=None,
-                      scaler=torch.amp.GradScaler("cpu", enabled=False))
+    run = TrainingRun(
+        config=config, corpus=corpus, model=model, wrapped_model=model,
+        optimizer=make_optimizer(model, config), process=CPU,
+        validate=lambda: validate(model, corpus, ByteTokenizer(), config, CPU), state=State(), signals=[],
+        log=None, scaler=torch.amp.GradScaler("cpu", enabled=False))
     training_loop(run)
     return run
 

@@ -342,6 +342,8 @@ class SmolLM3(Windowed):
     def tables(self, hf_config: Fields) -> Tables:
         if not hf_config.get("use_sliding_window"):                     # whatever layer_types says
             hf_config = {**hf_config, "layer_types": ["full_attention"]}
+        elif not hf_config.get("layer_types"):
+            raise UserError(f"layer_types must be present for {self.class_name} with windows")
         return super().tables(hf_config)
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:

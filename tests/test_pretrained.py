@@ -90,6 +90,8 @@ def test_a_field_with_one_value_that_we_compute_has_no_other(kind: str) -> None:
     ({"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9,
       "layer_types": ["full_attention", "sliding_attention"]},
      "every k-th layer"),
+    ({"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 9},
+     "layer_types must be present"),
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
     ({"attention_bias": True}, "mlp_bias = False is not supported"),
     ({"rope_parameters": {"rope_type": "mrope", "mrope_section": [1]}}, "rope_type 'mrope' is not supported"),

@@ -312,9 +312,10 @@ def merge_positions(table: pd.DataFrame) -> pd.DataFrame:
     """The rows of the protocol position, with the first MERGED positions of each window as one place."""
     if table.empty:
         return table
-    is_early = table["place"].str.partition("-")[2].astype(int) < MERGED
+    last = table["place"].str.partition("-")[2].astype(int)
+    is_early = last < MERGED
     window = table.groupby(["run", "extend", "place"]).cumcount()       # the same windows in each place
-    early = table[is_early].assign(place=f"0-{MERGED - 1}")
+    early = table[is_early].assign(place=f"0-{last[is_early].max()}")   # windows may be shorter than MERGED
     how = dict.fromkeys(table, "last") | dict.fromkeys(("tokens", "bytes", "nll", "seconds"), "sum")
     merged = early.groupby(["run", "extend", window[is_early]], sort=False).agg(how)
     return pd.concat([merged, table[~is_early]], ignore_index=True)

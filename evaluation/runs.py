@@ -139,8 +139,8 @@ def read_run(folder: Path, data: str | None) -> Run:
         meta = read_meta(folder / "corpus.json")
         trained_on = [about["splits"] for about in (meta, *meta.get("mixture", {}).values())]
     if sha256 and not is_newest:
-        raise UserError(f"{path}: evaluated at step {head.get('step')}, but the run has another checkpoint "
-                        f"now; run `python eval.py {folder} --replace` with the same flags")
+        raise UserError(f"{path}: was measured with other weights than {folder} has now; run "
+                        f"`python eval.py {folder} --replace` with the same flags")
     summary = folder / "summary.json"
     return Run(str(folder), without_seed(folder), flatten(config), head, trained_on,
                read_json(summary) if summary.exists() else {}, read_training(folder),

@@ -327,7 +327,7 @@ def test_damaged_and_stale_files_are_named(tmp_path: Path, monkeypatch, capsys) 
         assert expected in failure(monkeypatch, capsys, str(run)), name
     stale = fabricate(Path("stale"))
     monkeypatch.setattr("evaluation.runs.is_current", lambda *_: False)
-    assert "the run has another checkpoint now; run `python eval.py stale --replace`" in failure(
+    assert "with other weights than stale has now; run `python eval.py stale --replace`" in failure(
         monkeypatch, capsys, str(stale))
 
 

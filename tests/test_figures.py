@@ -190,6 +190,8 @@ def test_the_first_positions_are_one_place_with_all_their_targets() -> None:
     assert [*merged["place"].unique()] == ["0-63", "64-127"]
     assert first["nll"].tolist() == [1.0, 201.0, 401.0] and first["document"].tolist() == [0, 1, 2]
     assert set(first["tokens"]) == {20} and figures.merge_positions(merged[:0]).empty
+    short = pd.DataFrame(rows).replace({"4-63": "4-31"})
+    assert [*figures.merge_positions(short[short["place"] != "64-127"])["place"]] == ["0-31"] * 3
 
 
 def test_one_run_has_gain_beside_loss_by_position() -> None:

@@ -103,11 +103,14 @@ def parse_arguments() -> argparse.Namespace:
     args, more = parser.parse_known_args()
     if args.json and args.json.suffix != ".json":       # .parquet and .png are written beside it
         raise UserError(f"--json {args.json}: must end in .json; give {args.json}.json")
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: must be 0 or more")
     # --lengths 128 256: the second number came as RUN or was left over
     words = [args.run, *more]
     if args.lengths:
-        args.lengths += [int(word) for word in words if word.isdigit()]
-        words = [word for word in words if not word.isdigit()]
+        numbers = [word for word in words if word.isdigit() and not Path(word).exists()]
+        args.lengths += map(int, numbers)
+        words = [word for word in words if word not in numbers]
     if len(words) != 1:
         parser.error(f"unrecognized arguments: {' '.join(words[1:])}" if words else "RUN: missing")
     args.run = words[0]
@@ -172,8 +175,9 @@ def open_evaluation(args: argparse.Namespace, run: Opened) -> Evaluation:
     changes = {"seq_len": args.train_length, "dtype": args.dtype}
     changes = {key: value for key, value in changes.items() if value}
     config = run.config.model_copy(update={"train": run.config.train.model_copy(update=changes)})
-    task = (run.meta or {}).get("task") or {}
-    names = list(dict.fromkeys(args.protocol or TESTED_BY.get(task.get("name", ""), DEFAULT_PROTOCOLS)))
+    source = (run.meta or {}).get("source", "")         # of a task, its name
+    names = list(dict.fromkeys(args.protocol or TESTED_BY.get(source, DEFAULT_PROTOCOLS)))
+    # where no protocol needs the corpus, its name and checksum still say which run and file this is
     if any(PROTOCOLS[name].needs_text for name in names) or args.data or config.data.dir:
         text = open_text(args.data, config.data.dir, run.tokenizer, run.meta)
     else:
@@ -243,10 +247,11 @@ def main() -> None:
     # of what the file holds, what this call asked for
     asked = e.table[e.table.extend.isin([extend.spec for extend in e.extends])]
     asked = asked[asked.length.isin(e.lengths) & asked.protocol.isin(e.settings.protocols)]
+    missing = [name for name in e.settings.protocols if name not in {*asked.protocol}]
+    notes = [f"{name}: nothing was measured; it needs {PROTOCOLS[name].needs}" for name in missing]
     if asked.empty:
-        raise UserError(f"--lengths {','.join(map(str, e.lengths))}: no window of "
-                        f"{', '.join(e.settings.protocols)} fits; give longer lengths or longer documents")
-    print(*args.show(asked, e), sep="\n")
+        raise UserError(*notes)
+    print(*args.show(asked, e), *notes, sep="\n")
     limit = run.model.active().max_length
     if limit and limit < max(e.lengths):
         print(f"{head['encoding']} is not defined beyond position {limit - 1}: empty cells")

@@ -57,6 +57,7 @@ class Protocol:
     place_name: ClassVar[str] = ""                      # what the column `place` holds
     target_settings: ClassVar[tuple[str, ...]]          # what decides its targets, besides text and seed
     is_at_longest: ClassVar[bool] = False               # measured at the longest length alone
+    needs: ClassVar[str] = "longer documents"           # what is missing if it measures nothing
     needs_text: ClassVar[bool] = True                   # False: it generates documents
     needs_L: ClassVar[bool] = False                     # its documents have at least L tokens
     most_multiples: ClassVar[int] = 64                  # of L, the longest default length without a text
@@ -167,6 +168,7 @@ class Sliding(Protocol):
 
     title = "Perplexity, sliding"
     target_settings = ("longest", "tokens", "stride")
+    needs = "documents with more tokens than 5/4 of the longest length"
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         # pieces of text, whose targets are the same at every length: whole strides
@@ -250,6 +252,7 @@ class TrigramReference(Protocol):
     """
 
     title = "Perplexity of a trigram"
+    needs = "L among --lengths"
     target_settings = ("longest", "targets", "windows")
     needs_L = True
 
@@ -326,6 +329,7 @@ class Repeat(Protocol):
     has_bytes: ClassVar[bool] = True            # its tokens are text
     key_of_control: ClassVar[str] = "use"       # of its second table in reports
     target_settings = ("longest", "targets", "windows")
+    needs = "a length of 3/4 L or more, two windows, and L of 4 or more"
 
     def stretches(self, e: Evaluation) -> list[np.ndarray]:
         """The tokens of each window, at least `longest`."""
@@ -333,7 +337,7 @@ class Repeat(Protocol):
 
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """Two copies at the distance that this length has room for; None without another window's passage."""
-        if length < 3 * (e.L // 4) or len(e.ends) < 2:
+        if e.L < 4 or length < 3 * (e.L // 4) or len(e.ends) < 2:
             return None
         tokens, control, first, second = repeat_passages(self.stretches(e), length, e.L)
         losses, _ = e.probe(length, tokens, np.concatenate((first, second)))
@@ -399,6 +403,7 @@ class Answering(Protocol):
 
     form = ANSWERS
     target_settings = ("windows",)
+    needs = "longer --lengths"
     needs_text = False
 
     def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:

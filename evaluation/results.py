@@ -37,7 +37,8 @@ COLUMNS = {
                                 # the copies in tokens; retrieval: depth; algorithms: symbols; "" for others.
                                 # Not padded: the places of a protocol come in order, or by its `column`
     "document": "float",        # number of the window's document in the text; of the trial's facts
-    "end": "float",             # the last target is token `end` of the document
+    "end": "float",             # the last target is token `end` of the document; for rolling, of it and what
+                                # the tokenizer puts before it
     "tokens": "int",            # targets
     "bytes": "float",           # of the targets
     "nll": "float",             # loss of the targets
@@ -45,7 +46,8 @@ COLUMNS = {
     "control_nll": "float",     # repeat, copy: with another passage in place of the first copy
     "first_nll": "float",       # repeat, copy: of the same tokens in the first copy
     "correct": "float",         # probes: 1 if all of the answer is right, otherwise 0
-    "seconds": "float",         # the row's share of the time of its forward passes
+    "seconds": "float",         # the row's share of the time of its forward passes. Those that fixed and
+                                # position share count for the protocol that came first, 0 for the other
 }
 SUMMED = list(COLUMNS)[list(COLUMNS).index("tokens"):]
 SUM_KEYS = ["extend", "protocol", "length", "place"]    # together they name a sum of the JSON

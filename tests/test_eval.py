@@ -18,7 +18,7 @@ import compare
 from base.errors import UserError
 from config import load_config
 from data.tokenizer import ByteTokenizer
-from eval import main
+from eval import main, open_evaluation, parse_arguments
 from evaluation import extension, protocols, results, scoring
 from evaluation.extension import METHODS, Combination, parse
 from evaluation.protocols import PROTOCOLS, position_buckets
@@ -35,6 +35,7 @@ from evaluation.scoring import (
 from evaluation.show import ALL, advice
 from model import GPT
 from positions import ENCODINGS
+from runtime.checkpoint import open_run
 from train import train
 
 LENGTHS = [16, 32, 50, 64, 128, 256]
@@ -545,6 +546,32 @@ def test_help_fits_a_screen_and_explains_each_method_and_protocol(monkeypatch, c
 def test_mistakes_of_the_command_name_what_to_type(arguments: list[str], expected: str, evaluated) -> None:
     with pytest.raises(UserError, match=expected):
         evaluated(*arguments)
+
+
+def test_a_protocol_that_measures_nothing_says_what_it_needs(evaluated, tmp_path: Path, capsys) -> None:
+    short = tmp_path / "words.txt"
+    short.write_bytes(b"a text of thirty bytes or less")
+    evaluated("--data", str(short), "--lengths", "28", "--protocol", "rolling,sliding,repeat")
+    out = capsys.readouterr().out
+    assert "sliding: nothing was measured; it needs documents with more tokens than 5/4" in out
+    assert "repeat: nothing was measured; it needs" in out and "rolling: nothing" not in out
+
+
+def test_a_run_on_a_task_is_tested_by_it(run_dir: Path, monkeypatch) -> None:
+    """By passkey too, whose windows may hold parts of several documents."""
+    for source in ("passkey", "parity"):
+        opened = open_run(run_dir)._replace(meta={"source": source})
+        monkeypatch.setattr("eval.open_text", lambda *_: Text("x", []))
+        monkeypatch.setattr(sys, "argv", ["eval.py", str(run_dir)])
+        assert open_evaluation(parse_arguments(), opened).settings.protocols == [source]
+
+
+def test_the_folder_of_a_run_may_be_a_number(run_dir: Path, monkeypatch) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    run_dir.rename("2024")
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--lengths", "16", "32", "2024"])
+    arguments = parse_arguments()
+    assert (arguments.run, arguments.lengths) == ("2024", [16, 32])
 
 
 def test_lengths_may_be_given_with_blanks(evaluated) -> None:

@@ -53,6 +53,8 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("eval", "{run} --extend yarn:beta=2", ["yarn.beta", "did you mean yarn.beta_"]),
     ("eval", "{run} --extend leaky_rerope:window=31 --lengths 64", ["at most L - 2 = 30, got 31"]),
     ("eval", "{run} --extend dual_chunk:chunk=40 --lengths 64", ["at most L = 32 together"]),
+    ("eval", "{run} --seed -1", ["--seed -1: must be 0 or more"]),
+    ("eval", "{run} --lengths 16 --protocol trigram", ["trigram", "it needs L among --lengths"]),
     ("eval", "{run} --json out.txt", ["--json out.txt: must end in .json"]),
     ("eval", "{learned} --extend yarn --lengths 16", ["yarn", "learned"]),
     ("eval", "{learned} --lengths 64", ["--lengths", "learned"]),

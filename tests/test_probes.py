@@ -66,6 +66,11 @@ def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> No
         assert r["bytes"] == r["tokens"] == 4 * len(found.ends)
 
 
+def test_where_a_quarter_of_L_is_no_token_nothing_is_repeated(tiny, corpus_dir: Path) -> None:
+    config = tiny("rope", "train.seq_len=3")
+    assert measured(evaluation(lively(config), config, corpus_dir, ["repeat", "copy"])) == []
+
+
 def test_probes_open_as_the_windows_of_training_do(tiny, corpus_dir: Path) -> None:
     config, seen = tiny("rope", "data.bos=true"), []
     model = lively(config)

@@ -21,7 +21,8 @@ Several SOURCEs become one corpus. Each is one of
               SPLIT names one, a hash of the text puts 1 document in 100 into validation
 
 Tokenizers: byte; gpt2; bpe:N, which has N ids including the separator and is learned from the first 128 MB of
-the train split; or FOLDER, the tokenizer of the corpus, run or Hugging Face model there.
+the train split, even if --limit-tokens keeps less; or FOLDER, the tokenizer of the corpus, run or Hugging
+Face model there.
 
 The corpus appears at DIR when it is complete. After an interruption, the same command starts over.
 """
@@ -61,6 +62,7 @@ from data.sources import (
     Document,
     Source,
     SourceOptions,
+    check_options,
     documents,
     open_source,
     share_held_out,
@@ -86,13 +88,15 @@ FAULTS = {                      # of documents -> what is said about them
 
 def find_tokenizer(name: str) -> Tokenizer | None:
     """The tokenizer of a name, or of a corpus, run or model folder; None if it must be learned."""
+    if name in ("byte", "gpt2"):                        # whatever folders are here: ./gpt2 is one of them
+        return tokenizers.load_tokenizer(name)
     folder = Path(name)
     for file in ("meta.json", "corpus.json"):
         if (folder / file).is_file():
             return tokenizers.tokenizer_of(read_meta(folder / file), folder)
     if is_pretrained(name):
         return read_tokenizer(folder, read_config(folder)[1])
-    return None if tokenizers.size_of(name) else tokenizers.load_tokenizer(name)
+    return None if tokenizers.size_of(name) else tokenizers.load_tokenizer(name, folder)
 
 
 def learn_from(texts: Iterable[Document]) -> Iterator[bytes]:
@@ -225,6 +229,7 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
 
     `before` is the meta.json of the corpus at `out`, if its tokenizer must be the same. Raises UserError.
     """
+    check_options(source, options)
     opened = open_source(source, out.parent / ".downloads", tokenizer, options)
     row_share = share_held_out(opened, options)
     # learn the tokenizer, and keep its file in the corpus

@@ -50,6 +50,12 @@ PACKAGES_LEFT_OUT = re.compile(     # tests, copies of other packages (typer/_cl
     r"(.*/)?(tests?|testing|_?vendor(ed)?|_distutils|third_party|extern(als?)?)/|.*(version|__config__)[^/]*\.py")
 PACKAGE_BYTES = range(60_000, 400_001)  # long enough for many windows; no package outweighs the others
 PACKAGES_VAL_SHARE = 0.3                # by package, which leaves 6 M tokens to train on
+USED_BY = {                             # options -> the kinds of sources that use them
+    "revision": ["hf:"],
+    "text_column": ["files", "hf:"],
+    "separator": ["files", "hf:"],
+    "val_share": ["files", "hf:", "stdlib", "packages"],
+    "length": ["tasks"]}
 
 
 class SourceOptions(NamedTuple):
@@ -137,6 +143,26 @@ def share_held_out(source: Source, options: SourceOptions) -> float:
     return max(ranks) if "val" in splits else min(ranks) + EPSILON      # one row on the other side
 
 
+def kind_of(source: str) -> str:
+    """What USED_BY calls a SOURCE."""
+    if source in TASKS:
+        return "tasks"
+    if source in ("stdlib", "packages"):
+        return source
+    prefix = re.match("hf:|sdists:", source)
+    return prefix[0] if prefix else "files"
+
+
+def check_options(source: str, options: SourceOptions) -> None:
+    """Raise UserError for an option that SOURCE, or none of several joined by " + ", uses."""
+    kinds = {kind_of(name) for name in source.split(" + ")}
+    for option, users in USED_BY.items():
+        is_default = getattr(options, option) == SourceOptions._field_defaults[option]
+        if not is_default and kinds.isdisjoint(users):
+            flag = option.replace("_", "-")
+            raise UserError(f"source {source}: --{flag} is for {', '.join(users)}; omit it")
+
+
 def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: SourceOptions) -> Source:
     """Open SOURCE, or several joined by " + ". Downloads go to `cache`; tasks need the tokenizer.
 
@@ -156,12 +182,8 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
                       revision=", ".join(one.revision for one in opened if one.revision) or None,
                       readers=[reader for one in opened for reader in one.readers],
                       n_bytes=sum(one.n_bytes for one in opened))
-    if options.revision and not source.startswith("hf:"):
-        raise UserError(f"source {source}: --revision is for hf:NAME; omit it")
     if source in TASKS:
         return open_task(source, tokenizer, options.length)
-    if options.length:
-        raise UserError(f"source {source}: --length is for tasks; omit it")
     if not source.strip() or Path(source).resolve() == Path("/"):
         raise UserError(f"SOURCE {source!r}: an unset variable? give stdlib, a file, a folder, or see --help")
     if source == "stdlib":

@@ -53,6 +53,13 @@ def test_a_corpus_by_another_tokenizer_of_the_same_name_stays(tmp_path: Path) ->
     assert contents(tmp_path / "a")["train.bin"] == contents(tmp_path / "b")["train.bin"]
 
 
+def test_a_name_is_the_tokenizer_of_that_name_whatever_folders_are_here(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_bytes(words(0, 900))
+    prepare("a.txt", Path("byte"), "bpe:300")
+    assert prepare("a.txt", Path("out"), "byte")["tokenizer"]["name"] == "byte"
+
+
 def test_two_at_once_do_not_write_into_one_another(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
     with FileLock(tmp_path / ".out.lock"), pytest.raises(UserError, match="another process is preparing it"):

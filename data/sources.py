@@ -50,12 +50,10 @@ PACKAGES_LEFT_OUT = re.compile(     # tests, copies of other packages (typer/_cl
     r"(.*/)?(tests?|testing|_?vendor(ed)?|_distutils|third_party|extern(als?)?)/|.*(version|__config__)[^/]*\.py")
 PACKAGE_BYTES = range(60_000, 400_001)  # long enough for many windows; no package outweighs the others
 PACKAGES_VAL_SHARE = 0.3                # by package, which leaves 6 M tokens to train on
-USED_BY = {                             # options -> the kinds of sources that use them
-    "revision": ["hf:"],
-    "text_column": ["files", "hf:"],
-    "separator": ["files", "hf:"],
-    "val_share": ["files", "hf:", "stdlib", "packages"],
-    "length": ["tasks"]}
+OF_FILES = {"text_column", "separator", "val_share"}        # what changes how a file is read
+USED = {                                # SOURCE up to a colon -> the options that it uses; others: OF_FILES
+    "hf": {"revision", *OF_FILES}, "stdlib": {"val_share"}, "packages": {"val_share"}, "sdists": set(),
+    **dict.fromkeys(TASKS, {"length"})}
 
 
 class SourceOptions(NamedTuple):
@@ -143,24 +141,14 @@ def share_held_out(source: Source, options: SourceOptions) -> float:
     return max(ranks) if "val" in splits else min(ranks) + EPSILON      # one row on the other side
 
 
-def kind_of(source: str) -> str:
-    """What USED_BY calls a SOURCE."""
-    if source in TASKS:
-        return "tasks"
-    if source in ("stdlib", "packages"):
-        return source
-    prefix = re.match("hf:|sdists:", source)
-    return prefix[0] if prefix else "files"
-
-
 def check_options(source: str, options: SourceOptions) -> None:
     """Raise UserError for an option that SOURCE, or none of several joined by " + ", uses."""
-    kinds = {kind_of(name) for name in source.split(" + ")}
-    for option, users in USED_BY.items():
-        is_default = getattr(options, option) == SourceOptions._field_defaults[option]
-        if not is_default and kinds.isdisjoint(users):
-            flag = option.replace("_", "-")
-            raise UserError(f"source {source}: --{flag} is for {', '.join(users)}; omit it")
+    used = {"limit_tokens"}                             # every source does
+    for name in source.split(" + "):
+        used |= USED.get(name.partition(":")[0], OF_FILES)
+    for option, default in SourceOptions._field_defaults.items():
+        if option not in used and getattr(options, option) != default:
+            raise UserError(f"source {source}: does not use --{option.replace('_', '-')}; omit it")
 
 
 def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: SourceOptions) -> Source:

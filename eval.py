@@ -177,7 +177,7 @@ def open_evaluation(args: argparse.Namespace, run: Opened) -> Evaluation:
     config = run.config.model_copy(update={"train": run.config.train.model_copy(update=changes)})
     source = (run.meta or {}).get("source", "")         # of a task, its name
     names = list(dict.fromkeys(args.protocol or TESTED_BY.get(source, DEFAULT_PROTOCOLS)))
-    # where no protocol needs the corpus, its name and checksum still say which run and file this is
+    # opened even if no protocol needs it: its name is that of the output file, its checksum is recorded
     if any(PROTOCOLS[name].needs_text for name in names) or args.data or config.data.dir:
         text = open_text(args.data, config.data.dir, run.tokenizer, run.meta)
     else:

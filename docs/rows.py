@@ -1,0 +1,215 @@
+"""The record table of the study: `python -m docs.rows` writes it into docs/benchmark.md.
+
+Its rows are those of results/study and those that `make row` wrote into results/rows/NAME. Such a folder has
+  docs/, code/, docs-far/, code-far/, needles/      what compare.py wrote of the runs on a text
+  config.toml, trials.csv                           of the first seed; the rates that were tried
+  row.toml                                          date, author, and a note: what is new in it
+A row's number is bits per byte with 16 L of context over both texts, the mean of its seeds. It counts if the row passes the
+gate on both texts. `--verify FOLDER` checks a folder of results/rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+
+from base.command import argument_parser, run_command
+from base.errors import UserError
+from config import differing_keys, flatten, load_config
+from docs.gallery import ROOT, table, update
+from evaluation.comparison import label_runs, table_of
+from evaluation.estimates import PASSED, gates
+from evaluation.results import NO_METHOD
+from evaluation.runs import Run, load
+from model import GPT, Cache
+from runtime.log import read_log
+
+PAGE = ROOT / "docs" / "benchmark.md"
+FOLDERS = [ROOT / "results" / "study", *sorted((ROOT / "results" / "rows").glob("*"))]
+RECIPE = ROOT / "configs" / "study.toml"
+TEXTS = ("docs", "code")
+OWN = ("train.lr", "train.seed", "data.bos", "model.window", "model.full_every", "run.dir")     # besides position.*
+RETRAINED = 50          # steps
+LOSS_TOLERANCE = 1e-5   # nats per token, of a loss in training
+SCORE_TOLERANCE = 1e-4  # nats per token, of a window that is evaluated again
+
+
+class Row(NamedTuple):
+    """What the table says of an encoding."""
+
+    name: str
+    bits: pd.Series             # seed -> bits per byte at 16 L over both texts
+    states: tuple[str, ...]     # of the gate on each text
+    commit: str
+    about: dict[str, str]       # row.toml
+
+    @property
+    def counts(self) -> bool:
+        """Whether it passes the gate on both texts."""
+        return set(self.states) == {PASSED}
+
+    def seeds_better_than(self, other: Row) -> str:
+        """In how many of the seeds that both have the number is lower."""
+        gain = (other.bits - self.bits).dropna()
+        return f"{(gain > 0).sum()} of {len(gain)}"
+
+
+# -----------------------------------------------------------------------------------------------------------
+# The table
+
+
+def runs_of(folder: Path, text: str) -> list[Run]:
+    """The runs of a folder on a text, labelled with the names of their configs."""
+    runs = load(folder / text)
+    return label_runs(runs, [re.sub(r"-lr-.*", "", Path(run.name).name) for run in runs])
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows of a folder. Raises UserError if a file is damaged."""
+    about = tomllib.loads((folder / "row.toml").read_text(encoding="utf-8"))
+    states, sums = {}, []
+    for text in TEXTS:
+        runs = runs_of(folder, text)
+        L = runs[0].head["seq_len"]
+        states[text] = gates(table_of(runs), L)["state"]
+        far = at_length(table_of(runs), 16 * L)
+        sums.append(far.groupby(["label", "seed"])[["nll", "bytes"]].sum())
+    total = pd.concat(sums).groupby(["label", "seed"]).sum()
+    bits = total["nll"] / math.log(2) / total["bytes"]
+    commits = {run.label: run.summary["git_revision"][:7] for run in runs}
+    return [Row(name, bits[name], tuple(states[text][name] for text in TEXTS), commits[name], about)
+            for name in commits]
+
+
+def at_length(rows: pd.DataFrame, length: int) -> pd.DataFrame:
+    """The rows of fixed without a method at a length."""
+    return rows[(rows["protocol"] == "fixed") & (rows["length"] == length) & (rows["extend"] == NO_METHOD)]
+
+
+def record_table() -> str:
+    """All rows, the best first; those that do not pass the gate last, in italics."""
+    rows = [row for folder in FOLDERS if (folder / "row.toml").exists() for row in read_rows(folder)]
+    rows.sort(key=lambda row: (not row.counts, row.bits.mean()))
+    cells = []
+    for row, worse in zip(rows, [*rows[1:], None], strict=True):
+        number = f"{row.bits.mean():.4f}"
+        name = row.name
+        better = "-" if worse is None else row.seeds_better_than(worse)
+        if not row.counts:
+            name, number, better = f"*{name}*", f"*{number}*", "-"
+        cells.append([name, number, f"{row.bits.min():.4f} to {row.bits.max():.4f}", better, ", ".join(row.states),
+                      row.about["date"], row.about["author"], row.commit, row.about["note"]])
+    return table(["row", "bits per byte at 16 L", "range of seeds", "better than the next row in seeds",
+                  "gate on docs, code", "date", "author", "commit", "what is new"], cells)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# Checks of a row
+
+
+def verify(folder: Path) -> None:
+    """Print what was checked. Raises UserError at the first thing that is wrong."""
+    for row in read_rows(folder):
+        print(f"number: {row.bits.mean():.4f} bits per byte at 16 L, seeds {row.bits.round(4).to_dict()}, gate {row.states}")
+    print("recipe:", check_recipe(folder))
+    print("model:", check_model(folder))
+    if not (ROOT / "data" / "study" / "meta.json").exists():
+        print("runs: not checked, because data/study is not there; `make study-data` makes it")
+        return
+    print("training:", check_training(folder))
+    for run in runs_of(folder, TEXTS[0]):
+        if (ROOT / run.name / "checkpoints").exists():
+            print("weights:", check_weights(run))
+
+
+def check_recipe(folder: Path) -> str:
+    """All runs are of the frozen recipe, apart from the encoding, the windows, the rate and the seed."""
+    recipe = flatten(load_config(RECIPE))
+    changed = {key for text in TEXTS for run in load(folder / text) for key in differing_keys(recipe, run.config, ())
+               if not key.startswith("position.")}
+    if not changed <= {*OWN}:
+        raise UserError(f"{folder}: differs from {RECIPE.name} in {', '.join(sorted(changed - {*OWN}))}; train it "
+                        "with a config that extends the recipe")
+    return f"differs in {', '.join(sorted(changed))} and [position] alone"
+
+
+def check_model(folder: Path) -> str:
+    """A token changes no logits before it, and decoding with a cache equals the full pass. In fp64."""
+    config = load_config(folder / "config.toml")
+    torch.manual_seed(0)
+    model = GPT(config).double().eval()
+    T = config.train.seq_len + 16
+    tokens = torch.randint(config.model.vocab_size, (1, T))
+    changed = tokens.clone()
+    changed[0, -1] = 0
+    cache = Cache(config.model.n_layer)
+    with torch.no_grad():
+        logits = model(tokens)
+        leak = (model(changed) - logits)[:, :-1].abs().max().item()
+        decoded = torch.cat([model(tokens[:, t:t + 1], cache=cache) for t in range(T)], dim=1)
+    gap = (decoded - logits).abs().max().item()
+    if leak > 1e-9 or gap > 1e-9:
+        raise UserError(f"{folder}: a later token changes logits by {leak:.2g}, decoding with a cache by {gap:.2g}; both "
+                        "must be 0 up to rounding")
+    return f"a later token changes logits by {leak:.1g}, decoding with a cache by {gap:.1g}"
+
+
+def check_training(folder: Path) -> str:
+    """Train the first seed again, and compare the losses of its first steps."""
+    config = load_config(folder / "config.toml")
+    run = next(run for run in load(folder / TEXTS[0]) if run.config["train.seed"] == config.train.seed)
+    logged = run.training.set_index("step")["loss"].dropna()
+    with tempfile.TemporaryDirectory() as scratch:
+        # long enough for the rate to be that of the recipe in these steps
+        subprocess.run([sys.executable, "train.py", str(folder / "config.toml"), f"run.dir={scratch}/run",
+                        f"train.steps={config.data.mixture_only + 1}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        again = pd.DataFrame(read_log(Path(scratch) / "run" / "metrics.jsonl")).set_index("step")["loss"]
+    gaps = (again - logged).dropna().abs()[:RETRAINED]
+    if gaps.empty or gaps.max() > LOSS_TOLERANCE:
+        raise UserError(f"{folder}: trained again, the losses of {run.name} differ by {gaps.max():.2g} nats, more than "
+                        f"{LOSS_TOLERANCE:g}")
+    return f"{len(gaps)} losses of {run.name}, trained again, differ by {gaps.max():.1g} nats at most"
+
+
+def check_weights(run: Run) -> str:
+    """Evaluate the weights of a run again at L, and compare each window."""
+    L = run.head["seq_len"]
+    settings = run.head["settings"]["fixed"]
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "again.json"
+        subprocess.run([sys.executable, "eval.py", run.name, "--data", f"data/study-{TEXTS[0]}", "--protocol", "fixed",
+                        "--lengths", str(L), "--longest", str(settings["longest"]), "--windows",
+                        str(settings["windows"]), "--json", str(path)],
+                       cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        again = pd.read_parquet(path.with_suffix(".parquet"))
+    known = at_length(run.table, L)
+    gap = float(np.abs((again["nll"].to_numpy() - known["nll"].to_numpy()) / known["tokens"].to_numpy()).max())
+    if gap > SCORE_TOLERANCE:
+        raise UserError(f"{run.name}: a window, evaluated again, differs by {gap:.2g} nats per token, more than "
+                        f"{SCORE_TOLERANCE:g}")
+    return f"{len(known)} windows of {run.name}, evaluated again, differ by {gap:.1g} nats per token at most"
+
+
+def main() -> None:
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument("--verify", type=Path, metavar="FOLDER", help="check this row")
+    args = parser.parse_args()
+    if args.verify:
+        verify(args.verify)
+        return
+    PAGE.write_text(update(PAGE.read_text(encoding="utf-8"), {"rows": record_table()}), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -4,8 +4,8 @@ Its rows are those of results/study and those that `make row` wrote into results
   docs/, code/, docs-far/, code-far/, needles/      what compare.py wrote of the runs on a text
   config.toml, trials.csv                           of the first seed; the rates that were tried
   row.toml                                          date, author, and a note: what is new in it
-A row's number is bits per byte with 16 L of context over both texts, the mean of its seeds. It counts if the row passes the
-gate on both texts. `--verify FOLDER` checks a folder of results/rows.
+A row's number is bits per byte with 16 L of context over both texts, the mean of its seeds. It counts if the
+row passes the gate on both texts. `--verify FOLDER` checks a folder of results/rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 
 from base.command import argument_parser, run_command
 from base.errors import UserError
-from config import differing_keys, flatten, load_config
+from config import flatten, load_config
 from docs.gallery import ROOT, table, update
 from evaluation.comparison import label_runs, table_of
 from evaluation.estimates import PASSED, gates
@@ -38,7 +37,8 @@ PAGE = ROOT / "docs" / "benchmark.md"
 FOLDERS = [ROOT / "results" / "study", *sorted((ROOT / "results" / "rows").glob("*"))]
 RECIPE = ROOT / "configs" / "study.toml"
 TEXTS = ("docs", "code")
-OWN = ("train.lr", "train.seed", "data.bos", "model.window", "model.full_every", "run.dir")     # besides position.*
+# keys of a row's config that may differ from the recipe's, besides those of [position]
+OWN = ("train.lr", "train.seed", "data.bos", "model.window", "model.full_every", "run.dir")
 RETRAINED = 50          # steps
 LOSS_TOLERANCE = 1e-5   # nats per token, of a loss in training
 SCORE_TOLERANCE = 1e-4  # nats per token, of a window that is evaluated again
@@ -106,9 +106,11 @@ def record_table() -> str:
         name = row.name
         better = "-" if worse is None else row.seeds_better_than(worse)
         if not row.counts:
-            name, number, better = f"*{name}*", f"*{number}*", "-"
-        cells.append([name, number, f"{row.bits.min():.4f} to {row.bits.max():.4f}", better, ", ".join(row.states),
-                      row.about["date"], row.about["author"], row.commit, row.about["note"]])
+            name = f"*{name}*"
+            number = f"*{number}*"
+        cells.append([name, number, f"{row.bits.min():.4f} to {row.bits.max():.4f}", better,
+                      ", ".join(row.states), row.about["date"], row.about["author"], row.commit,
+                      row.about["note"]])
     return table(["row", "bits per byte at 16 L", "range of seeds", "better than the next row in seeds",
                   "gate on docs, code", "date", "author", "commit", "what is new"], cells)
 
@@ -120,7 +122,8 @@ def record_table() -> str:
 def verify(folder: Path) -> None:
     """Print what was checked. Raises UserError at the first thing that is wrong."""
     for row in read_rows(folder):
-        print(f"number: {row.bits.mean():.4f} bits per byte at 16 L, seeds {row.bits.round(4).to_dict()}, gate {row.states}")
+        seeds = ", ".join(f"{bits:.4f}" for bits in row.bits)
+        print(f"number: {row.bits.mean():.4f} bits per byte at 16 L; seeds: {seeds}; gate: {row.states}")
     print("recipe:", check_recipe(folder))
     print("model:", check_model(folder))
     if not (ROOT / "data" / "study" / "meta.json").exists():
@@ -135,12 +138,15 @@ def verify(folder: Path) -> None:
 def check_recipe(folder: Path) -> str:
     """All runs are of the frozen recipe, apart from the encoding, the windows, the rate and the seed."""
     recipe = flatten(load_config(RECIPE))
-    changed = {key for text in TEXTS for run in load(folder / text) for key in differing_keys(recipe, run.config, ())
-               if not key.startswith("position.")}
-    if not changed <= {*OWN}:
-        raise UserError(f"{folder}: differs from {RECIPE.name} in {', '.join(sorted(changed - {*OWN}))}; train it "
-                        "with a config that extends the recipe")
-    return f"differs in {', '.join(sorted(changed))} and [position] alone"
+    changed = set()
+    for text in TEXTS:
+        for run in load(folder / text):
+            changed |= {key for key, value in run.config.items() if recipe.get(key) != value}
+    own = {key for key in changed if key in OWN or key.startswith("position.")}
+    if changed != own:
+        raise UserError(f"{folder}: differs from {RECIPE.name} in {', '.join(sorted(changed - own))}; "
+                        "train it with a config that extends the recipe")
+    return f"differs in {', '.join(sorted(own))} alone"
 
 
 def check_model(folder: Path) -> str:
@@ -149,7 +155,7 @@ def check_model(folder: Path) -> str:
     torch.manual_seed(0)
     model = GPT(config).double().eval()
     T = config.train.seq_len + 16
-    tokens = torch.randint(config.model.vocab_size, (1, T))
+    tokens = torch.randint(1, model.embedding.num_embeddings, (1, T))
     changed = tokens.clone()
     changed[0, -1] = 0
     cache = Cache(config.model.n_layer)
@@ -159,8 +165,8 @@ def check_model(folder: Path) -> str:
         decoded = torch.cat([model(tokens[:, t:t + 1], cache=cache) for t in range(T)], dim=1)
     gap = (decoded - logits).abs().max().item()
     if leak > 1e-9 or gap > 1e-9:
-        raise UserError(f"{folder}: a later token changes logits by {leak:.2g}, decoding with a cache by {gap:.2g}; both "
-                        "must be 0 up to rounding")
+        raise UserError(f"{folder}: a later token changes logits by {leak:.2g}, decoding with a cache by "
+                        f"{gap:.2g}; both must be 0 up to rounding")
     return f"a later token changes logits by {leak:.1g}, decoding with a cache by {gap:.1g}"
 
 
@@ -170,14 +176,14 @@ def check_training(folder: Path) -> str:
     run = next(run for run in load(folder / TEXTS[0]) if run.config["train.seed"] == config.train.seed)
     logged = run.training.set_index("step")["loss"].dropna()
     with tempfile.TemporaryDirectory() as scratch:
-        # long enough for the rate to be that of the recipe in these steps
-        subprocess.run([sys.executable, "train.py", str(folder / "config.toml"), f"run.dir={scratch}/run",
-                        f"train.steps={config.data.mixture_only + 1}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        # long enough for the rate to be that of the recipe in the steps that are compared
+        run_program("train.py", folder / "config.toml", f"run.dir={scratch}/run",
+                    f"train.steps={config.data.mixture_only + 1}")
         again = pd.DataFrame(read_log(Path(scratch) / "run" / "metrics.jsonl")).set_index("step")["loss"]
-    gaps = (again - logged).dropna().abs()[:RETRAINED]
+    gaps = (again - logged).dropna().abs().loc[:RETRAINED]
     if gaps.empty or gaps.max() > LOSS_TOLERANCE:
-        raise UserError(f"{folder}: trained again, the losses of {run.name} differ by {gaps.max():.2g} nats, more than "
-                        f"{LOSS_TOLERANCE:g}")
+        raise UserError(f"{folder}: trained again, losses of {run.name} differ by {gaps.max():.2g} nats, "
+                        f"more than {LOSS_TOLERANCE:g}")
     return f"{len(gaps)} losses of {run.name}, trained again, differ by {gaps.max():.1g} nats at most"
 
 
@@ -187,17 +193,21 @@ def check_weights(run: Run) -> str:
     settings = run.head["settings"]["fixed"]
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "again.json"
-        subprocess.run([sys.executable, "eval.py", run.name, "--data", f"data/study-{TEXTS[0]}", "--protocol", "fixed",
-                        "--lengths", str(L), "--longest", str(settings["longest"]), "--windows",
-                        str(settings["windows"]), "--json", str(path)],
-                       cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        run_program("eval.py", run.name, "--data", f"data/study-{TEXTS[0]}", "--protocol", "fixed",
+                    "--lengths", L, "--longest", settings["longest"], "--windows", settings["windows"],
+                    "--json", path)
         again = pd.read_parquet(path.with_suffix(".parquet"))
-    known = at_length(run.table, L)
-    gap = float(np.abs((again["nll"].to_numpy() - known["nll"].to_numpy()) / known["tokens"].to_numpy()).max())
-    if gap > SCORE_TOLERANCE:
-        raise UserError(f"{run.name}: a window, evaluated again, differs by {gap:.2g} nats per token, more than "
-                        f"{SCORE_TOLERANCE:g}")
+    known = at_length(run.table, L).reset_index(drop=True)
+    gap = ((again["nll"] - known["nll"]) / known["tokens"]).abs().max()
+    if not gap <= SCORE_TOLERANCE:
+        raise UserError(f"{run.name}: a window, evaluated again, differs by {gap:.2g} nats per token, more "
+                        f"than {SCORE_TOLERANCE:g}")
     return f"{len(known)} windows of {run.name}, evaluated again, differ by {gap:.1g} nats per token at most"
+
+
+def run_program(*arguments: object) -> None:
+    """Run a program of this repository without its output. Raises CalledProcessError."""
+    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def main() -> None:

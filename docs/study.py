@@ -28,7 +28,6 @@ PAGE = STUDY / "README.md"
 README = ROOT / "README.md"
 GPU = ROOT / "results" / "gpu"
 PAGES = [README, PAGE, PAGE.with_name("tables.md"), GPU / "README.md"]
-ROWS = ROOT / "results" / "rows"        # those of `make row`: NAME/DATA
 L = 128
 BASELINE = "rope"
 INTERVAL = "{value:+.2f} [{low:+.2f}, {high:+.2f}]"
@@ -43,7 +42,7 @@ TEXTS = {"books": "prose", "packages": "code"}
 @cache
 def runs_of(data: str) -> list[Run]:
     """All runs that were evaluated on a text, labelled with the name of their config, rope first."""
-    folders = [STUDY / data, GPU / data, *sorted(ROWS.glob(f"*/{data}"))]
+    folders = [STUDY / data, GPU / data, STUDY / "sandwich" / data]
     runs = [run for folder in folders if folder.exists() for run in load(folder)]
     check_comparable(runs)
     runs = label_runs(runs, [re.sub(r"-lr-.*", "", run.name) for run in runs])

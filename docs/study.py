@@ -1,7 +1,7 @@
 """The tables of the study, computed from the folders of results/: `python -m docs.study` writes them.
 
-compare.py wrote these folders, and its numbers are shown here. DATA is a folder in results/extrapolation/ or
-results/gpu/, of the runs that were evaluated on a text.
+compare.py wrote these folders, and its numbers are shown here. `data` is a folder in results/study/,
+results/extrapolation/ or results/gpu/, of the runs that were evaluated on a text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import re
 import textwrap
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -23,16 +24,33 @@ from evaluation.figures import caption, draw_measure
 from evaluation.results import GAIN, NO_METHOD, join
 from evaluation.runs import Run, check_comparable, load
 
-STUDY = ROOT / "results" / "extrapolation"
-PAGE = STUDY / "README.md"
+
+class Study(NamedTuple):
+    """A study with one recipe."""
+
+    folder: Path
+    L: int
+    texts: dict[str, str]       # data -> the text's name on the page
+    lengths: tuple[int, ...]    # contexts besides L
+    repeat: str                 # key of the columns that say how much a repeated passage helps
+
+    def copy(self, length: int) -> str:
+        """The column of a passage that is repeated in a context of `length` tokens."""
+        return f"{self.repeat} {length - self.L // 2}"
+
+RESULTS = ROOT / "results"
+# in its other records, the first study has the gain over the first copy alone
+FIRST = Study(RESULTS / "extrapolation", 128, {"books": "prose", "packages": "code"},
+              (64, 256, 512, 1024, 2048), "repeat")
+SECOND = Study(RESULTS / "study", 256, {"docs": "docs", "code": "code"}, (512, 1024, 4096), "use")
+STUDIES = [FIRST]
+GPU = RESULTS / "gpu"
 README = ROOT / "README.md"
-GPU = ROOT / "results" / "gpu"
-PAGES = [README, PAGE, PAGE.with_name("tables.md"), GPU / "README.md"]
-L = 128
+PAGES = [README, *(study.folder / name for study in STUDIES for name in ("README.md", "tables.md")),
+         GPU / "README.md"]
 BASELINE = "rope"
 INTERVAL = "{value:+.2f} [{low:+.2f}, {high:+.2f}]"
 MEAN = "{value:+.2f}"
-TEXTS = {"books": "prose", "packages": "code"}
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -42,7 +60,7 @@ TEXTS = {"books": "prose", "packages": "code"}
 @cache
 def runs_of(data: str) -> list[Run]:
     """All runs that were evaluated on a text, labelled with the name of their config, rope first."""
-    folders = [STUDY / data, GPU / data, STUDY / "sandwich" / data]
+    folders = [folder / data for folder in (SECOND.folder, FIRST.folder, FIRST.folder / "sandwich", GPU)]
     runs = [run for folder in folders if folder.exists() for run in load(folder)]
     check_comparable(runs)
     runs = label_runs(runs, [re.sub(r"-lr-.*", "", run.name) for run in runs])
@@ -116,26 +134,27 @@ def lay_out(corner: str, titles: pd.Series, *columns: pd.Series | pd.DataFrame) 
 # Tables of all encodings: a row for each
 
 
-def overview() -> str:
-    """Both texts at L, at 16 L and 64 L, and needles, best on prose first."""
+def overview(study: Study) -> str:
+    """Both texts at L, at 16 L and 64 L, and needles, best on the first text first."""
+    L = study.L
     columns = []
-    for data, text in TEXTS.items():
-        numbers = [losses(bits(data), f"{text} at L"), cells(data, {"gain of 16 L": "gain 2048"}, MEAN),
-                   cells(f"{data}-far", {"of 64 L": "gain 8192"}, MEAN),
-                   cells(data, {"repeat at 16 L": "repeat 1984"}, MEAN)]
+    for data, text in study.texts.items():
+        numbers = [losses(bits(data), f"{text} at L"), cells(data, {"gain of 16 L": f"gain {16 * L}"}, MEAN),
+                   cells(f"{data}-far", {"of 64 L": f"gain {64 * L}"}, MEAN),
+                   cells(data, {"repeat at 16 L": study.copy(16 * L)}, MEAN)]
         columns.append(mark(pd.concat(numbers, axis=1), about(data)["is_failed"]))
-    return lay_out("encoding", about("books").index.to_series(), *columns, facts_found())
+    return lay_out("encoding", about([*study.texts][0]).index.to_series(), *columns, facts_found(study))
 
 
-def front_page() -> str:
+def front_page(study: Study) -> str:
     """The table of README: rows that pass the gates on both texts, and fewer columns."""
-    is_failed = pd.concat([about(data)["is_failed"] for data in TEXTS], axis=1).any(axis=1)
+    is_failed = pd.concat([about(data)["is_failed"] for data in study.texts], axis=1).any(axis=1)
     columns: list[Any] = []
-    for data, text in TEXTS.items():
+    for data, text in study.texts.items():
         columns += [losses(bits(data), f"{text} at L, bits/byte"),
-                    cells(data, {"gain of 16 L, nats": "gain 2048"}, MEAN)]
-    titles = about("books").index.to_series()
-    return lay_out("encoding", titles[~is_failed[titles]], *columns, facts_found())
+                    cells(data, {"gain of 16 L, nats": f"gain {16 * study.L}"}, MEAN)]
+    titles = about([*study.texts][0]).index.to_series()
+    return lay_out("encoding", titles[~is_failed[titles]], *columns, facts_found(study))
 
 
 def bits(data: str) -> pd.Series:
@@ -144,9 +163,9 @@ def bits(data: str) -> pd.Series:
     return about(data)["loss"] / math.log(2) * fixed["tokens"].sum() / fixed["bytes"].sum()
 
 
-def facts_found() -> pd.Series:
+def facts_found(study: Study) -> pd.Series:
     """Percent of facts among others that are found at 16 L."""
-    found = probes("needles").loc[:, NO_METHOD, "multi_key", 16 * L]["mean"]
+    found = probes(study.folder / "needles").loc[:, NO_METHOD, "multi_key", 16 * study.L]["mean"]
     return found.map("{:.0f}".format).rename("needles at 16 L, %")
 
 
@@ -158,14 +177,15 @@ def summary(data: str, *columns: pd.DataFrame) -> str:
                    losses(curves["loss"]), *columns)
 
 
-def study(data: str) -> str:
+def by_encoding(study: Study, data: str) -> str:
     """What becomes of each encoding beyond L."""
+    L = study.L
     near = {
-        "over rope at L": "fixed-gain 128",
-        "gain of 2 L": "gain 256",
-        "gain of 16 L": "gain 2048"}
-    far = {"gain of 64 L": "gain 8192"}
-    repeats = {"repeat at L": "repeat 64", "repeat at 16 L": "repeat 1984"}
+        "over rope at L": f"fixed-gain {L}",
+        "gain of 2 L": f"gain {2 * L}",
+        "gain of 16 L": f"gain {16 * L}"}
+    far = {"gain of 64 L": f"gain {64 * L}"}
+    repeats = {"repeat at L": study.copy(L), "repeat at 16 L": study.copy(16 * L)}
     return summary(data, cells(data, near), cells(f"{data}-far", far), cells(data, repeats))
 
 
@@ -179,23 +199,24 @@ def control() -> str:
     """The gain on a passage 16 L before, and over another passage in its place; a row for each run."""
     columns = [cells(f"{data}-control", {f"{text}: over the first time": "repeat 1984",
                                          f"{text}: over another passage": "use 1984"})
-               for data, text in TEXTS.items()]
+               for data, text in FIRST.texts.items()]
     return lay_out("run", columns[0].index.to_series().sort_values(), *columns)
 
 
-def methods(data: str) -> str:
+def methods(study: Study, data: str) -> str:
     """Methods of --extend on the runs of rope, and DroPE."""
-    curves = rows_of(f"{data}-methods", "gain 256")
+    L = study.L
+    curves = rows_of(f"{data}-methods", f"gain {2 * L}")
     titles = mark(curves["name"], curves["label"].map(about(data)["is_failed"]))
     columns = cells(f"{data}-methods", {
-        "gain of 2 L": "gain 256",
-        "4 L": "gain 512",
-        "16 L": "gain 2048",
-        "repeat at 2 L": "repeat 192",
-        "4 L ": "repeat 448",
-        "16 L ": "repeat 1984"})
+        "gain of 2 L": f"gain {2 * L}",
+        "4 L": f"gain {4 * L}",
+        "16 L": f"gain {16 * L}",
+        "repeat at 2 L": study.copy(2 * L),
+        "4 L ": study.copy(4 * L),
+        "16 L ": study.copy(16 * L)})
     # for the same windows of 64 L, over the time without a method: the fastest of all evaluations
-    costs = join(*(run.table for run in load(STUDY / "costs"))).query(f"length == {64 * L}")
+    costs = join(*(run.table for run in load(FIRST.folder / "costs"))).query(f"length == {64 * FIRST.L}")
     seconds = costs.groupby(["extend", "run"])["seconds"].sum().groupby("extend").min()
     times = curves["extend"].map(seconds / seconds[NO_METHOD]).map("{:.1f}".format, na_action="ignore")
     return lay_out(f"seeds of rope: {curves['n_seeds'][BASELINE]}", titles, columns.rename(columns=str.strip),
@@ -207,14 +228,14 @@ def methods(data: str) -> str:
 
 
 @cache
-def probes(folder: str) -> pd.DataFrame:
+def probes(folder: Path) -> pd.DataFrame:
     """Right answers in percent, by config, method, protocol and length.
 
     Columns: `run`, the mean of each run over depths; `place`, the mean of each depth over runs; `mean`.
     """
     parts = []
-    for run in load(STUDY / folder):
-        config = re.sub(r"-lr-.*seed\d|-(flip_flop|copying)-seed\d", "", run.name)
+    for run in load(folder):
+        config = re.sub(r"-lr-.*seed\d|-(flip_flop|copying)-seed\d", "", Path(run.name).name)
         parts.append(run.table.assign(config=config))
     keys = ["config", "extend", "protocol", "length"]
     right = join(*parts).groupby([*keys, "run", "place"], sort=False)["correct"].mean()
@@ -226,9 +247,10 @@ def probes(folder: str) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def needles() -> str:
+def needles(study: Study) -> str:
     """Needles found: a number for each run, and by depth the mean of the runs."""
-    found = probes("needles").xs(NO_METHOD, level="extend").unstack(["protocol", "length"])
+    L = study.L
+    found = probes(study.folder / "needles").xs(NO_METHOD, level="extend").unstack(["protocol", "length"])
     columns = {}
     for kind, what in (("needle", "one fact"), ("multi_key", "of four")):
         for n, length in ((1, "L"), (4, "4 L"), (16, "16 L")):
@@ -240,7 +262,8 @@ def needles() -> str:
 
 def methods_on_needles() -> str:
     """Needles found by the tuned runs of rope under methods of --extend."""
-    found = probes("needles").loc[f"{BASELINE}-methods"]
+    L = FIRST.L
+    found = probes(FIRST.folder / "needles").loc[f"{BASELINE}-methods"]
     near = found.loc[:, "needle", 4 * L].sort_values("mean", ascending=False)
     titles = near.index.to_series().map("`{}`".format).replace(f"`{NO_METHOD}`", "no method")
     columns = {"% found at 4 L": near["run"], "at 16 L": found.loc[:, "needle", 16 * L]["run"],
@@ -250,7 +273,7 @@ def methods_on_needles() -> str:
 
 def algorithms() -> str:
     """Right answers in percent by the number of symbols, one number for each seed."""
-    found = probes("algorithms")["run"].unstack(["extend", "protocol", "length"])
+    found = probes(FIRST.folder / "algorithms")["run"].unstack(["extend", "protocol", "length"])
     columns = {f"{task}, {n}": found[NO_METHOD, task, 4 * n]
                for task in ("flip_flop", "copying") for n in (16, 32, 64, 128)}
     return lay_out("% right", found.index.to_series(), pd.DataFrame(columns))
@@ -290,31 +313,36 @@ def gpu_60m(data: str) -> str:
 # The pages
 
 
-def picture() -> pd.DataFrame:
+def picture(study: Study) -> pd.DataFrame:
     """The gains over truncation on both texts."""
-    rows = pd.concat([tables_of(data).assign(text=text) for data, text in TEXTS.items()], ignore_index=True)
-    return rows[(rows["key"] == "gain") & (rows["x"] > L)]
+    tables = [tables_of(data).assign(text=text) for data, text in study.texts.items()]
+    rows = pd.concat(tables, ignore_index=True)
+    return rows[(rows["key"] == "gain") & (rows["x"] > study.L)]
 
 
 def blocks() -> dict[str, str]:
     """Name -> each generated part of the pages."""
-    legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with the "
-              f"range of seeds. Grey: {caption(picture())}.")
     parts = {
-        "overview": overview(),
-        "readme": front_page(),
-        "picture": textwrap.fill(legend, 120),
         "control": control(),
-        "needles": needles(),
         "needles methods": methods_on_needles(),
         "algorithms": algorithms(),
         "gpu 60m": gpu_60m("study-60m/gpu-books")}
-    for data in TEXTS:
-        parts[f"summary {data}"] = study(data)
-        parts[f"gain {data}"] = by_length(data, "context", "gain", (64, 256, 512, 1024, 2048))
-        parts[f"repeat {data}"] = by_length(data, "distance", "repeat", (64, 192, 448, 960, 1984))
-        parts[f"methods {data}"] = methods(data)
+    for data in FIRST.texts:
         parts[f"gpu {data}"] = gpu(f"study/gpu-{data}")
+    for study in STUDIES:
+        name = study.folder.name
+        legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with "
+                  f"the range of seeds. Grey: {caption(picture(study))}.")
+        parts[f"overview {name}"] = overview(study)
+        parts[f"picture {name}"] = textwrap.fill(legend, 120)
+        parts[f"needles {name}"] = needles(study)
+        parts["readme"] = front_page(study)
+        for data in study.texts:
+            parts[f"summary {data}"] = by_encoding(study, data)
+            parts[f"gain {data}"] = by_length(data, "context", "gain", study.lengths)
+            distances = [max(length, study.L) - study.L // 2 for length in study.lengths]     # of the copies
+            parts[f"repeat {data}"] = by_length(data, "distance", study.repeat, distances)
+            parts[f"methods {data}"] = methods(study, data)
     return parts
 
 
@@ -325,9 +353,11 @@ def main() -> None:
         text = page.read_text(encoding="utf-8")
         names = re.findall("<!-- begin (.*) -->", text)
         page.write_text(update(text, {name: parts[name] for name in names}), encoding="utf-8")
-    title = f"Gain over truncation on novels and code: 1.1 M parameters, L = {L}"
-    draw_measure(picture(), GAIN, title, L).savefig(PAGE.with_name("gains.png"), dpi=120)
-    print("wrote the picture and the tables of", *PAGES)
+    for study in STUDIES:
+        texts = " and ".join(study.texts.values())
+        title = f"Gain over truncation on {texts}: 1.1 M parameters, L = {study.L}"
+        draw_measure(picture(study), GAIN, title, study.L).savefig(study.folder / "gains.png", dpi=120)
+    print("wrote the pictures and the tables of", *PAGES)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ set -euo pipefail
 config=$1
 name=$(basename "$config" .toml)
 python=${PYTHON:-.venv/bin/python}
-rates=${RATES:---grid train.lr=8e-3,1.3e-2}
+rates=${RATES:---grid train.lr=5e-3,8e-3,1.3e-2}
 seeds=${SEEDS:-0,1,2,3}
 row=results/rows/$name
 work=runs/row/$name
@@ -37,10 +37,12 @@ xargs -P 2 -I RUN bash -ec 'evaluate RUN' <<< "$runs"
 
 # 4. Needles: the first seed, tuned at L with two rates
 first=$(grep -e '-seed0$' <<< "$runs")
-$python sweep.py configs/needles.toml train.init_from="$first" data.dir=data/study-needles train.batch_size=16 \
-    --grid train.lr=1e-3,2e-3 --choose val_loss --seeds 0 --workers 2 --runs "$work/needles"
-rate=$(grep -o 'train.lr=[^"]*' "$work/needles/report/chosen.toml")
-tuned=$work/needles/needles-lr-${rate#*=}-seed0
+mkdir -p runs/needles
+echo 'extends = "../../configs/needles.toml"' > runs/needles/"$name".toml         # runs are named after it
+$python sweep.py runs/needles/"$name".toml train.init_from="$first" data.dir=data/study-needles train.batch_size=16 \
+    --grid train.lr=1e-3,2e-3 --choose val_loss --seeds 0 --workers 2 --runs runs/needles --out "$work/needle-rates"
+rate=$(grep -o 'train.lr=[^"]*' "$work/needle-rates/chosen.toml")
+tuned=runs/needles/$name-lr-${rate#*=}-seed0
 $python eval.py "$tuned" --protocol needle,multi_key --lengths 256,1024,4096 --windows 80
 
 # 5. What a row consists of
@@ -51,12 +53,10 @@ for data in docs code docs-far code-far; do
     evaluated=$(ls $(sed "s|\$|/eval/study-$data.json|" <<< "$runs") 2> /dev/null | xargs -n 1 dirname | xargs -n 1 dirname)
     $python compare.py $evaluated --data study-$data --out "$work/$data"
 done
-$python compare.py "$tuned" --out "$work/needles/compared"
+$python compare.py "$tuned" --out "$work/needles"
 for data in docs code docs-far code-far needles; do
-    from=$work/$data
-    [ $data == needles ] && from=$work/needles/compared
     mkdir -p "$row/$data"
-    cp "$from"/{table.parquet,training.parquet,runs.json} "$row/$data"
+    cp "$work/$data"/{table.parquet,training.parquet,runs.json} "$row/$data"
 done
 [ -e "$row/row.toml" ] || printf 'date = "%s"\nauthor = "%s"\nnote = "%s"\n' \
     "$(date +%F)" "$(git config user.name)" "$(sed -n '1s/^# //p' "$config")" > "$row/row.toml"

@@ -2,7 +2,7 @@
 
 Its rows are those of results/study and those that `make row` wrote into results/rows/NAME. Such a folder has
   docs/, code/, docs-far/, code-far/, needles/      what compare.py wrote of the runs on a text
-  config.toml, trials.csv                           of the first seed; the rates that were tried
+  trials.csv                                        the rates that were tried
   row.toml                                          date, author, and a note: what is new in it
 A row's number is bits per byte with 16 L of context over both texts, the mean of its seeds. It counts if the
 row passes the gate on both texts. `--verify FOLDER` checks a folder of results/rows.
@@ -10,6 +10,7 @@ row passes the gate on both texts. `--verify FOLDER` checks a folder of results/
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
@@ -24,7 +25,7 @@ import torch
 
 from base.command import argument_parser, run_command
 from base.errors import UserError
-from config import flatten, load_config
+from config import Config, flatten, load_config
 from docs.gallery import ROOT, table, update
 from evaluation.comparison import label_runs, table_of
 from evaluation.estimates import PASSED, gates
@@ -37,8 +38,10 @@ PAGE = ROOT / "docs" / "benchmark.md"
 FOLDERS = [ROOT / "results" / "study", *sorted((ROOT / "results" / "rows").glob("*"))]
 RECIPE = ROOT / "configs" / "study.toml"
 TEXTS = ("docs", "code")
-# keys of a row's config that may differ from the recipe's, besides those of [position]
-OWN = ("train.lr", "train.seed", "data.bos", "model.window", "model.full_every", "run.dir")
+# keys of a config that may differ from the recipe, besides [position], and keys that follow from others
+OWN = ("train.lr", "train.seed", "data.bos", "model.window", "model.full_every")
+DERIVED = ("run.dir", "model.vocab_size")
+ROUNDING = 1e-9         # of logits in fp64
 RETRAINED = 50          # steps
 LOSS_TOLERANCE = 1e-5   # nats per token, of a loss in training
 SCORE_TOLERANCE = 1e-4  # nats per token, of a window that is evaluated again
@@ -120,38 +123,42 @@ def record_table() -> str:
 
 
 def verify(folder: Path) -> None:
-    """Print what was checked. Raises UserError at the first thing that is wrong."""
+    """Print what was checked of each row in a folder. Raises UserError at the first thing that is wrong."""
+    has_text = (ROOT / "data" / "study" / "meta.json").exists()
+    runs = runs_of(folder, TEXTS[0])
     for row in read_rows(folder):
         seeds = ", ".join(f"{bits:.4f}" for bits in row.bits)
-        print(f"number: {row.bits.mean():.4f} bits per byte at 16 L; seeds: {seeds}; gate: {row.states}")
-    print("recipe:", check_recipe(folder))
-    print("model:", check_model(folder))
-    if not (ROOT / "data" / "study" / "meta.json").exists():
-        print("runs: not checked, because data/study is not there; `make study-data` makes it")
-        return
-    print("training:", check_training(folder))
-    for run in runs_of(folder, TEXTS[0]):
-        if (ROOT / run.name / "checkpoints").exists():
-            print("weights:", check_weights(run))
+        print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L; seeds: {seeds}; gate: {row.states}")
+        own_runs = [run for run in runs if run.label == row.name]
+        settings = [settings_of(run) for run in own_runs]
+        print("  recipe: followed, with", *settings[0])
+        print("  model:", check_model(load_config(RECIPE, [*settings[0], "model.vocab_size=64"])))
+        if has_text:
+            print("  training:", check_training(own_runs[0], settings[0]))
+        for run in own_runs:
+            if has_text and (ROOT / run.name / "checkpoints").exists():
+                print("  weights:", check_weights(run))
+    if not has_text:
+        print("data/study is not there, so no run was checked; `make study-data` makes it")
 
 
-def check_recipe(folder: Path) -> str:
-    """All runs are of the frozen recipe, apart from the encoding, the windows, the rate and the seed."""
+def settings_of(run: Run) -> list[str]:
+    """The overrides that make the run's config of the recipe. Raises UserError if it is not of the recipe."""
     recipe = flatten(load_config(RECIPE))
-    changed = set()
-    for text in TEXTS:
-        for run in load(folder / text):
-            changed |= {key for key, value in run.config.items() if recipe.get(key) != value}
-    own = {key for key in changed if key in OWN or key.startswith("position.")}
-    if changed != own:
-        raise UserError(f"{folder}: differs from {RECIPE.name} in {', '.join(sorted(changed - own))}; "
-                        "train it with a config that extends the recipe")
-    return f"differs in {', '.join(sorted(own))} alone"
+    settings = []
+    for key, value in run.config.items():
+        is_own = key.startswith("position.") or key in OWN
+        if value is None or key in DERIVED or (not is_own and value == recipe[key]):
+            continue
+        if not is_own:
+            raise UserError(f"{run.name}: {key} = {value} is not that of {RECIPE.name}; train a config that "
+                            "extends it")
+        settings.append(f"{key}={json.dumps(value)}")
+    return settings
 
 
-def check_model(folder: Path) -> str:
+def check_model(config: Config) -> str:
     """A token changes no logits before it, and decoding with a cache equals the full pass. In fp64."""
-    config = load_config(folder / "config.toml")
     torch.manual_seed(0)
     model = GPT(config).double().eval()
     T = config.train.seq_len + 16
@@ -164,37 +171,36 @@ def check_model(folder: Path) -> str:
         leak = (model(changed) - logits)[:, :-1].abs().max().item()
         decoded = torch.cat([model(tokens[:, t:t + 1], cache=cache) for t in range(T)], dim=1)
     gap = (decoded - logits).abs().max().item()
-    if leak > 1e-9 or gap > 1e-9:
-        raise UserError(f"{folder}: a later token changes logits by {leak:.2g}, decoding with a cache by "
-                        f"{gap:.2g}; both must be 0 up to rounding")
+    if leak > ROUNDING or gap > ROUNDING:
+        raise UserError(f"{config.position.encoding}: a later token changes logits by {leak:.2g}, decoding "
+                        f"with a cache by {gap:.2g}; both must be 0 up to rounding")
     return f"a later token changes logits by {leak:.1g}, decoding with a cache by {gap:.1g}"
 
 
-def check_training(folder: Path) -> str:
-    """Train the first seed again, and compare the losses of its first steps."""
-    config = load_config(folder / "config.toml")
-    run = next(run for run in load(folder / TEXTS[0]) if run.config["train.seed"] == config.train.seed)
-    logged = run.training.set_index("step")["loss"].dropna()
+def check_training(run: Run, settings: list[str]) -> str:
+    """Train a run again, and compare the losses of its first steps."""
     with tempfile.TemporaryDirectory() as scratch:
-        # long enough for the rate to be that of the recipe in the steps that are compared
-        run_program("train.py", folder / "config.toml", f"run.dir={scratch}/run",
-                    f"train.steps={config.data.mixture_only + 1}")
-        again = pd.DataFrame(read_log(Path(scratch) / "run" / "metrics.jsonl")).set_index("step")["loss"]
-    gaps = (again - logged).dropna().abs().loc[:RETRAINED]
-    if gaps.empty or gaps.max() > LOSS_TOLERANCE:
-        raise UserError(f"{folder}: trained again, losses of {run.name} differ by {gaps.max():.2g} nats, "
-                        f"more than {LOSS_TOLERANCE:g}")
-    return f"{len(gaps)} losses of {run.name}, trained again, differ by {gaps.max():.1g} nats at most"
+        # the last steps but one of the start, which leave the rate of the first ones as it was
+        steps = run.config["data.mixture_only"] + 1
+        run_program("train.py", RECIPE, *settings, f"train.steps={steps}", f"run.dir={scratch}/run")
+        lines = read_log(Path(scratch) / "run" / "metrics.jsonl")
+    logged = run.training.set_index("step")["loss"]
+    again = pd.DataFrame(lines).set_index("step")["loss"]
+    gaps = (again - logged).loc[:RETRAINED].abs()
+    if not gaps.max() <= LOSS_TOLERANCE:
+        raise UserError(f"{run.name}: losses of its first {RETRAINED} steps, trained again, differ by "
+                        f"{gaps.max():.2g} nats, more than {LOSS_TOLERANCE:g}")
+    return f"losses of the first {RETRAINED} steps, trained again, differ by {gaps.max():.1g} nats at most"
 
 
 def check_weights(run: Run) -> str:
     """Evaluate the weights of a run again at L, and compare each window."""
     L = run.head["seq_len"]
-    settings = run.head["settings"]["fixed"]
+    fixed = run.head["settings"]["fixed"]
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "again.json"
         run_program("eval.py", run.name, "--data", f"data/study-{TEXTS[0]}", "--protocol", "fixed",
-                    "--lengths", L, "--longest", settings["longest"], "--windows", settings["windows"],
+                    "--lengths", L, "--longest", fixed["longest"], "--windows", fixed["windows"],
                     "--json", path)
         again = pd.read_parquet(path.with_suffix(".parquet"))
     known = at_length(run.table, L).reset_index(drop=True)

@@ -189,6 +189,32 @@ def by_encoding(study: Study, data: str) -> str:
     return summary(data, cells(data, near), cells(f"{data}-far", far), cells(data, repeats))
 
 
+def deficits(data: str) -> str:
+    """Validation loss less that of rope, mean over seeds, in the course of the training on text."""
+    runs = runs_of(data)
+    steps = runs[0].config["train.steps"]
+    lines = pd.concat([run.training.assign(label=run.label) for run in runs]).dropna(subset="val_loss")
+    lines = lines[lines["step"] > runs[0].config["data.mixture_only"]]
+    means = lines.groupby(["label", "step"])["val_loss"].mean().unstack()
+    behind = (means - means.loc[BASELINE]).drop(BASELINE).sort_values(steps)
+    behind.columns = [f"{100 * step / steps:.0f} % of the steps" for step in behind]
+    return lay_out("over rope, nats per token", behind.index.to_series(), behind.map("{:+.3f}".format))
+
+
+def ranks() -> str:
+    """Ranks of the encodings that all three studies have, by the mean over both texts, 1 for the best."""
+    sources = {"1.1 M, L = 128": ("books", "packages"), "1.1 M, L = 256": ("docs", "code"),
+               "12 M, L = 512": ("study/gpu-books", "study/gpu-packages")}
+    near, far = {}, {}
+    for name, texts in sources.items():
+        L = runs_of(texts[0])[0].head["seq_len"]
+        near[f"at L: {name}"] = sum(-about(data)["loss"] for data in texts)
+        far[f"gain of 16 L: {name}"] = sum(rows_of(data, f"gain {16 * L}")["value"] for data in texts)
+    ranked = pd.DataFrame({**near, **far}).dropna().rank(ascending=False).astype(int)
+    ranked = ranked.sort_values([*ranked]).astype(str)
+    return lay_out("rank among these", ranked.index.to_series(), ranked)
+
+
 def by_length(data: str, corner: str, key: str, headings: Sequence[int]) -> str:
     """Gain over truncation by length, or on a repeated passage by distance."""
     columns = {str(heading): f"{key} {heading}" for heading in headings}

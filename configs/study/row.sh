@@ -48,7 +48,6 @@ $python eval.py "$tuned" --protocol needle,multi_key --lengths 256,1024,4096 --w
 # 5. What a row consists of
 mkdir -p "$row"
 cp "$work/rates/trials.csv" "$row/"
-cp "$first/config.toml" "$row/"
 for data in docs code docs-far code-far; do
     evaluated=$(ls $(sed "s|\$|/eval/study-$data.json|" <<< "$runs") 2> /dev/null | xargs -n 1 dirname | xargs -n 1 dirname)
     $python compare.py $evaluated --data study-$data --out "$work/$data"

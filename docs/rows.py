@@ -122,9 +122,11 @@ def record_table() -> str:
 # Checks of a row
 
 
-def verify(folder: Path) -> None:
-    """Print what was checked of each row in a folder. Raises UserError at the first thing that is wrong."""
-    has_text = (ROOT / "data" / "study" / "meta.json").exists()
+def verify(folder: Path, has_text: bool) -> None:
+    """Print what was checked of each row in a folder; with the text its runs too.
+
+    Raises UserError at the first thing that is wrong.
+    """
     runs = runs_of(folder, TEXTS[0])
     for row in read_rows(folder):
         seeds = ", ".join(f"{bits:.4f}" for bits in row.bits)
@@ -138,8 +140,6 @@ def verify(folder: Path) -> None:
         for run in own_runs:
             if has_text and (ROOT / run.name / "checkpoints").exists():
                 print("  weights:", check_weights(run))
-    if not has_text:
-        print("data/study is not there, so no run was checked; `make study-data` makes it")
 
 
 def settings_of(run: Run) -> list[str]:
@@ -221,7 +221,10 @@ def main() -> None:
     parser.add_argument("--verify", type=Path, metavar="FOLDER", help="check this row")
     args = parser.parse_args()
     if args.verify:
-        verify(args.verify)
+        has_text = (ROOT / "data" / "study" / "meta.json").exists()
+        verify(args.verify, has_text)
+        if not has_text:
+            print("no run was checked, because data/study is not there; `make study-data` makes it")
         return
     PAGE.write_text(update(PAGE.read_text(encoding="utf-8"), {"rows": record_table()}), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -1,0 +1,118 @@
+"""The record table of the study, and the checks of a row."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from base.errors import UserError
+from config import flatten, load_config
+from docs import rows
+from evaluation.results import make_table
+from evaluation.runs import Run, load, write_runs
+from model import GPT
+
+BITS = 2.5
+
+
+def make_run(seed: int, nll: float, overrides: tuple[str, ...] = ()) -> Run:
+    """A run of the recipe that was not trained: what a row has of it."""
+    name = f"runs/study/mine-lr-8e-3-seed{seed}"
+    config = load_config(rows.RECIPE, ["model.vocab_size=64", f"train.seed={seed}", f"run.dir={name}",
+                                       *overrides])
+    L = config.train.seq_len
+    windows = {"run": name, "seed": seed, "extend": "none", "document": np.arange(8.0), "tokens": 32,
+               "bytes": 96.0}
+    table = pd.concat([
+        make_table(**windows, protocol="fixed", length=L, nll=nll),
+        make_table(**windows, protocol="fixed", length=16 * L, nll=nll),
+        make_table(**windows, protocol="trigram", length=L, nll=nll + 9.0),
+        make_table(**windows, protocol="repeat", length=L, place=str(L // 2), nll=nll,
+                   control_nll=nll + 32.0)])
+    training = pd.DataFrame({"step": [10.0, 20.0], "tokens": 0.0, "loss": [7.5, 7.25], "val_loss": math.nan})
+    return Run(name, "mine", flatten(config), {"seq_len": L}, None, {"git_revision": "0" * 40}, training,
+               table.reset_index(drop=True))
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> Path:
+    """A row of four seeds, one of which is worse than the others on code."""
+    folder = tmp_path / "mine"
+    for text in rows.TEXTS:
+        nll = BITS * math.log(2) * 96
+        runs = [make_run(seed, nll * (1.2 if (seed, text) == (3, "code") else 1.0)) for seed in range(4)]
+        write_runs(folder / text, runs)
+    (folder / "row.toml").write_text('date = "2026-11-27"\nauthor = "A"\nnote = "new"\n')
+    return folder
+
+
+def test_a_row_s_number_is_bits_per_byte_over_both_texts(row: Path) -> None:
+    (found,) = rows.read_rows(row)
+    assert found.bits.tolist() == pytest.approx([BITS, BITS, BITS, BITS * 1.1])
+    assert found.name == "mine" and found.counts
+
+
+def test_a_row_beats_another_in_the_seeds_where_it_is_lower(row: Path) -> None:
+    (found,) = rows.read_rows(row)
+    other = found._replace(bits=found.bits + pd.Series([0.1, 0.1, -0.1], index=[0, 1, 3]))
+    assert found.seeds_better_than(other) == "2 of 3"
+
+
+def test_the_best_row_that_counts_is_first_in_the_table(row: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (good,) = rows.read_rows(row)
+    lower = good._replace(name="lower", bits=good.bits - 1, states=("passed", "failed"))
+    better = good._replace(name="better", bits=good.bits - 0.5)
+    monkeypatch.setattr(rows, "FOLDERS", [row])
+    monkeypatch.setattr(rows, "read_rows", lambda folder: [good, lower, better])
+    names = [line.split(" | ")[0] for line in rows.record_table().splitlines()[2:]]
+    assert names == ["| better", "| mine", "| *lower*"]
+
+
+def test_a_row_of_another_recipe_is_refused() -> None:
+    assert "position.encoding=\"alibi\"" in rows.settings_of(make_run(0, 1.0, ("position.encoding=alibi",)))
+    with pytest.raises(UserError, match=r"train.steps = 700 is not that of study.toml"):
+        rows.settings_of(make_run(0, 1.0, ("train.steps=700",)))
+
+
+def test_a_model_that_sees_the_future_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Leaky(GPT):
+        def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(tokens, *args, **kwargs) + tokens[:, -1, None, None]
+
+    config = load_config(rows.RECIPE, ["model.vocab_size=64", "model.n_layer=1", "train.seq_len=16"])
+    assert rows.check_model(config)
+    monkeypatch.setattr(rows, "GPT", Leaky)
+    with pytest.raises(UserError, match="a later token changes logits"):
+        rows.check_model(config)
+
+
+@pytest.mark.parametrize(("loss", "is_right"), [(7.25, True), (7.2501, False)])
+def test_a_run_that_trains_otherwise_is_refused(loss: float, is_right: bool,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(program: str, *arguments: object) -> None:
+        run_dir = Path(str(arguments[-1]).removeprefix("run.dir="))
+        run_dir.mkdir()
+        lines = [{"step": 10, "loss": 7.5}, {"step": 20, "loss": loss}]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr(rows, "run_program", train)
+    if is_right:
+        assert "differ by 0 nats" in rows.check_training(make_run(0, 1.0), [])
+    else:
+        with pytest.raises(UserError, match="trained again"):
+            rows.check_training(make_run(0, 1.0), [])
+
+
+PUBLISHED = [folder for folder in rows.FOLDERS if (folder / "row.toml").exists()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", PUBLISHED, ids=str)
+def test_each_published_row_is_verified_without_its_text(folder: Path) -> None:
+    assert load(folder / rows.TEXTS[0])
+    rows.verify(folder, has_text=False)

@@ -49,8 +49,11 @@ $python eval.py "$tuned" --protocol needle,multi_key --lengths 256,1024,4096 --w
 mkdir -p "$row"
 cp "$work/rates/trials.csv" "$row/"
 for data in docs code docs-far code-far; do
-    evaluated=$(ls $(sed "s|\$|/eval/study-$data.json|" <<< "$runs") 2> /dev/null | xargs -n 1 dirname | xargs -n 1 dirname)
-    $python compare.py $evaluated --data study-$data --out "$work/$data"
+    evaluated=()
+    for run in $runs; do
+        if [ -e "$run/eval/study-$data.json" ]; then evaluated+=("$run"); fi
+    done
+    $python compare.py "${evaluated[@]}" --data study-$data --out "$work/$data"
 done
 $python compare.py "$tuned" --out "$work/needles"
 for data in docs code docs-far code-far needles; do

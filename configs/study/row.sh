@@ -8,15 +8,16 @@ name=$(basename "$config" .toml)
 python=${PYTHON:-.venv/bin/python}
 rates=${RATES:---grid train.lr=5e-3,8e-3,1.3e-2}
 seeds=${SEEDS:-0,1,2,3}
+workers=${WORKERS:-2}                    # runs side by side, with one thread each
 row=results/rows/$name
 work=runs/row/$name
-export python OMP_NUM_THREADS=1         # two runs of one thread each do more than one run of two threads
+export python OMP_NUM_THREADS=1
 
 # 1. The rate: of full runs with seed 0 the one with the lowest validation loss at L
-$python sweep.py "$config" $rates --choose val_loss --seeds 0 --workers 2 --runs runs/study --out "$work/rates"
+$python sweep.py "$config" $rates --choose val_loss --seeds 0 --workers "$workers" --runs runs/study --out "$work/rates"
 
 # 2. All seeds at this rate. The run that was chosen is the first of them.
-$python sweep.py "$config" --trials "$work/rates/chosen.toml" --seeds "$seeds" --workers 2 --runs runs/study \
+$python sweep.py "$config" --trials "$work/rates/chosen.toml" --seeds "$seeds" --workers "$workers" --runs runs/study \
     --out "$work/report" --eval="--data data/study-docs --protocol fixed --lengths 256 --longest 4096 --windows 120"
 runs=$(dirname runs/study/"$name"-lr-*-seed*/eval)      # only these were evaluated
 
@@ -33,14 +34,14 @@ evaluate() {
     done
 }
 export -f evaluate
-xargs -P 2 -I RUN bash -ec 'evaluate RUN' <<< "$runs"
+xargs -P "$workers" -I RUN bash -ec 'evaluate RUN' <<< "$runs"
 
 # 4. Needles: the first seed, tuned at L with two rates
 first=$(grep -e '-seed0$' <<< "$runs")
 mkdir -p runs/needles
 echo 'extends = "../../configs/needles.toml"' > runs/needles/"$name".toml         # runs are named after it
 $python sweep.py runs/needles/"$name".toml train.init_from="$first" data.dir=data/study-needles train.batch_size=16 \
-    --grid train.lr=1e-3,2e-3 --choose val_loss --seeds 0 --workers 2 --runs runs/needles --out "$work/needle-rates"
+    --grid train.lr=1e-3,2e-3 --choose val_loss --seeds 0 --workers "$workers" --runs runs/needles --out "$work/needle-rates"
 rate=$(grep -o 'train.lr=[^"]*' "$work/needle-rates/chosen.toml")
 tuned=runs/needles/$name-lr-${rate#*=}-seed0
 $python eval.py "$tuned" --protocol needle,multi_key --lengths 256,1024,4096 --windows 80

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,8 @@ from base.command import argument_parser, run_command
 from base.errors import UserError
 from config import Config, flatten, load_config
 from docs.gallery import ROOT, table, update
-from evaluation.comparison import label_runs, table_of
+from docs.study import labelled
+from evaluation.comparison import table_of
 from evaluation.estimates import PASSED, gates
 from evaluation.results import NO_METHOD
 from evaluation.runs import Run, load
@@ -71,18 +71,12 @@ class Row(NamedTuple):
 # The table
 
 
-def runs_of(folder: Path, text: str) -> list[Run]:
-    """The runs of a folder on a text, labelled with the names of their configs."""
-    runs = load(folder / text)
-    return label_runs(runs, [re.sub(r"-lr-.*", "", Path(run.name).name) for run in runs])
-
-
 def read_rows(folder: Path) -> list[Row]:
     """The rows of a folder. Raises UserError if a file is damaged."""
     about = tomllib.loads((folder / "row.toml").read_text(encoding="utf-8"))
     states, sums = {}, []
     for text in TEXTS:
-        runs = runs_of(folder, text)
+        runs = labelled(load(folder / text))
         L = runs[0].head["seq_len"]
         states[text] = gates(table_of(runs), L)["state"]
         far = at_length(table_of(runs), 16 * L)
@@ -127,16 +121,16 @@ def verify(folder: Path, has_text: bool) -> None:
 
     Raises UserError at the first thing that is wrong.
     """
-    runs = runs_of(folder, TEXTS[0])
+    runs = labelled(load(folder / TEXTS[0]))
     for row in read_rows(folder):
         seeds = ", ".join(f"{bits:.4f}" for bits in row.bits)
-        print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L; seeds: {seeds}; gate: {row.states}")
+        print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L; seeds: {seeds}; gate: {', '.join(row.states)}")
         own_runs = [run for run in runs if run.label == row.name]
-        settings = [settings_of(run) for run in own_runs]
-        print("  recipe: followed, with", *settings[0])
-        print("  model:", check_model(load_config(RECIPE, [*settings[0], "model.vocab_size=64"])))
+        settings = [settings_of(run) for run in own_runs][0]
+        print("  recipe: followed in all runs")
+        print("  model:", check_model(load_config(RECIPE, [*settings, "model.vocab_size=64"])))
         if has_text:
-            print("  training:", check_training(own_runs[0], settings[0]))
+            print("  training:", check_training(own_runs[0], settings))
         for run in own_runs:
             if has_text and (ROOT / run.name / "checkpoints").exists():
                 print("  weights:", check_weights(run))

@@ -63,8 +63,12 @@ def runs_of(data: str) -> list[Run]:
     folders = [folder / data for folder in (SECOND.folder, FIRST.folder, FIRST.folder / "sandwich", GPU)]
     runs = [run for folder in folders if folder.exists() for run in load(folder)]
     check_comparable(runs)
-    runs = label_runs(runs, [re.sub(r"-lr-.*", "", run.name) for run in runs])
-    return sorted(runs, key=lambda run: run.label != BASELINE)
+    return sorted(labelled(runs), key=lambda run: run.label != BASELINE)
+
+
+def labelled(runs: list[Run]) -> list[Run]:
+    """The runs, named after their configs."""
+    return label_runs(runs, [re.sub(r"-lr-.*", "", Path(run.name).name) for run in runs])
 
 
 @cache

@@ -124,7 +124,8 @@ def verify(folder: Path, has_text: bool) -> None:
     runs = labelled(load(folder / TEXTS[0]))
     for row in read_rows(folder):
         seeds = ", ".join(f"{bits:.4f}" for bits in row.bits)
-        print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L; seeds: {seeds}; gate: {', '.join(row.states)}")
+        states = ", ".join(row.states)
+        print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L; seeds: {seeds}; gate: {states}")
         own_runs = [run for run in runs if run.label == row.name]
         settings = [settings_of(run) for run in own_runs][0]
         print("  recipe: followed in all runs")

@@ -1,22 +1,24 @@
 """The record table of the study: `python -m docs.rows` writes it into docs/benchmark.md.
 
-Its rows are those of results/study and those that `make row` wrote into results/rows/NAME. Such a folder has
+`make row` wrote the rows, results/rows/NAME. Each has
   docs/, code/, docs-far/, code-far/, needles/      what compare.py wrote of the runs on a text
   trials.csv                                        the rates that were tried
   row.toml                                          date, author, and a note: what is new in it
 A row's number is bits per byte with 16 L of context over both texts, the mean of its seeds. It counts if the
-row passes the gate on both texts. `--verify FOLDER` checks a folder of results/rows.
+row passes the gate on both texts. `--verify FOLDER` checks a row.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,20 +29,22 @@ from base.command import argument_parser, run_command
 from base.errors import UserError
 from config import Config, flatten, load_config
 from docs.gallery import ROOT, table, update
-from evaluation.comparison import label_runs, table_of
+from docs.study import labelled
+from evaluation.comparison import table_of
 from evaluation.estimates import PASSED, gates
 from evaluation.results import NO_METHOD
-from evaluation.runs import Run, load
+from evaluation.runs import Run, check_comparable, load
 from model import GPT, Cache
 from runtime.log import read_log
 
 PAGE = ROOT / "docs" / "benchmark.md"
-FOLDERS = [ROOT / "results" / "study", *sorted((ROOT / "results" / "rows").glob("*"))]
+FOLDERS = sorted(path.parent for path in (ROOT / "results" / "rows").glob("*/row.toml"))
+REFERENCE = ROOT / "results" / "rows" / "rope"      # whose text and windows every row must have
 RECIPE = ROOT / "configs" / "study.toml"
 TEXTS = ("docs", "code")
 # keys of a config that may differ from the recipe, besides [position], and keys that follow from others
 OWN = ("train.lr", "train.seed", "data.bos", "model.window", "model.full_every")
-DERIVED = ("run.dir", "model.vocab_size")
+DERIVED = ("run.dir", "model.vocab_size", "train.device", "train.compile")
 ROUNDING = 1e-9         # of logits in fp64
 RETRAINED = 50          # steps
 LOSS_TOLERANCE = 1e-5   # nats per token, of a loss in training
@@ -52,6 +56,7 @@ class Row(NamedTuple):
 
     name: str
     bits: pd.Series             # seed -> bits per byte at 16 L over both texts
+    truncated: float            # the same with the last L tokens of the context alone, mean over seeds
     states: tuple[str, ...]     # of the gate on each text
     commit: str
     about: dict[str, str]       # row.toml
@@ -71,27 +76,23 @@ class Row(NamedTuple):
 # The table
 
 
-def runs_of(folder: Path, text: str) -> list[Run]:
-    """The runs of a folder on a text, labelled with the names of their configs."""
-    runs = load(folder / text)
-    return label_runs(runs, [re.sub(r"-lr-.*", "", Path(run.name).name) for run in runs])
-
-
-def read_rows(folder: Path) -> list[Row]:
-    """The rows of a folder. Raises UserError if a file is damaged."""
+def read_row(folder: Path) -> Row:
+    """Raises UserError if a file is damaged, or a seed was not evaluated on both texts."""
     about = tomllib.loads((folder / "row.toml").read_text(encoding="utf-8"))
-    states, sums = {}, []
+    states, sums = [], []
     for text in TEXTS:
-        runs = runs_of(folder, text)
+        runs = labelled(load(folder / text))
         L = runs[0].head["seq_len"]
-        states[text] = gates(table_of(runs), L)["state"]
+        states.append(gates(table_of(runs), L)["state"].iloc[0])
         far = at_length(table_of(runs), 16 * L)
-        sums.append(far.groupby(["label", "seed"])[["nll", "bytes"]].sum())
-    total = pd.concat(sums).groupby(["label", "seed"]).sum()
-    bits = total["nll"] / math.log(2) / total["bytes"]
-    commits = {run.label: run.summary["git_revision"][:7] for run in runs}
-    return [Row(name, bits[name], tuple(states[text][name] for text in TEXTS), commits[name], about)
-            for name in commits]
+        sums.append(far.groupby("seed")[["nll", "truncated_nll", "bytes"]].sum())
+    if list(sums[0].index) != list(sums[1].index):
+        raise UserError(f"{folder}: its seeds differ between {' and '.join(TEXTS)}; run `make row` again")
+    total = sums[0] + sums[1]
+    bits = total.div(math.log(2) * total["bytes"], axis=0)
+    commits = {run.summary["git_revision"] for run in runs}
+    commit = ", ".join(sorted(re.sub(r"(?<=^.{7})[0-9a-f]*", "", revision) for revision in commits))
+    return Row(folder.name, bits["nll"], bits["truncated_nll"].mean(), tuple(states), commit, about)
 
 
 def at_length(rows: pd.DataFrame, length: int) -> pd.DataFrame:
@@ -101,21 +102,21 @@ def at_length(rows: pd.DataFrame, length: int) -> pd.DataFrame:
 
 def record_table() -> str:
     """All rows, the best first; those that do not pass the gate last, in italics."""
-    rows = [row for folder in FOLDERS if (folder / "row.toml").exists() for row in read_rows(folder)]
-    rows.sort(key=lambda row: (not row.counts, row.bits.mean()))
+    rows = sorted(map(read_row, FOLDERS), key=lambda row: (not row.counts, row.bits.mean()))
     cells = []
-    for row, worse in zip(rows, [*rows[1:], None], strict=True):
-        number = f"{row.bits.mean():.4f}"
+    for row, following in zip_longest(rows, rows[1:]):
         name = row.name
-        better = "-" if worse is None else row.seeds_better_than(worse)
+        better = "-"
         if not row.counts:
             name = f"*{name}*"
-            number = f"*{number}*"
-        cells.append([name, number, f"{row.bits.min():.4f} to {row.bits.max():.4f}", better,
-                      ", ".join(row.states), row.about["date"], row.about["author"], row.commit,
-                      row.about["note"]])
-    return table(["row", "bits per byte at 16 L", "range of seeds", "better than the next row in seeds",
-                  "gate on docs, code", "date", "author", "commit", "what is new"], cells)
+        elif following and following.counts:
+            better = row.seeds_better_than(following)
+        cells.append([name, f"{row.bits.mean():.3f}", f"{row.bits.min():.3f} to {row.bits.max():.3f}", better,
+                      f"{row.truncated:.3f}", ", ".join(row.states), row.about["date"], row.about["author"],
+                      row.commit, row.about["note"]])
+    return table(["row", "bits per byte at 16 L", "range of seeds", "better than the next in seeds",
+                  "with the last L tokens alone", "gate on docs, code", "date", "author", "commit",
+                  "what is new"], cells)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -123,37 +124,41 @@ def record_table() -> str:
 
 
 def verify(folder: Path, has_text: bool) -> None:
-    """Print what was checked of each row in a folder; with the text its runs too.
-
-    Raises UserError at the first thing that is wrong.
-    """
-    runs = runs_of(folder, TEXTS[0])
-    for row in read_rows(folder):
-        seeds = ", ".join(f"{bits:.4f}" for bits in row.bits)
-        print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L; seeds: {seeds}; gate: {row.states}")
-        own_runs = [run for run in runs if run.label == row.name]
-        settings = [settings_of(run) for run in own_runs]
-        print("  recipe: followed, with", *settings[0])
-        print("  model:", check_model(load_config(RECIPE, [*settings[0], "model.vocab_size=64"])))
-        if has_text:
-            print("  training:", check_training(own_runs[0], settings[0]))
-        for run in own_runs:
-            if has_text and (ROOT / run.name / "checkpoints").exists():
-                print("  weights:", check_weights(run))
+    """Print what was checked; with the text its runs too. Raises UserError at the first wrong thing."""
+    row = read_row(folder)
+    print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L")
+    print("seeds:", ", ".join(f"{bits:.4f}" for bits in row.bits))
+    print("gate on docs, code:", ", ".join(row.states))
+    for text in TEXTS:
+        runs = load(folder / text)
+        check_comparable([*load(REFERENCE / text), *runs])
+        settings = [settings_of(run) for run in runs]
+    print("recipe, text and windows: those of the study")
+    print("model:", check_model(load_config(RECIPE, [*settings[0], "model.vocab_size=64"])))
+    if not has_text:
+        print("runs: not checked, because data/study is not there; `make study-data` makes it")
+        return
+    print("training:", check_training(runs[0], settings[0]))
+    for text in TEXTS:
+        for run in load(folder / text):
+            if (ROOT / run.name / "checkpoints").exists():
+                print("weights:", check_weights(run, text))
+            else:
+                print(f"weights: not checked, because {run.name} is not there")
 
 
 def settings_of(run: Run) -> list[str]:
     """The overrides that make the run's config of the recipe. Raises UserError if it is not of the recipe."""
     recipe = flatten(load_config(RECIPE))
     settings = []
-    for key, value in run.config.items():
-        is_own = key.startswith("position.") or key in OWN
-        if value is None or key in DERIVED or (not is_own and value == recipe[key]):
-            continue
-        if not is_own:
+    for key in recipe | run.config:
+        value = run.config.get(key)
+        if key.startswith("position.") or key in OWN:
+            if value is not None:
+                settings.append(f"{key}={json.dumps(value)}")
+        elif key not in DERIVED and value != recipe.get(key):
             raise UserError(f"{run.name}: {key} = {value} is not that of {RECIPE.name}; train a config that "
                             "extends it")
-        settings.append(f"{key}={json.dumps(value)}")
     return settings
 
 
@@ -178,11 +183,11 @@ def check_model(config: Config) -> str:
 
 
 def check_training(run: Run, settings: list[str]) -> str:
-    """Train a run again, and compare the losses of its first steps."""
+    """Train the first steps of a run again, and compare the losses that it logged."""
     with tempfile.TemporaryDirectory() as scratch:
-        # the last steps but one of the start, which leave the rate of the first ones as it was
-        steps = run.config["data.mixture_only"] + 1
-        run_program("train.py", RECIPE, *settings, f"train.steps={steps}", f"run.dir={scratch}/run")
+        # the rate still warms up, and all windows are strings: a shorter run takes the same steps
+        run_program("train.py", RECIPE, *settings, f"data.mixture_only={RETRAINED}",
+                    f"train.steps={RETRAINED + 1}", f"run.dir={scratch}/run")
         lines = read_log(Path(scratch) / "run" / "metrics.jsonl")
     logged = run.training.set_index("step")["loss"]
     again = pd.DataFrame(lines).set_index("step")["loss"]
@@ -190,30 +195,33 @@ def check_training(run: Run, settings: list[str]) -> str:
     if not gaps.max() <= LOSS_TOLERANCE:
         raise UserError(f"{run.name}: losses of its first {RETRAINED} steps, trained again, differ by "
                         f"{gaps.max():.2g} nats, more than {LOSS_TOLERANCE:g}")
-    return f"losses of the first {RETRAINED} steps, trained again, differ by {gaps.max():.1g} nats at most"
+    return f"{gaps.count()} losses of the first {RETRAINED} steps differ by {gaps.max():.1g} nats at most"
 
 
-def check_weights(run: Run) -> str:
-    """Evaluate the weights of a run again at L, and compare each window."""
+def check_weights(run: Run, text: str) -> str:
+    """Evaluate the weights of a run again at L and 16 L, and compare each window."""
     L = run.head["seq_len"]
     fixed = run.head["settings"]["fixed"]
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "again.json"
-        run_program("eval.py", run.name, "--data", f"data/study-{TEXTS[0]}", "--protocol", "fixed",
-                    "--lengths", L, "--longest", fixed["longest"], "--windows", fixed["windows"],
+        run_program("eval.py", run.name, "--data", f"data/study-{text}", "--protocol", "fixed", "--lengths",
+                    f"{L},{16 * L}", "--longest", fixed["longest"], "--windows", fixed["windows"],
                     "--json", path)
         again = pd.read_parquet(path.with_suffix(".parquet"))
-    known = at_length(run.table, L).reset_index(drop=True)
-    gap = ((again["nll"] - known["nll"]) / known["tokens"]).abs().max()
-    if not gap <= SCORE_TOLERANCE:
-        raise UserError(f"{run.name}: a window, evaluated again, differs by {gap:.2g} nats per token, more "
-                        f"than {SCORE_TOLERANCE:g}")
-    return f"{len(known)} windows of {run.name}, evaluated again, differ by {gap:.1g} nats per token at most"
+    known = pd.concat([at_length(run.table, length) for length in (L, 16 * L)], ignore_index=True)
+    gaps = ((again["nll"] - known["nll"]) / known["tokens"]).abs()
+    if not gaps.max(skipna=False) <= SCORE_TOLERANCE:
+        raise UserError(f"{run.name}: a window of {text}, evaluated again, differs by {gaps.max():.2g} nats "
+                        f"per token, more than {SCORE_TOLERANCE:g}")
+    return f"{len(gaps)} windows of {run.name} on {text} differ by {gaps.max():.1g} nats per token at most"
 
 
 def run_program(*arguments: object) -> None:
     """Run a program of this repository without its output. Raises CalledProcessError."""
-    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    # with one thread, as row.sh trains: their number changes the rounding
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, check=True,
+                   stdout=subprocess.DEVNULL)
 
 
 def main() -> None:
@@ -221,10 +229,7 @@ def main() -> None:
     parser.add_argument("--verify", type=Path, metavar="FOLDER", help="check this row")
     args = parser.parse_args()
     if args.verify:
-        has_text = (ROOT / "data" / "study" / "meta.json").exists()
-        verify(args.verify, has_text)
-        if not has_text:
-            print("no run was checked, because data/study is not there; `make study-data` makes it")
+        verify(args.verify, has_text=(ROOT / "data" / "study" / "meta.json").exists())
         return
     PAGE.write_text(update(PAGE.read_text(encoding="utf-8"), {"rows": record_table()}), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

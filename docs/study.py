@@ -60,11 +60,16 @@ MEAN = "{value:+.2f}"
 @cache
 def runs_of(data: str) -> list[Run]:
     """All runs that were evaluated on a text, labelled with the name of their config, rope first."""
-    folders = [folder / data for folder in (SECOND.folder, FIRST.folder, FIRST.folder / "sandwich", GPU)]
+    first = [FIRST.folder, FIRST.folder / "sandwich", GPU]
+    folders = [folder / data for folder in (*first, *sorted((RESULTS / "rows").glob("*")))]
     runs = [run for folder in folders if folder.exists() for run in load(folder)]
     check_comparable(runs)
-    runs = label_runs(runs, [re.sub(r"-lr-.*", "", run.name) for run in runs])
-    return sorted(runs, key=lambda run: run.label != BASELINE)
+    return sorted(labelled(runs), key=lambda run: run.label != BASELINE)
+
+
+def labelled(runs: list[Run]) -> list[Run]:
+    """The runs, named after their configs."""
+    return label_runs(runs, [re.sub(r"-lr-.*", "", Path(run.name).name) for run in runs])
 
 
 @cache
@@ -165,7 +170,7 @@ def bits(data: str) -> pd.Series:
 
 def facts_found(study: Study) -> pd.Series:
     """Percent of facts among others that are found at 16 L."""
-    found = probes(study.folder / "needles").loc[:, NO_METHOD, "multi_key", 16 * study.L]["mean"]
+    found = probes(study).loc[:, NO_METHOD, "multi_key", 16 * study.L]["mean"]
     return found.map("{:.0f}".format).rename("needles at 16 L, %")
 
 
@@ -254,13 +259,16 @@ def methods(study: Study, data: str) -> str:
 
 
 @cache
-def probes(folder: Path) -> pd.DataFrame:
+def probes(study: Study, data: str = "needles") -> pd.DataFrame:
     """Right answers in percent, by config, method, protocol and length.
 
     Columns: `run`, the mean of each run over depths; `place`, the mean of each depth over runs; `mean`.
     """
     parts = []
-    for run in load(folder):
+    folders = [study.folder / data]
+    if study == SECOND:
+        folders = sorted((RESULTS / "rows").glob(f"*/{data}"))
+    for run in (run for folder in folders for run in load(folder)):
         config = re.sub(r"-lr-.*seed\d|-(flip_flop|copying)-seed\d", "", Path(run.name).name)
         parts.append(run.table.assign(config=config))
     keys = ["config", "extend", "protocol", "length"]
@@ -276,7 +284,7 @@ def probes(folder: Path) -> pd.DataFrame:
 def needles(study: Study) -> str:
     """Needles found: a number for each run, and by depth the mean of the runs."""
     L = study.L
-    found = probes(study.folder / "needles").xs(NO_METHOD, level="extend").unstack(["protocol", "length"])
+    found = probes(study).xs(NO_METHOD, level="extend").unstack(["protocol", "length"])
     columns = {}
     for kind, what in (("needle", "one fact"), ("multi_key", "of four")):
         for n, length in ((1, "L"), (4, "4 L"), (16, "16 L")):
@@ -289,7 +297,7 @@ def needles(study: Study) -> str:
 def methods_on_needles() -> str:
     """Needles found by the tuned runs of rope under methods of --extend."""
     L = FIRST.L
-    found = probes(FIRST.folder / "needles").loc[f"{BASELINE}-methods"]
+    found = probes(FIRST).loc[f"{BASELINE}-methods"]
     near = found.loc[:, "needle", 4 * L].sort_values("mean", ascending=False)
     titles = near.index.to_series().map("`{}`".format).replace(f"`{NO_METHOD}`", "no method")
     columns = {"% found at 4 L": near["run"], "at 16 L": found.loc[:, "needle", 16 * L]["run"],
@@ -299,7 +307,7 @@ def methods_on_needles() -> str:
 
 def algorithms() -> str:
     """Right answers in percent by the number of symbols, one number for each seed."""
-    found = probes(FIRST.folder / "algorithms")["run"].unstack(["extend", "protocol", "length"])
+    found = probes(FIRST, "algorithms")["run"].unstack(["extend", "protocol", "length"])
     columns = {f"{task}, {n}": found[NO_METHOD, task, 4 * n]
                for task in ("flip_flop", "copying") for n in (16, 32, 64, 128)}
     return lay_out("% right", found.index.to_series(), pd.DataFrame(columns))

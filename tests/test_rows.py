@@ -52,23 +52,23 @@ def row(tmp_path: Path) -> Path:
 
 
 def test_a_row_s_number_is_bits_per_byte_over_both_texts(row: Path) -> None:
-    (found,) = rows.read_rows(row)
+    found = rows.read_row(row)
     assert found.bits.tolist() == pytest.approx([BITS, BITS, BITS, BITS * 1.1])
     assert found.name == "mine" and found.counts
 
 
 def test_a_row_beats_another_in_the_seeds_where_it_is_lower(row: Path) -> None:
-    (found,) = rows.read_rows(row)
+    found = rows.read_row(row)
     other = found._replace(bits=found.bits + pd.Series([0.1, 0.1, -0.1], index=[0, 1, 3]))
     assert found.seeds_better_than(other) == "2 of 3"
 
 
 def test_the_best_row_that_counts_is_first_in_the_table(row: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (good,) = rows.read_rows(row)
+    good = rows.read_row(row)
     lower = good._replace(name="lower", bits=good.bits - 1, states=("passed", "failed"))
     better = good._replace(name="better", bits=good.bits - 0.5)
-    monkeypatch.setattr(rows, "FOLDERS", [row])
-    monkeypatch.setattr(rows, "read_rows", lambda folder: [good, lower, better])
+    monkeypatch.setattr(rows, "FOLDERS", [good, lower, better])
+    monkeypatch.setattr(rows, "read_row", lambda row: row)
     names = [line.split(" | ")[0] for line in rows.record_table().splitlines()[2:]]
     assert names == ["| better", "| mine", "| *lower*"]
 
@@ -108,11 +108,42 @@ def test_a_run_that_trains_otherwise_is_refused(loss: float, is_right: bool,
             rows.check_training(make_run(0, 1.0), [])
 
 
-PUBLISHED = [folder for folder in rows.FOLDERS if (folder / "row.toml").exists()]
+def test_a_row_on_other_windows_is_refused(row: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "REFERENCE", row)
+    rows.verify(row, has_text=False)
+    other = row.with_name("other")
+    for text in rows.TEXTS:
+        runs = load(row / text)
+        write_runs(other / text, [run._replace(table=run.table.assign(document=0.0)) for run in runs])
+    monkeypatch.setattr(rows, "REFERENCE", other)
+    with pytest.raises(UserError, match="different targets"):
+        rows.verify(row, has_text=False)
+
+
+def test_a_seed_that_lacks_a_text_is_refused(row: Path) -> None:
+    write_runs(row / "code", load(row / "code")[:3])
+    with pytest.raises(UserError, match="its seeds differ between docs and code"):
+        rows.read_row(row)
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.01])
+def test_weights_that_score_otherwise_are_refused(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(0, 100.0)
+    run.head["settings"] = {"fixed": {"longest": 4096, "windows": 8}}
+
+    def evaluate(program: str, *arguments: object) -> None:
+        fixed = run.table[run.table["protocol"] == "fixed"]
+        fixed.assign(nll=fixed["nll"] + gap).to_parquet(Path(str(arguments[-1])).with_suffix(".parquet"))
+
+    monkeypatch.setattr(rows, "run_program", evaluate)
+    if gap:
+        with pytest.raises(UserError, match="evaluated again, differs by 0.00031 nats"):
+            rows.check_weights(run, "docs")
+    else:
+        assert "16 windows" in rows.check_weights(run, "docs")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", PUBLISHED, ids=str)
+@pytest.mark.parametrize("folder", rows.FOLDERS, ids=lambda folder: folder.name)
 def test_each_published_row_is_verified_without_its_text(folder: Path) -> None:
-    assert load(folder / rows.TEXTS[0])
     rows.verify(folder, has_text=False)

@@ -48,7 +48,8 @@ LETTERS_AND_DIGITS = LETTERS + LETTERS.upper() + "0123456789"
 N_FACTS, N_ASKED, N_VALUES = 4, 2, 2    # multi_key and multi_query; multi_query; multi_value
 N_CHAINS, N_CHAIN = 2, 3                # variables: chains, and variables in each
 MIN_LENGTH = 24                         # of documents; needles need more, which depends on the tokenizer
-LONGEST_STRING = 32                     # repeats: RoPE at L = 256 looked back after 140 steps; with 64, not after 200
+# repeats: with this, RoPE at L = 256 learned to look back in 140 steps of 4,096 tokens; with 64 not in 200
+LONGEST_STRING = 32
 READ_OR_WRITE = 0.2                     # flip_flop: share of these instructions, as in Liu et al. 2023
 
 
@@ -328,10 +329,10 @@ def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> TaskDocumen
 def train_repeats(tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
     """A window of strings of random ids, each repeated two to three times, with a separator before each.
 
-    A string has 3 ... 32 ids, at most length / 4; short ones are more frequent. Most of a text can be predicted
-    without looking back; here only the first copy helps. If attention stays within a string and its copies
-    (data.cross_documents = "mask"), a small model learns within hundreds of steps to look for the first copy,
-    because there are few other tokens to see.
+    A string has 3 ... 32 ids, at most length / 4; short ones are more frequent. Most of a text can be
+    predicted without looking back; here only the first copy helps. If attention stays within a string and
+    its copies (data.cross_documents = "mask"), a small model learns within hundreds of steps to look for the
+    first copy, because there are few other tokens to see.
     """
     rng = np.random.default_rng([number, 4])
     longest = min(LONGEST_STRING, length / 4)

@@ -83,7 +83,7 @@ RULES = [                                       # pattern, replacement; all of t
     (r"-m pytest -k", r"-m pytest -q tests/test_positions.py -k"),
 ]
 SKIPPED = "|".join((
-    r"^make (test|lint|gallery|compare|bench|lock|row|verify|study)|pytest tests/|documentation|-m bench", # minutes
+    r"^make (test|lint|gallery|compare|bench|lock|row|verify|study)|pytest tests/|documentation|-m bench",
     r"https?://|hf:|sdists:|tinyshakespeare|^pip |^hf |-m (venv|pip)",                      # need the network
     r"gpt2-124m|-m gpu|--nnodes|--submitit|^for |^done|CUDA",                       # need GPUs or a cluster
     r"models?/|smol|\bMODEL\b|lambada|^lm_eval",        # need a pretrained model; tests of hf/ have one

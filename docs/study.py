@@ -258,7 +258,6 @@ def methods(study: Study, data: str) -> str:
 # Probes
 
 
-@cache
 def probes(study: Study, data: str = "needles") -> pd.DataFrame:
     """Right answers in percent, by config, method, protocol and length.
 

@@ -136,7 +136,7 @@ def test_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeyp
     assert gains["rope"]["128 = L"] == "+0.250 [+0.250, +0.250]"        # near 0 by definition: never marked
     fixed = rows_of(out, "Perplexity, fixed targets")
     assert [*fixed["rope"]] == ["64", "128 = L", "256 = 2 L"] and "**" not in str(fixed)
-    assert [*rows_of(out, "Loss by position")["rope"]] == ["0-63", "64-127"]
+    assert [*rows_of(out, "Loss by position")["rope"]] == ["0-3", "64-127"]
     repeat = rows_of(out, "Gain over rope, repeat")["alibi"]
     assert [*repeat] == ["64", "192"] and re.fullmatch(r"\+0\.500 \[\+0\.\d+, \+0\.\d+\]", repeat["64"])
     assert re.match(r"\W*\+\d\d%\W* \[", rows_of(out, "Gain over rope, passkey")["alibi"]["256 = 2 L"])

@@ -108,6 +108,7 @@ def test_a_run_that_trains_otherwise_is_refused(loss: float, is_right: bool,
             rows.check_training(make_run(0, 1.0), [])
 
 
+@pytest.mark.slow
 def test_a_row_on_other_windows_is_refused(row: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "REFERENCE", row)
     rows.verify(row, has_text=False)

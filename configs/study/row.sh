@@ -5,7 +5,7 @@
 set -euo pipefail
 config=${1:?give a config: make row CONFIG=configs/rows/mine.toml}
 name=$(basename "$config" .toml)
-python=${PYTHON:-.venv/bin/python}
+python=${PY:-.venv/bin/python}
 rates=${RATES:---grid train.lr=5e-3,8e-3,1.3e-2}
 seeds=${SEEDS:-0,1,2,3}                     # at least 0 and 1
 workers=${WORKERS:-2}                       # runs side by side, with one thread each

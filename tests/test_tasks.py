@@ -134,11 +134,12 @@ def test_one_document_in_four_asks_for_a_key() -> None:
     assert [" key=" in text for text in made] == [n % 4 == 0 for n in range(40)]
 
 
-def test_a_document_of_repeats_is_a_window_of_strings_two_to_three_times() -> None:
+@pytest.mark.parametrize("length", [128, 512])
+def test_a_document_of_repeats_is_a_window_of_strings_two_to_three_times(length: int) -> None:
     for number in range(20):
-        ids = tasks.train_repeats(BYTES, 128, number).ids
-        assert len(ids) == 129 and ids[0] == BYTES.separator
-        assert not np.array_equal(ids, tasks.train_repeats(BYTES, 128, number + 1).ids)
+        ids = tasks.train_repeats(BYTES, length, number).ids
+        assert len(ids) == length + 1 and ids[0] == BYTES.separator
+        assert not np.array_equal(ids, tasks.train_repeats(BYTES, length, number + 1).ids)
         starts = np.flatnonzero(ids == BYTES.separator)
         for _, *string in np.split(ids, starts)[1:-1]:                  # the last one is cut
             assert any(2 * n <= len(string) <= 3 * n and string[n:] == string[:-n] for n in range(3, 33))

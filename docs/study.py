@@ -34,7 +34,7 @@ class Study(NamedTuple):
     lengths: tuple[int, ...]    # contexts besides L
     repeat: str                 # key of the columns that say how much a repeated passage helps
 
-    def copy(self, length: int) -> str:
+    def copy_column(self, length: int) -> str:
         """The column of a passage that is repeated in a context of `length` tokens."""
         return f"{self.repeat} {length - self.L // 2}"
 
@@ -42,7 +42,6 @@ RESULTS = ROOT / "results"
 # in its other records, the first study has the gain over the first copy alone
 FIRST = Study(RESULTS / "extrapolation", 128, {"books": "prose", "packages": "code"},
               (64, 256, 512, 1024, 2048), "repeat")
-SECOND = Study(RESULTS / "study", 256, {"docs": "docs", "code": "code"}, (512, 1024, 4096), "use")
 STUDIES = [FIRST]
 GPU = RESULTS / "gpu"
 README = ROOT / "README.md"
@@ -60,8 +59,7 @@ MEAN = "{value:+.2f}"
 @cache
 def runs_of(data: str) -> list[Run]:
     """All runs that were evaluated on a text, labelled with the name of their config, rope first."""
-    first = [FIRST.folder, FIRST.folder / "sandwich", GPU]
-    folders = [folder / data for folder in (*first, *sorted((RESULTS / "rows").glob("*")))]
+    folders = [folder / data for folder in (FIRST.folder, FIRST.folder / "sandwich", GPU)]
     runs = [run for folder in folders if folder.exists() for run in load(folder)]
     check_comparable(runs)
     return sorted(labelled(runs), key=lambda run: run.label != BASELINE)
@@ -146,7 +144,7 @@ def overview(study: Study) -> str:
     for data, text in study.texts.items():
         numbers = [losses(bits(data), f"{text} at L"), cells(data, {"gain of 16 L": f"gain {16 * L}"}, MEAN),
                    cells(f"{data}-far", {"of 64 L": f"gain {64 * L}"}, MEAN),
-                   cells(data, {"repeat at 16 L": study.copy(16 * L)}, MEAN)]
+                   cells(data, {"repeat at 16 L": study.copy_column(16 * L)}, MEAN)]
         columns.append(mark(pd.concat(numbers, axis=1), about(data)["is_failed"]))
     return lay_out("encoding", about([*study.texts][0]).index.to_series(), *columns, facts_found(study))
 
@@ -170,7 +168,7 @@ def bits(data: str) -> pd.Series:
 
 def facts_found(study: Study) -> pd.Series:
     """Percent of facts among others that are found at 16 L."""
-    found = probes(study).loc[:, NO_METHOD, "multi_key", 16 * study.L]["mean"]
+    found = probes(study.folder / "needles").loc[:, NO_METHOD, "multi_key", 16 * study.L]["mean"]
     return found.map("{:.0f}".format).rename("needles at 16 L, %")
 
 
@@ -190,34 +188,8 @@ def by_encoding(study: Study, data: str) -> str:
         "gain of 2 L": f"gain {2 * L}",
         "gain of 16 L": f"gain {16 * L}"}
     far = {"gain of 64 L": f"gain {64 * L}"}
-    repeats = {"repeat at L": study.copy(L), "repeat at 16 L": study.copy(16 * L)}
+    repeats = {"repeat at L": study.copy_column(L), "repeat at 16 L": study.copy_column(16 * L)}
     return summary(data, cells(data, near), cells(f"{data}-far", far), cells(data, repeats))
-
-
-def deficits(data: str) -> str:
-    """Validation loss less that of rope, mean over seeds, in the course of the training on text."""
-    runs = runs_of(data)
-    steps = runs[0].config["train.steps"]
-    lines = pd.concat([run.training.assign(label=run.label) for run in runs]).dropna(subset="val_loss")
-    lines = lines[lines["step"] > runs[0].config["data.mixture_only"]]
-    means = lines.groupby(["label", "step"])["val_loss"].mean().unstack()
-    behind = (means - means.loc[BASELINE]).drop(BASELINE).sort_values(steps)
-    behind.columns = [f"{100 * step / steps:.0f} % of the steps" for step in behind]
-    return lay_out("over rope, nats per token", behind.index.to_series(), behind.map("{:+.3f}".format))
-
-
-def ranks() -> str:
-    """Ranks of the encodings that all three studies have, by the mean over both texts, 1 for the best."""
-    sources = {"1.1 M, L = 128": ("books", "packages"), "1.1 M, L = 256": ("docs", "code"),
-               "12 M, L = 512": ("study/gpu-books", "study/gpu-packages")}
-    near, far = {}, {}
-    for name, texts in sources.items():
-        L = runs_of(texts[0])[0].head["seq_len"]
-        near[f"at L: {name}"] = sum(-about(data)["loss"] for data in texts)
-        far[f"gain of 16 L: {name}"] = sum(rows_of(data, f"gain {16 * L}")["value"] for data in texts)
-    ranked = pd.DataFrame({**near, **far}).dropna().rank(ascending=False).astype(int)
-    ranked = ranked.sort_values([*ranked]).astype(str)
-    return lay_out("rank among these", ranked.index.to_series(), ranked)
 
 
 def by_length(data: str, corner: str, key: str, headings: Sequence[int]) -> str:
@@ -243,9 +215,9 @@ def methods(study: Study, data: str) -> str:
         "gain of 2 L": f"gain {2 * L}",
         "4 L": f"gain {4 * L}",
         "16 L": f"gain {16 * L}",
-        "repeat at 2 L": study.copy(2 * L),
-        "4 L ": study.copy(4 * L),
-        "16 L ": study.copy(16 * L)})
+        "repeat at 2 L": study.copy_column(2 * L),
+        "4 L ": study.copy_column(4 * L),
+        "16 L ": study.copy_column(16 * L)})
     # for the same windows of 64 L, over the time without a method: the fastest of all evaluations
     costs = join(*(run.table for run in load(FIRST.folder / "costs"))).query(f"length == {64 * FIRST.L}")
     seconds = costs.groupby(["extend", "run"])["seconds"].sum().groupby("extend").min()
@@ -258,16 +230,14 @@ def methods(study: Study, data: str) -> str:
 # Probes
 
 
-def probes(study: Study, data: str = "needles") -> pd.DataFrame:
+@cache
+def probes(folder: Path) -> pd.DataFrame:
     """Right answers in percent, by config, method, protocol and length.
 
     Columns: `run`, the mean of each run over depths; `place`, the mean of each depth over runs; `mean`.
     """
     parts = []
-    folders = [study.folder / data]
-    if study == SECOND:
-        folders = sorted((RESULTS / "rows").glob(f"*/{data}"))
-    for run in (run for folder in folders for run in load(folder)):
+    for run in load(folder):
         config = re.sub(r"-lr-.*seed\d|-(flip_flop|copying)-seed\d", "", Path(run.name).name)
         parts.append(run.table.assign(config=config))
     keys = ["config", "extend", "protocol", "length"]
@@ -283,7 +253,7 @@ def probes(study: Study, data: str = "needles") -> pd.DataFrame:
 def needles(study: Study) -> str:
     """Needles found: a number for each run, and by depth the mean of the runs."""
     L = study.L
-    found = probes(study).xs(NO_METHOD, level="extend").unstack(["protocol", "length"])
+    found = probes(study.folder / "needles").xs(NO_METHOD, level="extend").unstack(["protocol", "length"])
     columns = {}
     for kind, what in (("needle", "one fact"), ("multi_key", "of four")):
         for n, length in ((1, "L"), (4, "4 L"), (16, "16 L")):
@@ -296,7 +266,7 @@ def needles(study: Study) -> str:
 def methods_on_needles() -> str:
     """Needles found by the tuned runs of rope under methods of --extend."""
     L = FIRST.L
-    found = probes(FIRST).loc[f"{BASELINE}-methods"]
+    found = probes(FIRST.folder / "needles").loc[f"{BASELINE}-methods"]
     near = found.loc[:, "needle", 4 * L].sort_values("mean", ascending=False)
     titles = near.index.to_series().map("`{}`".format).replace(f"`{NO_METHOD}`", "no method")
     columns = {"% found at 4 L": near["run"], "at 16 L": found.loc[:, "needle", 16 * L]["run"],
@@ -306,7 +276,7 @@ def methods_on_needles() -> str:
 
 def algorithms() -> str:
     """Right answers in percent by the number of symbols, one number for each seed."""
-    found = probes(FIRST, "algorithms")["run"].unstack(["extend", "protocol", "length"])
+    found = probes(FIRST.folder / "algorithms")["run"].unstack(["extend", "protocol", "length"])
     columns = {f"{task}, {n}": found[NO_METHOD, task, 4 * n]
                for task in ("flip_flop", "copying") for n in (16, 32, 64, 128)}
     return lay_out("% right", found.index.to_series(), pd.DataFrame(columns))
@@ -356,6 +326,7 @@ def picture(study: Study) -> pd.DataFrame:
 def blocks() -> dict[str, str]:
     """Name -> each generated part of the pages."""
     parts = {
+        "readme": front_page(STUDIES[-1]),
         "control": control(),
         "needles methods": methods_on_needles(),
         "algorithms": algorithms(),
@@ -369,7 +340,6 @@ def blocks() -> dict[str, str]:
         parts[f"overview {name}"] = overview(study)
         parts[f"picture {name}"] = textwrap.fill(legend, 120)
         parts[f"needles {name}"] = needles(study)
-        parts["readme"] = front_page(study)
         for data in study.texts:
             parts[f"summary {data}"] = by_encoding(study, data)
             parts[f"gain {data}"] = by_length(data, "context", "gain", study.lengths)

@@ -132,13 +132,15 @@ def verify(folder: Path, has_text: bool) -> None:
     for text in TEXTS:
         runs = load(folder / text)
         check_comparable([*load(REFERENCE / text), *runs])
-        settings = [settings_of(run) for run in runs]
+        for run in runs:
+            settings_of(run)
     print("recipe, text and windows: those of the study")
-    print("model:", check_model(load_config(RECIPE, [*settings[0], "model.vocab_size=64"])))
+    settings = settings_of(runs[0])
+    print("model:", check_model(load_config(RECIPE, [*settings, "model.vocab_size=64"])))
     if not has_text:
         print("runs: not checked, because data/study is not there; `make study-data` makes it")
         return
-    print("training:", check_training(runs[0], settings[0]))
+    print("training:", check_training(runs[0], settings))
     for text in TEXTS:
         for run in load(folder / text):
             if (ROOT / run.name / "checkpoints").exists():

@@ -7,9 +7,9 @@
 #                takes four times as long as make train; the same command resumes an interrupted one
 # make bench     on the CPU, which must be otherwise idle: a training step of nanorope and of its peers, of each
 #                encoding relative to RoPE's, and by length and size -> runs/bench/
-# make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/; in four parts
+# make bench-gpu on one CUDA GPU: parity with the CPU in fp64, then the benches -> results/gpu/; in five parts
 #                of at most ten minutes each: make gpu-parity, gpu-speed (NANOGPT=FOLDER adds a checkout of
-#                nanoGPT), gpu-encodings, gpu-flex
+#                nanoGPT), gpu-small, gpu-encodings, gpu-flex
 # make enwik8, wikitext103, pg19
 #                prepare the public corpus, train its config on a GPU and evaluate it: hours, and network
 # make row CONFIG=configs/rows/mine.toml
@@ -29,7 +29,7 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 # without its bytecode, Python compiles all tests anew, in each of the processes
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-encodings gpu-flex gallery lock row verify study-data enwik8 wikitext103 pg19
+.PHONY: train test test-all lint compare bench bench-gpu gpu-parity gpu-speed gpu-small gpu-encodings gpu-flex gallery lock row verify study-data enwik8 wikitext103 pg19
 .DELETE_ON_ERROR:
 
 train: .venv/.installed data/stdlib/meta.json
@@ -59,16 +59,23 @@ bench: .venv/.installed-test
 # `make bench-gpu PY=python3` uses a Python that has PyTorch already, with what is missing on PYTHONPATH
 GPT2 := learned+model.norm=layernorm+model.mlp=gelu+model.tied=true
 WIDE := --device cuda --shapes 1024,16 --sizes
-bench-gpu: gpu-parity gpu-speed gpu-encodings gpu-flex
+bench-gpu: gpu-parity gpu-speed gpu-small gpu-encodings gpu-flex
 READY := $(if $(filter file,$(origin PY)),.venv/.installed-test)
 
 gpu-parity: $(READY)
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout 580 $(PY) -m pytest -m gpu -n 14 --tb=short 2>&1 | tee results/gpu/parity.txt
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout --signal INT 580 $(PY) -m pytest tests/test_gpu.py -v -m gpu -n 14 \
+		--tb=short -rf 2>&1 | tee results/gpu/parity.txt
 
-gpu-speed gpu-encodings gpu-flex: export TORCHINDUCTOR_COMPILE_THREADS = 2
+gpu-speed gpu-small gpu-encodings gpu-flex: export TORCHINDUCTOR_COMPILE_THREADS = 2
 gpu-speed: $(READY)
 	timeout 300 $(STEPS) rope+compile rope $(GPT2)+compile llama+compile $(if $(NANOGPT),$(NANOGPT)/model.py+compile) model.vocab_size=50304 $(WIDE) 12x768 --out results/gpu/training.md
 	timeout 270 $(STEPS) rope model.vocab_size=50304 $(WIDE) 6x384 24x1024 36x1280 48x1600 --rounds 3 --out results/gpu/sizes.md
+
+# the models of configs/gpu-study.toml, in batches of 128 and 32
+gpu-small: $(READY)
+	timeout 150 $(STEPS) rope+compile rope+compile+train.batch_size=32 rope+cudagraphs rope+cudagraphs+train.batch_size=32 \
+		$(foreach encoding,alibi t5 kerple_log fire forgetting,$(encoding)+compile) model.vocab_size=4096 model.tied=true \
+		model.qk_norm=true train.optimizer=muon --device cuda --shapes 512,128 --sizes 6x384 --out results/gpu/small.md
 
 gpu-encodings: $(READY)
 	timeout 580 $(STEPS) rope+compile encodings+compile model.vocab_size=512 $(WIDE) 4x768 --out results/gpu/encodings.md

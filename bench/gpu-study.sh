@@ -50,7 +50,7 @@ one_seed() {    # SEED ENCODING KEYS...: choose the rate if it is seed 0, train,
     fi
     run=runs/gpu-study/$encoding-lr-$(cat "$chosen")-seed$seed
     for text in docs code; do
-        within eval.py "$run" --data data/gpu-$text --protocol fixed,repeat --windows "$WINDOWS" \
+        within eval.py "$run" --data data/gpu-$text --protocol fixed,repeat --targets 128 --windows "$WINDOWS" \
             --lengths 256,512,1024,2048,4096,8192,16384 || return
     done
     echo "$(date +%T) $run: evaluated"

@@ -1,7 +1,7 @@
 """The tables of the study, computed from the folders of results/: `python -m docs.study` writes them.
 
-compare.py wrote these folders, and its numbers are shown here. `data` is a folder in results/study/,
-results/extrapolation/ or results/gpu/, of the runs that were evaluated on a text.
+compare.py wrote these folders, and its numbers are shown here. `data` is a folder of the runs that were
+evaluated on a text: in results/extrapolation/, in results/gpu/, or one in each row of results/rows/.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ class Study(NamedTuple):
     texts: dict[str, str]       # data -> the text's name on the page
     lengths: tuple[int, ...]    # contexts besides L
     repeat: str                 # key of the columns that say how much a repeated passage helps
+    needles: tuple[Path, ...]   # folders of the runs that were tuned to find facts
 
     def copy_column(self, length: int) -> str:
         """The column of a passage that is repeated in a context of `length` tokens."""
         return f"{self.repeat} {length - self.L // 2}"
 
 RESULTS = ROOT / "results"
+ROWS = sorted(path.parent for path in (RESULTS / "rows").glob("*/row.toml"))    # what `make row` wrote
 # in its other records, the first study has the gain over the first copy alone
 FIRST = Study(RESULTS / "extrapolation", 128, {"books": "prose", "packages": "code"},
-              (64, 256, 512, 1024, 2048), "repeat")
-STUDIES = [FIRST]
+              (64, 256, 512, 1024, 2048), "repeat", (RESULTS / "extrapolation" / "needles",))
+SECOND = Study(RESULTS / "study", 256, {"docs": "docs", "code": "code"},
+               (512, 1024, 4096), "use", tuple(row / "needles" for row in ROWS))
+STUDIES = [FIRST, SECOND]
 GPU = RESULTS / "gpu"
 README = ROOT / "README.md"
 PAGES = [README, *(study.folder / name for study in STUDIES for name in ("README.md", "tables.md")),
@@ -59,7 +63,7 @@ MEAN = "{value:+.2f}"
 @cache
 def runs_of(data: str) -> list[Run]:
     """All runs that were evaluated on a text, labelled with the name of their config, rope first."""
-    folders = [folder / data for folder in (FIRST.folder, FIRST.folder / "sandwich", GPU)]
+    folders = [folder / data for folder in (FIRST.folder, FIRST.folder / "sandwich", GPU, *ROWS)]
     runs = [run for folder in folders if folder.exists() for run in load(folder)]
     check_comparable(runs)
     return sorted(labelled(runs), key=lambda run: run.label != BASELINE)
@@ -138,26 +142,26 @@ def lay_out(corner: str, titles: pd.Series, *columns: pd.Series | pd.DataFrame) 
 
 
 def overview(study: Study) -> str:
-    """Both texts at L, at 16 L and 64 L, and needles, best on the first text first."""
+    """Needles, then both texts at 16 L, 64 L and at L; best on the first text at L first."""
     L = study.L
-    columns = []
+    columns: list[Any] = [facts_found(study)]
     for data, text in study.texts.items():
-        numbers = [losses(bits(data), f"{text} at L"), cells(data, {"gain of 16 L": f"gain {16 * L}"}, MEAN),
-                   cells(f"{data}-far", {"of 64 L": f"gain {64 * L}"}, MEAN),
-                   cells(data, {"repeat at 16 L": study.copy_column(16 * L)}, MEAN)]
+        numbers = [cells(data, {f"{text}: 16 L": f"gain {16 * L}"}, MEAN),
+                   cells(f"{data}-far", {f"{text}: 64 L": f"gain {64 * L}"}, MEAN),
+                   cells(data, {f"{text}: repeat": study.copy_column(16 * L)}, MEAN),
+                   losses(bits(data), f"{text}: at L")]
         columns.append(mark(pd.concat(numbers, axis=1), about(data)["is_failed"]))
-    return lay_out("encoding", about([*study.texts][0]).index.to_series(), *columns, facts_found(study))
+    return lay_out("encoding", about([*study.texts][0]).index.to_series(), *columns)
 
 
 def front_page(study: Study) -> str:
     """The table of README: rows that pass the gates on both texts, and fewer columns."""
     is_failed = pd.concat([about(data)["is_failed"] for data in study.texts], axis=1).any(axis=1)
-    columns: list[Any] = []
-    for data, text in study.texts.items():
-        columns += [losses(bits(data), f"{text} at L, bits/byte"),
-                    cells(data, {"gain of 16 L, nats": f"gain {16 * study.L}"}, MEAN)]
     titles = about([*study.texts][0]).index.to_series()
-    return lay_out("encoding", titles[~is_failed[titles]], *columns, facts_found(study))
+    gains = [cells(data, {f"{text}: gain of 16 L": f"gain {16 * study.L}"}, MEAN)
+             for data, text in study.texts.items()]
+    at_L = [losses(bits(data), f"{text} at L") for data, text in study.texts.items()]
+    return lay_out("encoding", titles[~is_failed[titles]], *gains, facts_found(study), *at_L)
 
 
 def bits(data: str) -> pd.Series:
@@ -168,33 +172,46 @@ def bits(data: str) -> pd.Series:
 
 def facts_found(study: Study) -> pd.Series:
     """Percent of facts among others that are found at 16 L."""
-    found = probes(study.folder / "needles").loc[:, NO_METHOD, "multi_key", 16 * study.L]["mean"]
-    return found.map("{:.0f}".format).rename("needles at 16 L, %")
+    found = probes(*study.needles).loc[:, NO_METHOD, "multi_key", 16 * study.L]["mean"]
+    return found.map("{:.0f}".format).rename("needles, %")
 
 
-def summary(data: str, *columns: pd.DataFrame) -> str:
-    """Seeds and loss at L, best first, and these columns."""
+def summary(data: str, *beyond: pd.DataFrame) -> str:
+    """These columns, then loss at L, over rope, and seeds; best at L first, a trigram last."""
+    at_L = runs_of(data)[0].head["seq_len"]
     curves = about(data)
     trigram = gates_of(data)["trigram"].iloc[0]
-    return lay_out(f"encoding (a trigram has {trigram:.3f})", curves["title"], curves["seeds"],
-                   losses(curves["loss"]), *columns)
+    titles = pd.concat([curves["title"], pd.Series({"trigram": "a trigram"})])
+    near = losses(pd.concat([curves["loss"], pd.Series({"trigram": trigram})]))
+    return lay_out("encoding", titles, *beyond, near, cells(data, {"over rope": f"fixed-gain {at_L}"}),
+                   curves["seeds"])
 
 
 def by_encoding(study: Study, data: str) -> str:
     """What becomes of each encoding beyond L."""
     L = study.L
-    near = {
-        "over rope at L": f"fixed-gain {L}",
-        "gain of 2 L": f"gain {2 * L}",
-        "gain of 16 L": f"gain {16 * L}"}
-    far = {"gain of 64 L": f"gain {64 * L}"}
-    repeats = {"repeat at L": study.copy_column(L), "repeat at 16 L": study.copy_column(16 * L)}
-    return summary(data, cells(data, near), cells(f"{data}-far", far), cells(data, repeats))
+    gains = {"gain of 16 L": f"gain {16 * L}", "of 2 L": f"gain {2 * L}"}
+    far = {"of 64 L": f"gain {64 * L}"}
+    repeats = {"repeat at 16 L": study.copy_column(16 * L), "at L": study.copy_column(L)}
+    return summary(data, cells(data, gains), cells(f"{data}-far", far), cells(data, repeats))
+
+
+def behind(study: Study) -> str:
+    """Validation loss less that of rope, mean over seeds, in the course of the training on text."""
+    runs = runs_of([*study.texts][0])
+    steps = runs[0].config["train.steps"]
+    lines = pd.concat([run.training.assign(label=run.label) for run in runs]).dropna(subset="val_loss")
+    lines = lines[lines["step"] > runs[0].config["data.mixture_only"]]
+    means = lines.groupby(["label", "step"])["val_loss"].mean().unstack()
+    deficits = (means - means.loc[BASELINE]).sort_values(steps).map("{:+.3f}".format)
+    deficits.columns = [f"{100 * step / steps:.0f} % of the steps" for step in deficits]
+    return lay_out("over rope, nats per token", deficits.index.to_series(), deficits)
 
 
 def by_length(data: str, corner: str, key: str, headings: Sequence[int]) -> str:
     """Gain over truncation by length, or on a repeated passage by distance."""
-    columns = {str(heading): f"{key} {heading}" for heading in headings}
+    measured = set(tables_of(data)["column"])
+    columns = {str(heading): f"{key} {heading}" for heading in headings if f"{key} {heading}" in measured}
     return lay_out(corner, about(data)["title"], cells(data, columns))
 
 
@@ -210,7 +227,7 @@ def methods(study: Study, data: str) -> str:
     """Methods of --extend on the runs of rope, and DroPE."""
     L = study.L
     curves = rows_of(f"{data}-methods", f"gain {2 * L}")
-    titles = mark(curves["name"], curves["label"].map(about(data)["is_failed"]))
+    titles = mark(curves["name"].str.removeprefix(f"{BASELINE} + "), curves["label"].map(about(data)["is_failed"]))
     columns = cells(f"{data}-methods", {
         "gain of 2 L": f"gain {2 * L}",
         "4 L": f"gain {4 * L}",
@@ -231,13 +248,13 @@ def methods(study: Study, data: str) -> str:
 
 
 @cache
-def probes(folder: Path) -> pd.DataFrame:
+def probes(*folders: Path) -> pd.DataFrame:
     """Right answers in percent, by config, method, protocol and length.
 
     Columns: `run`, the mean of each run over depths; `place`, the mean of each depth over runs; `mean`.
     """
     parts = []
-    for run in load(folder):
+    for run in [run for folder in folders for run in load(folder)]:
         config = re.sub(r"-lr-.*seed\d|-(flip_flop|copying)-seed\d", "", Path(run.name).name)
         parts.append(run.table.assign(config=config))
     keys = ["config", "extend", "protocol", "length"]
@@ -253,7 +270,7 @@ def probes(folder: Path) -> pd.DataFrame:
 def needles(study: Study) -> str:
     """Needles found: a number for each run, and by depth the mean of the runs."""
     L = study.L
-    found = probes(study.folder / "needles").xs(NO_METHOD, level="extend").unstack(["protocol", "length"])
+    found = probes(*study.needles).xs(NO_METHOD, level="extend").unstack(["protocol", "length"])
     columns = {}
     for kind, what in (("needle", "one fact"), ("multi_key", "of four")):
         for n, length in ((1, "L"), (4, "4 L"), (16, "16 L")):
@@ -266,7 +283,7 @@ def needles(study: Study) -> str:
 def methods_on_needles() -> str:
     """Needles found by the tuned runs of rope under methods of --extend."""
     L = FIRST.L
-    found = probes(FIRST.folder / "needles").loc[f"{BASELINE}-methods"]
+    found = probes(*FIRST.needles).loc[f"{BASELINE}-methods"]
     near = found.loc[:, "needle", 4 * L].sort_values("mean", ascending=False)
     titles = near.index.to_series().map("`{}`".format).replace(f"`{NO_METHOD}`", "no method")
     columns = {"% found at 4 L": near["run"], "at 16 L": found.loc[:, "needle", 16 * L]["run"],
@@ -289,11 +306,10 @@ def algorithms() -> str:
 def gpu(data: str) -> str:
     """What becomes of each encoding beyond L."""
     return summary(data, cells(data, {
-        "over rope at L": "fixed-gain 512",
-        "gain of 2 L": "gain 1024",
-        "of 16 L": "gain 8192",
-        "repeat at L": "repeat 256",
-        "over another at 16 L": "use 7936"}))
+        "gain of 16 L": "gain 8192",
+        "of 2 L": "gain 1024",
+        "over another at 16 L": "use 7936",
+        "repeat at L": "repeat 256"}))
 
 
 def gpu_60m(data: str) -> str:
@@ -308,8 +324,8 @@ def gpu_60m(data: str) -> str:
         "use of a copy at L": "use 256",
         "at 16 L": "use 7936",
         "at 32 L": "use 16128"}
-    return lay_out("encoding", validation.sort_values().index.to_series(), losses(validation, "validation"),
-                   losses(about(data)["loss"]), cells(data, columns, MEAN))
+    return lay_out("encoding", validation.sort_values().index.to_series(), cells(data, columns, MEAN),
+                   losses(about(data)["loss"]), losses(validation, "validation"))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -326,13 +342,15 @@ def picture(study: Study) -> pd.DataFrame:
 def blocks() -> dict[str, str]:
     """Name -> each generated part of the pages."""
     parts = {
-        "readme": front_page(STUDIES[-1]),
+        "readme": front_page(FIRST),
         "control": control(),
         "needles methods": methods_on_needles(),
         "algorithms": algorithms(),
+        "behind": behind(SECOND),
         "gpu 60m": gpu_60m("study-60m/gpu-books")}
     for data in FIRST.texts:
         parts[f"gpu {data}"] = gpu(f"study/gpu-{data}")
+        parts[f"methods {data}"] = methods(FIRST, data)
     for study in STUDIES:
         name = study.folder.name
         legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with "
@@ -345,7 +363,6 @@ def blocks() -> dict[str, str]:
             parts[f"gain {data}"] = by_length(data, "context", "gain", study.lengths)
             distances = [max(length, study.L) - study.L // 2 for length in study.lengths]     # of the copies
             parts[f"repeat {data}"] = by_length(data, "distance", study.repeat, distances)
-            parts[f"methods {data}"] = methods(study, data)
     return parts
 
 

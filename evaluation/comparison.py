@@ -7,6 +7,7 @@ L = train.seq_len. Loss in nats per token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,7 +140,9 @@ def remarks(runs: Sequence[Run]) -> list[str]:
                       ("train_dtype", "trained in different dtypes")):
         first: dict[str, str] = {}          # value -> a run that has it
         for run in runs:
-            first.setdefault(str(run.head.get(key) or "unknown")[:12], run.name)
+            value = str(run.head.get(key) or "unknown")
+            short = re.sub(r"(?<=^[0-9a-f]{7})[0-9a-f]{33}", "", value)     # a commit, with what follows it
+            first.setdefault(short, run.name)
         if len(first) > 1:
             values = ", ".join(f"{value} (such as {name})" for value, name in first.items())
             lines.append(f"Warning: {what}: {values}")

@@ -19,7 +19,8 @@ from evaluation.intervals import LARGEST_SPREAD, OUTLIER_LEVEL
 from evaluation.results import Form
 
 MOST_COLUMNS = 9        # places whose cells have intervals; with more they would not fit on 1,200 pixels
-ONE_RATE = "One learning rate for all, not tuned for each: see docs/fair-comparisons.md."
+ONE_RATE = ("One learning rate for all: if it was not chosen for each, the order may change when it is "
+            "(docs/fair-comparisons.md).")
 STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; max-width: 72em; margin: 1.5em auto; padding: 0 1em; }
 li { margin: .3em 0; } figcaption, .signs { color: #555; font-size: 14px; }
@@ -137,7 +138,7 @@ def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> It
         yield f"They are evaluated on {text}, but not on fixed targets, so lengths cannot be compared."
     else:
         first = losses.iloc[0]
-        yield (f"They are scored on the same targets of {text} ({first['n_units']} {first['unit']}) at every "
+        yield (f"They are scored on the same targets of {text} ({first['n_units']} {first['unit'] or 'windows'}) at every "
                f"length, from {losses['length'].min()} to {losses['length'].max()} tokens of context.")
 
     parts = []

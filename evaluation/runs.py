@@ -209,8 +209,12 @@ def check_comparable(runs: Sequence[Run]) -> None:
             earlier, expected = targets.setdefault(tuple(key), (run, columns[rows]))
             if not np.array_equal(expected, columns[rows], equal_nan=True):
                 protocol, length, _ = key
-                before = earlier.head.get("settings", {}).get(protocol)
-                after = run.head.get("settings", {}).get(protocol)
                 raise UserError(f"runs {earlier.name} and {run.name}: {protocol} at {length}: different "
-                                f"targets, by {before} and {after}; evaluate one of them again, with the "
-                                "flags of the other one and --replace")
+                                f"targets, by {flags(earlier, protocol)} and by {flags(run, protocol)}; "
+                                "evaluate one of them again, with the flags of the other one and --replace")
+
+
+def flags(run: Run, protocol: str) -> str:
+    """The flags of eval.py that chose the targets of a protocol."""
+    settings = run.head.get("settings", {}).get(protocol, {})
+    return " ".join(f"--{name} {value}" for name, value in settings.items())

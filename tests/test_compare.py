@@ -291,13 +291,14 @@ def test_other_targets_are_refused_by_their_settings(tmp_path: Path) -> None:
         table.loc[rows.index[0], "tokens"] += 1
         with pytest.raises(UserError, match=f"{protocol} at {length}: ") as error:
             check_comparable(runs)
-        assert protocol != "sliding" or "by {'longest': 256} and {'longest': 128}" in str(error)
+        assert protocol != "sliding" or "by --longest 256 and by --longest 128" in str(error)
         table.loc[rows.index[0], "tokens"] -= 1
 
 
 def test_what_differs_or_was_not_tuned_is_said(tmp_path: Path) -> None:
-    folders = [fabricate(tmp_path / "a-seed0", commit="1" * 40, train_dtype="float32", protocols=("fixed",)),
-               fabricate(tmp_path / "a-seed1", seed=1, commit="2" * 40, train_dtype="bfloat16", step=5,
+    commits = [f"{'1' * 40}-dirty-{changes}" for changes in ("abc", "def")]
+    folders = [fabricate(tmp_path / "a-seed0", commit=commits[0], train_dtype="float32", protocols=("fixed",)),
+               fabricate(tmp_path / "a-seed1", seed=1, commit=commits[1], train_dtype="bfloat16", step=5,
                          protocols=("fixed",)),
                fabricate(tmp_path / "old", "alibi", dtype="bfloat16", protocols=("fixed",))]
     runs = [read_run(folder, None) for folder in folders]
@@ -305,7 +306,7 @@ def test_what_differs_or_was_not_tuned_is_said(tmp_path: Path) -> None:
     assert rate.startswith("One learning rate for all")
     a, b, old = (f"(such as {folder})" for folder in folders)
     assert warnings == [
-        f"Warning: evaluated by different code: {'1' * 12} {a}, {'2' * 12} {b}, unknown {old}",
+        f"Warning: evaluated by different code: 1111111-dirty-abc {a}, 1111111-dirty-def {b}, unknown {old}",
         f"Warning: evaluated in different dtypes: float32 {a}, bfloat16 {old}",
         f"Warning: trained in different dtypes: float32 {a}, bfloat16 {b}, unknown {old}"]
     assert "a-seed1 (unfinished: step 5 of " in unfinished

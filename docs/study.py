@@ -227,7 +227,8 @@ def methods(study: Study, data: str) -> str:
     """Methods of --extend on the runs of rope, and DroPE."""
     L = study.L
     curves = rows_of(f"{data}-methods", f"gain {2 * L}")
-    titles = mark(curves["name"].str.removeprefix(f"{BASELINE} + "), curves["label"].map(about(data)["is_failed"]))
+    names = curves["name"].str.removeprefix(f"{BASELINE} + ")
+    titles = mark(names, curves["label"].map(about(data)["is_failed"]))
     columns = cells(f"{data}-methods", {
         "gain of 2 L": f"gain {2 * L}",
         "4 L": f"gain {4 * L}",
@@ -354,7 +355,9 @@ def blocks() -> dict[str, str]:
     for study in STUDIES:
         name = study.folder.name
         legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with "
-                  f"the range of seeds. Grey: {caption(picture(study))}.")
+                  "the range of seeds.")
+        if grey := caption(picture(study)):
+            legend += f" Grey: {grey}."
         parts[f"overview {name}"] = overview(study)
         parts[f"picture {name}"] = textwrap.fill(legend, 120)
         parts[f"needles {name}"] = needles(study)

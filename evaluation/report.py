@@ -138,8 +138,9 @@ def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> It
         yield f"They are evaluated on {text}, but not on fixed targets, so lengths cannot be compared."
     else:
         first = losses.iloc[0]
-        yield (f"They are scored on the same targets of {text} ({first['n_units']} {first['unit'] or 'windows'}) at every "
-               f"length, from {losses['length'].min()} to {losses['length'].max()} tokens of context.")
+        units = f"{first['n_units']} {first['unit'] or 'windows'}"
+        yield (f"They are scored on the same targets of {text} ({units}) at every length, from "
+               f"{losses['length'].min()} to {losses['length'].max()} tokens of context.")
 
     parts = []
     for state in (PASSED, WITHIN, FAILED, NOT_GATED):

@@ -297,7 +297,8 @@ def test_other_targets_are_refused_by_their_settings(tmp_path: Path) -> None:
 
 def test_what_differs_or_was_not_tuned_is_said(tmp_path: Path) -> None:
     commits = [f"{'1' * 40}-dirty-{changes}" for changes in ("abc", "def")]
-    folders = [fabricate(tmp_path / "a-seed0", commit=commits[0], train_dtype="float32", protocols=("fixed",)),
+    folders = [fabricate(tmp_path / "a-seed0", commit=commits[0], train_dtype="float32",
+                         protocols=("fixed",)),
                fabricate(tmp_path / "a-seed1", seed=1, commit=commits[1], train_dtype="bfloat16", step=5,
                          protocols=("fixed",)),
                fabricate(tmp_path / "old", "alibi", dtype="bfloat16", protocols=("fixed",))]

@@ -261,7 +261,8 @@ def main() -> None:
         for name, row in rows.items():
             row += cells[name]
     machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} threads"
-    text = "\n".join([f"`python -m bench.steps {shlex.join(sys.argv[1:])}`", "",
+    text = "\n".join(["# A training step, measured", "",
+                      f"`python -m bench.steps {shlex.join(sys.argv[1:])}`", "",
                       f"{machine}, torch {torch.__version__}, {dtype_name(config.train, device)}", "",
                       f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1),
                       *(f"| {' | '.join(row)} |" for row in rows.values())])

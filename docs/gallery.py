@@ -191,14 +191,14 @@ def property_table() -> str:
         p = properties(name)
         rows.append([
             f"[`{name}`](#{name})",
+            yes[p.is_defined],
+            zero_or(p.change),
             f"yes, {p.gap:.1g}" if p.gap else "no",
             f"{p.step:.1g}",
             zero_or(p.residual),
-            yes[p.is_defined],
             yes[p.is_fixed],
-            zero_or(p.change),
             f"{p.n_parameters:,}"])
-    head = ["encoding", "unique", "largest step", "linear", "defined at 8 L", "fixed", "distance alone",
+    head = ["encoding", "defined at 8 L", "distance alone", "unique", "largest step", "linear", "fixed",
             "parameters"]
     return table(head, rows)
 

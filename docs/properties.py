@@ -16,7 +16,7 @@ from model import GPT, shape_of
 from positions import ENCODINGS, At, Encoding
 
 QUICK = Path(__file__).resolve().parent.parent / "configs" / "quick.toml"
-HOOKS = {"embed": "the token embeddings", "rotate": "queries and keys", "scores": "the logits"}
+HOOKS = {"embed": "embeddings", "rotate": "q and k", "scores": "logits"}
 SMALL = ("model.n_layer=2", "model.n_head=2", "model.n_embd=32", "train.seq_len=32", "train.dtype=float32")
 SHIFTS = (1, 8, 64)     # k of the matrices W_k
 

@@ -44,6 +44,11 @@ def test_every_link_leads_somewhere(page: str) -> None:
             assert not anchor or anchor in anchors(path.read_text(encoding="utf-8")), target
 
 
+@pytest.mark.parametrize("page", [*PAGES, *NOTES])
+def test_no_wrapped_line_begins_a_list(page: str) -> None:
+    assert not re.search(r"^ *[+*] .*", read(page), re.M)       # our lists begin with a hyphen
+
+
 def test_the_readme_leads_to_every_page_command_and_room() -> None:
     readme = read("README.md")
     files = [path.name for path in ROOT.glob("*.py")]

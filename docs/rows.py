@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,16 +28,15 @@ from base.command import argument_parser, run_command
 from base.errors import UserError
 from config import Config, flatten, load_config
 from docs.gallery import ROOT, table, update
-from docs.study import labelled
+from docs.study import ROWS, labelled
 from evaluation.comparison import table_of
 from evaluation.estimates import PASSED, gates
 from evaluation.results import NO_METHOD
-from evaluation.runs import Run, check_comparable, load
+from evaluation.runs import Run, check_comparable, load, short_commit
 from model import GPT, Cache
 from runtime.log import read_log
 
 PAGE = ROOT / "docs" / "benchmark.md"
-FOLDERS = sorted(path.parent for path in (ROOT / "results" / "rows").glob("*/row.toml"))
 REFERENCE = ROOT / "results" / "rows" / "rope"      # whose text and windows every row must have
 RECIPE = ROOT / "configs" / "study.toml"
 TEXTS = ("docs", "code")
@@ -91,7 +89,7 @@ def read_row(folder: Path) -> Row:
     total = sums[0] + sums[1]
     bits = total.div(math.log(2) * total["bytes"], axis=0)
     commits = {run.summary["git_revision"] for run in runs}
-    commit = ", ".join(sorted(re.sub(r"(?<=^.{7})[0-9a-f]*", "", revision) for revision in commits))
+    commit = ", ".join(sorted(map(short_commit, commits)))
     return Row(folder.name, bits["nll"], bits["truncated_nll"].mean(), tuple(states), commit, about)
 
 
@@ -102,7 +100,7 @@ def at_length(rows: pd.DataFrame, length: int) -> pd.DataFrame:
 
 def record_table() -> str:
     """All rows, the best first; those that do not pass the gate last, in italics."""
-    rows = sorted(map(read_row, FOLDERS), key=lambda row: (not row.counts, row.bits.mean()))
+    rows = sorted(map(read_row, ROWS), key=lambda row: (not row.counts, row.bits.mean()))
     cells = []
     for row, following in zip_longest(rows, rows[1:]):
         name = row.name

@@ -223,9 +223,9 @@ def control() -> str:
     return lay_out("run", columns[0].index.to_series().sort_values(), *columns)
 
 
-def methods(study: Study, data: str) -> str:
+def methods(data: str) -> str:
     """Methods of --extend on the runs of rope, and DroPE."""
-    L = study.L
+    L = FIRST.L
     curves = rows_of(f"{data}-methods", f"gain {2 * L}")
     names = curves["name"].str.removeprefix(f"{BASELINE} + ")
     titles = mark(names, curves["label"].map(about(data)["is_failed"]))
@@ -233,11 +233,11 @@ def methods(study: Study, data: str) -> str:
         "gain of 2 L": f"gain {2 * L}",
         "4 L": f"gain {4 * L}",
         "16 L": f"gain {16 * L}",
-        "repeat at 2 L": study.copy_column(2 * L),
-        "4 L ": study.copy_column(4 * L),
-        "16 L ": study.copy_column(16 * L)})
+        "repeat at 2 L": FIRST.copy_column(2 * L),
+        "4 L ": FIRST.copy_column(4 * L),
+        "16 L ": FIRST.copy_column(16 * L)})
     # for the same windows of 64 L, over the time without a method: the fastest of all evaluations
-    costs = join(*(run.table for run in load(FIRST.folder / "costs"))).query(f"length == {64 * FIRST.L}")
+    costs = join(*(run.table for run in load(FIRST.folder / "costs"))).query(f"length == {64 * L}")
     seconds = costs.groupby(["extend", "run"])["seconds"].sum().groupby("extend").min()
     times = curves["extend"].map(seconds / seconds[NO_METHOD]).map("{:.1f}".format, na_action="ignore")
     return lay_out(f"seeds of rope: {curves['n_seeds'][BASELINE]}", titles, columns.rename(columns=str.strip),
@@ -255,9 +255,10 @@ def probes(*folders: Path) -> pd.DataFrame:
     Columns: `run`, the mean of each run over depths; `place`, the mean of each depth over runs; `mean`.
     """
     parts = []
-    for run in [run for folder in folders for run in load(folder)]:
-        config = re.sub(r"-lr-.*seed\d|-(flip_flop|copying)-seed\d", "", Path(run.name).name)
-        parts.append(run.table.assign(config=config))
+    for folder in folders:
+        for run in load(folder):
+            config = re.sub(r"-lr-.*seed\d|-(flip_flop|copying)-seed\d", "", Path(run.name).name)
+            parts.append(run.table.assign(config=config))
     keys = ["config", "extend", "protocol", "length"]
     right = join(*parts).groupby([*keys, "run", "place"], sort=False)["correct"].mean()
     percents = (100 * right).round()
@@ -351,7 +352,7 @@ def blocks() -> dict[str, str]:
         "gpu 60m": gpu_60m("study-60m/gpu-books")}
     for data in FIRST.texts:
         parts[f"gpu {data}"] = gpu(f"study/gpu-{data}")
-        parts[f"methods {data}"] = methods(FIRST, data)
+        parts[f"methods {data}"] = methods(data)
     for study in STUDIES:
         name = study.folder.name
         legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with "

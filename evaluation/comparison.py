@@ -7,7 +7,6 @@ L = train.seq_len. Loss in nats per token.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from evaluation.figures import merge_positions
 from evaluation.protocols import PROTOCOLS, Protocol
 from evaluation.report import ONE_RATE, Section
 from evaluation.results import BY_POSITION, COLUMNS, GAIN, NO_METHOD, PERPLEXITY, join
-from evaluation.runs import Run, without_seed
+from evaluation.runs import Run, short_commit, without_seed
 
 # -----------------------------------------------------------------------------------------------------------
 # Curves
@@ -140,9 +139,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
                       ("train_dtype", "trained in different dtypes")):
         first: dict[str, str] = {}          # value -> a run that has it
         for run in runs:
-            value = str(run.head.get(key) or "unknown")
-            short = re.sub(r"(?<=^[0-9a-f]{7})[0-9a-f]{33}", "", value)     # a commit, with what follows it
-            first.setdefault(short, run.name)
+            first.setdefault(short_commit(run.head.get(key) or "unknown"), run.name)
         if len(first) > 1:
             values = ", ".join(f"{value} (such as {name})" for value, name in first.items())
             lines.append(f"Warning: {what}: {values}")

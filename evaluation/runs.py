@@ -214,6 +214,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
                                 "evaluate one of them again, with the flags of the other one and --replace")
 
 
+def short_commit(revision: str) -> str:
+    """A commit by seven digits, with what follows it; any other text as it is."""
+    return re.sub(r"(?<=^[0-9a-f]{7})[0-9a-f]{33}", "", revision)
+
+
 def flags(run: Run, protocol: str) -> str:
     """The flags of eval.py that chose the targets of a protocol."""
     settings = run.head.get("settings", {}).get(protocol, {})

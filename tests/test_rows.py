@@ -67,7 +67,7 @@ def test_the_best_row_that_counts_is_first_in_the_table(row: Path, monkeypatch: 
     good = rows.read_row(row)
     lower = good._replace(name="lower", bits=good.bits - 1, states=("passed", "failed"))
     better = good._replace(name="better", bits=good.bits - 0.5)
-    monkeypatch.setattr(rows, "FOLDERS", [good, lower, better])
+    monkeypatch.setattr(rows, "ROWS", [good, lower, better])
     monkeypatch.setattr(rows, "read_row", lambda row: row)
     names = [line.split(" | ")[0] for line in rows.record_table().splitlines()[2:]]
     assert names == ["| better", "| mine", "| *lower*"]
@@ -145,6 +145,6 @@ def test_weights_that_score_otherwise_are_refused(gap: float, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", rows.FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", rows.ROWS, ids=lambda folder: folder.name)
 def test_each_published_row_is_verified_without_its_text(folder: Path) -> None:
     rows.verify(folder, has_text=False)

@@ -244,6 +244,8 @@ def main() -> None:
         head["settings"] = {**saved.head["settings"], **head["settings"]}
         for _ in measure(e):                    # after each length: an interruption loses no more
             results.write(path, Results(head, e.table))
+            if not sys.stderr.isatty():         # a log has no progress bar
+                print(f"{e.title}: {e.seconds:.1f} s", file=sys.stderr, flush=True)
     # of what the file holds, what this call asked for
     asked = e.table[e.table.extend.isin([extend.spec for extend in e.extends])]
     asked = asked[asked.length.isin(e.lengths) & asked.protocol.isin(e.settings.protocols)]

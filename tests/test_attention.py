@@ -151,6 +151,7 @@ def grads(attend, dtype: torch.dtype, encoding, pos: Tensor, features: Tensor) -
     return [x.detach().double() for x in (y, q.grad, k.grad, v.grad, features.grad)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bound", "bound_of_gates"), [
     (torch.float32, 5e-6, 1e-5), (torch.bfloat16, 5e-3, 2e-2)])
 def test_folded_sums_of_gates_lose_few_digits(dtype: torch.dtype, bound: float, bound_of_gates: float,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import TINY, every_encoding, lively, tokens
+from toys import TINY, every_encoding_slowly, lively, tokens
 
 import train as train_module
 from base.errors import UserError
@@ -31,7 +31,7 @@ def test_it_is_dropped_from_a_share_of_the_steps_on(share: str, steps: int, drop
     assert found == dropped
 
 
-@every_encoding
+@every_encoding_slowly
 def test_a_dropped_encoding_leaves_a_model_without_one(name: str, tiny) -> None:
     model, x = lively(tiny(name, "position.drop_at=0.5", "train.steps=4")), tokens((2, 40))
     none = GPT(tiny("none")).eval()

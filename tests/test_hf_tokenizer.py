@@ -172,6 +172,7 @@ def test_the_class_that_auto_tokenizer_builds_is_known(kind: str, tmp_path: Path
                 assert theirs(text).input_ids == expected, (named, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", ["LlamaTokenizer", "GemmaTokenizer"])
 def test_sentencepiece_classes_split_as_here(named: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -254,6 +254,7 @@ def test_every_parameter_learns(name: str, switch: str) -> None:
         assert gradient is None or gradient.isfinite().all(), key
 
 
+@pytest.mark.slow
 @every_encoding
 def test_far_positions_stay_finite(name: str) -> None:
     """One row from a million on, one from 2^40 on."""

@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from toys import ROOT, assert_equal_runs, call, every_encoding_slowly, lively, metrics, tensors
+from toys import ROOT, assert_equal_runs, call, lively, metrics, slow_except, tensors
 
 import train as train_module
 from base.errors import UserError
@@ -22,6 +22,7 @@ from config import Config, TrainConfig
 from data.loader import Corpus
 from data.tokenizer import ByteTokenizer
 from model import GPT
+from positions import ENCODINGS
 from runtime import checkpoint
 from runtime import run as run_module
 from runtime.checkpoint import State
@@ -70,7 +71,7 @@ def spoil(monkeypatch):
     return at
 
 
-@every_encoding_slowly
+@pytest.mark.parametrize("name", slow_except([*ENCODINGS], "rope"))
 def test_a_run_learns_and_leaves_what_is_documented(name: str, tiny, tmp_path: Path) -> None:
     config, run_dir = tiny(name, "train.steps=60", "train.lr=1e-2", "run.save_every=30"), tmp_path / "run"
     assert train(config, []) == 0

@@ -48,6 +48,10 @@ SECOND = Study(RESULTS / "study", 256, {"docs": "docs", "code": "code"},
                (512, 1024, 4096), "use", tuple(row / "needles" for row in ROWS))
 STUDIES = [FIRST, SECOND]
 GPU = RESULTS / "gpu"
+# the studies that are compared by rank: parameters and L -> texts
+RANKED = {"1.1 M, L = 128": ("books", "packages"), "1.1 M, L = 256": ("docs", "code"),
+          "12 M, L = 512": ("study/gpu-books", "study/gpu-packages")}
+TURNS = "scale-invariant-p0.375"    # of the first study, in which p = 0.5 is called scale-invariant
 README = ROOT / "README.md"
 PAGES = [README, *(study.folder / name for study in STUDIES for name in ("README.md", "tables.md")),
          GPU / "README.md"]
@@ -208,6 +212,26 @@ def behind(study: Study) -> str:
     return lay_out("over rope, nats per token", deficits.index.to_series(), deficits)
 
 
+def ranks() -> str:
+    """Ranks by loss over both texts, 1 for the best, of what passes the gates in all three studies.
+
+    In each study every pair of scale-invariant that rotates makes a turn within L.
+    """
+    columns = {}
+    for name, texts in RANKED.items():
+        L = runs_of(texts[0])[0].head["seq_len"]
+        is_failed = pd.concat([about(data)["is_failed"] for data in texts], axis=1).any(axis=1)
+        for where, length in (("at 16 L", 16 * L), ("at L", L)):
+            values = pd.concat([rows_of(data, f"fixed {length}")["value"] for data in texts], axis=1)
+            values = values.sum(axis=1, skipna=False)[~is_failed]
+            if TURNS in values:
+                values["scale-invariant"] = values.pop(TURNS)
+            columns[f"{where}: {name}"] = values
+    ranked = pd.DataFrame(columns).dropna().rank(ascending=False).astype(int)
+    ranked = ranked.sort_index(axis=1).sort_values(min(columns)).astype(str)
+    return lay_out("rank", ranked.index.to_series(), ranked)
+
+
 def by_length(data: str, corner: str, key: str, headings: Sequence[int]) -> str:
     """Gain over truncation by length, or on a repeated passage by distance."""
     measured = set(tables_of(data)["column"])
@@ -349,6 +373,7 @@ def blocks() -> dict[str, str]:
         "needles methods": methods_on_needles(),
         "algorithms": algorithms(),
         "behind": behind(SECOND),
+        "ranks": ranks(),
         "gpu 60m": gpu_60m("study-60m/gpu-books")}
     for data in FIRST.texts:
         parts[f"gpu {data}"] = gpu(f"study/gpu-{data}")

@@ -9,9 +9,10 @@ covers how seeds and text vary. With one seed it covers the text alone. Document
 there are at least 5, because windows of one document are alike; otherwise windows are. Nothing is marked as
 better without `eval.py --protocol fixed,trigram,repeat`. docs/comparing.md explains gate and intervals.
 
-Writes DIR/report.html (one page, opens offline), its figures as SVG, PDF and PNG, and all that was read:
-table.parquet (each window and trial), training.parquet (losses in training) and runs.json (configs and what
-was evaluated). So DIR can be compared again when the runs are gone.
+Writes DIR/report.html (one page, opens offline), its figures as SVG, PDF and PNG, estimates.csv (what its
+tables show: minus losses in nats per token, gains and shares, with p before Holm's correction), and all that
+was read: table.parquet (each window and trial), training.parquet (losses in training) and runs.json (configs
+and what was evaluated). So DIR can be compared again when the runs are gone.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from evaluation.figures import draw_measure, draw_training, save
 from evaluation.report import Section, describe_curves, html, make_table, signs, summarize
 from evaluation.results import GAIN, NO_METHOD, TRAINING
 from evaluation.runs import Run, check_comparable, read_runs, write_runs
+
+# columns of estimates.csv; values are minus losses in nats per token, gains, or shares: more is better
+NUMBERS = ["name", "key", "length", "place", "baseline", "value", "low", "high", "p", "is_better", "seed_low",
+           "seed_high", "n_seeds", "unit", "n_units"]
 
 
 def main() -> None:
@@ -74,11 +79,12 @@ def main() -> None:
     page = html(title, notes, sentences, signs(rows, baseline), describe_curves(curves, gate),
                 sections + training, L)
     write_whole(args.out / "report.html", page)
+    write_whole(args.out / "estimates.csv", rows[NUMBERS].to_csv(index=False))
     print(f"{title}: {len(curves)} curves, compared with {baseline}", *notes, *sentences, sep="\n")
     for section in sections:
         if section.key == "fixed":
             print(f"\n{section.title}", make_table(section, L, is_text=True).to_string(), "", sep="\n")
-    print(f"wrote {args.out}/report.html, table.parquet and figures (SVG, PDF, PNG)")
+    print(f"wrote {args.out}/report.html, estimates.csv, table.parquet and figures (SVG, PDF, PNG)")
 
 
 def draw_sections(sections: Sequence[Section], runs: Sequence[Run], out: Path) -> list[Section]:

@@ -91,8 +91,8 @@ def parse_arguments() -> argparse.Namespace:
                         "length (default and least: the longest of --lengths, and L for fixed)")
     parser.add_argument("--targets", type=positive, help="fixed: k, tokens scored (default min(32, L/4))")
     parser.add_argument("--windows", type=positive,
-                        help="fixed, position, repeat, copy: number of windows; algorithms: trials; of "
-                        "retrieval, a quarter of it at each depth (default 32, with --extend all 8)")
+                        help="fixed, position, repeat, copy: number of windows; algorithms: number of "
+                        "trials; retrieval: a quarter as many at each depth (default 32, --extend all: 8)")
     parser.add_argument("--tokens", type=positive, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=positive, help="sliding: S (default a quarter of each length)")

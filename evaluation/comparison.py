@@ -143,4 +143,12 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         if len(first) > 1:
             values = ", ".join(f"{value} (such as {name})" for value, name in first.items())
             lines.append(f"Warning: {what}: {values}")
+    trained = [run for run in runs if run.trained_on is not None]
+    for label in dict.fromkeys(run.label for run in trained):
+        run = next(run for run in trained if run.label == label)
+        changes = differing_keys(trained[0].config, run.config,
+                                 [*MAY_DIFFER["seeds"], *MAY_DIFFER["tuned"], "train.lr", "model.vocab_size"])
+        if changes:
+            lines.append(f"Warning: {trained[0].label} and {label} differ besides [position]: "
+                         + ", ".join(changes))
     return lines + [f"Warning: run {run.title}." for run in runs if run.title != run.name]

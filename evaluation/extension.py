@@ -131,9 +131,11 @@ class Regrouping(Method):
 class Regrouped(Wrapper):
     """An encoding whose far pairs are scored at the positions that a Regrouping gives them.
 
-    Every pair is scored at its far positions, or, if the method hides far pairs, at its own. Then near pairs
-    are scored again, or, if it hides some, the first keys (with all others, where the encoding has `scores`,
-    which may count the keys that it sees, or features of all keys).
+    Each pair is scored at most twice: first at the usual positions, then some at the special ones.
+      A method that hides nothing: the usual positions are the far ones, and near pairs are special.
+      A method that hides far pairs: the usual positions are a pair's own, and the first keys are special.
+    Special pairs are scored together with all others where the encoding has `scores`, which may count the
+    keys that it sees, or features of all keys.
     """
 
     def __init__(self, inner: Encoding, method: Regrouping, L: int, T: int) -> None:
@@ -156,30 +158,30 @@ class Regrouped(Wrapper):
         n = at.k_pos[:, None, None]                                     # (1 or B, 1, 1, Tk)
         first_near = self.method.first_near(at.q_pos, self.L)[:, None, :, None]         # (1 or B, 1, Tq, 1)
         is_near = n >= first_near                                       # (1 or B, 1, Tq, Tk)
-        # every pair is scored at its first positions, then some keys at the second ones
-        first, second, is_again, needs_all = self.far(at), at, is_near, False
+        # every pair is scored at its usual positions, then some keys at the special ones
+        usual, special, is_special, needs_all = self.far(at), at, is_near, False
         if self.method.hides:
             is_first = n < getattr(self.method, self.method.hides)
             # masked before `scores`: an encoding may count the keys that it sees
             logits = logits.masked_fill(~(is_first | is_near), -torch.inf)
-            first, second, is_again = at, self.far(at), is_first
+            usual, special, is_special = at, self.far(at), is_first
             needs_all = self.inner.has_scores or at.features is not None
-        scored = self.inner.scores(logits, q, k, first)                 # (B, H, Tq, Tk)
-        if not self.is_relative or not is_again.any():                  # without: far positions mean nothing
+        scored = self.inner.scores(logits, q, k, usual)                 # (B, H, Tq, Tk)
+        if not self.is_relative or not is_special.any():              # without: far positions mean nothing
             return scored
 
         # of the keys alone that some row scores again
         keys = slice(None)
         if not needs_all:
-            indices = is_again.flatten(0, 2).any(0).nonzero()[:, 0].tolist()
+            indices = is_special.flatten(0, 2).any(0).nonzero()[:, 0].tolist()
             keys = slice(indices[0], indices[-1] + 1)
         k = k[:, :, keys]
-        second = second.block(slice(None), keys)
-        second = second._replace(tables=self.inner.tables(second.q_pos, second.k_pos))
-        q_rotated, k_rotated = self.inner.rotate(q, k, second)
+        special = special.block(slice(None), keys)
+        special = special._replace(tables=self.inner.tables(special.q_pos, special.k_pos))
+        q_rotated, k_rotated = self.inner.rotate(q, k, special)
         rescored = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
         rescored = rescored.masked_fill(logits[..., keys].isneginf(), -torch.inf)
-        rescored = self.inner.scores(rescored, q, k, second)
+        rescored = self.inner.scores(rescored, q, k, special)
         is_kept = is_near[..., keys] == bool(self.method.hides)
         scored[..., keys] = torch.where(is_kept, scored[..., keys], rescored)
         return scored

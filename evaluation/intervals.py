@@ -64,8 +64,9 @@ def two_way(d: np.ndarray, weight: np.ndarray, other: np.ndarray | None = None,
     With `other` (S', U), on the same text, it is of d less other, which are of other runs, or, if is_paired,
     of the same ones. The error is drawn as se_text t(n - 1) + se_seed t(S - 1), and for other runs their
     se_seed t(S' - 1) too: independent Student's t.
-      se_seed^2  variance of the seeds' ratios / S. It holds the rest too, which is also independent by seed.
-      se_text^2  delete-one jackknife over units of the seeds' mean, less the rest.
+      rest       what varies with seed and unit together
+      se_seed^2  variance of the seeds' ratios / S; the rest is in it
+      se_text^2  delete-one jackknife over units of the seeds' mean, less the rest, which would count twice
       n          (sum weight)^2 / sum weight^2: units of unequal weight count as fewer.
     A sum of such t (Behrens and Fisher) covers at least at its rate even with 2 seeds, where the usual
     approximation by one t (Satterthwaite) covers too seldom. Of 1 seed the error of the text alone remains.

@@ -202,7 +202,7 @@ class Fixed(Protocol):
         truncated = measured.truncated_nll.to_numpy()       # the same under each method and at each length
         if measured.empty:                                  # without a method, which comes first
             truncated = self.truncated_nll(e)
-            e.seconds = 0.0                                 # of the control alone
+            e.seconds = 0.0                                 # the control's time does not count
         windows, losses = in_blocks(e, length, e.score_ended(length))
         return e.rows(windows, losses, truncated_nll=truncated[:len(windows)])
 

@@ -36,7 +36,8 @@ COLUMNS = {
     "place": "str",             # position: bucket, such as 128-180, both included; repeat, copy: distance of
                                 # the copies in tokens; retrieval: depth; algorithms: symbols; "" for others.
                                 # Not padded: the places of a protocol come in order, or by its `column`
-    "document": "float",        # number of the window's document in the text; of the trial's facts
+    "document": "float",        # number of the window's document among those longer than --longest;
+                                # of the trial's facts
     "end": "float",             # the last target is token `end` of the document; for rolling, of it and what
                                 # the tokenizer puts before it
     "tokens": "int",            # targets

@@ -222,4 +222,5 @@ def short_commit(revision: str) -> str:
 def flags(run: Run, protocol: str) -> str:
     """The flags of eval.py that chose the targets of a protocol."""
     settings = run.head.get("settings", {}).get(protocol, {})
-    return " ".join(f"--{name} {value}" for name, value in settings.items())
+    return " ".join(f"--{name} {value}" for name, value in settings.items()
+                    if name not in ("length", "truncated") and value is not None)

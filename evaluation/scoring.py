@@ -117,7 +117,7 @@ def choose_lengths(wanted: list[int] | None, L: int, text: Text, needed: Sequenc
 
 
 def fixed_ends(text: Text, longest: int, n_scored: int, n_windows: int, seed: int) -> list[tuple[int, int]]:
-    """(document, end) of windows of up to `longest` inputs; no token is scored twice.
+    """(document, end) of windows of up to `longest` inputs; their last n_scored targets are apart.
 
     Documents take turns, so that a few long ones do not dominate the result. Inside a document, places are
     drawn at random.

@@ -77,12 +77,23 @@ def work(job: Job) -> str:
     problem = call(["train.py", job.config, *job.overrides], log)
     if problem or job.eval_arguments is None:
         return problem
-    done, arguments = job.run_dir / "eval" / "arguments.txt", shlex.join(job.eval_arguments)
-    if not done.exists() or done.read_text(encoding="utf-8") != arguments:
-        # a method may fit only some of the configs; an evaluation with other arguments is outdated
-        problem = call(["eval.py", str(job.run_dir), "--skip-unfit", "--replace", *job.eval_arguments], log)
-        if not problem:
-            done.write_text(arguments, encoding="utf-8")
+    path = job.run_dir / "eval" / "arguments.txt"
+    known = path.read_text(encoding="utf-8") if path.exists() else ""
+    done = shlex.join(job.eval_arguments)
+    begun = f"{done}\nnot finished"
+    if known == done:
+        return ""
+    # a method may fit only some of the configs; an evaluation with other arguments is outdated
+    command = ["eval.py", str(job.run_dir), "--skip-unfit", *job.eval_arguments]
+    if known != begun:
+        command.append("--replace")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(begun, encoding="utf-8")
+    problem = call(command, log)
+    if not problem:
+        path.write_text(done, encoding="utf-8")
+    elif known == begun:
+        path.unlink()               # what is there may be the problem: next time it is replaced
     return problem
 
 

@@ -118,6 +118,8 @@ def test_figures_come_from_sums(tmp_path: Path, monkeypatch) -> None:
 
     nonoverlap = rows_of(tmp_path / "out", "Perplexity, nonoverlap")["rope"]["256 = 2 L"]
     assert nonoverlap.startswith(f"{math.exp(mean('nonoverlap', 'nll_sum', 'tokens')):.3f} [")
+    written = pd.read_csv(tmp_path / "out" / "estimates.csv").query("key == 'nonoverlap' and length == 256")
+    assert written["value"].item() == pytest.approx(-mean("nonoverlap", "nll_sum", "tokens"))
     share = rows_of(tmp_path / "out", "Retrieval, passkey")["rope"]["256 = 2 L"]
     assert f"{mean('passkey', 'correct', 'trials'):.0%}" in share                   # over both depths
 
@@ -314,6 +316,9 @@ def test_what_differs_or_was_not_tuned_is_said(tmp_path: Path) -> None:
     assert compare.remarks(runs[:1]) == []
     tuned = runs[2]._replace(config=runs[2].config | {"train.lr": 1e-4})
     assert not any("learning rate" in remark for remark in compare.remarks([runs[0], tuned]))
+    longer = runs[2]._replace(config=runs[2].config | {"train.batch_size": 77})
+    assert compare.remarks([runs[0], longer])[-1].startswith(
+        f"Warning: {runs[0].label} and {longer.label} differ besides [position]: train.batch_size: ")
 
 
 def test_damaged_and_stale_files_are_named(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -1,5 +1,6 @@
 """Sweeps: finished work is kept, and an interrupted or failing run affects only itself."""
 
+import contextlib
 import json
 import os
 import signal
@@ -93,6 +94,28 @@ def test_an_evaluation_is_repeated_when_its_arguments_changed_or_it_failed(monke
     problem = "eval.py ended with 2"
     for _ in range(2):
         assert work("--windows", "4") == problem and calls == both
+
+
+def test_an_interrupted_evaluation_is_continued(monkeypatch) -> None:
+    """It is not replaced, unless its arguments changed or it failed."""
+    replaced, problems = list[bool](), iter(("", KeyboardInterrupt, "failed", KeyboardInterrupt, ""))
+
+    def call(arguments, log) -> str:
+        Path("runs/rope/eval").mkdir(parents=True, exist_ok=True)
+        if arguments[0] != "eval.py":
+            return ""
+        replaced.append("--replace" in arguments)
+        problem = next(problems)
+        if problem is KeyboardInterrupt:
+            raise problem
+        return problem
+
+    monkeypatch.setattr(sweeping, "call", call)
+    for windows in ("2", "3", "3", "3", "3", "3"):
+        (job,) = sweeping.make_jobs({"rope.toml": [[]]}, TINY, [], Path("runs"), ["--windows", windows])
+        with contextlib.suppress(KeyboardInterrupt):
+            sweeping.work(job)
+    assert replaced == [True, True, False, True, False]
 
 
 def test_workers_run_at_a_time_with_their_share_of_the_cores(monkeypatch, capsys) -> None:

@@ -387,7 +387,8 @@ def blocks() -> dict[str, str]:
         for data in study.texts:
             parts[f"summary {data}"] = by_encoding(study, data)
             parts[f"gain {data}"] = by_length(data, "context", "gain", study.lengths)
-            distances = [max(length, study.L) - study.L // 2 for length in study.lengths]     # of the copies
+            lengths = [study.L, *(length for length in study.lengths if length > study.L)]
+            distances = [length - study.L // 2 for length in lengths]                   # of the copies
             parts[f"repeat {data}"] = by_length(data, "distance", study.repeat, distances)
     return parts
 

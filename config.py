@@ -65,8 +65,8 @@ class DataConfig(Section):
     """windows with several documents. attend: attention crosses them (nanoGPT); mask: it stays within each;
     never: windows are within one document, shorter documents are skipped"""
     positions: Literal["row", "document"] = "row"
-    """under cross_documents = "mask" the default is document: positions restart in each document, so that it
-    is as if alone. row: they continue"""
+    """document, the default under cross_documents = "mask": positions restart in each document, as if it were
+    alone; row: they continue"""
     bos: bool = False
     """the separator replaces the first input token of each window"""
 
@@ -335,7 +335,7 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     kinds = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
     rules = [
         ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
-         "must add up to less than 1 without data.dir, which provides the remaining share"),
+         "shares must add up to less than 1, and data.dir must not be among them: it provides the rest"),
         ("data", "mixture_only", d.mixture_only and not (d.mixture and d.mixture_only < t.steps),
          f"needs data.mixture and must be below train.steps = {t.steps}"),
         ("data", "positions", d.positions == "document" and d.cross_documents != "mask",
@@ -345,8 +345,6 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("model", "n_kv_head", m.n_head % (m.n_kv_head or 1), f"must divide model.n_head = {m.n_head}"),
         ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
-        ("train", "dtype", t.dtype == "float16" and t.parallel == "fsdp",
-         "is not scaled under parallel = fsdp; use bfloat16 or ddp"),
         ("train", "position_range", t.positions == "plain" and t.position_range > 0,
          "must be unset with train.positions = plain"),
         ("train", "position_range", t.positions != "plain" and t.position_range < t.seq_len,

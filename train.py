@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import nn
@@ -68,7 +69,7 @@ def training_loop(run: TrainingRun) -> None:
         # the batch and the seed of dropout depend on the step and the process, not on earlier steps: a
         # resumed run draws the same
         batch = run.corpus.batch(t, step, process.rank, process.world_size).to(process.device)
-        torch.manual_seed(t.seed * 2**32 + step * process.world_size + process.rank)
+        torch.manual_seed(dropout_seed(t.seed, step, process.rank))
         # forward and backward pass, in train.accumulate parts if the batch does not fit in memory: the
         # gradients of the parts add up to those of the mean loss of the whole batch
         losses = []
@@ -85,8 +86,8 @@ def training_loop(run: TrainingRun) -> None:
         # all gradients are there: undo the scale, clip them by their norm (grad_clip 0: only measure it)
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
-        # the figures of the whole step, the mean over all processes: scalars that stay on the device. What
-        # you add here, a scalar tensor such as run.model keeps of its blocks, is in metrics.jsonl too
+        # the figures of the whole step, the mean over all processes: scalars that stay on the device. Add a
+        # scalar tensor here, and metrics.jsonl has it under its name
         figures = {"loss": torch.stack(losses).sum(), "grad_norm": grad_norm}
         if process.world_size > 1:
             figures = parallel.mean_figures(process, figures)
@@ -98,6 +99,11 @@ def training_loop(run: TrainingRun) -> None:
         scaler.update()                                                 # a smaller scale after an overflow
         optimizer.zero_grad(set_to_none=True)                           # None frees the memory for validation
         run.after_step(figures)                                         # log, validate, save, stop
+
+
+def dropout_seed(seed: int, step: int, rank: int) -> int:
+    """A number of 32 bits, a hash of all three: PyTorch's generator on a CPU uses no more bits of a seed."""
+    return int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0])
 
 
 def learning_rate(step: int, t: TrainConfig) -> float:

@@ -235,7 +235,8 @@ class Encoding(nn.Module):
     @classmethod
     def acts_in_layers(cls) -> bool:
         """Whether it acts in the layers, not only on the embeddings, so that `layers` has an effect."""
-        return cls.rotate is not Encoding.rotate or cls.scores is not Encoding.scores
+        hooks = ("rotate", "scores", "turn_values", "turn_back")
+        return any(getattr(cls, hook) is not getattr(Encoding, hook) for hook in hooks)
 
 
 class NoPE(Encoding):

@@ -35,29 +35,36 @@ class Log:
                                     config=config.model_dump(), resume="allow", id=wandb_id)
             id_file.write_text(str(self.wandb.id))
         self.start = self.last = state.step, time.perf_counter()     # a step, and when it was done
+        self.speed = 0                                               # tokens per second
 
     def wall_s(self) -> float:
         """Seconds of training, including those before a resume."""
         return self.wall_before + time.perf_counter() - self.start[1]
 
+    def measure_speed(self, step: int) -> None:
+        """The steps up to this one are done: their speed is that of the lines to come."""
+        last_step, last_time = self.last
+        self.continue_from(step)
+        self.speed = round(self.tokens_per_step * (step - last_step) / (self.last[1] - last_time))
+
+    def continue_from(self, step: int) -> None:
+        """The next step begins now, after a validation."""
+        self.last = step, time.perf_counter()
+
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the line of a step everywhere."""
-        now = time.perf_counter()
-        last_step, last_time = self.last
-        self.last = (step, now)
-        speed = round(self.tokens_per_step * (step - last_step) / (now - last_time))
         line = {"step": step, "tokens": step * self.tokens_per_step, **metrics,
-                "tokens_per_s": speed, "wall_s": round(self.wall_s(), 3)}
+                "tokens_per_s": self.speed, "wall_s": round(self.wall_s(), 3)}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log(line, step=step)
         text = (f"step {step}/{self.steps}  loss {format_number(metrics['loss'])}  lr {metrics['lr']:.2e}  "
-                f"grad {format_number(metrics['grad_norm'], '.2f')}  {speed:,} tokens/s")
+                f"grad {format_number(metrics['grad_norm'], '.2f')}  {self.speed:,} tokens/s")
         if metrics["loss"] is None or metrics["grad_norm"] is None:
             text += "  NOT APPLIED"
         first_step, start_time = self.start
-        seconds = round((self.steps - step) * (now - start_time) / (step - first_step))
+        seconds = round((self.steps - step) * (time.perf_counter() - start_time) / (step - first_step))
         echo(f"{text}  ETA {seconds // 60}m{seconds % 60:02}s")
         if "val_loss" in metrics:
             echo(f"  validation {format_number(metrics['val_loss'])} nats/token, "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from base.errors import UserError
 from config import Config, TrainConfig
 from model import GPT
-from runtime.device import pick_device
+from runtime.device import pick_device, pick_dtype
 
 
 class Process(NamedTuple):
@@ -32,13 +32,16 @@ class Process(NamedTuple):
 def start(t: TrainConfig) -> Process:
     """Join torchrun's other processes, each with a GPU of its own. Only rank 0 prints; all report errors.
 
-    Raises UserError if the batch cannot be divided among them.
+    Raises UserError if the batch cannot be divided among them, or for float16 under FSDP.
     """
     device = pick_device(t.device)
     world_size = int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1    # torchrun sets both
     if t.batch_size % (world_size * t.accumulate):
         raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {world_size} processes "
                         f"times train.accumulate = {t.accumulate}; change one of the three")
+    if t.parallel == "fsdp" and pick_dtype(t.dtype, device) == torch.float16:
+        raise UserError(f"train.dtype {t.dtype}: is float16 here, whose loss is not scaled under "
+                        "train.parallel = fsdp; use bfloat16 or ddp")
     if world_size == 1:
         return Process(device)
     rank = int(os.environ["RANK"])

@@ -78,8 +78,10 @@ class TrainingRun:
             return
         # from here on a GPU is waited for
         self.read_metrics()
-        if is_eval:
+        if is_eval and (is_last or not state.n_bad):
             state.metrics |= self.validate()
+            if self.log:
+                self.log.continue_from(step)
             val_loss = state.metrics["val_loss"]
             is_best = val_loss is not None and (state.best is None or val_loss < state.best[1])
             if r.keep_best and is_best and not state.n_bad:
@@ -99,8 +101,10 @@ class TrainingRun:
         """Wait for the steps since the last call; log the bad ones."""
         state, unread = self.state, self.unread
         self.unread = []
-        for lr, figures in unread:
-            metrics = {name: finite(float(x)) for name, x in figures.items()}
+        read = [(lr, {name: finite(float(x)) for name, x in figures.items()}) for lr, figures in unread]
+        if self.log:
+            self.log.measure_speed(state.step + len(read))
+        for lr, metrics in read:
             loss = metrics["loss"]
             grad_norm = metrics["grad_norm"]
             # in float16 a large loss_scale lets gradients overflow: it has been halved, so later steps are
@@ -117,7 +121,8 @@ class TrainingRun:
             if state.n_bad >= self.config.train.max_bad_steps:
                 saved = checkpoint.checkpoints(Path(self.config.run.dir))
                 raise EarlyEnd(3, f"error: training diverged at step {state.step}, lr {lr:.3g}: "
-                                  "train.max_bad_steps in a row were not applied; last good checkpoint: "
+                                  f"{state.n_bad} steps in a row had no finite loss or gradient and were not "
+                                  "applied (train.max_bad_steps); last good checkpoint: "
                                   f"{saved[-1] if saved else 'none'}; lower train.lr in another run.dir")
 
     def write_line(self) -> None:

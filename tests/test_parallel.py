@@ -11,6 +11,7 @@ import pytest
 import torch
 from toys import ROOT, assert_equal_runs, lively, metrics, python, tensors
 
+from base.errors import UserError
 from config import Config, to_toml
 from data.loader import Corpus
 from data.tokenizer import ByteTokenizer
@@ -114,6 +115,12 @@ def test_a_sharded_run_goes_on_in_one_process(overrides: tuple[str, ...], tiny, 
     for x, y in zip(metrics(tmp_path / "sharded"), metrics(tmp_path / "alone"), strict=True):
         # Muon works in bfloat16, where another order of additions shows
         assert x["step"] == y["step"] and x["loss"] == pytest.approx(y["loss"], abs=2e-3), (x, y)
+
+
+def test_float16_under_fsdp_is_refused_where_auto_means_it(tiny, monkeypatch) -> None:
+    monkeypatch.setattr(parallel, "pick_dtype", lambda name, device: torch.float16)         # as on a V100
+    with pytest.raises(UserError, match="auto: is float16 here.*use bfloat16 or ddp"):
+        parallel.start(tiny("rope", "train.parallel=fsdp", "train.dtype=auto").train)
 
 
 def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypatch) -> None:

@@ -27,6 +27,7 @@ from runtime import checkpoint
 from runtime import run as run_module
 from runtime.checkpoint import State
 from runtime.device import should_compile
+from runtime.log import read_log
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
 from runtime.run import TrainingRun, git_revision
@@ -88,6 +89,14 @@ def test_a_run_learns_and_leaves_what_is_documented(name: str, tiny, tmp_path: P
     model, loaded, tokenizer = checkpoint.load_run(run_dir)
     assert (loaded, tokenizer.name) == (config, "byte")
     assert model.n_parameters() == summary["parameters"] and not model.training
+
+
+def test_dropout_draws_by_seed_step_and_process() -> None:
+    draws = set()
+    for of in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        torch.manual_seed(train_module.dropout_seed(*of))
+        draws.add(torch.rand(()).item())
+    assert len(draws) == 4
 
 
 def test_a_finished_run_says_so_and_writes_nothing(tiny, tmp_path: Path, capsys) -> None:
@@ -157,6 +166,14 @@ def test_a_run_that_logs_seldom_is_the_same_run(tiny, tmp_path: Path, spoil) -> 
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines if "n_bad" in line] == [3, 4]
     assert all(line in metrics(tmp_path / "often") for line in lines)
+
+
+def test_steps_that_are_read_at_once_have_one_speed(tiny, tmp_path: Path, spoil) -> None:
+    spoil(3, 4)
+    assert train(tiny("rope", "run.log_every=7", "train.steps=7"), []) == 0
+    lines = read_log(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [3, 4, 6, 7]             # 6 is validated
+    assert len({line["tokens_per_s"] for line in lines[:3]}) == 1
 
 
 def test_a_further_figure_of_a_step_is_logged(tiny, tmp_path: Path, monkeypatch) -> None:

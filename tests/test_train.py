@@ -172,8 +172,8 @@ def test_steps_that_are_read_at_once_have_one_speed(tiny, tmp_path: Path, spoil)
     spoil(3, 4)
     assert train(tiny("rope", "run.log_every=7", "train.steps=7"), []) == 0
     lines = read_log(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [3, 4, 6, 7]             # 6 is validated
-    assert len({line["tokens_per_s"] for line in lines[:3]}) == 1
+    assert [line["step"] for line in lines] == [3, 4, 6, 7]             # read at 4, which is saved
+    assert lines[0]["tokens_per_s"] == lines[1]["tokens_per_s"] < 1e6
 
 
 def test_a_further_figure_of_a_step_is_logged(tiny, tmp_path: Path, monkeypatch) -> None:

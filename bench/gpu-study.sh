@@ -6,7 +6,7 @@
 #         for kind in docs code; do python data/prepare.py $S:$kind --tokenizer data/gpu --out data/gpu-$kind; done
 #         python data/prepare.py repeats --tokenizer data/gpu --length 512 --out data/gpu-repeats
 #         python data/prepare.py needles --tokenizer data/gpu --length 512 --out data/gpu-needles
-# The rate is that of the lower validation loss at L; its run is the first seed, and the only one that is evaluated.
+# Seed 0 is trained at each rate; the one with the lower validation loss at L is evaluated. Other seeds have its rate.
 # The same command goes on where the last one ended. PY names the Python, TOY further overrides of train.py, WINDOWS the
 # windows of eval.py, ORDER the encodings, SEEDS and RATES what their names say, AT_ONCE the runs at a time.
 set -u

@@ -210,8 +210,13 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions 
             try:
                 meta = write_corpus(folder, source, out, tokenizer, tokenizer_name, options,
                                     None if replace else before)
-                shutil.rmtree(out, ignore_errors=True)
+                # the old corpus is renamed, not deleted, before the new one is in its place
+                old = out.with_name(f".{out.name}.old")
+                shutil.rmtree(old, ignore_errors=True)
+                if out.exists():
+                    out.rename(old)
                 folder.rename(out)
+                shutil.rmtree(old, ignore_errors=True)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
                 with suppress(OSError):                                 # Windows deletes it later

@@ -142,7 +142,7 @@ def share_held_out(source: Source, options: SourceOptions) -> float:
 
 
 def check_options(source: str, options: SourceOptions) -> None:
-    """Raise UserError for an option that SOURCE, or none of several joined by " + ", uses."""
+    """Raise UserError for an option that SOURCE does not use. Of several joined by " + ", one must use it."""
     used = {"limit_tokens"}                             # every source does
     for name in source.split(" + "):
         used |= USED.get(name.partition(":")[0], OF_FILES)

@@ -316,7 +316,7 @@ def train_algorithm(name: str, tokenizer: Tokenizer, length: int, number: int) -
 
 
 def train_passkey(tokenizer: Tokenizer, length: int, number: int) -> TaskDocument:
-    """In one document of four a key in 24 ... `length` + 1 tokens, otherwise a repeated string."""
+    """In one document of four a key in 24 ... `length` tokens, otherwise a repeated string."""
     rng = np.random.default_rng([number, 1])
     if number % 4 == 0:
         size = int(rng.integers(24, length + 1))

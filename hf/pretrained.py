@@ -39,8 +39,9 @@ PULLED = ["*.json", "*.safetensors", "*.jinja"]         # no code, no pickles
 def pulled(run: str) -> str:
     """The folder of a model: `run` itself, or models/ORG/NAME for hf:ORG/NAME, filled from the hub's cache.
 
-    hf:ORG/NAME@REVISION goes to models/ORG/NAME@REVISION. Nothing else is written into the cache. While the
-    commit is the same, the folder stays as it is, with what was edited or evaluated there. Raises UserError.
+    hf:ORG/NAME@REVISION goes to models/ORG/NAME@REVISION. The hub's cache holds what was downloaded. While
+    the commit is the same, the folder stays as it is, with what was edited or evaluated there. Raises
+    UserError.
     """
     if not run.startswith("hf:"):
         return run

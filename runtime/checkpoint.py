@@ -52,7 +52,7 @@ class State:
 
 def save(run_dir: Path, model: GPT, optimizer: Optimizer, state: State, keep: int | None,
          is_writer: bool = True) -> None:
-    """Write checkpoints/STEP, then delete all but the newest `keep` (None: delete nothing).
+    """Write checkpoints/STEP, then delete all but the newest `keep` and the best (None: delete nothing).
 
     Every process must call it, to gather sharded tensors; one of them is the writer. Raises OSError, and
     UserError if the run's folder was deleted.
@@ -245,5 +245,5 @@ def load_weights(model: GPT, tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def checksum(state: dict[str, Any]) -> str:
-    """That of state.json itself."""
+    """The checksum of what state.json holds besides it."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -139,6 +139,8 @@ class TrainingRun:
             flush(self.log.path)            # a resume does not write the lines before its checkpoint again
         keep = None if self.state.n_bad else self.config.run.keep
         checkpoint.save(run_dir, self.model, self.optimizer, self.state, keep, is_writer=bool(self.log))
+        if self.log:
+            self.log.continue_from(self.state.step)
 
     def finish(self) -> None:
         """Write summary.json, which marks the run as finished."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,6 +111,11 @@ def about(data: str) -> pd.DataFrame:
     return curves.sort_values("loss")
 
 
+def fails_any(texts: Iterable[str]) -> pd.Series:
+    """For each curve whether it fails the gate on one of the texts."""
+    return pd.concat([about(data)["is_failed"] for data in texts], axis=1).any(axis=1)
+
+
 # -----------------------------------------------------------------------------------------------------------
 # Cells
 
@@ -157,7 +162,7 @@ def overview(study: Study) -> str:
 
 def front_page(study: Study) -> str:
     """The table of README: rows that fail the gate on neither text, and fewer columns."""
-    is_failed = pd.concat([about(data)["is_failed"] for data in study.texts], axis=1).any(axis=1)
+    is_failed = fails_any(study.texts)
     titles = about([*study.texts][0]).index.to_series()
     gains = [cells(data, {f"{text}: gain of 16 L": f"gain {16 * study.L}"}, MEAN)
              for data, text in study.texts.items()]
@@ -217,7 +222,7 @@ def ranks() -> str:
     columns = {}
     for name, texts in RANKED.items():
         L = runs_of(texts[0])[0].head["seq_len"]
-        is_failed = pd.concat([about(data)["is_failed"] for data in texts], axis=1).any(axis=1)
+        is_failed = fails_any(texts)
         for where, length in (("at 16 L", 16 * L), ("at L", L)):
             values = pd.concat([rows_of(data, f"fixed {length}")["value"] for data in texts], axis=1)
             values = values.sum(axis=1, skipna=False)[~is_failed]

@@ -42,10 +42,9 @@ class Log:
         return self.wall_before + time.perf_counter() - self.start[1]
 
     def measure_speed(self, step: int) -> None:
-        """Measure the speed since the last call; all lines until the next call report it."""
+        """Measure the speed since `continue_from`; all lines until the next call report it."""
         last_step, last_time = self.last
-        self.continue_from(step)
-        self.speed = round(self.tokens_per_step * (step - last_step) / (self.last[1] - last_time))
+        self.speed = round(self.tokens_per_step * (step - last_step) / (time.perf_counter() - last_time))
 
     def continue_from(self, step: int) -> None:
         """The next step begins now, after a validation or a checkpoint: their time does not count."""

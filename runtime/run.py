@@ -80,8 +80,6 @@ class TrainingRun:
         self.read_metrics()
         if is_eval and (is_last or not state.n_bad):
             state.metrics |= self.validate()
-            if self.log:
-                self.log.continue_from(step)
             val_loss = state.metrics["val_loss"]
             is_best = val_loss is not None and (state.best is None or val_loss < state.best[1])
             if r.keep_best and is_best and not state.n_bad:
@@ -92,6 +90,8 @@ class TrainingRun:
         # while steps are bad the weights may be spoilt: no checkpoint from before is given up for them
         if is_last or signal_number or (is_save and not state.n_bad):
             self.save()
+        if self.log:
+            self.log.continue_from(step)
         if signal_number and not is_last:
             name = signal.Signals(signal_number).name
             message = f"stopped by {name}, saved at step {step} of {steps}; the same command resumes the run"
@@ -139,8 +139,6 @@ class TrainingRun:
             flush(self.log.path)            # a resume does not write the lines before its checkpoint again
         keep = None if self.state.n_bad else self.config.run.keep
         checkpoint.save(run_dir, self.model, self.optimizer, self.state, keep, is_writer=bool(self.log))
-        if self.log:
-            self.log.continue_from(self.state.step)
 
     def finish(self) -> None:
         """Write summary.json, which marks the run as finished."""

@@ -16,7 +16,7 @@ from base.errors import UserError
 from config import load_config
 from evaluation.extension import extended, parse
 from model import GPT
-from positions import ENCODINGS, At, Options
+from positions import ENCODINGS, At, Encoding, Options
 from positions.scaling import SCALINGS
 from runtime.device import autocast
 
@@ -477,3 +477,11 @@ def test_positions_beyond_a_limit_are_refused() -> None:
 def test_options_that_make_no_sense_are_refused(name: str, overrides: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         config_of(name, overrides)
+
+
+def test_an_encoding_of_values_alone_acts_in_layers() -> None:
+    class OfValues(Encoding):
+        def turn_values(self, v, at):
+            return -v
+
+    assert OfValues.acts_in_layers() and not Encoding.acts_in_layers()

@@ -1,6 +1,7 @@
 """Preparing: the corpus appears whole or not at all; odd text is told."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,23 @@ def test_what_is_no_corpus_is_never_replaced(tmp_path: Path, monkeypatch) -> Non
     assert contents(out) == {**before, "notes.md": b"mine"}
     monkeypatch.chdir(source)
     assert default_out(".") == default_out("hf:.") == Path("data/source") and default_out("..").name != ".."
+
+
+def test_a_corpus_is_whole_wherever_its_replacement_is_interrupted(tmp_path: Path, monkeypatch) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_bytes(words(ord(name), 3000))
+    out, remove = tmp_path / "corpus", shutil.rmtree
+    old = prepare(str(tmp_path / "a.txt"), out, "byte")
+
+    def interrupted(folder: Path, **more) -> None:
+        remove(folder, **more)
+        if folder.name in (".corpus.old", "corpus"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(str(tmp_path / "b.txt"), out, "byte")
+    assert json.loads((out / "meta.json").read_text()) == old
 
 
 def test_a_corpus_by_another_tokenizer_of_the_same_name_stays(tmp_path: Path) -> None:

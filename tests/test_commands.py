@@ -15,6 +15,7 @@ from runtime.parallel import Process
 from sample import generate
 
 
+@pytest.mark.slow
 def test_help_fits_a_screen_and_has_topics() -> None:
     page = call("train", "--help")
     assert page.code == 0 and page.out.count("\n") <= 50 and "--help train" in page.out

@@ -321,6 +321,7 @@ def test_what_differs_or_was_not_tuned_is_said(tmp_path: Path) -> None:
         f"Warning: {runs[0].label} and {longer.label} differ besides [position]: train.batch_size: ")
 
 
+@pytest.mark.slow
 def test_damaged_and_stale_files_are_named(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for i, (name, content, expected) in enumerate((

@@ -52,6 +52,7 @@ def evaluate(model: GPT, config, text: Text, chosen=TEXTUAL, lengths=LENGTHS,
     return Evaluation(model, config, ByteTokenizer(), text, settings)
 
 
+@pytest.mark.slow
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary(tiny, corpus_dir: Path) -> None:
     model = lively(tiny())
     torch.nn.init.zeros_(model.head.weight)
@@ -165,6 +166,7 @@ def test_lengths_below_L_are_also_compared_with_truncation_to_L(tiny) -> None:
     assert [r["truncated_nll_sum"] for r in measured(short)] == pytest.approx([expected] * 2)
 
 
+@pytest.mark.slow
 def test_sliding_by_one_is_the_last_token_of_each_window(tiny, corpus_dir: Path) -> None:
     model, text = lively(tiny()), text_of(corpus_dir)
     evaluation = evaluate(model, tiny(), text, ["sliding"], [16, 64], tokens=64, stride=1)
@@ -470,6 +472,7 @@ def test_targets_depend_on_the_recorded_settings_alone(protocol: str, tiny, corp
     assert (measure(seed=1)[1] != losses) == (protocol not in ("rolling", "multi_query"))
 
 
+@pytest.mark.slow
 def test_each_method_is_measured_at_each_length(tiny, corpus_dir: Path) -> None:
     """Not the plain model's losses, nor at another length's default factor."""
     settings = Settings(["fixed", "copy"], [64, 128], longest=128, targets=8, windows=4)

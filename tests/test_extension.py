@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from toys import lively, slow_except, tokens
+from toys import lively, tokens
 
 import rope
 from base.errors import UserError
@@ -77,7 +77,8 @@ def test_regrouping_is_each_pair_at_its_own_angle(spec: str, angle_of, is_seen, 
     torch.testing.assert_close(logits_under(spec, tiny), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", slow_except(RELATIVE, "rope"))
+@pytest.mark.parametrize("name", RELATIVE)
+@pytest.mark.slow
 def test_the_last_tokens_alone_and_from_a_cache_are_the_end_of_all(name: str, tiny) -> None:
     """Under every method. Dynamic scalings move cached keys: they are evaluated by full forwards alone."""
     config, measured = tiny(name, "model.n_kv_head=1"), []

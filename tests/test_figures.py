@@ -127,6 +127,7 @@ def test_a_curve_that_is_not_gated_is_grey_and_has_its_name() -> None:
     assert styled["is_named"].all() and figures.caption(curves) == "a (not gated)"
 
 
+@pytest.mark.slow
 def test_an_unstable_place_has_an_open_mark_at_the_median_and_a_line_over_the_range() -> None:
     stable, unstable = curve("rope"), curve("rope", unstable=True)
     for rows, face in ((stable, figures.HUES[-1]), (unstable, "#ffffff")):

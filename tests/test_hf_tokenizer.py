@@ -188,6 +188,7 @@ def test_sentencepiece_classes_split_as_here(named: str, tmp_path: Path) -> None
             assert theirs(text, add_special_tokens=False).input_ids == ours.encode(text).ids, text
 
 
+@pytest.mark.slow
 def test_a_class_that_splits_in_another_way_is_told_once_and_not_exported(tiny, tmp_path: Path, monkeypatch,
                                                                          capsys) -> None:
     """SmolLM2's: tokenizer.json has a token for each digit, and GPT2Tokenizer would join them."""

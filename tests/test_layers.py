@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -27,8 +28,16 @@ LAYERS = [      # from the top; a module belongs to the longest name that fits
 ]
 ROOMS = ("positions", "data", "evaluation", "hf", "runtime", "base", "bench", "docs")
 PATHS = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in sorted((ROOT / room).glob("*.py")))]
-SOURCES = {path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__").replace("/", "."):
-           ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}        # module -> its syntax tree
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """The syntax tree of each module."""
+    trees = {}
+    for path in PATHS:
+        name = path.relative_to(ROOT).as_posix().removesuffix(".py").removesuffix("/__init__")
+        trees[name.replace("/", ".")] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
 
 
 def layer_of(module: str) -> int:
@@ -47,12 +56,12 @@ def imports_of(tree: ast.AST) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in SOURCES else node.module for name in names}
-    return found & SOURCES.keys()
+            found |= {name if name in sources() else node.module for name in names}
+    return found & sources().keys()
 
 
 def test_imports_point_one_way() -> None:
-    graph = {module: imports_of(tree) for module, tree in SOURCES.items()}
+    graph = {module: imports_of(tree) for module, tree in sources().items()}
     wrong = [f"{module} imports {other}, which is in a higher layer" for module, others in graph.items()
              for other in sorted(others) if layer_of(other) < layer_of(module)]
     assert not wrong
@@ -60,7 +69,7 @@ def test_imports_point_one_way() -> None:
 
 
 def test_only_positions_knows_encodings_by_name() -> None:
-    for module, tree in SOURCES.items():
+    for module, tree in sources().items():
         compared = {constant.value for node in ast.walk(tree)
                     if isinstance(node, ast.Compare | ast.MatchValue) for constant in ast.walk(node)
                     if isinstance(constant, ast.Constant) and isinstance(constant.value, str)}
@@ -70,7 +79,7 @@ def test_only_positions_knows_encodings_by_name() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_each_room_is_a_package_that_lists_its_files(room: str) -> None:
     """Python prefers a module of the user, such as a data.py, to a folder that is no package."""
-    lines = (ast.get_docstring(SOURCES[room]) or "").splitlines()
+    lines = (ast.get_docstring(sources()[room]) or "").splitlines()
     listed = re.findall(r"\w+", " ".join(line.partition("  ")[0] for line in lines))
     missing = {path.stem for path in (ROOT / room).glob("*.py")} - {"__init__", *listed}
     assert not missing, f"{room}/__init__.py: add {missing} to its docstring"
@@ -78,7 +87,7 @@ def test_each_room_is_a_package_that_lists_its_files(room: str) -> None:
 
 def test_no_file_hides_a_module_of_the_standard_library() -> None:
     """A script's folder is on the path of the Pythons that torch.compile starts to look at the chip."""
-    assert not {module.rpartition(".")[2] for module in SOURCES} & sys.stdlib_module_names
+    assert not {module.rpartition(".")[2] for module in sources()} & sys.stdlib_module_names
 
 
 @pytest.mark.slow

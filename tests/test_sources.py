@@ -111,6 +111,7 @@ def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     assert both(out) == by_hash                                         # as of one file
 
 
+@pytest.mark.slow
 def test_the_commit_of_a_dataset_is_resolved_first_and_recorded(tmp_path: Path, monkeypatch) -> None:
     import datasets
     import huggingface_hub

@@ -107,6 +107,7 @@ def test_gpt2_without_its_files_says_how_to_provide_them(tmp_path: Path, monkeyp
         load_tokenizer("gpt2")
 
 
+@pytest.mark.slow
 def test_a_learned_vocabulary_is_the_same_in_both_libraries(folder: Path) -> None:
     from tokenizers import Tokenizer as Library
 

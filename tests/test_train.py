@@ -128,6 +128,7 @@ def test_a_run_of_older_code_resumes_where_a_line_was_cut(tiny, tmp_path: Path) 
     assert json.loads((run_dir / "summary.json").read_text())["wall_s"] > 1000
 
 
+@pytest.mark.slow
 def test_damaged_lines_of_the_log_are_skipped_with_a_line_each(tiny, tmp_path: Path, capsys) -> None:
     config, run_dir = tiny(), tmp_path / "run"
     assert train(config, stop_after(5)) == 130
@@ -138,6 +139,7 @@ def test_damaged_lines_of_the_log_are_skipped_with_a_line_each(tiny, tmp_path: P
     assert [entry["step"] for entry in metrics(run_dir)] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_folder_deleted_while_it_is_trained_is_not_remade(tiny, tmp_path: Path, monkeypatch) -> None:
     """Also if something has made an empty one of that name since."""
     def delete(n: int, t: TrainConfig) -> float:

@@ -138,6 +138,7 @@ def write_files(page: str, folder: Path) -> set[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(content), encoding="utf-8")
     lines = re.search(r"Add two lines to .*?`(from [^`]+)`, and\s+`([^`]+)` in `ENCODINGS`", page, re.S)
+    assert lines or not any(path.parent.name == "positions" for path in shown)     # it is registered
     if lines:
         path = folder / "positions" / "__init__.py"
         text = path.read_text(encoding="utf-8").replace("\n__all__", f"{lines[1]}\n\n__all__", 1)

@@ -1,10 +1,13 @@
 """Sources: every format gives the same documents, every fault is one line that says where."""
 
 import hashlib
+import io
 import json
 import re
 import threading
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,6 +237,14 @@ def test_a_link_does_not_hide_the_file_of_a_split(tmp_path: Path) -> None:
     assert both(tmp_path / "out") == ([b"one", b"two"], [b"three"])
 
 
+@pytest.mark.parametrize("n_bytes", [7, 2**20])
+@pytest.mark.parametrize("separator", [b"--", b"\n\n\n", b"\n--\n"])
+def test_a_separator_may_have_line_ends(separator: bytes, n_bytes: int, monkeypatch) -> None:
+    texts = [b"Story %d.\n\nThe end." % i for i in range(9)]
+    monkeypatch.setattr(sources, "BYTES_AT_ONCE", n_bytes)
+    assert [*sources.split_at(separator, io.BytesIO(separator.join(texts)))] == texts
+
+
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "<|endoftext|>\n", "<|endoftext|>\r\n"])
 def test_a_separator_splits_texts_and_is_asked_for(separator: str, tmp_path: Path, capsys) -> None:
     texts = [f"Story {i}.\nThe end.\n" for i in range(40)]
@@ -300,10 +311,28 @@ def test_an_interrupted_download_goes_on_where_it_was(tmp_path: Path, monkeypatc
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stopping)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "a.txt.part").write_bytes(Stopping.content[:500])       # of an earlier call
-    sources.download(f"http://127.0.0.1:{server.server_port}/a.txt", tmp_path / "a.txt")
+    sources.download(f"http://127.0.0.1:{server.server_port}/a.txt", tmp_path / "a.txt.part")
     server.shutdown()
-    assert (tmp_path / "a.txt").read_bytes() == Stopping.content and len([*tmp_path.iterdir()]) == 1
+    assert (tmp_path / "a.txt.part").read_bytes() == Stopping.content
     assert Stopping.starts == [500, 1500, 2500]
+
+
+def test_two_that_ask_for_a_url_do_not_write_into_one_file(tmp_path: Path, monkeypatch) -> None:
+    asked = []
+
+    def download(url: str, part: Path) -> None:
+        asked.append(url)
+        for character in "abc":
+            with part.open("a") as file:
+                file.write(character)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(sources, "download", download)
+    url = "https://host.org/a.txt"
+    with ThreadPoolExecutor(2) as pool:
+        opened = [*pool.map(lambda _: sources.open_url(url, tmp_path, SourceOptions(), 0.1), range(2))]
+    assert asked == [url] and opened[0].revision == opened[1].revision
+    assert [path.read_text() for path in tmp_path.glob("[!.]*")] == ["abc"]
 
 
 def test_a_url_is_downloaded_once_and_its_keys_are_not_recorded(tmp_path: Path, monkeypatch) -> None:

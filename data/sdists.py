@@ -106,7 +106,7 @@ def read_project(project: Project, cache: Path) -> list[tuple[str, bytes]]:
     Files that are empty, not UTF-8 or have U+FFFD are left out. Lines end in LF, and a text in one of them.
     """
     archive = cache / f"{project.name}-{project.version}-{project.sha256[:12]}"
-    make_once(archive, partial(download, project))      # so an interrupted run continues with the one it was at
+    make_once(archive, partial(download, project))      # an interrupted run has those before it
     texts: list[tuple[str, str, bytes]] = []
     with tarfile.open(archive) as tar:
         for member in tar:

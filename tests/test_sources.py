@@ -133,7 +133,7 @@ def test_the_commit_of_a_dataset_is_resolved_first_and_recorded(tmp_path: Path, 
     for name in ("load_dataset_builder", "get_dataset_config_names"):
         monkeypatch.setattr(datasets, name, local(getattr(datasets, name)))
     for revision in (None, "v1.0"):
-        meta = prepare("hf:some/books:raw", tmp_path / "out", "byte", SourceOptions(revision=revision))
+        meta = prepare("hf:some/books:raw", tmp_path / "out", "byte", SourceOptions(revision=revision), True)
         assert (meta["source"], meta["revision"]) == ("hf:some/books:raw", commit)
     assert not commits and len(both(tmp_path / "out")[0]) == 100
 
@@ -215,8 +215,8 @@ def test_equal_texts_are_on_one_side(tmp_path: Path, capsys) -> None:
     train, val = both(tmp_path / "out")
     assert len(train) + len(val) == 90 and val and not set(train) & set(val)
     write_texts(tmp_path / "b", {"train/1.txt": "one", "train/2.txt": "two", "val/3.txt": "two"})
-    prepare(str(tmp_path / "b"), tmp_path / "out", "byte")
-    assert both(tmp_path / "out") == ([b"one"], [b"two"])
+    prepare(str(tmp_path / "b"), tmp_path / "named", "byte")
+    assert both(tmp_path / "named") == ([b"one"], [b"two"])
     assert "left out of b: 1 equal to one of val (" in capsys.readouterr().out
 
 
@@ -253,7 +253,7 @@ def test_a_separator_splits_texts_and_is_asked_for(separator: str, tmp_path: Pat
     prepare(str(path), tmp_path / "out", "byte")
     is_alone = separator.endswith("\n")
     assert ("--separator '<|endoftext|>' splits .txt" in capsys.readouterr().err) == is_alone
-    prepare(str(path), tmp_path / "out", "byte", SourceOptions(separator="<|endoftext|>"))
+    prepare(str(path), tmp_path / "out", "byte", SourceOptions(separator="<|endoftext|>"), replace=True)
     assert not capsys.readouterr().err
     assert sorted(sum(both(tmp_path / "out"), [])) == sorted(text.encode() for text in texts)
 
@@ -275,7 +275,7 @@ def test_of_few_rows_one_is_held_out(n: int, limit: int | None, tmp_path: Path) 
     train, val = both(tmp_path / "out")
     assert len(val) == 1 and train and val[0] in RAW.values()
     assert limit or len(train) == n - 1
-    prepare(str(path), tmp_path / "out", "byte", SourceOptions(val_share=0.9999))
+    prepare(str(path), tmp_path / "out", "byte", SourceOptions(val_share=0.9999), replace=True)
     assert [len(texts) for texts in both(tmp_path / "out")] == [1, n - 1]
 
 

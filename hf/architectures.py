@@ -83,10 +83,6 @@ class Architecture:
             found["position.scaling"] = scaling.method
         return [f"{key} = {value!r}" for key, value in found.items()]
 
-    def warnings(self, config: Config) -> list[str]:
-        """What other programs than transformers read differently in the exported folder."""
-        return []
-
     def config_json(self, config: Config) -> Fields:
         """config.json without the ids of special tokens."""
         model = config.model
@@ -324,14 +320,6 @@ class SmolLM3(Windowed):
     constants = {"hidden_act": "silu"}
     defaults = Llama.defaults | {"num_key_value_heads": 4, "tie_word_embeddings": True,
                                  "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}
-
-    def warnings(self, config: Config) -> list[str]:
-        flags = self.positions_json(config)["no_rope_layers"]
-        is_every_fourth = all(flag == ((layer + 1) % 4 > 0) for layer, flag in enumerate(flags))
-        if is_every_fourth and not config.model.window:
-            return []
-        return ["llama.cpp reads SmolLM3 with windows in no layer and without an encoding in every fourth, "
-                "whatever config.json says; run this folder by transformers"]
 
     def positions_json(self, config: Config) -> Fields:
         p, layers = config.position, range(config.model.n_layer)
@@ -622,6 +610,33 @@ class MPT(Architecture):
         wanted = self.constants["attn_config"]
         given = wanted | (hf_config.get("attn_config") or {})
         return super().tables({**hf_config, "attn_config": {key: given[key] for key in wanted}})
+
+
+# llama.cpp: model_type -> the only model.full_every that it reads beside a window; others have no windows there
+PERIODS = {"cohere2": 4, "gemma3_text": 6}
+
+
+def warn_of_llama_cpp(fields: Fields) -> None:
+    """Print which fields of a config.json llama.cpp reads as something else, according to its code of 2026."""
+    kind = fields["model_type"]
+    misread = []
+    if fields.get("sliding_window"):
+        every = PERIODS.get(kind)
+        if every is None or fields["layer_types"] != layer_types(every, fields["num_hidden_layers"]):
+            misread.append("sliding_window")
+    flags = fields.get("no_rope_layers", [])
+    if flags != [int((layer + 1) % 4 > 0) for layer in range(len(flags))]:
+        misread.append("no_rope_layers")
+    parameters = fields.get("rope_parameters", {})
+    parameters = parameters.get("full_attention", parameters)
+    rope_type = parameters.get("rope_type", "default")
+    # it takes Llama 3's length before the extension, and the factors of longrope from Phi3 alone
+    is_read = rope_type in ("default", "linear", "yarn") or (rope_type, kind) == ("longrope", "phi3")
+    if not is_read and (rope_type, parameters.get(LENGTH)) != ("llama3", 8192):
+        misread.append(f"rope_type {rope_type}")
+    if misread:
+        print(f"warning: llama.cpp does not read {' and '.join(misread)} of config.json as transformers does; "
+              "run this folder by transformers")
 
 
 # the first that fits is chosen, so the most widely supported come first

@@ -612,12 +612,12 @@ class MPT(Architecture):
         return super().tables({**hf_config, "attn_config": {key: given[key] for key in wanted}})
 
 
-# llama.cpp: model_type -> the only model.full_every that it reads beside a window; others have no windows there
+# llama.cpp: model_type -> the only model.full_every that it has beside a window; others have no windows there
 PERIODS = {"cohere2": 4, "gemma3_text": 6}
 
 
 def warn_of_llama_cpp(fields: Fields) -> None:
-    """Print which fields of a config.json llama.cpp reads as something else, according to its code of 2026."""
+    """Print which fields of a config.json llama.cpp (by its code of 2026) reads as something else."""
     kind = fields["model_type"]
     misread = []
     if fields.get("sliding_window"):
@@ -635,8 +635,8 @@ def warn_of_llama_cpp(fields: Fields) -> None:
     if not is_read and (rope_type, parameters.get(LENGTH)) != ("llama3", 8192):
         misread.append(f"rope_type {rope_type}")
     if misread:
-        print(f"warning: llama.cpp does not read {' and '.join(misread)} of config.json as transformers does; "
-              "run this folder by transformers")
+        print(f"warning: llama.cpp does not read {' and '.join(misread)} of config.json as transformers "
+              "does; run this folder by transformers")
 
 
 # the first that fits is chosen, so the most widely supported come first

@@ -56,6 +56,9 @@ def pulled(run: str) -> str:
                         "hf:ORG/NAME, and the network, or log in with `hf auth login`") from error
     commit = folder / ".commit"
     if not commit.exists() or commit.read_text() != cached.name:
+        for pattern in PULLED:                          # the commit before may have had other files
+            for old in folder.glob(pattern):
+                old.unlink()
         for file in (file for file in cached.rglob("*") if file.is_file()):
             target = folder / file.relative_to(cached)
             target.parent.mkdir(parents=True, exist_ok=True)

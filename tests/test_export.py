@@ -122,7 +122,7 @@ def test_every_setting_in_the_way_is_named(encoding: str, overrides: list[str], 
     (['position.scaling={method="llama3",factor=4.0,original_length=8192}'], "")])
 def test_what_llama_cpp_reads_differently_is_told(overrides: list[str], misread: str, tiny, tmp_path: Path,
                                                   capsys) -> None:
-    """For SmolLM3 it takes no encoding in every fourth layer; it has windows for Gemma 3 and Cohere2 alone."""
+    """It has windows for Gemma 3 and Cohere2 alone, and for SmolLM3 no encoding in every fourth layer."""
     saved(tiny("rope", "model.n_layer=6", *overrides), tmp_path / "out")
     told = re.search("llama.cpp does not read (.*) of config.json", capsys.readouterr().out)
     assert (told[1] if told else "") == misread

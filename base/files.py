@@ -36,8 +36,8 @@ def write_whole(path: Path, text: str) -> None:
 
 def make_once(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make PATH.part, which becomes `path`, unless it is there; other processes wait for it."""
-    part = path.with_name(f"{path.name}.part")
-    with FileLock(path.with_name(f".{path.name}.lock")):
+    part = Path(f"{path}.part")
+    with FileLock(f"{path}.lock"):
         if not path.exists():
             write(part)
             part.replace(path)

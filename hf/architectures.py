@@ -612,27 +612,19 @@ class MPT(Architecture):
         return super().tables({**hf_config, "attn_config": {key: given[key] for key in wanted}})
 
 
-# llama.cpp: model_type -> the only model.full_every that it has beside a window; others have no windows there
-PERIODS = {"cohere2": 4, "gemma3_text": 6}
-
-
 def warn_of_llama_cpp(fields: Fields) -> None:
     """Print which fields of a config.json llama.cpp (by its code of 2026) reads as something else."""
     kind = fields["model_type"]
-    misread = []
-    if fields.get("sliding_window"):
-        every = PERIODS.get(kind)
-        if every is None or fields["layer_types"] != layer_types(every, fields["num_hidden_layers"]):
-            misread.append("sliding_window")
-    flags = fields.get("no_rope_layers", [])
-    if flags != [int((layer + 1) % 4 > 0) for layer in range(len(flags))]:
-        misread.append("no_rope_layers")
+    n_layer = fields.get("num_hidden_layers", 0)
+    period = {"cohere2": 4, "gemma3_text": 6}.get(kind, 1)              # 1: windows in no layer
+    read: Fields = {"layer_types": layer_types(period, n_layer),
+                    "no_rope_layers": [int((layer + 1) % 4 > 0) for layer in range(n_layer)]}
+    if kind in ("mistral", "phi3"):
+        read["sliding_window"] = None
+    misread = [field for field, value in read.items() if fields.get(field, value) != value]
     parameters = fields.get("rope_parameters", {})
-    parameters = parameters.get("full_attention", parameters)
-    rope_type = parameters.get("rope_type", "default")
-    # it takes Llama 3's length before the extension, and the factors of longrope from Phi3 alone
-    is_read = rope_type in ("default", "linear", "yarn") or (rope_type, kind) == ("longrope", "phi3")
-    if not is_read and (rope_type, parameters.get(LENGTH)) != ("llama3", 8192):
+    rope_type = parameters.get("full_attention", parameters).get("rope_type", "default")
+    if rope_type not in ("default", "linear", "yarn", "llama3") and kind != "phi3":
         misread.append(f"rope_type {rope_type}")
     if misread:
         print(f"warning: llama.cpp does not read {' and '.join(misread)} of config.json as transformers "

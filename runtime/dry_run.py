@@ -44,8 +44,7 @@ def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
         require_same_run(Path(config.run.dir), config, corpus)
     with torch.device("meta"):                              # shapes without memory
         model = GPT(config)
-    is_started = Path(config.run.dir, "checkpoints").exists()           # it no longer reads init_from
-    if config.train.init_from and not is_started:
+    if config.train.init_from and not Path(config.run.dir, "checkpoints").exists():
         with warnings.catch_warnings(action="ignore"):      # PyTorch: nothing is copied to shapes
             start_from(config.train.init_from, model, config, tokenizer)
     machine = f"{process.world_size} x {process.device.type}, {dtype_name(config.train, process.device)}"

@@ -216,7 +216,7 @@ def content_of(meta: dict[str, Any]) -> list[Any]:
     return checksums
 
 
-def make_run(run_dir: Path, config: Config, corpus: Corpus, revision: str | None, code_diff: bytes) -> None:
+def make_run(run_dir: Path, config: Config, corpus: Corpus, revision: str, code_diff: bytes) -> None:
     """Write config, meta.json of the corpus and tokenizer of a new run; at each start, changes of code."""
     if not (run_dir / "config.toml").exists():
         write_whole(run_dir / "corpus.json", json.dumps(corpus.meta, indent=1))
@@ -224,7 +224,7 @@ def make_run(run_dir: Path, config: Config, corpus: Corpus, revision: str | None
             tokenizer = (corpus.folder / TOKENIZER_FILE).read_text(encoding="utf-8")
             write_whole(run_dir / TOKENIZER_FILE, tokenizer)
         write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
-    if revision and code_diff:
+    if code_diff:
         write_whole(run_dir / f"code-{revision[-8:]}.diff", code_diff.decode(errors="replace"))
 
 

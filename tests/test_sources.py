@@ -105,12 +105,12 @@ def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     meta = prepare(f"{hub}:raw", out, "byte")
     assert both(out) == ([RAW[i] for i in range(100)], [RAW[i] for i in range(100, 120)])   # test: validation
     assert (meta["source"], meta["revision"]) == (f"{hub}:raw", None)
-    prepare(f"{hub}:raw:test", out, "byte", SourceOptions(val_share=0.2))   # a split that is asked for: hash
+    prepare(f"{hub}:raw:test", out, "byte", SourceOptions(val_share=0.2), True)     # one split: a hash
     train, val = both(out)
     assert sorted([*train, *val]) == sorted(RAW[i] for i in range(100, 120)) and train and val
-    prepare(f"{hub}:more", out, "byte", SourceOptions(text_column="content", val_share=0.2))
+    prepare(f"{hub}:more", out, "byte", SourceOptions(text_column="content", val_share=0.2), True)
     by_hash = both(out)
-    prepare(str(write_json(tmp_path / "all.jsonl", TEXTS)), out, "byte", SourceOptions(val_share=0.2))
+    prepare(str(write_json(tmp_path / "all.jsonl", TEXTS)), out, "byte", SourceOptions(val_share=0.2), True)
     assert both(out) == by_hash                                         # as of one file
 
 
@@ -332,7 +332,7 @@ def test_two_that_ask_for_a_url_do_not_write_into_one_file(tmp_path: Path, monke
     with ThreadPoolExecutor(2) as pool:
         opened = [*pool.map(lambda _: sources.open_url(url, tmp_path, SourceOptions(), 0.1), range(2))]
     assert asked == [url] and opened[0].revision == opened[1].revision
-    assert [path.read_text() for path in tmp_path.glob("[!.]*")] == ["abc"]
+    assert [path.read_text() for path in tmp_path.glob("*-a.txt")] == ["abc"]
 
 
 def test_a_url_is_downloaded_once_and_its_keys_are_not_recorded(tmp_path: Path, monkeypatch) -> None:

@@ -214,7 +214,7 @@ def test_the_code_of_a_run_is_named_and_its_changes_can_be_applied(tiny, corpus_
         git("config", key, value)
     (tmp_path / "model.py").write_bytes(b"\0\1")
     for revision, diff in (git_revision(), (found[1], b"earlier")):                     # two starts of a run
-        make_run(tmp_path, tiny("rope"), Corpus(corpus_dir), revision, diff)
+        make_run(tmp_path, tiny("rope"), Corpus(corpus_dir), str(revision), diff)
     assert (tmp_path / f"code-{found[1][-8:]}.diff").read_text() == "earlier"
     git("checkout", "model.py")
     (tmp_path / "new.py").unlink()

@@ -2,8 +2,6 @@
 
 Several SOURCEs become one corpus. Each is one of
   stdlib      the source text of this Python's standard library: always available, no download
-  packages    the Python source of the packages that constraints.txt pins, a document per package: code that
-              everybody can rebuild, split by package. First `make test`, which installs them all
   sdists:LIST[:docs|:code]    the source distributions that a CSV file lists (name, version, sha256, split),
               such as configs/study/sdists.csv; downloaded once by pypi-simple, which the extra [study]
               installs. A document of documentation and one of code per project, or only one of these kinds

@@ -7,7 +7,6 @@ reader without a split, a hash of each document's text chooses it.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import io
 import itertools
 import json
@@ -46,14 +45,9 @@ VALIDATION = ("validation", "valid", "val", "dev", "test")      # to validate on
 STDLIB_LEFT_OUT = re.compile(   # tests, other packages, generated files and tables
     r"(.*/)?((tests?|idle_test|lib2to3|site-packages|__pycache__|config-[^/]*)/.*|_sysconfigdata.*"
     r"|pydoc_data/topics\.py|encodings/(cp|iso8859|koi8|mac).*|html/entities\.py)")
-CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
-PACKAGES_LEFT_OUT = re.compile(     # tests, copies of other packages (typer/_click stays), what builds change
-    r"(.*/)?(tests?|testing|_?vendor(ed)?|_distutils|third_party|extern(als?)?)/|.*(version|__config__)[^/]*\.py")
-PACKAGE_BYTES = range(60_000, 400_001)  # long enough for many windows; no package outweighs the others
-PACKAGES_VAL_SHARE = 0.3                # by package, which leaves 6 M tokens to train on
 OF_FILES = {"text_column", "separator", "val_share"}        # what changes how a file is read
 USED = {                                # SOURCE up to a colon -> the options that it uses; others: OF_FILES
-    "hf": {"revision", *OF_FILES}, "stdlib": {"val_share"}, "packages": {"val_share"}, "sdists": set(),
+    "hf": {"revision", *OF_FILES}, "stdlib": {"val_share"}, "sdists": set(),
     **dict.fromkeys(TASKS, {"length"})}
 
 
@@ -180,8 +174,6 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
         raise UserError(f"SOURCE {source!r}: an unset variable? give stdlib, a file, a folder, or see --help")
     if source == "stdlib":
         return open_stdlib(share)
-    if source == "packages":
-        return open_packages(options.val_share or PACKAGES_VAL_SHARE)
     if source.startswith("sdists:"):
         return open_sdists(source, cache)
     if source.startswith("hf:"):
@@ -210,34 +202,6 @@ def open_stdlib(val_share: float) -> Source:
     paths = [path for path in root.rglob("*.py")
              if path.is_file() and not STDLIB_LEFT_OUT.fullmatch(path.relative_to(root).as_posix())]
     return Source("stdlib", f"Python {platform.python_version()}", split_by_hash(root, paths, val_share, {}))
-
-
-def open_packages(val_share: float) -> Source:
-    """A document per package of constraints.txt: files in the order of a hash, up to 400 kB, 60 kB at least.
-
-    Packages whose names start with the same word are on the same side of the split. Raises UserError.
-    """
-    readers: list[Reader] = []
-    for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", CONSTRAINTS.read_text(), re.MULTILINE):
-        try:
-            package = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            package = None
-        if package is None or package.version.split("+")[0] != version:
-            raise UserError(f"source packages: {name} {version} of constraints.txt is not installed; run "
-                            ".venv/bin/python -m pip install -c constraints.txt -e '.[test]'")
-        files = [str(file) for file in package.files or [] if file.suffix == ".py"
-                 and ".." not in file.parts and not PACKAGES_LEFT_OUT.match(str(file))]
-        text = b""
-        for file in sorted(files, key=lambda file: hash_share(file.encode())):
-            more = Path(str(package.locate_file(file))).read_bytes()
-            if len(text) + len(more) < PACKAGE_BYTES.stop:
-                text += more
-        if len(text) in PACKAGE_BYTES:
-            first_word = re.split(r"[-_.\d]", name)[0]
-            split = "val" if hash_share(first_word.encode()) < val_share else "train"
-            readers.append(Reader(name, split, partial(list, [text])))
-    return Source("packages", f"constraints.txt sha256 {sha256_of(CONSTRAINTS)}", readers)
 
 
 def open_sdists(source: str, cache: Path) -> Source:

@@ -21,7 +21,7 @@ from base.errors import UserError
 from data import sources
 from data.loader import Corpus
 from data.prepare import default_out, prepare
-from data.sources import Reader, SourceOptions, articles, open_local, open_source
+from data.sources import Reader, SourceOptions, articles, open_local
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -378,20 +378,6 @@ def test_the_standard_library_is_read_without_its_tests() -> None:
              "site-packages/a/b.py", "encodings/cp437.py", "unittest/case.py", "config-3.11/python-config.py"]
     kept = [name for name in names if not sources.STDLIB_LEFT_OUT.fullmatch(name)]
     assert kept == ["os.py", "json/decoder.py", "unittest/case.py"]
-
-
-@pytest.mark.slow
-def test_packages_are_split_by_the_first_word_of_their_names(tmp_path: Path, monkeypatch) -> None:
-    """Near copies, such as httpx and httpx2, are on the same side; tests and versions are left out."""
-    readers = open_source("packages", tmp_path, None, SourceOptions()).readers
-    side = {reader.name: reader.split for reader in readers}
-    assert min([*side.values()].count(split) for split in ("train", "val")) > 20
-    assert side["httpx"] == side["httpx2"] and side["pydantic"] == side["pydantic-core"]
-    assert all(60_000 <= len(text) <= 400_000 for reader in readers for text in reader.read())
-    monkeypatch.setattr(sources, "CONSTRAINTS", tmp_path / "constraints.txt")
-    sources.CONSTRAINTS.write_text("numpy==0.0.1\n")
-    with pytest.raises(UserError, match=r"numpy 0\.0\.1 of constraints.txt is not installed; run .*pip"):
-        open_source("packages", tmp_path, None, SourceOptions())
 
 
 def test_several_sources_become_one_corpus(tmp_path: Path) -> None:

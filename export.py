@@ -57,6 +57,8 @@ def main() -> None:
     if args.out.exists() and any(args.out.iterdir()):
         raise UserError(f"OUT_DIR {args.out}: exists and is not empty; give another folder")
     folder = Path(pulled(args.run))
+    if is_pretrained(folder) and not args.extend:
+        raise UserError(f"RUN {folder}: is a Hugging Face folder already; copy it, or give --extend METHOD")
     run = open_run(folder, args.checkpoint, args.device)
     fields = extension(args.extend, run.model, run.config) if args.extend else None
     if fields and is_pretrained(folder):

@@ -191,7 +191,7 @@ def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process
             "config": to_toml(config), "corpus": corpus.meta, "code": state.revisions, "dtype": dtype,
             "checkpoint": [state.step, state.sha256, state.init_sha256]})
     if process.rank == 0:
-        make_run(run_dir, config, corpus, code_diff)
+        make_run(run_dir, config, corpus, state.revisions[-1], code_diff)
     # compile the model if that pays; say what is going to be trained
     machine = f"{process.world_size} x {process.device.type}, {dtype}"
     if should_compile(model, t, process.device):

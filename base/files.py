@@ -1,4 +1,4 @@
-"""Small files: JSON that is read, text that is written atomically."""
+"""Files: JSON that is read, text that is written atomically, what is made once for all processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -29,6 +32,15 @@ def write_whole(path: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
     temporary.replace(path)
+
+
+def make_once(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make PATH.part, which becomes `path`, unless it is there; other processes wait for it."""
+    part = Path(f"{path}.part")
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            write(part)
+            part.replace(path)
 
 
 def sha256_of(path: Path) -> str:

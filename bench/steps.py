@@ -173,7 +173,7 @@ def peak_bytes(device: torch.device) -> int:
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
 
 
-class Contestant:
+class ContenderProcess:
     """A contender in a process of its own, its figures, and how the process ended if it has."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -184,42 +184,40 @@ class Contestant:
         self.process.start()
         other_end.close()
 
-    def finish_step(self) -> None:
-        """Wait for the figures of a step."""
+    def step(self, is_begun: bool = False) -> None:
+        """Take a step, which the process may have begun by itself, and keep its figures, unless it ends."""
+        if self.problem:
+            return
         try:
+            if not is_begun:
+                self.pipe.send(True)
             seconds, self.peak = self.pipe.recv()
             self.seconds.append(seconds)
         except (EOFError, OSError):
             self.process.join()
             self.problem = f"ended with code {self.process.exitcode}"
 
-    def step(self) -> None:
-        """Take a step, unless the process has ended."""
-        if not self.problem:
-            self.pipe.send(True)
-            self.finish_step()
-
 
 def measure(names: Sequence[str], overrides: Sequence[str], rounds: int,
             device: torch.device) -> dict[str, list[str]]:
     """Time and memory of these contenders relative to the first, as two cells each."""
-    contestants = [Contestant(name, overrides, device) for name in names]
+    contenders = [ContenderProcess(name, overrides, device) for name in names]
     try:
-        for contestant in contestants:
-            contestant.finish_step()    # the last of two for warmth, which all of them take at the same time
-            contestant.seconds.clear()
+        for contender in contenders:
+            contender.step(is_begun=True)   # the last of two for warmth, which all take at the same time
+            contender.seconds.clear()
         for number in range(rounds):
-            for contestant in contestants if number % 2 == 0 else contestants[::-1]:
-                contestant.step()
+            for contender in contenders if number % 2 == 0 else contenders[::-1]:
+                contender.step()
     finally:
-        for contestant in contestants:
-            contestant.process.kill()
-            contestant.process.join()
-    base = contestants[0]
+        for contender in contenders:
+            contender.process.kill()
+            contender.process.join()
+    base = contenders[0]
     if base.problem:
         raise UserError(f"{names[0]} {base.problem}: its last lines are above")
     cells = {}
-    for name, x in zip(names, contestants, strict=True):
+    for name, x in zip(names, contenders, strict=True):
         cells[name] = [x.problem, ""]
         if not x.problem:
             ratio = statistics.median(a / b for a, b in zip(x.seconds, base.seconds, strict=True))

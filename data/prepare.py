@@ -2,8 +2,6 @@
 
 Several SOURCEs become one corpus. Each is one of
   stdlib      the source text of this Python's standard library: always available, no download
-  packages    the Python source of the packages that constraints.txt pins, a document per package: code that
-              everybody can rebuild, split by package. First `make test`, which installs them all
   sdists:LIST[:docs|:code]    the source distributions that a CSV file lists (name, version, sha256, split),
               such as configs/study/sdists.csv; downloaded once by pypi-simple, which the extra [study]
               installs. A document of documentation and one of code per project, or only one of these kinds
@@ -189,7 +187,8 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions 
             replace: bool = False) -> dict[str, Any]:
     """Write a corpus to the folder `out`, complete or not at all, and return its meta.json.
 
-    It replaces a corpus of another tokenizer, on which runs may depend, only if `replace`. Raises UserError.
+    It replaces a corpus that differs in source, tokenizer or options, on which runs may depend, only if
+    `replace`. Raises UserError.
     """
     out = out.resolve()                                 # a link, such as one to another disk, stays a link
     # only a corpus is replaced
@@ -232,7 +231,7 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
                  options: SourceOptions, before: dict[str, Any] | None) -> dict[str, Any]:
     """Write a corpus to `folder`; meta.json comes last. Without a tokenizer, one is learned.
 
-    `before` is the meta.json of the corpus at `out`, if its tokenizer must be the same. Raises UserError.
+    `before` is the meta.json of the corpus at `out`, if the new one must be of the same. Raises UserError.
     """
     check_options(source, options)
     opened = open_source(source, out.parent / ".downloads", tokenizer, options)
@@ -246,9 +245,15 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
         tokenizer = tokenizers.load_tokenizer(tokenizer_name, folder)
     elif tokenizer.file:
         write_whole(folder / TOKENIZER_FILE, tokenizer.file)
-    if before and before["tokenizer"]["sha256"] != tokenizer.sha256:
-        raise UserError(f"--out {out}: holds a corpus by another tokenizer, {before['tokenizer']['name']}, "
-                        "whose runs could not be resumed; give another folder, or --replace")
+    changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
+    origin: dict[str, Any] = {
+        "source": opened.name, "revision": opened.revision, "options": changed,
+        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256}}
+    if before:
+        different = [key for key, value in origin.items() if before.get(key, {}) != value]
+        if different:
+            raise UserError(f"--out {out}: holds a corpus that differs in {' and '.join(different)}, so its "
+                            "runs could not be resumed; give another folder, or --replace")
     task = TASKS.get(source)
     writers = {split: Writer(folder, split, tokenizer) for split in SPLITS}
     write_documents(opened, row_share, writers, tokenizer, options.limit_tokens or sys.maxsize,
@@ -256,12 +261,8 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
     # describe the corpus
     splits = {split: writer.finish() for split, writer in writers.items()}
     meta: dict[str, Any] = {
-        "format_version": FORMAT_VERSION, "source": opened.name, "revision": opened.revision,
-        "dtype": writers["train"].dtype.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.separator,
-        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256}}
-    changed = {key: value for key, value in options._asdict().items() if value != getattr(DEFAULTS, key)}
-    if changed:
-        meta["options"] = changed
+        "format_version": FORMAT_VERSION, **origin, "dtype": writers["train"].dtype.name,
+        "vocab_size": tokenizer.vocab_size, "eot": tokenizer.separator}
     if task and task.has_windows:
         meta["task"] = {"name": source, "length": options.length or task.length}
     meta["splits"] = splits
@@ -314,7 +315,7 @@ def main() -> None:
                         help="byte, gpt2, bpe:N, or the folder of a corpus, run or Hugging Face model")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
     parser.add_argument("--replace", action="store_true",
-                        help="replace a corpus by another tokenizer in the folder")
+                        help="replace a corpus that differs in source, tokenizer or options")
     parser.add_argument("--revision", help="hf: a commit, branch or tag (default main)")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="of tables and .jsonl objects")
     parser.add_argument("--separator", metavar="TEXT",

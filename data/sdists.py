@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from base.errors import UserError
+from base.files import make_once
 from data.loader import SPLITS, Corpus
 
 KINDS = ("docs", "code")
@@ -68,33 +69,26 @@ def read_list(path: Path) -> list[Project]:
     return [Project(*line.split(",")) for line in lines]
 
 
-def fetch(project: Project, cache: Path) -> Path:
-    """The archive of a project in the cache, downloaded if it is not there yet. Raises UserError.
+def download(project: Project, part: Path) -> None:
+    """Download the archive of a project, and check its sha256. Raises UserError.
 
-    It gets its name when it is whole and has the sha256 of the list, so that an interrupted run continues
-    with the archive it was at. The index is that of PIP_INDEX_URL, as for pip, else pypi-simple's default.
+    The index is that of PIP_INDEX_URL, as for pip, else pypi-simple's default.
     """
-    path = cache / f"{project.name}-{project.version}-{project.sha256[:12]}"
-    if path.exists():
-        return path
     try:
         import pypi_simple
     except ImportError as error:
         raise UserError("sdists: pypi-simple is not installed; run "
                         ".venv/bin/python -m pip install -c constraints.txt -e '.[study]'") from error
     endpoint = os.environ.get("PIP_INDEX_URL") or pypi_simple.PYPI_SIMPLE_ENDPOINT
-    partial_path = path.with_name(f"{path.name}.part")
     try:
         with pypi_simple.PyPISimple(endpoint) as index:
             packages = index.get_project_page(project.name, timeout=TIMEOUT).packages
             archive_of = {package.digests.get("sha256"): package for package in packages}
-            index.download_package(archive_of[project.sha256], partial_path, timeout=TIMEOUT)
+            index.download_package(archive_of[project.sha256], part, timeout=TIMEOUT)
     except (OSError, LookupError, ValueError, pypi_simple.NoSuchProjectError) as error:
         raise UserError(f"sdists: {project.name} {project.version}: cannot be downloaded "
                         f"({type(error).__name__}: {error}); check the sha256 in the list, the network and "
                         "PIP_INDEX_URL, then give the same command again: it continues") from error
-    partial_path.replace(path)
-    return path
 
 
 def kind_of(name: str) -> str | None:
@@ -111,8 +105,10 @@ def read_project(project: Project, cache: Path) -> list[tuple[str, bytes]]:
 
     Files that are empty, not UTF-8 or have U+FFFD are left out. Lines end in LF, and a text in one of them.
     """
+    archive = cache / f"{project.name}-{project.version}-{project.sha256[:12]}"
+    make_once(archive, partial(download, project))      # an interrupted run has those before it
     texts: list[tuple[str, str, bytes]] = []
-    with tarfile.open(fetch(project, cache)) as tar:
+    with tarfile.open(archive) as tar:
         for member in tar:
             name = member.name.removeprefix("./").partition("/")[2]     # without the folder around all files
             kind = kind_of(name)

@@ -7,7 +7,6 @@ reader without a split, a hash of each document's text chooses it.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import io
 import itertools
 import json
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from base.errors import UserError
-from base.files import sha256_of
+from base.files import make_once, sha256_of
 from data.loader import SPLITS
 from data.sdists import read_texts
 from data.tasks import MIN_LENGTH, TASKS
@@ -35,24 +34,20 @@ FILE_VAL_SHARE = 0.1            # of the .txt files of a folder, or of a single 
 ROW_VAL_SHARE = 0.01            # of rows and lines, which are many
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 JSON_LINES = re.compile(r".*\.(jsonl?|ndjson)(\.gz|\.zst)?", re.IGNORECASE)     # .json too on the hub
-KINDS = ".txt, .jsonl (or .gz, .zst of it) or .parquet"
+FORMATS = ".txt, .jsonl (or .gz, .zst of it) or .parquet"
 ROWS_AT_ONCE = 16               # of a table
+BYTES_AT_ONCE = 2**24           # of a text that a separator splits
 TITLE_WITHIN = 4096             # bytes of a text in which its first line ends, if it is a title
 TITLE = re.compile(rb" = (?!= ).*(?<! =) =\s*")
-EPSILON = 2**-33                # less than the difference of two ranks
+EPSILON = 2**-33                # less than the difference of two hash_shares
 TASK_DOCUMENTS = {"train": range(400, 40_000), "val": range(400)}       # their numbers
 VALIDATION = ("validation", "valid", "val", "dev", "test")      # to validate on the first that is there
 STDLIB_LEFT_OUT = re.compile(   # tests, other packages, generated files and tables
     r"(.*/)?((tests?|idle_test|lib2to3|site-packages|__pycache__|config-[^/]*)/.*|_sysconfigdata.*"
     r"|pydoc_data/topics\.py|encodings/(cp|iso8859|koi8|mac).*|html/entities\.py)")
-CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
-PACKAGES_LEFT_OUT = re.compile(     # tests, copies of other packages (typer/_click stays), what builds change
-    r"(.*/)?(tests?|testing|_?vendor(ed)?|_distutils|third_party|extern(als?)?)/|.*(version|__config__)[^/]*\.py")
-PACKAGE_BYTES = range(60_000, 400_001)  # long enough for many windows; no package outweighs the others
-PACKAGES_VAL_SHARE = 0.3                # by package, which leaves 6 M tokens to train on
 OF_FILES = {"text_column", "separator", "val_share"}        # what changes how a file is read
 USED = {                                # SOURCE up to a colon -> the options that it uses; others: OF_FILES
-    "hf": {"revision", *OF_FILES}, "stdlib": {"val_share"}, "packages": {"val_share"}, "sdists": set(),
+    "hf": {"revision", *OF_FILES}, "stdlib": {"val_share"}, "sdists": set(),
     **dict.fromkeys(TASKS, {"length"})}
 
 
@@ -100,7 +95,7 @@ def documents(readers: Iterable[Reader], row_share: float) -> Iterator[Document]
             for text in reader.read():
                 split = reader.split
                 if split is None:
-                    split = "val" if text and rank(text) < row_share else "train"
+                    split = "val" if text and hash_share(text) < row_share else "train"
                 yield Document(split, text, f"{reader.name}, document {number}")
                 number += 1
         except UserError:
@@ -119,7 +114,7 @@ def share_held_out(source: Source, options: SourceOptions) -> float:
     share = options.val_share or ROW_VAL_SHARE
     room = options.limit_tokens or math.inf
     splits: set[str | None] = set()                     # that have text
-    ranks: set[float] = set()                           # of rows
+    shares: set[float] = set()                          # hash_share of each row
     for reader in source.readers:
         if reader.split in splits or (reader.split is None and room < 0):
             continue
@@ -130,15 +125,18 @@ def share_held_out(source: Source, options: SourceOptions) -> float:
             if len(splits) == len(SPLITS):
                 return share
             if reader.split is None:
-                ranks.add(rank(document.text))
+                shares.add(hash_share(document.text))
                 room -= len(document.text)
             if reader.split or room < 0:
                 break
-    if len(ranks) < 2:
+    if len(shares) < 2:
         missing = "val" if "train" in splits else "train"
-        raise UserError(f"source {source.name}: no text for {missing}; add text ({KINDS}), or put files into "
-                        "the folders train/ and val/ of it")
-    return max(ranks) if "val" in splits else min(ranks) + EPSILON      # one row on the other side
+        raise UserError(f"source {source.name}: no text for {missing}; add text ({FORMATS}), or put files "
+                        "into the folders train/ and val/ of it")
+    # all rows are on one side: put the one that is nearest to the border on the other
+    if "val" in splits:
+        return max(shares)
+    return min(shares) + EPSILON
 
 
 def check_options(source: str, options: SourceOptions) -> None:
@@ -176,8 +174,6 @@ def open_source(source: str, cache: Path, tokenizer: Tokenizer | None, options: 
         raise UserError(f"SOURCE {source!r}: an unset variable? give stdlib, a file, a folder, or see --help")
     if source == "stdlib":
         return open_stdlib(share)
-    if source == "packages":
-        return open_packages(options.val_share or PACKAGES_VAL_SHARE)
     if source.startswith("sdists:"):
         return open_sdists(source, cache)
     if source.startswith("hf:"):
@@ -208,34 +204,6 @@ def open_stdlib(val_share: float) -> Source:
     return Source("stdlib", f"Python {platform.python_version()}", split_by_hash(root, paths, val_share, {}))
 
 
-def open_packages(val_share: float) -> Source:
-    """A document per package of constraints.txt: files in the order of a hash, up to 400 kB, 60 kB at least.
-
-    Packages whose names start with the same word are on the same side of the split. Raises UserError.
-    """
-    readers: list[Reader] = []
-    for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", CONSTRAINTS.read_text(), re.MULTILINE):
-        try:
-            package = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            package = None
-        if package is None or package.version.split("+")[0] != version:
-            raise UserError(f"source packages: {name} {version} of constraints.txt is not installed; run "
-                            ".venv/bin/python -m pip install -c constraints.txt -e '.[test]'")
-        files = [str(file) for file in package.files or [] if file.suffix == ".py"
-                 and ".." not in file.parts and not PACKAGES_LEFT_OUT.match(str(file))]
-        text = b""
-        for file in sorted(files, key=lambda file: rank(file.encode())):
-            more = Path(str(package.locate_file(file))).read_bytes()
-            if len(text) + len(more) < PACKAGE_BYTES.stop:
-                text += more
-        if len(text) in PACKAGE_BYTES:
-            first_word = re.split(r"[-_.\d]", name)[0]
-            split = "val" if rank(first_word.encode()) < val_share else "train"
-            readers.append(Reader(name, split, partial(list, [text])))
-    return Source("packages", f"constraints.txt sha256 {sha256_of(CONSTRAINTS)}", readers)
-
-
 def open_sdists(source: str, cache: Path) -> Source:
     """Open `sdists:LIST[:docs|:code]`: for each project of a list, a document of docs and one of code.
 
@@ -248,7 +216,7 @@ def open_sdists(source: str, cache: Path) -> Source:
     return Source(source, f"list sha256 {sha256_of(path)}", readers)
 
 
-def rank(text: bytes) -> float:
+def hash_share(text: bytes) -> float:
     """A number in [0, 1) that depends only on the text: the same on any machine and in any order."""
     return int(hashlib.sha256(text).hexdigest()[:8], 16) / 2**32
 
@@ -298,16 +266,14 @@ def bytes_of(text: str | None) -> bytes | None:
     return None if text is None else to_utf8(text)[0]
 
 
-def split_at(separator: bytes, lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Cut a text at its separators, which may be alone on a line."""
-    document: list[bytes] = []
-    for line in lines:
-        first, *others = line.split(separator)
-        document.append(first)
-        for text in others:
-            yield b"".join(document)
-            document = [] if text.isspace() else [text]                 # not the end of the separator's line
-    yield b"".join(document)
+def split_at(separator: bytes, file: Any) -> Iterator[bytes]:
+    """Cut a text at its separators, each with the rest of its line if that is white space."""
+    pattern = re.compile(re.escape(separator) + rb"(?:[^\S\n]*\n)?")
+    rest = b""
+    while lines := file.read(BYTES_AT_ONCE) + file.readline():          # whole lines
+        *documents, rest = pattern.split(rest + lines)
+        yield from documents
+    yield rest
 
 
 def is_wikitext(reader: Reader) -> bool:
@@ -399,13 +365,13 @@ def split_by_hash(root: Path, paths: list[Path], val_share: float,
             cut += 1
         return [Reader(str(paths[0]), "train", partial(list, [text[:cut]])),
                 Reader(str(paths[0]), "val", partial(list, [text[cut:]]))]
-    ranks: dict[Path, float] = {}
+    shares: dict[Path, float] = {}
     for path in sorted(paths):
         inside = originals.get(path, path).relative_to(root)
-        ranks[path] = rank(os.fsencode(inside.as_posix()))
-    limit = max(val_share, min(ranks.values(), default=0) + EPSILON)    # at least one is for val
-    return [reader_of(path, "val" if rank < limit else "train", SourceOptions())
-            for path, rank in ranks.items()]
+        shares[path] = hash_share(os.fsencode(inside.as_posix()))
+    limit = max(val_share, min(shares.values(), default=0) + EPSILON)   # at least one is for val
+    return [reader_of(path, "val" if share < limit else "train", SourceOptions())
+            for path, share in shares.items()]
 
 
 def open_local(source: str, options: SourceOptions, val_share: float) -> Source:
@@ -413,7 +379,7 @@ def open_local(source: str, options: SourceOptions, val_share: float) -> Source:
     root = Path(source)
     if not root.exists():
         raise UserError(f"source {source}: no such file or folder; give stdlib, a task ({', '.join(TASKS)}), "
-                        f"hf:NAME, or a {KINDS} file or a folder of them")
+                        f"hf:NAME, or a {FORMATS} file or a folder of them")
     folder = root if root.is_dir() else root.parent
     paths: list[Path] = []
     left_out: Counter[str] = Counter()
@@ -445,21 +411,19 @@ def open_local(source: str, options: SourceOptions, val_share: float) -> Source:
         readers += readers_of(tables, None, options) + readers_of(others, None, options)
     counts = [f"{n:,} {kind}" for kind, n in left_out.most_common() if n]
     if counts:
-        print(f"left out of {root.name}: {', '.join(counts)} ({KINDS} is read)")
+        print(f"left out of {root.name}: {', '.join(counts)} ({FORMATS} is read)")
     return Source(root.name, None, readers, sum(path.stat().st_size for path in paths))
 
 
-def download(url: str, path: Path) -> None:
-    """Download a file; what an interrupted download had is kept beside `path`, and goes on from there.
+def download(url: str, part: Path) -> None:
+    """Download a file; `part` may have its start, of a download that was interrupted.
 
     The client gives up a connection that stalls, and asks for the rest again, five times in a row.
     """
     from huggingface_hub.file_download import http_get
 
-    unfinished = path.with_name(f"{path.name}.part")
-    with unfinished.open("ab") as file:
+    with part.open("ab") as file:
         http_get(url, file, resume_size=file.tell())
-    unfinished.rename(path)
 
 
 def open_url(url: str, cache: Path, options: SourceOptions, val_share: float) -> Source:
@@ -467,22 +431,22 @@ def open_url(url: str, cache: Path, options: SourceOptions, val_share: float) ->
     address = urlsplit(url)
     name = f"{address.scheme}://{address.hostname}{address.path}"       # without keys and passwords
     path = cache / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{Path(address.path).name}"
+    text = path
     cache.mkdir(parents=True, exist_ok=True)
     try:
-        if not path.exists():
-            download(url, path)
+        make_once(path, partial(download, url))
         revision = f"sha256 {sha256_of(path)}"
         if path.suffix.lower() == ".zip":
             with zipfile.ZipFile(path) as archive:
                 (inner,) = (entry for entry in archive.namelist() if not entry.endswith("/"))
                 is_known = inner.lower().endswith(SUFFIXES)
-                path = cache / f"{path.stem}-{Path(inner).name}{'' if is_known else '.txt'}"
-                path.write_bytes(archive.read(inner))
+                text = cache / f"{path.stem}-{Path(inner).name}{'' if is_known else '.txt'}"
+                make_once(text, lambda part: part.write_bytes(archive.read(inner)))
     except Exception as error:  # the client raises the exceptions of its HTTP library
         raise UserError(f"source {name}: cannot be downloaded, or unpacked into one file "
                         f"({type(error).__name__}: {str(error).replace(url, name)}); check the address and "
-                        f"the network, then give the same command again, or delete {path}") from error
-    return open_local(str(path), options, val_share)._replace(name=name, revision=revision)
+                        f"the network, then give the same command again, or delete {path}*") from error
+    return open_local(str(text), options, val_share)._replace(name=name, revision=revision)
 
 
 def open_dataset(source: str, options: SourceOptions) -> Source:
@@ -519,7 +483,7 @@ def open_dataset(source: str, options: SourceOptions) -> Source:
         urls[str(key)] = [str(file) for file in files]
     for url in itertools.chain(*urls.values()):
         if not (url.lower().endswith(SUFFIXES) or JSON_LINES.fullmatch(url)):
-            raise UserError(f"source {source}: cannot read {url}; give the dataset as {KINDS} files")
+            raise UserError(f"source {source}: cannot read {url}; give the dataset as {FORMATS} files")
     # the splits: those of the dataset, or one that a hash splits
     if len(urls) == 1:
         split = split or min(urls)

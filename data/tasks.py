@@ -4,11 +4,13 @@
 
 Retrieval: facts are hidden in filler text, and the end of the document asks for some of them.
   passkey      one key of five digits: a short form of Mohtashami and Jaggi 2023, arXiv:2305.16300
-  needle       one fact, a word and its number                    RULER's needles: Hsieh et al. 2024,
-  multi_key    one of several facts; the others distract          arXiv:2404.06654, section 3, in short
-  multi_query  several of these facts, in another order           forms that a small model can learn
-  multi_value  all numbers of one word, in their order            at a small training length
-  variables    all variables that hold a number, by chains of assignments: RULER's variable tracking
+  needle       one fact, a word and its number
+  multi_key    one of several facts; the others distract
+  multi_query  several of these facts, in another order
+  multi_value  all numbers of one word, in their order
+  variables    all variables that hold a number, by chains of assignments
+The last five are those of RULER, Hsieh et al. 2024, arXiv:2404.06654, section 3, in short forms that a small
+model can learn at a small training length.
 Algorithms, trained on up to n symbols, tested on more: Kazemnejad et al. 2023, arXiv:2305.19466, section 4
   copying, reversal, sorting   of letters
   addition                     of two numbers of n digits, all written from the lowest digit on
@@ -107,7 +109,7 @@ def numbers(rng: Generator, n: int) -> list[list[str]]:
 
 
 def passkey(rng: Generator) -> Hidden:
-    """" key=48213." and the question " key="."""
+    """The fact " key=48213." and the question " key="."""
     key = [*map(str, rng.integers(10, size=5)), "."]
     return Hidden([[[" key=", *key]]], [([" key="], False), (key, True)])
 
@@ -225,7 +227,7 @@ def letters(answer: Callable[[str], str], n: int, rng: Generator) -> list[Segmen
 
 
 def addition(n: int, rng: Generator) -> list[Segment]:
-    """"321+987=" "8011." is 123 + 789 = 0912, from the lowest digit on; the sum has n + 1 digits."""
+    """The text "321+987=" "2190." is 123 + 789 = 0912, from the lowest digit on; the sum has n + 1 digits."""
     digits = rng.integers(10, size=(2, n))
     a, b = ("".join(map(str, row)) for row in digits)
     total = int(a[::-1]) + int(b[::-1])
@@ -234,7 +236,7 @@ def addition(n: int, rng: Generator) -> list[Segment]:
 
 
 def parity(n: int, rng: Generator) -> list[Segment]:
-    """"10110=" "1.": whether the number of ones is odd."""
+    """Whether the number of ones is odd: "10110=" "1."."""
     bits = rng.integers(2, size=n)
     text = "".join(map(str, bits))
     return [(text + "=", False), (f"{bits.sum() % 2}.", True)]

@@ -83,10 +83,6 @@ class Architecture:
             found["position.scaling"] = scaling.method
         return [f"{key} = {value!r}" for key, value in found.items()]
 
-    def warnings(self, config: Config) -> list[str]:
-        """What other programs than transformers read differently in the exported folder."""
-        return []
-
     def config_json(self, config: Config) -> Fields:
         """config.json without the ids of special tokens."""
         model = config.model
@@ -324,14 +320,6 @@ class SmolLM3(Windowed):
     constants = {"hidden_act": "silu"}
     defaults = Llama.defaults | {"num_key_value_heads": 4, "tie_word_embeddings": True,
                                  "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0}
-
-    def warnings(self, config: Config) -> list[str]:
-        flags = self.positions_json(config)["no_rope_layers"]
-        is_every_fourth = all(flag == ((layer + 1) % 4 > 0) for layer, flag in enumerate(flags))
-        if is_every_fourth and not config.model.window:
-            return []
-        return ["llama.cpp reads SmolLM3 with windows in no layer and without an encoding in every fourth, "
-                "whatever config.json says; run this folder by transformers"]
 
     def positions_json(self, config: Config) -> Fields:
         p, layers = config.position, range(config.model.n_layer)
@@ -622,6 +610,25 @@ class MPT(Architecture):
         wanted = self.constants["attn_config"]
         given = wanted | (hf_config.get("attn_config") or {})
         return super().tables({**hf_config, "attn_config": {key: given[key] for key in wanted}})
+
+
+def warn_of_llama_cpp(fields: Fields) -> None:
+    """Print which fields of a config.json llama.cpp (by its code of 2026) reads as something else."""
+    kind = fields["model_type"]
+    n_layer = fields.get("num_hidden_layers", 0)
+    period = {"cohere2": 4, "gemma3_text": 6}.get(kind, 1)              # 1: windows in no layer
+    read: Fields = {"layer_types": layer_types(period, n_layer),
+                    "no_rope_layers": [int((layer + 1) % 4 > 0) for layer in range(n_layer)]}
+    if kind in ("mistral", "phi3"):
+        read["sliding_window"] = None
+    misread = [field for field, value in read.items() if fields.get(field, value) != value]
+    parameters = fields.get("rope_parameters", {})
+    rope_type = parameters.get("full_attention", parameters).get("rope_type", "default")
+    if rope_type not in ("default", "linear", "yarn", "llama3") and kind != "phi3":
+        misread.append(f"rope_type {rope_type}")
+    if misread:
+        print(f"warning: llama.cpp does not read {' and '.join(misread)} of config.json as transformers "
+              "does; run this folder by transformers")
 
 
 # the first that fits is chosen, so the most widely supported come first

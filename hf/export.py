@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from base.errors import UserError
 from base.files import read_json
 from config import Config, load_config, to_toml
 from data.tokenizer import Tokenizer
-from hf.architectures import ARCHITECTURES, choose
+from hf.architectures import ARCHITECTURES, choose, warn_of_llama_cpp
 from hf.pretrained import is_pretrained, read_config
 from hf.rope_parameters import LENGTH, Fields
 from hf.tokenizer import ALWAYS, AS_IT_IS, misreading, read_tokenizer, separator_name, tokenizer_json
@@ -37,53 +39,62 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     config.json for a longer context.
     """
     source = origin_of(run, tokenizer)
+    special: Fields = {"bos_token_id": tokenizer.separator, "eos_token_id": tokenizer.separator,
+                       "pad_token_id": None}
+    settings: Fields = {"tokenizer_class": AS_IT_IS}                    # of tokenizer_config.json
+    before: Fields = {}                                                 # config.json of the source
     kept: dict[str, Path] = {}                                          # name -> file of the source
     if source:
+        before = read_config(source)[1]
+        special = {key: before.get(key) for key in special}
         kept = {name: source / name for name in KEPT if (source / name).is_file()}
-    settings: Fields = {"tokenizer_class": AS_IT_IS}                    # of tokenizer_config.json
-    if "tokenizer_config.json" in kept:
-        settings = read_json(kept["tokenizer_config.json"])
+        if "tokenizer_config.json" in kept:
+            settings = read_json(kept["tokenizer_config.json"])
     among = dict(ARCHITECTURES)
     if misreading(tokenizer, ALWAYS, settings):
         del among[ALWAYS]
     architecture = choose(config, among.values())
-    for warning in architecture.warnings(config):
-        print(f"warning: {warning}")
     fields = architecture.config_json(config)
-    before = read_config(source)[1] if source else {}
     is_dynamic = getattr(getattr(config.position, "scaling", None), "is_dynamic", False)
     if isinstance(config.position, RotaryOptions) and not is_dynamic:   # else the field has another meaning
         fields[architecture.length] = max(fields[architecture.length], before.get(architecture.length) or 0)
     fields |= extension or {}
-    separator, eot = separator_name(tokenizer), tokenizer.separator
-    special = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": None}
-    special = {key: before.get(key) for key in special} if source else special
-    files: dict[str, Any] = {
+    warn_of_llama_cpp(fields)
+    files: dict[str, Fields] = {
         "config.json": {**fields, **special, "use_cache": True, "torch_dtype": "float32"},
-        "generation_config.json": {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot},
         "tokenizer.json": tokenizer_json(tokenizer),
-        "tokenizer_config.json": {"tokenizer_class": AS_IT_IS, "bos_token": separator,
-                                  "eos_token": separator, "model_max_length": fields[architecture.length],
-                                  "clean_up_tokenization_spaces": False},
-    }
+        "tokenizer_config.json": {**settings, "tokenizer_class": AS_IT_IS}}
+    if not source:
+        separator = separator_name(tokenizer)
+        files["tokenizer_config.json"] |= {
+            "bos_token": separator, "eos_token": separator, "model_max_length": fields[architecture.length],
+            "clean_up_tokenization_spaces": False}
+        files["generation_config.json"] = {**special, "pad_token_id": tokenizer.separator}
     if misreading(tokenizer, architecture.model_type, settings):
-        files["tokenizer_config.json"] = {**settings, "tokenizer_class": AS_IT_IS}
         del kept["tokenizer_config.json"]
     weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
-        new = Path(temporary) / "new"
-        new.mkdir()
+    with new_folder(out) as folder:
         for name, content in files.items():
             text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            (new / name).write_text(text, encoding="utf-8")
+            (folder / name).write_text(text, encoding="utf-8")
         for name, path in kept.items():
-            shutil.copyfile(path, new / name)                           # over ours
+            shutil.copyfile(path, folder / name)                        # over ours
         card = model_card(run, config, model, tokenizer, architecture.class_name)
-        (new / "README.md").write_text(card, encoding="utf-8")
-        save_file(architecture.export_tensors(weights, config), new / "model.safetensors", {"format": "pt"})
-        new.rename(out)         # over an empty folder, if it is there
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        save_file(architecture.export_tensors(weights, config), folder / "model.safetensors",
+                  {"format": "pt"})
     return architecture.class_name
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which then becomes `out`: complete or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
+        folder = Path(temporary) / "new"
+        folder.mkdir()
+        yield folder
+        folder.rename(out)      # over an empty folder, if it is there
 
 
 def origin_of(run: Path, tokenizer: Tokenizer) -> Path | None:
@@ -130,11 +141,14 @@ def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:
 
 
 def write_extended(folder: Path, out: Path, fields: Fields) -> None:
-    """Copy a Hugging Face folder, with other fields in its config.json."""
+    """Copy a Hugging Face folder, with other fields in its config.json, complete or not at all."""
     older = {"rope_scaling", "rope_theta"}              # of transformers 4: now in rope_parameters
     content = {key: value for key, value in read_json(folder / "config.json").items() if key not in older}
-    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("eval", ".*"), dirs_exist_ok=True)
-    (out / "config.json").write_text(json.dumps({**content, **fields}, indent=2) + "\n", encoding="utf-8")
+    warn_of_llama_cpp({"model_type": content["model_type"], **fields})
+    with new_folder(out) as new:
+        shutil.copytree(folder, new, ignore=shutil.ignore_patterns("eval", ".*"), dirs_exist_ok=True)
+        (new / "config.json").write_text(json.dumps({**content, **fields}, indent=2) + "\n",
+                                         encoding="utf-8")
 
 
 def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str) -> str:

@@ -55,9 +55,6 @@ class Nanorope(TemplateLM):     # type: ignore[misc]
         config, self.model, self.coder = opened.config, opened.model, opened.tokenizer
         self.train = config.train
         self.max_length = max_length or config.train.seq_len
-        limit = self.model.active().max_length
-        if limit and self.max_length > limit:
-            raise UserError(f"--length {max_length}: {config.position.encoding} ends at {limit} positions")
         self.ends = {self.coder.separator, *(eos_ids(folder) if is_pretrained(folder) else ())}
         self.prefix = [self.coder.separator] if bos else prefix_ids(self.coder)
 

@@ -56,13 +56,15 @@ def pulled(run: str) -> str:
                         "hf:ORG/NAME, and the network, or log in with `hf auth login`") from error
     commit = folder / ".commit"
     if not commit.exists() or commit.read_text() != cached.name:
-        for file in (file for file in cached.rglob("*") if file.is_file()):
-            target = folder / file.relative_to(cached)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)
+        for pattern in PULLED:                          # the commit before may have had other files
+            for old in folder.glob(pattern):
+                old.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in cached.iterdir():
+            target = folder / file.name
             if target.suffix == ".safetensors" and os.name == "posix":
                 target.symlink_to(file.resolve())      # large, and nobody edits it
-            else:
+            elif file.is_file():
                 shutil.copyfile(file, target)
         commit.write_text(cached.name)
     return str(folder)

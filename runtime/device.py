@@ -15,7 +15,7 @@ from base.errors import UserError
 from config import TrainConfig
 from model import GPT
 
-# On two CPU cores compiling takes 20 to 90 s, then saves a fifth of each step: it pays after about 2 minutes.
+# On two CPU cores compiling takes 20 to 90 s, then saves a fifth of a step: it pays after 2 to 8 minutes.
 COMPILE_WORTH_FLOPS = 2e13
 CPU_INFO = Path("/proc/cpuinfo")        # on Linux
 

@@ -44,7 +44,7 @@ def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
         require_same_run(Path(config.run.dir), config, corpus)
     with torch.device("meta"):                              # shapes without memory
         model = GPT(config)
-    if config.train.init_from:
+    if config.train.init_from and not Path(config.run.dir, "checkpoints").exists():
         with warnings.catch_warnings(action="ignore"):      # PyTorch: nothing is copied to shapes
             start_from(config.train.init_from, model, config, tokenizer)
     machine = f"{process.world_size} x {process.device.type}, {dtype_name(config.train, process.device)}"
@@ -55,7 +55,7 @@ def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
     n_bytes = training_bytes(config, model, process, is_explicit=EXPLICIT in lines)
     hours = "give --tokens-per-s N to see it, the speed that a run logs"
     if tokens_per_s:
-        hours = f"{n_tokens / tokens_per_s / 3600:,.2g} hours at {tokens_per_s:,} tokens/s"
+        hours = f"{n_tokens / tokens_per_s / 3600:,.2f} hours at {tokens_per_s:,} tokens/s"
     lines += (f"\ncompute   {n_tokens:,} tokens x {mflop:,.1f} MFLOP = {n_tokens * mflop * 1e6:.2g} FLOP"
               f"\nmemory    about {n_bytes / 1e9:.1f} GB on each device; the formula is in runtime/dry_run.py"
               f"\ntime      {hours}")

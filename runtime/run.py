@@ -29,6 +29,8 @@ from runtime.device import pick_device, pick_dtype
 from runtime.log import Log, echo, format_number
 from runtime.parallel import Process
 
+DIFF = ("diff", "--no-ext-diff", "--no-color", "--binary")      # what `git apply` reads, whatever is set
+
 
 class EarlyEnd(Exception):
     """Training ends before its last step; the arguments are the exit code and the message."""
@@ -214,16 +216,16 @@ def content_of(meta: dict[str, Any]) -> list[Any]:
     return checksums
 
 
-def make_run(run_dir: Path, config: Config, corpus: Corpus, code_diff: bytes) -> None:
-    """Write the config of a new run, its corpus' meta.json and tokenizer, and the changes of the code."""
+def make_run(run_dir: Path, config: Config, corpus: Corpus, revision: str, code_diff: bytes) -> None:
+    """Write config, meta.json of the corpus and tokenizer of a new run; at each start, changes of code."""
     if not (run_dir / "config.toml").exists():
         write_whole(run_dir / "corpus.json", json.dumps(corpus.meta, indent=1))
         if (corpus.folder / TOKENIZER_FILE).exists():
             tokenizer = (corpus.folder / TOKENIZER_FILE).read_text(encoding="utf-8")
             write_whole(run_dir / TOKENIZER_FILE, tokenizer)
-        if code_diff:
-            write_whole(run_dir / "code.diff", code_diff.decode(errors="replace"))
         write_whole(run_dir / "config.toml", to_toml(config))   # last: it makes the folder a run
+    if code_diff:
+        write_whole(run_dir / f"code-{revision[-8:]}.diff", code_diff.decode(errors="replace"))
 
 
 def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer,
@@ -299,10 +301,10 @@ def git_revision() -> tuple[str | None, bytes]:
     The changes are `git diff HEAD`, and as a patch the Python files that git does not track.
     """
     revision = git("rev-parse", "HEAD").decode().strip()
-    diff = git("diff", "HEAD")
+    diff = git(*DIFF, "HEAD")
     untracked = git("ls-files", "-z", "--others", "--exclude-standard", "*.py").decode().split("\0")[:-1]
     for name in untracked:
-        diff += git("diff", "--no-index", os.devnull, name)
+        diff += git(*DIFF, "--no-index", os.devnull, name)
     if diff:
         revision += f"-dirty-{hashlib.sha256(diff).hexdigest()[:8]}"
     return revision or None, diff

@@ -1,5 +1,8 @@
 """The bench: it runs at toy size, and figures are those of processes that take turns."""
 
+from multiprocessing import Pipe
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from toys import python
@@ -26,6 +29,15 @@ def test_it_measures_encodings_and_changes(tmp_path) -> None:
         fastest, median = (float(x) for x in row[1].split("(")[1].strip(")").split(", "))
         assert 0 < fastest <= median
     assert rows[-1][1] == "ended with code 7"
+
+
+def test_a_contender_that_ends_between_two_steps_leaves_a_reason() -> None:
+    contender = object.__new__(steps.ContenderProcess)
+    contender.pipe, other_end = Pipe()
+    other_end.close()
+    contender.problem, contender.process = "", MagicMock(exitcode=7)
+    contender.step()
+    assert contender.problem == "ended with code 7"
 
 
 @pytest.mark.slow

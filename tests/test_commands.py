@@ -1,5 +1,6 @@
 """Help, dry runs and samples. What goes wrong is in test_mistakes.py and test_promises.py."""
 
+import shutil
 import signal
 import tomllib
 from pathlib import Path
@@ -13,6 +14,7 @@ from model import GPT
 from runtime.dry_run import training_bytes
 from runtime.parallel import Process
 from sample import generate
+from train import train
 
 
 @pytest.mark.slow
@@ -41,14 +43,14 @@ def test_a_dry_run_prints_config_and_size_and_writes_nothing(tiny, tmp_path: Pat
 def test_a_dry_run_works_before_the_corpus_is_there(monkeypatch) -> None:
     """GPT-2 on OpenWebText: docs/scaling.md has 798 MFLOP a token, 7.8e18 in all, 5.2 h at 520,000/s."""
     monkeypatch.chdir(ROOT)
-    ended = call("train", "configs/gpt2-124m.toml", "--dry-run", "--tokens-per-s", "520000",
+    ended = call("train", "configs/gpt2-124m.toml", "--dry-run", "--tokens-per-s", "5200",
                  "train.dtype=bfloat16", "train.device=cpu", "data.dir=nowhere/openwebtext")
     assert ended.code == 0, ended.err
     lines = Path("configs/gpt2-124m.toml").read_text().splitlines()
     (comment,) = (line.removeprefix("# ") for line in lines if "prepare.py" in line)
     assert comment in ended.out
     assert "123,587,328 parameters" in ended.out and "9,830,400,000 tokens x 798." in ended.out
-    assert "= 7.8e+18 FLOP" in ended.out and "5.3 hours at 520,000 tokens/s" in ended.out
+    assert "= 7.8e+18 FLOP" in ended.out and "525.13 hours at 5,200 tokens/s" in ended.out
     ended = call("train", "configs/wikitext103.toml", "--dry-run", "data.dir=nowhere/wikitext103")
     assert "vocab_size = 50304" in ended.out                            # from --tokenizer gpt2 of the line
     ended = call("train", "configs/gpt2-124m.toml", "--dry-run", "data.dir=nowhere/else")
@@ -79,6 +81,17 @@ def test_a_dry_run_refuses_what_training_refuses(tiny, tmp_path: Path, monkeypat
         monkeypatch.setenv(name, value)
     ended = call("train", path, "--dry-run")
     assert ended.code == 2 and "batch_size 4: must be a multiple of 3 processes" in ended.err
+
+
+def test_a_dry_run_of_a_run_that_has_started_needs_no_weights_to_start_from(tiny, tmp_path: Path) -> None:
+    path, source = tmp_path / "config.toml", tmp_path / "source"
+    train(tiny("rope", "train.steps=1", "train.warmup=0", f"run.dir={source}"), [])
+    config = tiny("rope", "train.steps=1", "train.warmup=0", f"train.init_from={source}")
+    path.write_text(to_toml(config))
+    train(config, [])
+    shutil.rmtree(source / "checkpoints")
+    assert call("train", path, "--dry-run").code == 0
+    assert "no checkpoint yet" in call("train", path, "--dry-run", f"run.dir={tmp_path / 'new'}").err
 
 
 def test_a_run_that_ends_in_its_warm_up_says_so(tiny, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_validation_windows_are_fixed_spread_and_disjoint(corpus_dir: Path) -> N
 
 def test_meta_is_the_documented_format(corpus_dir: Path) -> None:
     meta = json.loads((corpus_dir / "meta.json").read_text())
-    assert {"format_version", "dtype", "vocab_size", "tokenizer", "eot", "source", "revision",
+    assert {"format_version", "dtype", "vocab_size", "tokenizer", "eot", "source", "revision", "options",
             "splits"} == set(meta)
     assert set(meta["splits"]["train"]) == {"tokens", "bytes", "documents", "sha256"}
     assert np.load(corpus_dir / "val.idx.npy", allow_pickle=False).dtype == np.uint64

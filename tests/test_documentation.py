@@ -52,7 +52,7 @@ def test_no_wrapped_line_begins_a_list(page: str) -> None:
 def test_the_readme_leads_to_every_page_command_and_room() -> None:
     readme = read("README.md")
     files = [path.name for path in ROOT.glob("*.py")]
-    rooms = [path.parent.name for path in ROOT.glob("*/__init__.py")]
+    rooms = [f"]({path.parent.name}" for path in ROOT.glob("*/__init__.py")]
     missing = [page for page in PAGES[1:] if f"]({page})" not in readme]
     missing += [name for name in files + rooms if name not in readme]
     missing += [name for name in ENCODINGS if f"`{name}`" not in read("docs/encodings.md")]
@@ -155,6 +155,8 @@ def commands(page: str, has_inline: bool) -> Iterator[str]:
             yield f"python - <<'END'\n{found['content']}END"
         elif found["language"] == "sh":
             yield from split(found["content"])
+        else:           # no `bash` or `console`, whose commands would not be run
+            assert found["language"] in (None, "", "python", "text", "toml", "yaml"), found["language"]
 
 
 def split(block: str) -> list[str]:

@@ -4,12 +4,13 @@ tests/peers/test_transformers.py compares the logits with those of transformers.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from toys import TINY, lively, tokens
+from toys import TINY, call, lively, tokens
 
 import export as export_command
 from base.errors import UserError
@@ -17,7 +18,7 @@ from config import Config, load_config
 from data.prepare import prepare
 from data.tokenizer import ByteTokenizer
 from hf.architectures import choose
-from hf.export import export, rope_fields
+from hf.export import export, rope_fields, write_extended
 from hf.pretrained import pretrained_config, pretrained_tables
 from hf.tokenizer import tokenizer_json
 from positions import ENCODINGS
@@ -109,14 +110,52 @@ def test_every_setting_in_the_way_is_named(encoding: str, overrides: list[str], 
     assert all(text in problem for text in named), problem
 
 
-@pytest.mark.parametrize(("overrides", "warned"), [
-    (["position.skip_every=4"], False), (["position.skip_every=2"], True), (["position.layers=first"], True),
-    (["position.skip_every=4", "model.window=5", "model.full_every=4"], True)])
-def test_what_llama_cpp_reads_differently_is_told(overrides: list[str], warned: bool, tiny, tmp_path: Path,
+@pytest.mark.parametrize(("overrides", "misread"), [
+    ([], ""), (["position.skip_every=4"], ""), (["position.skip_every=2"], "no_rope_layers"),
+    (["position.layers=first"], "no_rope_layers"), (["model.window=5"], "sliding_window"),
+    (["position.skip_every=4", "model.window=5", "model.full_every=4"], "layer_types"),
+    ([*GEMMA, "model.window=5", "model.full_every=6"], ""),
+    ([*GEMMA, "model.window=5", "model.full_every=2"], "layer_types"),
+    (['position.scaling={method="yarn",factor=4.0}'], ""),
+    (['position.scaling={method="dynamic_ntk",factor=4.0}'], "rope_type dynamic")])
+def test_what_llama_cpp_reads_differently_is_told(overrides: list[str], misread: str, tiny, tmp_path: Path,
                                                   capsys) -> None:
-    """It takes no encoding in every fourth layer, and no windows, for SmolLM3."""
-    saved(tiny("rope", "model.n_layer=4", *overrides), tmp_path / "out")
-    assert ("warning: llama.cpp reads SmolLM3" in capsys.readouterr().out) == warned
+    """It has windows for Gemma 3 and Cohere2 alone, and for SmolLM3 no encoding in every fourth layer."""
+    saved(tiny("rope", "model.n_layer=6", *overrides), tmp_path / "out")
+    told = re.search("llama.cpp does not read (.*) of config.json", capsys.readouterr().out)
+    assert (told[1] if told else "") == misread
+
+
+def test_a_copy_with_a_scaling_is_whole_or_not_there(tiny, tmp_path: Path, monkeypatch) -> None:
+    folder, out = saved(tiny("rope"), tmp_path / "hf"), tmp_path / "out"
+    assert "copy it, or give --extend" in call("export", folder, out).err
+
+    def interrupted(*_, **__) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_text", interrupted)
+        write_extended(folder, out, {"rope_parameters": {}})
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "rope.toml"}
+    assert call("export", folder, out, "--extend", "pi:factor=4").code == 0
+    content = json.loads((out / "config.json").read_text())
+    assert content["rope_parameters"]["factor"] == 4 and (out / "model.safetensors").exists()
+
+
+def test_special_tokens_are_those_of_the_source_even_without_its_other_files(tiny, tmp_path: Path) -> None:
+    """transformers takes what generation_config.json lacks from config.json: bos is not eos."""
+    config = tiny("rope", "model.vocab_size=300")
+    source = saved(config, tmp_path / "hf")
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (source / name).unlink()
+    special = {"bos_token_id": 256, "eos_token_id": [257, 258], "pad_token_id": 258}
+    content = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**content, **special}))
+    model, config, tokenizer = load_run(source)
+    export(source, tmp_path / "out", model, config, tokenizer)
+    assert special.items() <= json.loads((tmp_path / "out" / "config.json").read_text()).items()
+    assert not (tmp_path / "out" / "generation_config.json").exists()
+    assert "eos_token" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
 
 
 @pytest.mark.parametrize(("overrides", "is_written"), [

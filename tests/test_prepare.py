@@ -11,6 +11,7 @@ from toys import words
 from base.errors import UserError
 from data.loader import Corpus
 from data.prepare import default_out, prepare
+from data.sources import SourceOptions
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -42,10 +43,9 @@ def test_what_is_no_corpus_is_never_replaced(tmp_path: Path, monkeypatch) -> Non
 
 
 def test_a_corpus_is_whole_wherever_its_replacement_is_interrupted(tmp_path: Path, monkeypatch) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_bytes(words(ord(name), 3000))
-    out, remove = tmp_path / "corpus", shutil.rmtree
-    old = prepare(str(tmp_path / "a.txt"), out, "byte")
+    source, out, remove = tmp_path / "a.txt", tmp_path / "corpus", shutil.rmtree
+    source.write_bytes(words(1, 3000))
+    old = prepare(str(source), out, "byte")
 
     def interrupted(folder: Path, **more) -> None:
         remove(folder, **more)
@@ -53,20 +53,27 @@ def test_a_corpus_is_whole_wherever_its_replacement_is_interrupted(tmp_path: Pat
             raise KeyboardInterrupt
 
     monkeypatch.setattr(shutil, "rmtree", interrupted)
+    source.write_bytes(words(2, 3000))
     with pytest.raises(KeyboardInterrupt):
-        prepare(str(tmp_path / "b.txt"), out, "byte")
+        prepare(str(source), out, "byte")
     assert json.loads((out / "meta.json").read_text()) == old
 
 
-def test_a_corpus_by_another_tokenizer_of_the_same_name_stays(tmp_path: Path) -> None:
+def test_a_corpus_of_another_text_tokenizer_or_option_stays(tmp_path: Path) -> None:
+    """The tokenizer may have the same name: given, or learned."""
     for name, text in (("a", words(0, 900)), ("b", words(900, 1800))):
         (tmp_path / f"{name}.txt").write_bytes(text)
         prepare(str(tmp_path / f"{name}.txt"), tmp_path / name, "bpe:300")
     before = contents(tmp_path / "a")
-    for source, tokenizer in (("a.txt", str(tmp_path / "b")), ("b.txt", "bpe:300")):    # given, and learned
-        with pytest.raises(UserError, match="a corpus by another tokenizer, bpe:300, whose .*--replace"):
-            prepare(str(tmp_path / source), tmp_path / "a", tokenizer)
+    for source, tokenizer, options, different in (
+            ("a", "b", {}, "tokenizer"), ("b", "bpe:300", {}, "source and tokenizer"),
+            ("b", "a", {}, "source"), ("a", "a", {"limit_tokens": 100}, "options")):
+        name = tokenizer if ":" in tokenizer else str(tmp_path / tokenizer)
+        with pytest.raises(UserError, match=f"a corpus that differs in {different}, so .*--replace"):
+            prepare(str(tmp_path / f"{source}.txt"), tmp_path / "a", name, SourceOptions(**options))
         assert contents(tmp_path / "a") == before
+    prepare(str(tmp_path / "a.txt"), tmp_path / "a", "bpe:300")
+    assert contents(tmp_path / "a") == before
     prepare(str(tmp_path / "b.txt"), tmp_path / "a", "bpe:300", replace=True)
     assert contents(tmp_path / "a")["train.bin"] == contents(tmp_path / "b")["train.bin"]
 

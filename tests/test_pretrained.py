@@ -192,5 +192,6 @@ def test_a_model_of_the_hub_is_downloaded_without_code(folder: Path, tmp_path: P
     (own / "config.json").write_text("edited")
     assert pulled("hf:o/m@v1") and (own / "config.json").read_text() == "edited"
     assert (tmp_path / "cache" / "commit0" / "config.json").read_text() == "commit0"
-    assert pulled("hf:o/m@v1")
+    on_hub.remove("chat.jinja")
+    assert pulled("hf:o/m@v1") and not (own / "chat.jinja").exists()
     assert {(own / name).read_text() for name in ("config.json", WEIGHTS)} == {"commit1"}

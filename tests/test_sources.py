@@ -1,10 +1,13 @@
 """Sources: every format gives the same documents, every fault is one line that says where."""
 
 import hashlib
+import io
 import json
 import re
 import threading
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +21,7 @@ from base.errors import UserError
 from data import sources
 from data.loader import Corpus
 from data.prepare import default_out, prepare
-from data.sources import Reader, SourceOptions, articles, open_local, open_source
+from data.sources import Reader, SourceOptions, articles, open_local
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -102,12 +105,12 @@ def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     meta = prepare(f"{hub}:raw", out, "byte")
     assert both(out) == ([RAW[i] for i in range(100)], [RAW[i] for i in range(100, 120)])   # test: validation
     assert (meta["source"], meta["revision"]) == (f"{hub}:raw", None)
-    prepare(f"{hub}:raw:test", out, "byte", SourceOptions(val_share=0.2))   # a split that is asked for: hash
+    prepare(f"{hub}:raw:test", out, "byte", SourceOptions(val_share=0.2), True)     # one split: a hash
     train, val = both(out)
     assert sorted([*train, *val]) == sorted(RAW[i] for i in range(100, 120)) and train and val
-    prepare(f"{hub}:more", out, "byte", SourceOptions(text_column="content", val_share=0.2))
+    prepare(f"{hub}:more", out, "byte", SourceOptions(text_column="content", val_share=0.2), True)
     by_hash = both(out)
-    prepare(str(write_json(tmp_path / "all.jsonl", TEXTS)), out, "byte", SourceOptions(val_share=0.2))
+    prepare(str(write_json(tmp_path / "all.jsonl", TEXTS)), out, "byte", SourceOptions(val_share=0.2), True)
     assert both(out) == by_hash                                         # as of one file
 
 
@@ -131,7 +134,7 @@ def test_the_commit_of_a_dataset_is_resolved_first_and_recorded(tmp_path: Path, 
     for name in ("load_dataset_builder", "get_dataset_config_names"):
         monkeypatch.setattr(datasets, name, local(getattr(datasets, name)))
     for revision in (None, "v1.0"):
-        meta = prepare("hf:some/books:raw", tmp_path / "out", "byte", SourceOptions(revision=revision))
+        meta = prepare("hf:some/books:raw", tmp_path / "out", "byte", SourceOptions(revision=revision), True)
         assert (meta["source"], meta["revision"]) == ("hf:some/books:raw", commit)
     assert not commits and len(both(tmp_path / "out")[0]) == 100
 
@@ -213,8 +216,8 @@ def test_equal_texts_are_on_one_side(tmp_path: Path, capsys) -> None:
     train, val = both(tmp_path / "out")
     assert len(train) + len(val) == 90 and val and not set(train) & set(val)
     write_texts(tmp_path / "b", {"train/1.txt": "one", "train/2.txt": "two", "val/3.txt": "two"})
-    prepare(str(tmp_path / "b"), tmp_path / "out", "byte")
-    assert both(tmp_path / "out") == ([b"one"], [b"two"])
+    prepare(str(tmp_path / "b"), tmp_path / "named", "byte")
+    assert both(tmp_path / "named") == ([b"one"], [b"two"])
     assert "left out of b: 1 equal to one of val (" in capsys.readouterr().out
 
 
@@ -235,6 +238,14 @@ def test_a_link_does_not_hide_the_file_of_a_split(tmp_path: Path) -> None:
     assert both(tmp_path / "out") == ([b"one", b"two"], [b"three"])
 
 
+@pytest.mark.parametrize("n_bytes", [7, 2**20])
+@pytest.mark.parametrize("separator", [b"--", b"\n\n\n", b"\n--\n"])
+def test_a_separator_may_have_line_ends(separator: bytes, n_bytes: int, monkeypatch) -> None:
+    texts = [b"Story %d.\n\nThe end." % i for i in range(9)]
+    monkeypatch.setattr(sources, "BYTES_AT_ONCE", n_bytes)
+    assert [*sources.split_at(separator, io.BytesIO(separator.join(texts)))] == texts
+
+
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "<|endoftext|>\n", "<|endoftext|>\r\n"])
 def test_a_separator_splits_texts_and_is_asked_for(separator: str, tmp_path: Path, capsys) -> None:
     texts = [f"Story {i}.\nThe end.\n" for i in range(40)]
@@ -243,7 +254,7 @@ def test_a_separator_splits_texts_and_is_asked_for(separator: str, tmp_path: Pat
     prepare(str(path), tmp_path / "out", "byte")
     is_alone = separator.endswith("\n")
     assert ("--separator '<|endoftext|>' splits .txt" in capsys.readouterr().err) == is_alone
-    prepare(str(path), tmp_path / "out", "byte", SourceOptions(separator="<|endoftext|>"))
+    prepare(str(path), tmp_path / "out", "byte", SourceOptions(separator="<|endoftext|>"), replace=True)
     assert not capsys.readouterr().err
     assert sorted(sum(both(tmp_path / "out"), [])) == sorted(text.encode() for text in texts)
 
@@ -265,7 +276,7 @@ def test_of_few_rows_one_is_held_out(n: int, limit: int | None, tmp_path: Path) 
     train, val = both(tmp_path / "out")
     assert len(val) == 1 and train and val[0] in RAW.values()
     assert limit or len(train) == n - 1
-    prepare(str(path), tmp_path / "out", "byte", SourceOptions(val_share=0.9999))
+    prepare(str(path), tmp_path / "out", "byte", SourceOptions(val_share=0.9999), replace=True)
     assert [len(texts) for texts in both(tmp_path / "out")] == [1, n - 1]
 
 
@@ -301,10 +312,28 @@ def test_an_interrupted_download_goes_on_where_it_was(tmp_path: Path, monkeypatc
     server = ThreadingHTTPServer(("127.0.0.1", 0), Stopping)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "a.txt.part").write_bytes(Stopping.content[:500])       # of an earlier call
-    sources.download(f"http://127.0.0.1:{server.server_port}/a.txt", tmp_path / "a.txt")
+    sources.download(f"http://127.0.0.1:{server.server_port}/a.txt", tmp_path / "a.txt.part")
     server.shutdown()
-    assert (tmp_path / "a.txt").read_bytes() == Stopping.content and len([*tmp_path.iterdir()]) == 1
+    assert (tmp_path / "a.txt.part").read_bytes() == Stopping.content
     assert Stopping.starts == [500, 1500, 2500]
+
+
+def test_two_that_ask_for_a_url_do_not_write_into_one_file(tmp_path: Path, monkeypatch) -> None:
+    asked = []
+
+    def download(url: str, part: Path) -> None:
+        asked.append(url)
+        for character in "abc":
+            with part.open("a") as file:
+                file.write(character)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(sources, "download", download)
+    url = "https://host.org/a.txt"
+    with ThreadPoolExecutor(2) as pool:
+        opened = [*pool.map(lambda _: sources.open_url(url, tmp_path, SourceOptions(), 0.1), range(2))]
+    assert asked == [url] and opened[0].revision == opened[1].revision
+    assert [path.read_text() for path in tmp_path.glob("*-a.txt")] == ["abc"]
 
 
 def test_a_url_is_downloaded_once_and_its_keys_are_not_recorded(tmp_path: Path, monkeypatch) -> None:
@@ -350,20 +379,6 @@ def test_the_standard_library_is_read_without_its_tests() -> None:
              "site-packages/a/b.py", "encodings/cp437.py", "unittest/case.py", "config-3.11/python-config.py"]
     kept = [name for name in names if not sources.STDLIB_LEFT_OUT.fullmatch(name)]
     assert kept == ["os.py", "json/decoder.py", "unittest/case.py"]
-
-
-@pytest.mark.slow
-def test_packages_are_split_by_the_first_word_of_their_names(tmp_path: Path, monkeypatch) -> None:
-    """Near copies, such as httpx and httpx2, are on the same side; tests and versions are left out."""
-    readers = open_source("packages", tmp_path, None, SourceOptions()).readers
-    side = {reader.name: reader.split for reader in readers}
-    assert min([*side.values()].count(split) for split in ("train", "val")) > 20
-    assert side["httpx"] == side["httpx2"] and side["pydantic"] == side["pydantic-core"]
-    assert all(60_000 <= len(text) <= 400_000 for reader in readers for text in reader.read())
-    monkeypatch.setattr(sources, "CONSTRAINTS", tmp_path / "constraints.txt")
-    sources.CONSTRAINTS.write_text("numpy==0.0.1\n")
-    with pytest.raises(UserError, match=r"numpy 0\.0\.1 of constraints.txt is not installed; run .*pip"):
-        open_source("packages", tmp_path, None, SourceOptions())
 
 
 def test_several_sources_become_one_corpus(tmp_path: Path) -> None:

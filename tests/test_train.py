@@ -30,7 +30,7 @@ from runtime.device import should_compile
 from runtime.log import read_log
 from runtime.optimizer import make_optimizer
 from runtime.parallel import Process
-from runtime.run import TrainingRun, git_revision
+from runtime.run import TrainingRun, git_revision, make_run
 from train import learning_rate, train, training_loop, validate
 
 CPU = Process(torch.device("cpu"))
@@ -193,7 +193,8 @@ def test_a_further_figure_of_a_step_is_logged(tiny, tmp_path: Path, monkeypatch)
     assert set(lines[0]) == {"step", "tokens", "loss", "grad_norm", "balance", "lr"}
 
 
-def test_the_code_of_a_run_is_named_with_its_changes(tmp_path: Path, monkeypatch) -> None:
+def test_the_code_of_a_run_is_named_and_its_changes_can_be_applied(tiny, corpus_dir: Path, tmp_path: Path,
+                                                                   monkeypatch) -> None:
     def git(*arguments: str) -> str:
         who = ("-c", "user.name=n", "-c", "user.email=e@x")
         return subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True,
@@ -211,8 +212,16 @@ def test_the_code_of_a_run_is_named_with_its_changes(tmp_path: Path, monkeypatch
         found.append(git_revision()[0])
     assert found[0] == commit and len(set(found)) == 4
     assert all(len(one) == len(f"{commit}-dirty-") + 8 for one in found[1:])
-    _, diff = git_revision()
-    assert b"+a = 3" in diff and b"+b = 1" in diff
+    for key, value in (("color.ui", "always"), ("diff.external", "echo")):
+        git("config", key, value)
+    (tmp_path / "model.py").write_bytes(b"\0\1")
+    for revision, diff in (git_revision(), (found[1], b"earlier")):                     # two starts of a run
+        make_run(tmp_path, tiny("rope"), Corpus(corpus_dir), str(revision), diff)
+    assert (tmp_path / f"code-{found[1][-8:]}.diff").read_text() == "earlier"
+    git("checkout", "model.py")
+    (tmp_path / "new.py").unlink()
+    git("apply", *(path.name for path in tmp_path.glob("code-*.diff") if path.read_text() != "earlier"))
+    assert (tmp_path / "model.py").read_bytes() == b"\0\1" and (tmp_path / "new.py").read_text() == "b = 1\n"
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_any_encoding_gets_numbers(encoding: str, tiny, tasks: Path) -> None:
     assert found["my_text"]["bits_per_byte,none"] == pytest.approx(by_rolling("run", length)[0], abs=1e-6)
     assert {"choose", "write"} < found.keys()
     if encoding == "learned":
-        with pytest.raises(UserError, match="--length 64: learned ends at 32 positions"):
+        with pytest.raises(UserError, match="defined at positions 0 ... 31 only"):
             evaluate("nanorope", ["my_text"], tasks, run="run", max_length=64)
 
 

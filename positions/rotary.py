@@ -73,6 +73,9 @@ class RoPEOptions(RotaryOptions):
         return super().problems(n_embd, head_dim)
 
 
+Kind = Literal["extended", "trained", "local"]      # of a layer: which frequencies it has
+
+
 def is_within_length(layer: int, shape: Shape) -> bool:
     """Whether a window or chunks keep all distances below L in this layer: scalings leave it alone."""
     reach = min(shape.window or math.inf, shape.chunk or math.inf)
@@ -86,8 +89,7 @@ class RoPE(Encoding):
     """
 
     # A subclass gets every scaling and every method of --extend, if its options subclass RotaryOptions. It
-    # overrides `rotate`; or `frequencies`, to change what super().frequencies(k_pos, is_extended) returns;
-    # or `tables`, if its layers differ.
+    # overrides `frequencies` or `rotate`, or `tables`, if its layers differ.
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
     angles = staticmethod(rope.angles)      # positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)
     spectrum = "geometric"                  # two options that only `rope` has
@@ -104,8 +106,8 @@ class RoPE(Encoding):
             self.spectrum = options.spectrum
             self.rotates_values = options.rotate_values
             self.local_base = options.local_base
-        # which frequencies each layer has: of `scaling`, of training's scaling, or of local_base
-        self.kinds: list[Literal["extended", "trained", "local"]] = []
+        # the frequencies of each layer are those of `scaling`, of training's scaling, or of local_base
+        self.kinds: list[Kind] = []
         for layer in range(shape.n_layer):
             if self.local_base and layer in shape.local_layers:
                 self.kinds.append("local")
@@ -114,23 +116,29 @@ class RoPE(Encoding):
             else:
                 self.kinds.append("extended")
 
-    def frequencies(self, k_pos: Tensor, is_extended: bool = True) -> tuple[Tensor, float]:
-        """Radians per position of each pair, (R/2,), and a factor on cos and sin.
-
-        Under `scaling`, which --extend may have set, or, if not `is_extended`, as in training.
-        """
-        R, device = self.rotary_dim, k_pos.device
-        scaling = self.scaling if is_extended else self.trained_scaling
+    def frequencies(self, f: Tensor) -> Tensor:
+        """Radians per position of each pair, (R/2,), given f = base^(-2i / R) after the layer's scaling."""
         if self.spectrum == "rope_id":
-            return rope.inv_freq_within(R, self.seq_len, device=device), 1.0
-        plain = rope.inv_freq(R, self.base, device=device)
-        f, factor = plain, 1.0
-        if scaling is not None:
-            f, factor = scaling.frequencies(R, self.base, self.seq_len, k_pos)
+            return rope.inv_freq_within(self.rotary_dim, self.seq_len, device=f.device)
         if self.spectrum == "hope":     # the same pairs stand still under every scaling
+            plain = rope.inv_freq(self.rotary_dim, self.base, device=f.device)
             is_turning = rope.stop_unfinished(plain, self.seq_len) > 0
-            f = f.where(is_turning, 0.0)
-        return f, factor
+            return f.where(is_turning, 0.0)
+        return f
+
+    def frequencies_of(self, kind: Kind, k_pos: Tensor) -> tuple[Tensor, float]:
+        """The frequencies in layers of this kind, for keys at k_pos, and a factor on their cos and sin."""
+        base, scaling = self.base, self.scaling
+        if kind == "local":
+            assert self.local_base is not None
+            base, scaling = self.local_base, None
+        elif kind == "trained":
+            scaling = self.trained_scaling
+        if scaling is None:
+            f, factor = rope.inv_freq(self.rotary_dim, base, device=k_pos.device), 1.0
+        else:
+            f, factor = scaling.frequencies(self.rotary_dim, base, self.seq_len, k_pos)
+        return self.frequencies(f), factor
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> list[tuple[Any, ...]]:
         """For each layer its `cos_and_sin`. Layers with the same frequencies share one."""
@@ -140,11 +148,7 @@ class RoPE(Encoding):
             if kind == "trained" and self.scaling is self.trained_scaling:
                 kind = "extended"           # --extend has set no other scaling
             if kind not in table_of:
-                if kind == "local":
-                    assert self.local_base is not None
-                    f, factor = rope.inv_freq(self.rotary_dim, self.local_base, device=k_pos.device), 1.0
-                else:
-                    f, factor = self.frequencies(k_pos, is_extended=kind == "extended")
+                f, factor = self.frequencies_of(kind, k_pos)
                 table_of[kind] = self.cos_and_sin(q_pos, k_pos, f, factor)
             tables.append(table_of[kind])
         return tables
@@ -232,10 +236,9 @@ class PRoPE(RoPE):
         super().__init__(shape, options)
         self.p = options.p
 
-    def frequencies(self, k_pos: Tensor, is_extended: bool = True) -> tuple[Tensor, float]:
-        f, factor = super().frequencies(k_pos, is_extended)
+    def frequencies(self, f: Tensor) -> Tensor:
         pair = torch.arange(len(f), device=f.device)
-        return f.where(pair < self.p * self.rotary_dim // 2, 0.0), factor
+        return f.where(pair < self.p * self.rotary_dim // 2, 0.0)
 
 
 class XPosOptions(RotaryOptions):

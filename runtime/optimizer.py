@@ -38,6 +38,7 @@ class Muon(Optimizer):
     A non-zero device scalar `found_inf` makes the step a no-op, without a host sync, as in PyTorch's AdamW.
     """
 
+    _step_supports_amp_scaling = True       # says that it reads found_inf
     found_inf: Tensor | None = None
 
     def __init__(self, matrices: list[Tensor], adamw: AdamW, **keys: Any) -> None:
@@ -115,9 +116,8 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     decay: a bias on the logits has to reach sizes of 1 to 10 that a weight of std 0.02 never needs, and decay
     would pull a distance that is rarely seen towards "no preference".
 
-    An optimizer that you add here has to skip a step that is not finite: before each step the loop sets its
-    attribute `found_inf`, a scalar on the device. If that is not 0, step() must change neither parameters nor
-    state. PyTorch's optimizers with fused=True do so; Muon above shows how, without waiting for a GPU. The
+    Of an optimizer that you add here the loop does not call step() if the step is not finite, and waits for
+    the GPU to know. PyTorch's with fused=True, and Muon above, need no waiting: they read `found_inf`. The
     first group of any optimizer must have lr_scale = 1.0: its rate is logged as that of the run.
     """
     t = config.train

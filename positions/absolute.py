@@ -9,7 +9,7 @@ Legend: B batch, T time, C = n_embd, H = n_head, G = n_kv_head, D channels of a 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,10 @@ class Learned(Encoding):
 
 
 class EvenWidthOptions(Options):
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        if n_embd % 2:
-            return {"encoding": f"needs an even model.n_embd for its pairs of sin and cos, got {n_embd}"}
+    def problems(self, config: Any) -> dict[str, str]:
+        C = config.model.n_embd
+        if C % 2:
+            return {"encoding": f"needs an even model.n_embd for its pairs of sin and cos, got {C}"}
         return {}
 
 

@@ -99,8 +99,9 @@ class Options(BaseModel):
             return layer in self.layers
         return self.layers == "all" or layer == 0
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        """Key -> what is wrong with it for a model of this width with heads of this width."""
+    def problems(self, config: Any) -> dict[str, str]:
+        """Key -> what is wrong with it in this config.Config."""
+        head_dim = config.model.head_width
         if head_dim % self.head_multiple == 0:
             return {}
         return {"encoding": f"needs a multiple of {self.head_multiple} channels of a head (head_dim, or "

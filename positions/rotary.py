@@ -35,9 +35,12 @@ class RotaryOptions(Options):
         """R, the number of channels of each head that rotate: by default all."""
         return head_dim
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        problem = self.scaling and self.scaling.problem(self.rotary_dim(head_dim))
-        return super().problems(n_embd, head_dim) or ({"scaling": problem} if problem else {})
+    def problems(self, config: Any) -> dict[str, str]:
+        if self.scaling is not None:
+            problem = self.scaling.problem(self.rotary_dim(config.model.head_width))
+            if problem:
+                return {"scaling": problem}
+        return super().problems(config)
 
 
 class RoPEOptions(RotaryOptions):
@@ -62,15 +65,19 @@ class RoPEOptions(RotaryOptions):
     def rotary_dim(self, head_dim: int) -> int:
         return round(self.fraction * head_dim)
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        R = round(self.fraction * head_dim, 6)
+    def problems(self, config: Any) -> dict[str, str]:
+        m = config.model
+        R = round(self.fraction * m.head_width, 6)
         if R % 2 or not R:
-            return {"fraction": f"must rotate an even number of the {head_dim} channels of a head, got {R:g}"}
+            return {"fraction": f"must rotate an even number of the {m.head_width} channels of a head, "
+                                f"got {R:g}"}
         if self.spectrum == "rope_id" and self.scaling:
             return {"scaling": "changes a base, which spectrum = rope_id does not have; remove one of them"}
         if self.spectrum != "geometric" and self.local_base:
             return {"local_base": f"needs spectrum = geometric, got {self.spectrum}; remove one of them"}
-        return super().problems(n_embd, head_dim)
+        if self.local_base and m.window is None and m.chunk is None:
+            return {"local_base": "has no effect without model.window or model.chunk; remove it"}
+        return super().problems(config)
 
 
 Kind = Literal["extended", "trained", "local"]      # of a layer: which frequencies it has
@@ -190,6 +197,11 @@ class RoPE2DOptions(RotaryOptions):
     def rotary_dim(self, head_dim: int) -> int:
         """R, the number of channels of each head that each of the axes rotates: half."""
         return head_dim // 2
+
+    def problems(self, config: Any) -> dict[str, str]:
+        if self.prompt and config.data.cross_documents == "mask" and config.data.positions == "row":
+            return {"prompt": 'acts in the first document of a row alone; use data.positions = "document"'}
+        return super().problems(config)
 
 
 class RoPE2D(RoPE):

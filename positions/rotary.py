@@ -80,13 +80,10 @@ class RoPEOptions(RotaryOptions):
         return super().problems(config)
 
 
-Kind = Literal["extended", "trained", "local"]      # of a layer: which frequencies it has
-
-
-def is_within_length(layer: int, shape: Shape) -> bool:
-    """Whether a window or chunks keep all distances below L in this layer: scalings leave it alone."""
+def layers_within_length(shape: Shape) -> frozenset[int]:
+    """The layers in which a window or chunks keep all distances below L: scalings leave them alone."""
     reach = min(shape.window or math.inf, shape.chunk or math.inf)
-    return layer in shape.local_layers and reach <= shape.seq_len
+    return shape.local_layers if reach <= shape.seq_len else frozenset()
 
 
 class RoPE(Encoding):
@@ -99,8 +96,7 @@ class RoPE(Encoding):
     # overrides `frequencies` or `rotate`, or `tables`, if its layers differ.
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
     angles = staticmethod(rope.angles)      # positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)
-    spectrum = "geometric"                  # two options that only `rope` has
-    local_base: float | None = None
+    spectrum = "geometric"
 
     def __init__(self, shape: Shape, options: RotaryOptions) -> None:
         super().__init__(shape, options)
@@ -108,20 +104,16 @@ class RoPE(Encoding):
         self.rotary_dim = options.rotary_dim(shape.head_dim)
         self.seq_len = shape.seq_len
         self.scaling: Scaling | None = options.scaling          # --extend sets another one
-        self.trained_scaling = options.scaling
+        # local layers, those that --extend leaves alone, have a base and a scaling of their own
+        local_layers = layers_within_length(shape)
+        self.local_base, self.local_scaling = options.base, options.scaling
         if isinstance(options, RoPEOptions):
             self.spectrum = options.spectrum
             self.rotates_values = options.rotate_values
-            self.local_base = options.local_base
-        # the frequencies of each layer are those of `scaling`, of training's scaling, or of local_base
-        self.kinds: list[Kind] = []
-        for layer in range(shape.n_layer):
-            if self.local_base and layer in shape.local_layers:
-                self.kinds.append("local")
-            elif is_within_length(layer, shape):
-                self.kinds.append("trained")
-            else:
-                self.kinds.append("extended")
+            if options.local_base:
+                local_layers = shape.local_layers
+                self.local_base, self.local_scaling = options.local_base, None
+        self.is_local = [layer in local_layers for layer in range(shape.n_layer)]
 
     def frequencies(self, f: Tensor) -> Tensor:
         """Radians per position of each pair, (R/2,), given f = base^(-2i / R) after the layer's scaling."""
@@ -133,14 +125,11 @@ class RoPE(Encoding):
             return f.where(is_turning, 0.0)
         return f
 
-    def frequencies_of(self, kind: Kind, k_pos: Tensor) -> tuple[Tensor, float]:
-        """The frequencies in layers of this kind, for keys at k_pos, and a factor on their cos and sin."""
+    def layer_frequencies(self, is_local: bool, k_pos: Tensor) -> tuple[Tensor, float]:
+        """The frequencies of local or other layers, for keys at k_pos, and a factor on their cos and sin."""
         base, scaling = self.base, self.scaling
-        if kind == "local":
-            assert self.local_base is not None
-            base, scaling = self.local_base, None
-        elif kind == "trained":
-            scaling = self.trained_scaling
+        if is_local:
+            base, scaling = self.local_base, self.local_scaling
         if scaling is None:
             f, factor = rope.inv_freq(self.rotary_dim, base, device=k_pos.device), 1.0
         else:
@@ -149,15 +138,15 @@ class RoPE(Encoding):
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> list[tuple[Any, ...]]:
         """For each layer its `cos_and_sin`. Layers with the same frequencies share one."""
-        table_of: dict[str, tuple[Any, ...]] = {}
+        all_equal = self.local_base == self.base and self.local_scaling is self.scaling
+        table_of: dict[bool, tuple[Any, ...]] = {}
         tables = []
-        for kind in self.kinds:
-            if kind == "trained" and self.scaling is self.trained_scaling:
-                kind = "extended"           # --extend has set no other scaling
-            if kind not in table_of:
-                f, factor = self.frequencies_of(kind, k_pos)
-                table_of[kind] = self.cos_and_sin(q_pos, k_pos, f, factor)
-            tables.append(table_of[kind])
+        for is_local in self.is_local:
+            differs = is_local and not all_equal
+            if differs not in table_of:
+                f, factor = self.layer_frequencies(is_local, k_pos)
+                table_of[differs] = self.cos_and_sin(q_pos, k_pos, f, factor)
+            tables.append(table_of[differs])
         return tables
 
     def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Any, ...]:

@@ -215,14 +215,14 @@ def test_cos_and_sin_alone_carry_the_factor_and_the_frequencies(method: str) -> 
 def test_subclasses_of_rope_scale_their_own_frequencies() -> None:
     encoding = lively(config_of("p_rope", "position.p=0.5")).encoding
     encoding.scaling = YaRN(factor=4.0)
-    f, factor = encoding.frequencies_of("extended", torch.arange(L))      # p_rope stops pairs after it
+    f, factor = encoding.layer_frequencies(False, torch.arange(L))      # p_rope stops pairs after it
     assert torch.equal(f[:4], frequencies(YaRN(factor=4.0))[0][:4])
     assert (f[4:] == 0).all()
     assert factor > 1.1
     factors = [1.0 + c / 10 for c in range(16)]
     pope = model_of("pope", written(LongRoPE(factor=4.0, short_factor=factors, long_factor=factors))).encoding
     expected = 10_000.0 ** (-torch.arange(16) / 16) / torch.tensor(factors)     # one for each channel
-    torch.testing.assert_close(pope.frequencies_of("extended", torch.arange(4))[0], expected)
+    torch.testing.assert_close(pope.layer_frequencies(False, torch.arange(4))[0], expected)
     assert model_of("pope", "model.head_dim=7")(tokens((1, 8))).isfinite().all()        # odd widths too
 
 

@@ -171,7 +171,7 @@ class Encoding(nn.Module):
         return None
 
     def features(self, x: Tensor, layer: int) -> Tensor | None:
-        """What a token carries besides its key, from the layer's input x (B, T, C): (B, H, T, F), or None.
+        """What a token carries besides its key, from attention's input x (B, T, C): (B, H, T, F), or None.
 
         It is cached with the key; `rotate` and `scores` get those of all keys, after `mix`, as at.features.
         The queries are the last of the keys: theirs are at.features[:, :, -Tq:].
@@ -210,8 +210,8 @@ class Encoding(nn.Module):
         Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
         there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,
         Tq, D), times the temperature if there is one, and k (B, H, Tk, D) are unrotated. Attention is then an
-        explicit softmax in blocks of queries, not the fused kernel. Under tempers_bias logits may be a scalar
-        0, for the bias alone.
+        explicit softmax in blocks of queries, not the fused kernel. Under tempers_bias, and in the
+        bias that DAPE adapts, logits may be a scalar 0, for the bias alone.
         """
         return logits
 

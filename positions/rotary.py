@@ -121,8 +121,7 @@ class RoPE(Encoding):
             return rope.inv_freq_within(self.rotary_dim, self.seq_len, device=f.device)
         if self.spectrum == "hope":     # the same pairs stand still under every scaling
             plain = rope.inv_freq(self.rotary_dim, self.base, device=f.device)
-            is_turning = rope.stop_unfinished(plain, self.seq_len) > 0
-            return f.where(is_turning, 0.0)
+            return f.where(rope.makes_full_turn(plain, self.seq_len), 0.0)
         return f
 
     def layer_frequencies(self, is_local: bool, k_pos: Tensor) -> tuple[Tensor, float]:
@@ -341,7 +340,7 @@ class FoPE(RoPE):
     def __init__(self, shape: Shape, options: FoPEOptions) -> None:
         super().__init__(shape, options)
         f = rope.inv_freq(self.rotary_dim, self.base, device="cpu")     # M is read, so never "meta"
-        M = int((rope.stop_unfinished(f, self.seq_len) > 0).sum())
+        M = int(rope.makes_full_turn(f, self.seq_len).sum())
         N = min(M, self.rotary_dim // 4)
         std = options.gain * math.sqrt(2 / max(1, N * (M + shape.n_head)))
         begins = torch.arange(0, M, math.ceil(M / N) if N else 1)       # at most N

@@ -104,8 +104,8 @@ class Options(BaseModel):
         head_dim = config.model.head_width
         if head_dim % self.head_multiple == 0:
             return {}
-        return {"encoding": f"needs a multiple of {self.head_multiple} channels of a head (head_dim, or "
-                            f"n_embd / n_head), got {head_dim}"}
+        return {"encoding": f"needs a multiple of {self.head_multiple} channels of a head "
+                            f"(model.head_dim, or n_embd / n_head), got {head_dim}"}
 
 
 def for_each_head(x: Tensor, n_head: int) -> Tensor:
@@ -154,9 +154,11 @@ class Encoding(nn.Module):
     def __init__(self, shape: Shape, options: Any) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position].
 
-        Read no tensor's value, unless the tensor has device="cpu": --dry-run makes the rest without memory.
+        Hooks may read self.options. The constructor reads no tensor's value, unless the tensor has
+        device="cpu": --dry-run makes the rest without memory.
         """
         super().__init__()
+        self.options = options
         self.has_scores = type(self).scores is not Encoding.scores      # does `scores` change the logits?
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:

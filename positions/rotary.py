@@ -69,8 +69,8 @@ class RoPEOptions(RotaryOptions):
         m = config.model
         R = round(self.fraction * m.head_width, 6)
         if R % 2 or not R:
-            return {"fraction": f"must rotate an even number of the {m.head_width} channels of a head, "
-                                f"got {R:g}"}
+            return {"fraction": f"must rotate an even number of the {m.head_width} channels of a head "
+                                f"(model.head_dim, or n_embd / n_head), got {R:g}"}
         if self.spectrum == "rope_id" and self.scaling:
             return {"scaling": "changes a base, which spectrum = rope_id does not have; remove one of them"}
         if self.spectrum != "geometric" and self.local_base:
@@ -232,13 +232,9 @@ class PRoPE(RoPE):
 
     Options = PRoPEOptions
 
-    def __init__(self, shape: Shape, options: PRoPEOptions) -> None:
-        super().__init__(shape, options)
-        self.p = options.p
-
     def frequencies(self, f: Tensor) -> Tensor:
         pair = torch.arange(len(f), device=f.device)
-        return f.where(pair < self.p * self.rotary_dim // 2, 0.0)
+        return f.where(pair < self.options.p * self.rotary_dim // 2, 0.0)
 
 
 class XPosOptions(RotaryOptions):
@@ -256,18 +252,14 @@ class XPos(RoPE):
 
     Options = XPosOptions
 
-    def __init__(self, shape: Shape, options: XPosOptions) -> None:
-        super().__init__(shape, options)
-        self.scale_base = options.scale_base
-
     def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Any, ...]:
         q_cos, q_sin, k_cos, k_sin = super().cos_and_sin(q_pos, k_pos, f, factor)
-        R = self.rotary_dim
+        R, scale_base = self.rotary_dim, self.options.scale_base
         zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4     # (R/2,)
         # only distances matter: with the origin amid the queries powers stay small; far keys underflow to 0
         origin = (q_pos.amin(-1, keepdim=True) + q_pos.amax(-1, keepdim=True)) // 2             # (1 or B, 1)
-        q_power = (q_pos - origin)[:, None, :, None] / self.scale_base          # (1 or B, 1, T, 1)
-        k_power = (k_pos - origin)[:, None, :, None] / self.scale_base
+        q_power = (q_pos - origin)[:, None, :, None] / scale_base               # (1 or B, 1, T, 1)
+        k_power = (k_pos - origin)[:, None, :, None] / scale_base
         q_scale = zeta ** q_power                                               # (1 or B, 1, T, R/2)
         k_scale = zeta ** -k_power
         return q_cos * q_scale, q_sin * q_scale, k_cos * k_scale, k_sin * k_scale

@@ -52,7 +52,7 @@ class Mask(NamedTuple):
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
     chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
-    in_order: bool = False  # no positions were given: those of queries are consecutive, perhaps by document
+    is_consecutive: bool = False  # no positions were given: those of queries follow one another
     block_masks: dict[Locality, Any] = {}  # the same for FlexAttention, where it may be used
 
     def segments(self) -> Tensor | None:
@@ -105,7 +105,7 @@ def choose_path(Tq: int, head_dim: int, dtype: torch.dtype, device: torch.device
         return EXPLICIT
     is_short = device.type == "cpu" and Tq < FUSE_FROM
     if encoding is not None:
-        is_folded = encoding.max_fold_queries > 0 and mask.in_order and not is_short
+        is_folded = encoding.max_fold_queries > 0 and mask.is_consecutive and not is_short
         return FUSED if is_folded else EXPLICIT
     # in short bfloat16 training on a CPU blocks are faster, although they round logits
     is_bf16_training = dtype == torch.bfloat16 and torch.is_grad_enabled()
@@ -118,7 +118,7 @@ def describe_paths(model: Any, mask: Mask, T: int, dtype: torch.dtype, device: t
     for layer, (block, encoding) in enumerate(zip(model.blocks, model.encodings, strict=True)):
         attention = block.attention
         layer_mask = mask._replace(window=attention.window, chunk=attention.chunk)
-        if model.flex and mask.in_order and device.type in FLEX_DEVICES:
+        if model.flex and mask.is_consecutive and device.type in FLEX_DEVICES:
             layer_mask = layer_mask._replace(block_masks={(attention.window, attention.chunk): None})
         scoring = encoding if encoding.has_scores else None
         path = choose_path(T, attention.head_dim, dtype, device, layer_mask, scoring, attention.dropout,
@@ -208,7 +208,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: 
     if score_inputs is not None or sink is not None:
         logits_dtype = torch.promote_types(q.dtype, torch.float32)
     segments = mask.segments()
-    is_consecutive = mask.in_order and Tq == Tk                         # no cache, which may have gaps
+    is_consecutive = mask.is_consecutive and Tq == Tk                   # no cache, which may have gaps
 
     def attend_queries(queries: slice, keys: slice) -> Tensor:
         seen = visible_in(queries, keys, Tk - Tq, mask, segments, q.device)

@@ -25,7 +25,6 @@ from pydantic import (
 from base.errors import UserError, did_you_mean
 from base.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 from positions import ENCODINGS, Encoding, Options
-from positions.rotary import RoPE2DOptions, RoPEOptions
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -266,20 +265,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
 def config_from(layers: Sequence[Layer], place: str) -> Config:
     """Check tables against the schema; `place` is where keys are missing. Raises one UserError for all."""
     tables, origin = merge(layers)
-    problems = use_of_removed(tables, origin)
+    name = str(tables.setdefault("position", {}).get("encoding", ""))
+    kind = ENCODINGS.get(name, Encoding)
+    schemas = SECTIONS | {"position": kind.Options}
+    problems = use_of_removed(tables, origin, schemas)
     if problems:
         raise UserError(*problems)
     if tables.get("data", {}).get("cross_documents") == "mask":
         tables["data"].setdefault("positions", "document")
-    name = str(tables.setdefault("position", {}).get("encoding", ""))
-    kind = ENCODINGS.get(name, Encoding)
     if name and name not in ENCODINGS:
         hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
         problems.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
         tables["position"] = {"encoding": name}     # which other keys there are depends on the encoding
     tables["position"].setdefault("lr_scale", kind.lr_scale)
     parts: dict[str, Any] = {}
-    for section, schema in (SECTIONS | {"position": kind.Options}).items():
+    for section, schema in schemas.items():
         try:
             parts[section] = schema.model_validate(tables.pop(section, {}))
         except ValidationError as error:
@@ -311,12 +311,17 @@ def merge(layers: Sequence[Layer]) -> tuple[Tables, Origin]:
     return tables, origin
 
 
-def use_of_removed(tables: Tables, origin: Origin) -> list[str]:
-    """A line for each entry of REMOVED. A removed key that is off, as in old runs, leaves the tables."""
+def use_of_removed(tables: Tables, origin: Origin, schemas: dict[str, Any]) -> list[str]:
+    """A line for each entry of REMOVED. A removed key that is off, as in old runs, leaves the tables.
+
+    An encoding of a fork may have an option of that name.
+    """
     lines = []
     for entry, hint in REMOVED.items():
         name, _, removed_value = entry.partition("=")
         section, key = name.split(".")
+        if key in schemas[section].model_fields and not removed_value:
+            continue
         table = tables.get(section, {})
         value = table.get(key)
         if value == removed_value or (value and not removed_value):
@@ -331,7 +336,6 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     """Rules between keys that the config breaks: section.key, and the rule."""
     d, m, p, t = config.data, config.model, config.position, config.train
     kind = ENCODINGS[p.encoding]
-    is_limited = m.window is not None or m.chunk is not None
     kinds = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
     rules = [
         ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
@@ -340,7 +344,7 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
          f"needs data.mixture and must be below train.steps = {t.steps}"),
         ("data", "positions", d.positions == "document" and d.cross_documents != "mask",
          'needs data.cross_documents = "mask"'),
-        ("model", "full_every", m.full_every > 0 and not is_limited,
+        ("model", "full_every", m.full_every > 0 and m.window is None and m.chunk is None,
          "has no effect without model.window or model.chunk"),
         ("model", "n_kv_head", m.n_head % (m.n_kv_head or 1), f"must divide model.n_head = {m.n_head}"),
         ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
@@ -355,11 +359,6 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("position", "layers", p.layers == [], 'is no layer at all; use encoding = "none"'),
         ("position", "temperature_layers", p.temperature_layers not in ("all", *kinds),
          "no layer is of this kind; see position.layers and skip_every"),
-        ("position", "local_base", isinstance(p, RoPEOptions) and p.local_base is not None and not is_limited,
-         "has no effect without model.window or model.chunk"),
-        ("position", "prompt", isinstance(p, RoPE2DOptions) and p.prompt > 0
-         and d.cross_documents == "mask" and d.positions == "row",
-         'would be in the first document of a row alone; use data.positions = "document"'),
         ("position", "layers", p.layers != "all" and not kind.acts_in_layers(),
          f"{p.encoding} does not act in layers; remove this key"),
         ("position", "skip_every", p.skip_every > 0 and not kind.acts_in_layers(),
@@ -367,11 +366,7 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     broken = [(f"{section}.{key}", f"{rule} (got {getattr(getattr(config, section), key)})")
               for section, key, is_broken, rule in rules if is_broken]
     if not broken:
-        for key, rule in p.problems(m.n_embd, m.head_width).items():
-            hint = ""
-            if m.head_width % 2:
-                hint = f"; model.n_head = {m.n_head} leaves {m.head_width} channels a head: choose another"
-            broken.append((f"position.{key}", rule + hint))
+        broken = [(f"position.{key}", rule) for key, rule in p.problems(config).items()]
     return broken
 
 

@@ -356,8 +356,8 @@ class GPT(nn.Module):
         for encoding in self.encodings:
             if encoding not in tables:
                 tables[encoding] = encoding.tables(q_pos, k_pos)
-        mask = Mask(documents=documents, in_order=positions is None)
-        if self.flex and mask.in_order and cache is None and tokens.device.type in FLEX_DEVICES:
+        mask = Mask(documents=documents, is_consecutive=positions is None)
+        if self.flex and mask.is_consecutive and cache is None and tokens.device.type in FLEX_DEVICES:
             localities = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
             mask = with_block_masks(mask, localities, T, tokens.device)
         x = self.embedding(tokens)

@@ -37,14 +37,13 @@ def inv_freq(dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.flo
     return 1.0 / base ** (two_i / dim)
 
 
-def stop_unfinished(f: Tensor, L: int) -> Tensor:
-    """Set the frequency of pairs that make less than one full circle in L positions to 0. -> (R/2,).
+def makes_full_turn(f: Tensor, L: int) -> Tensor:
+    """Whether the pairs of these frequencies (R/2,) make a full circle or more in L positions, (R/2,).
 
-    HoPE, Chen et al. 2024, arXiv:2410.21216: beyond L these pairs would reach angles never seen in training.
-    FoPE, Hua et al. 2024, arXiv:2412.17739, drops the same ones.
+    Beyond L the others would reach angles never seen in training. HoPE stops them, Chen et al. 2024,
+    arXiv:2410.21216; FoPE drops them, Hua et al. 2024, arXiv:2412.17739.
     """
-    is_unfinished = L * f < 2 * math.pi
-    return f.masked_fill(is_unfinished, 0.0)
+    return L * f >= 2 * math.pi
 
 
 def inv_freq_within(dim: int, L: int, *, device: torch.device | str | None = None) -> Tensor:

@@ -61,6 +61,7 @@ def training_loop(run: TrainingRun) -> None:
     t, process = run.config.train, run.process
     model, optimizer, scaler = run.wrapped_model, run.optimizer, run.scaler     # run.model is the bare one
     mixed_precision = autocast(t, process.device)
+    reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)   # PyTorch's name for it
     model.train()
     for step in range(run.state.step, t.steps):                         # steps so far, skipped ones too
         lr = learning_rate(step, t)
@@ -91,11 +92,12 @@ def training_loop(run: TrainingRun) -> None:
         figures = {"loss": torch.stack(losses).sum(), "grad_norm": grad_norm}
         if process.world_size > 1:
             figures = parallel.mean_figures(process, figures)
-        # update the weights, unless the step is not finite: the optimizer reads found_inf on the device, so
-        # that the CPU need not wait for a GPU
+        # update the weights, unless the step is not finite
         is_finite = (figures["loss"] + figures["grad_norm"]).isfinite()
-        optimizer.found_inf = (~is_finite).float()                      # type: ignore[attr-defined]
-        optimizer.step()
+        if reads_found_inf:             # on the device, so that the CPU need not wait for a GPU
+            optimizer.found_inf = (~is_finite).float()                  # type: ignore[attr-defined]
+        if reads_found_inf or is_finite:
+            optimizer.step()
         scaler.update()                                                 # a smaller scale after an overflow
         optimizer.zero_grad(set_to_none=True)                           # None frees the memory for validation
         run.after_step(figures)                                         # log, validate, save, stop

@@ -77,8 +77,7 @@ class Rescaled(Method):
         if problem := super().problem(model, config, T):
             return problem
         encoding = rotary(model)
-        may_change = "extended" in encoding.kinds
-        if encoding.spectrum == "rope_id" or not may_change:
+        if encoding.spectrum == "rope_id" or all(encoding.is_local):
             return ("changes the frequencies of position.base in layers that see further than "
                     "train.seq_len, and this run has none")
         return self.scaling(model, config, T).problem(encoding.rotary_dim)

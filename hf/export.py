@@ -21,7 +21,7 @@ from hf.pretrained import is_pretrained, read_config
 from hf.rope_parameters import LENGTH, Fields
 from hf.tokenizer import ALWAYS, AS_IT_IS, misreading, read_tokenizer, separator_name, tokenizer_json
 from model import GPT, shape_of
-from positions.rotary import RoPEOptions, RotaryOptions, is_within_length
+from positions.rotary import RoPEOptions, RotaryOptions, layers_within_length
 from positions.scaling import Scaling
 
 KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
@@ -119,9 +119,7 @@ def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:
     if not isinstance(config.position, RoPEOptions):
         return None
     changes: dict[str, Any] = {"scaling": scaling}
-    shape = shape_of(config)
-    keeps = any(is_within_length(layer, shape) for layer in range(shape.n_layer))
-    if keeps and config.position.local_base is None:
+    if layers_within_length(shape_of(config)) and config.position.local_base is None:
         # layers with a window keep their frequencies: in config.json as a base of their own, without scaling
         if config.position.scaling is not None:
             return None

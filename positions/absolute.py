@@ -9,7 +9,7 @@ Legend: B batch, T time, C = n_embd, H = n_head, G = n_kv_head, D channels of a 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +20,25 @@ import rope
 from positions.contract import At, Encoding, Options, Shape
 
 
+class LearnedOptions(Options):
+    def problems(self, config: Any) -> dict[str, str]:
+        t = config.train
+        if t.position_range > t.seq_len:
+            return {"encoding": "learned has no position from train.seq_len on: train.position_range = "
+                                f"{t.position_range} needs another encoding"}
+        return {}
+
+
 class Learned(Encoding):
     """One learned vector per position: x_t + E[t], E (train.seq_len, C). GPT-2; Vaswani et al. 2017, 3.5.
 
     It has a hard limit: there is no row for a position beyond the training length.
     """
 
+    Options = LearnedOptions
     is_relative = False
 
-    def __init__(self, shape: Shape, options: Options) -> None:
+    def __init__(self, shape: Shape, options: LearnedOptions) -> None:
         super().__init__(shape, options)
         self.max_length = shape.seq_len
         self.table = nn.Embedding(self.max_length, shape.n_embd)
@@ -39,9 +49,10 @@ class Learned(Encoding):
 
 
 class EvenWidthOptions(Options):
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        if n_embd % 2:
-            return {"encoding": f"needs an even model.n_embd for its pairs of sin and cos, got {n_embd}"}
+    def problems(self, config: Any) -> dict[str, str]:
+        C = config.model.n_embd
+        if C % 2:
+            return {"encoding": f"needs an even model.n_embd for its pairs of sin and cos, got {C}"}
         return {}
 
 
@@ -81,10 +92,6 @@ class Sinusoidal(Encoding):
     Options = SinusoidalOptions
     is_relative = False
 
-    def __init__(self, shape: Shape, options: SinusoidalOptions) -> None:
-        super().__init__(shape, options)
-        self.options = options
-
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         C = x.shape[-1]
         return x * C**0.5 + wave(positions, C, self.options).to(x.dtype)        # (B, T, C)
@@ -103,7 +110,7 @@ class SinusoidalQK(Encoding):
 
     def __init__(self, shape: Shape, options: WaveOptions) -> None:
         super().__init__(shape, options)
-        self.options, self.head_dim = options, shape.head_dim
+        self.head_dim = shape.head_dim
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> tuple[Tensor, Tensor]:
         """P at the positions of queries and keys, (1 or B, 1, T, D)."""

@@ -175,7 +175,7 @@ class T5Options(Options):
         128, ge=2, description="tokens; all distances from here on share the last bucket. Must exceed "
                                "num_buckets / 2")
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
+    def problems(self, config: Any) -> dict[str, str]:
         n_exact = self.num_buckets // 2
         if self.max_distance <= n_exact:
             return {"max_distance": f"must exceed num_buckets / 2 = {n_exact}, got {self.max_distance}"}

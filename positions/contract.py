@@ -99,12 +99,13 @@ class Options(BaseModel):
             return layer in self.layers
         return self.layers == "all" or layer == 0
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        """Key -> what is wrong with it for a model of this width with heads of this width."""
+    def problems(self, config: Any) -> dict[str, str]:
+        """Key -> what is wrong with it in this config.Config."""
+        head_dim = config.model.head_width
         if head_dim % self.head_multiple == 0:
             return {}
-        return {"encoding": f"needs a multiple of {self.head_multiple} channels of a head (head_dim, or "
-                            f"n_embd / n_head), got {head_dim}"}
+        return {"encoding": f"needs a multiple of {self.head_multiple} channels of a head "
+                            f"(model.head_dim, or n_embd / n_head), got {head_dim}"}
 
 
 def for_each_head(x: Tensor, n_head: int) -> Tensor:
@@ -153,9 +154,11 @@ class Encoding(nn.Module):
     def __init__(self, shape: Shape, options: Any) -> None:
         """Make the parameters. `options`, an instance of the class's Options, is the config's [position].
 
-        Read no tensor's value, unless the tensor has device="cpu": --dry-run makes the rest without memory.
+        Hooks may read self.options. The constructor reads no tensor's value, unless the tensor has
+        device="cpu": --dry-run makes the rest without memory.
         """
         super().__init__()
+        self.options = options
         self.has_scores = type(self).scores is not Encoding.scores      # does `scores` change the logits?
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -170,7 +173,7 @@ class Encoding(nn.Module):
         return None
 
     def features(self, x: Tensor, layer: int) -> Tensor | None:
-        """What a token carries besides its key, from the layer's input x (B, T, C): (B, H, T, F), or None.
+        """What a token carries besides its key, from attention's input x (B, T, C): (B, H, T, F), or None.
 
         It is cached with the key; `rotate` and `scores` get those of all keys, after `mix`, as at.features.
         The queries are the last of the keys: theirs are at.features[:, :, -Tq:].
@@ -209,8 +212,8 @@ class Encoding(nn.Module):
         Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
         there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,
         Tq, D), times the temperature if there is one, and k (B, H, Tk, D) are unrotated. Attention is then an
-        explicit softmax in blocks of queries, not the fused kernel. Under tempers_bias logits may be a scalar
-        0, for the bias alone.
+        explicit softmax in blocks of queries, not the fused kernel. Under tempers_bias, and in the
+        bias that DAPE adapts, logits may be a scalar 0, for the bias alone.
         """
         return logits
 

@@ -35,9 +35,12 @@ class RotaryOptions(Options):
         """R, the number of channels of each head that rotate: by default all."""
         return head_dim
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        problem = self.scaling and self.scaling.problem(self.rotary_dim(head_dim))
-        return super().problems(n_embd, head_dim) or ({"scaling": problem} if problem else {})
+    def problems(self, config: Any) -> dict[str, str]:
+        if self.scaling is not None:
+            problem = self.scaling.problem(self.rotary_dim(config.model.head_width))
+            if problem:
+                return {"scaling": problem}
+        return super().problems(config)
 
 
 class RoPEOptions(RotaryOptions):
@@ -62,21 +65,25 @@ class RoPEOptions(RotaryOptions):
     def rotary_dim(self, head_dim: int) -> int:
         return round(self.fraction * head_dim)
 
-    def problems(self, n_embd: int, head_dim: int) -> dict[str, str]:
-        R = round(self.fraction * head_dim, 6)
+    def problems(self, config: Any) -> dict[str, str]:
+        m = config.model
+        R = round(self.fraction * m.head_width, 6)
         if R % 2 or not R:
-            return {"fraction": f"must rotate an even number of the {head_dim} channels of a head, got {R:g}"}
+            return {"fraction": f"must rotate an even number of the {m.head_width} channels of a head "
+                                f"(model.head_dim, or n_embd / n_head), got {R:g}"}
         if self.spectrum == "rope_id" and self.scaling:
             return {"scaling": "changes a base, which spectrum = rope_id does not have; remove one of them"}
         if self.spectrum != "geometric" and self.local_base:
             return {"local_base": f"needs spectrum = geometric, got {self.spectrum}; remove one of them"}
-        return super().problems(n_embd, head_dim)
+        if self.local_base and m.window is None and m.chunk is None:
+            return {"local_base": "has no effect without model.window or model.chunk; remove it"}
+        return super().problems(config)
 
 
-def is_within_length(layer: int, shape: Shape) -> bool:
-    """Whether a window or chunks keep all distances below L in this layer: scalings leave it alone."""
+def layers_within_length(shape: Shape) -> frozenset[int]:
+    """The layers in which a window or chunks keep all distances below L: scalings leave them alone."""
     reach = min(shape.window or math.inf, shape.chunk or math.inf)
-    return layer in shape.local_layers and reach <= shape.seq_len
+    return shape.local_layers if reach <= shape.seq_len else frozenset()
 
 
 class RoPE(Encoding):
@@ -86,12 +93,10 @@ class RoPE(Encoding):
     """
 
     # A subclass gets every scaling and every method of --extend, if its options subclass RotaryOptions. It
-    # overrides `rotate`; or `frequencies`, to change what super().frequencies(k_pos, is_extended) returns;
-    # or `tables`, if its layers differ.
+    # overrides `frequencies` or `rotate`, or `tables`, if its layers differ.
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
     angles = staticmethod(rope.angles)      # positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)
-    spectrum = "geometric"                  # two options that only `rope` has
-    local_base: float | None = None
+    spectrum = "geometric"
 
     def __init__(self, shape: Shape, options: RotaryOptions) -> None:
         super().__init__(shape, options)
@@ -99,54 +104,48 @@ class RoPE(Encoding):
         self.rotary_dim = options.rotary_dim(shape.head_dim)
         self.seq_len = shape.seq_len
         self.scaling: Scaling | None = options.scaling          # --extend sets another one
-        self.trained_scaling = options.scaling
+        # local layers, those that --extend leaves alone, have a base and a scaling of their own
+        local_layers = layers_within_length(shape)
+        self.local_base, self.local_scaling = options.base, options.scaling
         if isinstance(options, RoPEOptions):
             self.spectrum = options.spectrum
             self.rotates_values = options.rotate_values
-            self.local_base = options.local_base
-        # which frequencies each layer has: of `scaling`, of training's scaling, or of local_base
-        self.kinds: list[Literal["extended", "trained", "local"]] = []
-        for layer in range(shape.n_layer):
-            if self.local_base and layer in shape.local_layers:
-                self.kinds.append("local")
-            elif is_within_length(layer, shape):
-                self.kinds.append("trained")
-            else:
-                self.kinds.append("extended")
+            if options.local_base:
+                local_layers = shape.local_layers
+                self.local_base, self.local_scaling = options.local_base, None
+        self.is_local = [layer in local_layers for layer in range(shape.n_layer)]
 
-    def frequencies(self, k_pos: Tensor, is_extended: bool = True) -> tuple[Tensor, float]:
-        """Radians per position of each pair, (R/2,), and a factor on cos and sin.
-
-        Under `scaling`, which --extend may have set, or, if not `is_extended`, as in training.
-        """
-        R, device = self.rotary_dim, k_pos.device
-        scaling = self.scaling if is_extended else self.trained_scaling
+    def frequencies(self, f: Tensor) -> Tensor:
+        """Radians per position of each pair, (R/2,), given f = base^(-2i / R) after the layer's scaling."""
         if self.spectrum == "rope_id":
-            return rope.inv_freq_within(R, self.seq_len, device=device), 1.0
-        plain = rope.inv_freq(R, self.base, device=device)
-        f, factor = plain, 1.0
-        if scaling is not None:
-            f, factor = scaling.frequencies(R, self.base, self.seq_len, k_pos)
+            return rope.inv_freq_within(self.rotary_dim, self.seq_len, device=f.device)
         if self.spectrum == "hope":     # the same pairs stand still under every scaling
-            is_turning = rope.stop_unfinished(plain, self.seq_len) > 0
-            f = f.where(is_turning, 0.0)
-        return f, factor
+            plain = rope.inv_freq(self.rotary_dim, self.base, device=f.device)
+            return f.where(rope.makes_full_turn(plain, self.seq_len), 0.0)
+        return f
+
+    def layer_frequencies(self, is_local: bool, k_pos: Tensor) -> tuple[Tensor, float]:
+        """The frequencies of local or other layers, for keys at k_pos, and a factor on their cos and sin."""
+        base, scaling = self.base, self.scaling
+        if is_local:
+            base, scaling = self.local_base, self.local_scaling
+        if scaling is None:
+            f, factor = rope.inv_freq(self.rotary_dim, base, device=k_pos.device), 1.0
+        else:
+            f, factor = scaling.frequencies(self.rotary_dim, base, self.seq_len, k_pos)
+        return self.frequencies(f), factor
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> list[tuple[Any, ...]]:
         """For each layer its `cos_and_sin`. Layers with the same frequencies share one."""
-        table_of: dict[str, tuple[Any, ...]] = {}
+        all_equal = self.local_base == self.base and self.local_scaling is self.scaling
+        table_of: dict[bool, tuple[Any, ...]] = {}
         tables = []
-        for kind in self.kinds:
-            if kind == "trained" and self.scaling is self.trained_scaling:
-                kind = "extended"           # --extend has set no other scaling
-            if kind not in table_of:
-                if kind == "local":
-                    assert self.local_base is not None
-                    f, factor = rope.inv_freq(self.rotary_dim, self.local_base, device=k_pos.device), 1.0
-                else:
-                    f, factor = self.frequencies(k_pos, is_extended=kind == "extended")
-                table_of[kind] = self.cos_and_sin(q_pos, k_pos, f, factor)
-            tables.append(table_of[kind])
+        for is_local in self.is_local:
+            differs = is_local and not all_equal
+            if differs not in table_of:
+                f, factor = self.layer_frequencies(is_local, k_pos)
+                table_of[differs] = self.cos_and_sin(q_pos, k_pos, f, factor)
+            tables.append(table_of[differs])
         return tables
 
     def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Any, ...]:
@@ -186,6 +185,11 @@ class RoPE2DOptions(RotaryOptions):
     def rotary_dim(self, head_dim: int) -> int:
         """R, the number of channels of each head that each of the axes rotates: half."""
         return head_dim // 2
+
+    def problems(self, config: Any) -> dict[str, str]:
+        if self.prompt and config.data.cross_documents == "mask" and config.data.positions == "row":
+            return {"prompt": 'acts in the first document of a row alone; use data.positions = "document"'}
+        return super().problems(config)
 
 
 class RoPE2D(RoPE):
@@ -228,14 +232,9 @@ class PRoPE(RoPE):
 
     Options = PRoPEOptions
 
-    def __init__(self, shape: Shape, options: PRoPEOptions) -> None:
-        super().__init__(shape, options)
-        self.p = options.p
-
-    def frequencies(self, k_pos: Tensor, is_extended: bool = True) -> tuple[Tensor, float]:
-        f, factor = super().frequencies(k_pos, is_extended)
+    def frequencies(self, f: Tensor) -> Tensor:
         pair = torch.arange(len(f), device=f.device)
-        return f.where(pair < self.p * self.rotary_dim // 2, 0.0), factor
+        return f.where(pair < self.options.p * self.rotary_dim // 2, 0.0)
 
 
 class XPosOptions(RotaryOptions):
@@ -253,18 +252,14 @@ class XPos(RoPE):
 
     Options = XPosOptions
 
-    def __init__(self, shape: Shape, options: XPosOptions) -> None:
-        super().__init__(shape, options)
-        self.scale_base = options.scale_base
-
     def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Any, ...]:
         q_cos, q_sin, k_cos, k_sin = super().cos_and_sin(q_pos, k_pos, f, factor)
-        R = self.rotary_dim
+        R, scale_base = self.rotary_dim, self.options.scale_base
         zeta = (torch.arange(0, R, 2, device=q_pos.device) / R + 0.4) / 1.4     # (R/2,)
         # only distances matter: with the origin amid the queries powers stay small; far keys underflow to 0
         origin = (q_pos.amin(-1, keepdim=True) + q_pos.amax(-1, keepdim=True)) // 2             # (1 or B, 1)
-        q_power = (q_pos - origin)[:, None, :, None] / self.scale_base          # (1 or B, 1, T, 1)
-        k_power = (k_pos - origin)[:, None, :, None] / self.scale_base
+        q_power = (q_pos - origin)[:, None, :, None] / scale_base               # (1 or B, 1, T, 1)
+        k_power = (k_pos - origin)[:, None, :, None] / scale_base
         q_scale = zeta ** q_power                                               # (1 or B, 1, T, R/2)
         k_scale = zeta ** -k_power
         return q_cos * q_scale, q_sin * q_scale, k_cos * k_scale, k_sin * k_scale
@@ -337,7 +332,7 @@ class FoPE(RoPE):
     def __init__(self, shape: Shape, options: FoPEOptions) -> None:
         super().__init__(shape, options)
         f = rope.inv_freq(self.rotary_dim, self.base, device="cpu")     # M is read, so never "meta"
-        M = int((rope.stop_unfinished(f, self.seq_len) > 0).sum())
+        M = int(rope.makes_full_turn(f, self.seq_len).sum())
         N = min(M, self.rotary_dim // 4)
         std = options.gain * math.sqrt(2 / max(1, N * (M + shape.n_head)))
         begins = torch.arange(0, M, math.ceil(M / N) if N else 1)       # at most N

@@ -38,6 +38,7 @@ class Muon(Optimizer):
     A non-zero device scalar `found_inf` makes the step a no-op, without a host sync, as in PyTorch's AdamW.
     """
 
+    _step_supports_amp_scaling = True       # says that it reads found_inf
     found_inf: Tensor | None = None
 
     def __init__(self, matrices: list[Tensor], adamw: AdamW, **keys: Any) -> None:
@@ -115,32 +116,33 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     decay: a bias on the logits has to reach sizes of 1 to 10 that a weight of std 0.02 never needs, and decay
     would pull a distance that is rarely seen towards "no preference".
 
-    An optimizer that you add here has to skip a step that is not finite: before each step the loop sets its
-    attribute `found_inf`, a scalar on the device. If that is not 0, step() must change neither parameters nor
-    state. PyTorch's optimizers with fused=True do so; Muon above shows how, without waiting for a GPU. The
+    Of an optimizer that you add here the loop does not call step() if the step is not finite, and waits for
+    the GPU to know. PyTorch's with fused=True, and Muon above, need no waiting: they read `found_inf`. The
     first group of any optimizer must have lr_scale = 1.0: its rate is logged as that of the run.
     """
     t = config.train
-    kinds: dict[str, list[Tensor]] = {"muon": [], "adamw_matrices": [], "vectors": [], "position": []}
+    # the groups by the role of their parameters in the model. Before each step the loop sets the "lr" of a
+    # group to its lr_scale times the learning rate
+    groups: dict[str, dict[str, Any]] = {
+        "matrices": {"params": [], "weight_decay": t.weight_decay, "lr_scale": 1.0},            # of blocks
+        "embedding and head": {"params": [], "weight_decay": t.weight_decay, "lr_scale": 1.0},
+        "vectors": {"params": [], "weight_decay": 0.0, "lr_scale": 1.0},
+        "position": {"params": [], "weight_decay": 0.0, "lr_scale": config.position.lr_scale},
+    }
     for name, p in model.named_parameters():
-        kind = "adamw_matrices"
+        role = "embedding and head"
         if name.startswith(("encoding.", "temperature.")):
-            kind = "position"
+            role = "position"
         elif p.ndim < 2:
-            kind = "vectors"
-        elif t.optimizer == "muon" and name.startswith("blocks."):
-            kind = "muon"
-        kinds[kind].append(p)
+            role = "vectors"
+        elif name.startswith("blocks."):
+            role = "matrices"
+        groups[role]["params"].append(p)
 
-    # before each step the loop sets the "lr" of a group to its lr_scale times the learning rate
-    adamw = AdamW([
-        {"params": kinds["adamw_matrices"], "weight_decay": t.weight_decay, "lr_scale": 1.0},
-        {"params": kinds["vectors"], "weight_decay": 0.0, "lr_scale": 1.0},
-        {"params": kinds["position"], "weight_decay": 0.0, "lr_scale": config.position.lr_scale},
-    ], lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+    matrices = groups.pop("matrices") if t.optimizer == "muon" else None
+    adamw = AdamW(groups.values(), lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
     if t.optimizer == "adamw":
         return adamw
-    assert t.optimizer == "muon", "a new optimizer needs a branch here"
+    assert matrices is not None, "a new optimizer needs a branch here"
     dtype = pick_dtype(t.dtype, model.embedding.weight.device)
-    return Muon(kinds["muon"], adamw, lr=t.lr, lr_scale=1.0, weight_decay=t.weight_decay, momentum=t.beta1,
-                dtype=dtype)
+    return Muon(matrices.pop("params"), adamw, **matrices, lr=t.lr, momentum=t.beta1, dtype=dtype)

@@ -259,7 +259,7 @@ def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, da
     keys = p.model_dump(exclude_defaults=True, exclude={"encoding"})
     options = "".join(f"{key} {value}, " for key, value in keys.items())
     documents = torch.zeros(1, t.seq_len) if config.data.cross_documents == "mask" else None
-    mask = Mask(documents=documents, in_order=t.positions == "plain")
+    mask = Mask(documents=documents, is_consecutive=t.positions == "plain")
     device = pick_device(t.device)
     paths = describe_paths(model, mask, t.seq_len, pick_dtype(t.dtype, device), device)
     if corpus:

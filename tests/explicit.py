@@ -174,7 +174,7 @@ def attention_of(model: GPT, config: Config, layer: int, x: Tensor, pos: Tensor,
 
 
 def frequencies(model: GPT) -> Tensor:
-    return model.encoding.frequencies(torch.zeros(1, 1, dtype=torch.long))[0].double()
+    return model.encoding.layer_frequencies(False, torch.zeros(1, 1, dtype=torch.long))[0].double()
 
 
 def watched(model: GPT, *args: Tensor, **arguments: Tensor) -> list[tuple[Tensor, Tensor]]:

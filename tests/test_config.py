@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import Field
 from toys import ROOT, every_encoding
 
 from base.command import run_command
@@ -13,7 +14,7 @@ from base.errors import UserError
 from base.schema import Tables
 from config import REMOVED, SECTIONS, differences, load_config, to_toml
 from model import GPT
-from positions import ENCODINGS
+from positions import ENCODINGS, NoPE, Options
 from positions.scaling import SCALINGS
 from runtime.help import help_text
 
@@ -225,6 +226,20 @@ def test_what_was_removed_is_one_line_that_names_the_tag_unless_it_is_off(tmp_pa
         assert line.startswith(f"{name} on the command line: was removed") and "before-air" in line
         if not value:       # the config.toml of an old run has it, off
             assert load_config(path, [f"{name}=false"]) == load_config(path)
+
+
+def test_an_encoding_may_have_an_option_of_the_name_of_one_that_was_removed(monkeypatch) -> None:
+    class OptionsOfFork(Options):
+        heads: int = Field(2, description="of a fork")
+
+    class OfFork(NoPE):
+        Options = OptionsOfFork
+
+    monkeypatch.setitem(ENCODINGS, "of_fork", OfFork)
+    for heads in (0, 3):
+        config = load_config(ROOT / "configs" / "none.toml",
+                             ["position.encoding=of_fork", f"position.heads={heads}"])
+        assert config.position.heads == heads
 
 
 def test_positions_restart_by_default_where_documents_are_masked(tiny, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ MISTAKES: list[tuple[str, str, list[str]]] = [
     ("train", "{config} train.learning_rate=1 train.block_size=64", ["mean train.lr?", "train.seq_len?"]),
     ("train", "quick", ["did you mean configs/quick.toml?"]),
     ("train", "{config} n_head=4", ["did you mean model.n_head=4?"]),
-    ("train", "{config} model.n_embd=192 model.n_head=64", ["n_head = 64 leaves 3 channels a head"]),
+    ("train", "{config} model.n_embd=192 model.n_head=64", ["n_embd / n_head), got 3"]),
     ("train", "{config} position.scaling=yarn", ['position.scaling={{method="yarn",factor=4.0}}']),
     ("train", "{config} position.encoding=RoPE", ["did you mean rope?"]),
     ("train", "{config} configs/alibi.toml", ["a second config", "sweep.py"]),

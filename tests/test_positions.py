@@ -471,7 +471,7 @@ def test_positions_beyond_a_limit_are_refused() -> None:
     ("rope", "model.full_every=2", "full_every .*no effect"), ("rope", "position.local_base=9", "no effect"),
     ("rope_2d", "position.prompt=3 data.cross_documents=mask data.positions=row", "prompt .*data.positions"),
     ("rope_2d", "model.n_head=1 model.n_embd=6", "multiple of 4 channels"),
-    ("rope", "model.head_dim=7", "even number"),
+    ("rope", "model.head_dim=7", "even number of the 7 channels"),
     ("sinusoidal", "model.n_head=1 model.n_embd=7", "even model.n_embd"),
     *((name, "model.head_dim=7", "multiple of 2") for name in ("p_rope", "repo", "selective_rope"))])
 def test_options_that_make_no_sense_are_refused(name: str, overrides: str, expected: str) -> None:

@@ -13,6 +13,7 @@ from toys import lively, slow_except, tokens
 import rope
 from base.errors import UserError
 from config import load_config, to_toml
+from model import shape_of
 from positions import ENCODINGS, At
 from positions.rotary import RoPE
 from positions.scaling import PI, SCALINGS, DynamicNTK, LongRoPE, Scaling, YaRN
@@ -214,15 +215,33 @@ def test_cos_and_sin_alone_carry_the_factor_and_the_frequencies(method: str) -> 
 def test_subclasses_of_rope_scale_their_own_frequencies() -> None:
     encoding = lively(config_of("p_rope", "position.p=0.5")).encoding
     encoding.scaling = YaRN(factor=4.0)
-    f, factor = encoding.frequencies(torch.arange(L))                   # p_rope stops pairs after the scaling
+    f, factor = encoding.layer_frequencies(False, torch.arange(L))      # p_rope stops pairs after it
     assert torch.equal(f[:4], frequencies(YaRN(factor=4.0))[0][:4])
     assert (f[4:] == 0).all()
     assert factor > 1.1
     factors = [1.0 + c / 10 for c in range(16)]
     pope = model_of("pope", written(LongRoPE(factor=4.0, short_factor=factors, long_factor=factors))).encoding
     expected = 10_000.0 ** (-torch.arange(16) / 16) / torch.tensor(factors)     # one for each channel
-    torch.testing.assert_close(pope.frequencies(torch.arange(4))[0], expected)
+    torch.testing.assert_close(pope.layer_frequencies(False, torch.arange(4))[0], expected)
     assert model_of("pope", "model.head_dim=7")(tokens((1, 8))).isfinite().all()        # odd widths too
+
+
+def test_a_subclass_of_rope_has_its_frequencies_in_every_layer() -> None:
+    """In layers with a window too, with a base of their own or without, and under a scaling of --extend."""
+    class HalfSpeed(RoPE):
+        def frequencies(self, f):
+            return super().frequencies(f) / 2
+
+    at = torch.arange(3 * L)[None]
+    for local_base in ("", "position.local_base=50.0"):
+        config = config_of("rope", f"model.window=5 model.full_every=2 {local_base}")
+        plain, half = (kind(shape_of(config), config.position) for kind in (RoPE, HalfSpeed))
+        for scaling in (None, YaRN(factor=4.0)):
+            plain.scaling = half.scaling = scaling
+            tables = plain.tables(at, at)
+            assert not torch.equal(tables[0][0], tables[1][0]) or not (local_base or scaling)
+            for layer, slow in zip(tables, half.tables(2 * at, 2 * at), strict=True):
+                assert all(map(torch.equal, layer, slow))
 
 
 @pytest.mark.parametrize("method", DYNAMIC)

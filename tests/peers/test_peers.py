@@ -95,7 +95,7 @@ def test_the_frequencies_of_p_rope(p: float, dim: int) -> None:
     peer, factor = rope_init("proportional", dim, 10_000.0, 2048, partial_rotary_factor=p)
     encoding = encoding_of("p_rope", f"position.p={p} model.head_dim={dim}")
     assert factor == 1
-    assert torch.equal(encoding.frequencies(torch.arange(9)[None])[0], peer)
+    assert torch.equal(encoding.layer_frequencies(False, torch.arange(9)[None])[0], peer)
 
 
 @pytest.mark.parametrize("library", ["x_transformers", "PoPE_pytorch"])

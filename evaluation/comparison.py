@@ -107,8 +107,10 @@ def make_sections(runs: Sequence[Run], baseline: str, gate: pd.DataFrame) -> lis
             is_drawn = form is not PERPLEXITY           # its intervals hide what a gain shows
             values = estimates(rows, form.score)
             sections.append(Section(measure.key, measure.title, measure.note, form, values, is_drawn))
+            if form in (GAIN, BY_POSITION):             # over truncation already; differences are in fixed
+                continue
             gains = estimates(rows, form.score, baseline)
-            if form is GAIN or gains.empty:             # it is over truncation already
+            if gains.empty:
                 continue
             over = form._replace(y_label=f"difference ({form.y_label})",
                                  number_format=f"+{form.number_format}")

@@ -38,7 +38,7 @@ class Sample(NamedTuple):
     score: Score
     scores: np.ndarray      # (S, windows), not yet divided by the weight
     weight: np.ndarray      # (windows,), the same for every seed
-    document: np.ndarray    # (windows,)
+    targets: tuple[np.ndarray, ...]     # of each window: document, end and tokens, as in the table
 
     @property
     def seeds(self) -> np.ndarray:
@@ -57,7 +57,8 @@ def make_sample(rows: pd.DataFrame, score: Score) -> Sample:
     weight = np.ones(n_windows)                         # trials: each row is one
     if score.per in rows:
         weight = first_run[score.per].to_numpy(float)
-    return Sample(score, scores, weight, first_run["document"].to_numpy())
+    targets = tuple(first_run[name].to_numpy(float) for name in ("document", "end", "tokens"))
+    return Sample(score, scores, weight, targets)
 
 
 def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = False) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
         seeds = np.subtract.outer(seeds, baseline.seeds).ravel()
 
     # the interval of the mean, over seeds and units of text
-    units = units_of(sample.document)
+    units = units_of(*sample.targets)
     unit, n_units = "", len(sample.weight)
     mean = Estimate(float(seeds.mean()))
     if units is not None:
@@ -185,12 +186,14 @@ def claims(frame: pd.DataFrame, gate: pd.DataFrame, whole: Collection[str] = ())
     The rows are one family: all that a report could mark or say in a sentence. So concatenate the tables
     that it marks, at the lengths that it marks: each further row makes a claim harder. Holm's correction is
     over the rows whose label, and baseline if there is one, passed the gate (`gates`). Of one trained seed
-    nothing is claimed; the labels in `whole` are no samples of seeds: pretrained models.
+    nothing is claimed; the labels in `whole` are no samples of seeds: pretrained models. Between one of them
+    and a trained curve nothing is claimed.
     A row is better if its value is above 0, the corrected p-value is below LEVEL and, where seeds differ too
     much for a mean, the whole range of seeds is above 0 as well.
     """
     passed = ["", *gate.index[gate["state"] == PASSED]]         # "": no baseline
-    is_sampled = (frame["n_seeds"] > 1) | frame["label"].isin([*whole])
+    is_whole = frame["label"].isin([*whole]) & frame["baseline"].isin(["", *whole])
+    is_sampled = (frame["n_seeds"] > 1) | is_whole
     can_be = frame["label"].isin(passed) & frame["baseline"].isin(passed) & is_sampled & frame["p"].notna()
     corrected = frame["p"].where(can_be)
     corrected[can_be] = holm(frame["p"][can_be].tolist())

@@ -203,7 +203,7 @@ def student(probability: np.ndarray | float, df: float) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def student_table(df: float) -> tuple[np.ndarray, np.ndarray]:
-    """Angles phi and the probabilities below them: t = sqrt(df) tan(phi) has the density cos(phi)^(df - 1)."""
+    """Angles phi and the probabilities below them; t = sqrt(df) tan(phi), with density cos(phi)^(df - 1)."""
     phi = np.linspace(-np.pi / 2, np.pi / 2, 20_001)
     density = np.cos((phi[1:] + phi[:-1]) / 2)**(df - 1)
     return phi, np.concatenate(([0], density.cumsum())) / density.sum()

@@ -17,14 +17,14 @@ import numpy as np
 import pandas as pd
 
 from evaluation.intervals import LEVEL, Estimate, holm, is_scattered, two_way, two_way_share, units_of
-from evaluation.results import CONTROLLED, FOUND, LOSS, NO_METHOD, REPETITION, Score
+from evaluation.results import FOUND, LOSS, NO_METHOD, REPETITION, USE, Score
 
 CURVE = ["label", "extend"]
 COLUMN = ["protocol", "length", "place"]
 ESTIMATED = ["shown", "shown_low", "shown_high", "value", "low", "high", "p", "seed_low", "seed_high",
              "seeds", "n_seeds", "unit", "n_units", "is_unstable"]
-GATE = ["state", "trigram", "below", "below_low", "below_high", "gain", "gain_low", "gain_high"]
-LEAST_GAIN = 0.3    # nats per token on a passage repeated inside L; a model below it does not look back
+GATE = ["state", "trigram", "below", "below_low", "below_high", "use", "use_low", "use_high"]
+LEAST_USE = 0.3     # nats per token, of a passage repeated inside L; a model below it does not look back
 PASSED, FAILED, WITHIN, NOT_GATED = "passed", "failed", "within", "not gated"
 
 
@@ -144,14 +144,14 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
     """For each label whether it has learned enough at L for its other numbers to mean something.
 
     Two margins, without extension: how far its loss on the targets of fixed is below that of a Kneser-Ney
-    trigram of the same training text, and its gain on a repeated passage, over another passage, which must be
-    above LEAST_GAIN. Both are estimates over the same runs and windows, with intervals; where seeds differ
-    too much for one, with their range. Columns:
+    trigram of the same training text, and its use of a repeated passage: how much lower the loss is than
+    after another passage, which must be above LEAST_USE. Both are estimates over the same runs and windows,
+    with intervals; where seeds differ too much for one, with their range. Columns:
       state     PASSED if both intervals are above their limits, FAILED if one is below, else WITHIN;
                 NOT_GATED if a protocol was not measured, at L and for each of its runs
       trigram                           its loss
       below, below_low, below_high      trigram - loss, as shown
-      gain, gain_low, gain_high         on the repeated passage, as shown
+      use, use_low, use_high            of the repeated passage, as shown
     """
     rows: dict[Any, dict[str, Any]] = {}
     for label, runs in table.groupby("label", sort=False):
@@ -163,18 +163,18 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
             continue
         of_trigram = make_sample(trigram, LOSS)
         below = estimate(make_sample(fixed, LOSS), of_trigram, is_paired=True)
-        # over another passage: over the first time, a model that breaks would show its breakage
-        score = CONTROLLED.score
+        # not over the first copy: there a model that breaks would show its breakage
+        score = USE.score
         if repeat["control_nll"].isna().any():          # older results have no such control
             score = REPETITION.score
-        gain = estimate(make_sample(repeat, score))
+        use = estimate(make_sample(repeat, score))
         state = WITHIN
-        if below["shown_high"] < 0 or gain["shown_high"] < LEAST_GAIN:
+        if below["shown_high"] < 0 or use["shown_high"] < LEAST_USE:
             state = FAILED
-        elif below["shown_low"] > 0 and gain["shown_low"] > LEAST_GAIN:
+        elif below["shown_low"] > 0 and use["shown_low"] > LEAST_USE:
             state = PASSED
         rows[label] = {"state": state, "trigram": -of_trigram.seeds.mean()}
-        for name, margin in (("below", below), ("gain", gain)):
+        for name, margin in (("below", below), ("use", use)):
             for end in ("", "_low", "_high"):
                 rows[label][name + end] = margin[f"shown{end}"]
     return pd.DataFrame.from_dict(rows, "index", columns=GATE).rename_axis("label")

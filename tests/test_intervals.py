@@ -13,7 +13,7 @@ from toys import slow_except
 from evaluation import intervals
 from evaluation.estimates import (
     FAILED,
-    LEAST_GAIN,
+    LEAST_USE,
     NOT_GATED,
     PASSED,
     WITHIN,
@@ -371,7 +371,7 @@ def test_answers_are_scored_by_the_share_found_and_few_windows_have_no_interval(
 # The gate, and what may be claimed
 
 
-def gated(label: str, loss: float = 3.0, gain: float = 1.0, spread: float = 0.01) -> pd.DataFrame:
+def gated(label: str, loss: float = 3.0, use: float = 1.0, spread: float = 0.01) -> pd.DataFrame:
     """The rows that the gate reads, of three seeds, where a trigram has 3.5."""
     seeds = spread * np.array([[-1.0, 0.0, 1.0]]).T
     own = noise(0) + loss + seeds
@@ -379,14 +379,14 @@ def gated(label: str, loss: float = 3.0, gain: float = 1.0, spread: float = 0.01
     return pd.concat([rows_of(label, own), rows_of(label, 3.5 + noise(2, S=1).repeat(3, axis=0),
                                                    protocol="trigram"),
                       rows_of(label, copies, protocol="repeat", first_nll=copies,
-                              control_nll=noise(3) + 2 + gain)])
+                              control_nll=noise(3) + 2 + use)])
 
 
 def test_a_gate_is_passed_failed_within_its_uncertainty_or_not_measured() -> None:
     ready = gated("ready")
     table = pd.concat([
-        ready, gated("no better than a trigram", loss=3.6), gated("does not look back", gain=0.1),
-        gated("near the trigram", loss=3.45, spread=0.06), gated("hardly looks back", gain=LEAST_GAIN),
+        ready, gated("no better than a trigram", loss=3.6), gated("does not look back", use=0.1),
+        gated("near the trigram", loss=3.45, spread=0.06), gated("hardly looks back", use=LEAST_USE),
         gated("no trigram").query("protocol != 'trigram'"), gated("elsewhere").assign(length=128),
         gated("one run without").query("protocol != 'repeat' or run != 'one run without-seed1'"),
         gated("a seed fails", loss=3.2, spread=0.4), gated("few windows").query("document < 4"),
@@ -399,12 +399,12 @@ def test_a_gate_is_passed_failed_within_its_uncertainty_or_not_measured() -> Non
         "seeds differ": PASSED, "extended": NOT_GATED}
     row = found.loc["ready"]
     assert row.trigram == pytest.approx(3.5, abs=0.01) and row.below == pytest.approx(0.5, abs=0.01)
-    assert row.below_low < row.below < row.below_high and row.gain == pytest.approx(1, abs=0.02)
+    assert row.below_low < row.below < row.below_high and row.use == pytest.approx(1, abs=0.02)
     older = gates(ready.assign(first_nll=ready.control_nll, control_nll=np.nan), 64)
     assert older.state["ready"] == PASSED
     # a model that breaks, alike on both passages, has made no use of the copy
     broken = ready.assign(first_nll=ready.nll - 7.2, control_nll=ready.nll)
-    assert gates(broken, 64).gain["ready"] == pytest.approx(0)
+    assert gates(broken, 64).use["ready"] == pytest.approx(0)
 
 
 def table_of_claims(p: list[float], **columns: object) -> pd.DataFrame:

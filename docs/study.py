@@ -175,12 +175,12 @@ def overview(study: Study) -> str:
 
 def front_page(study: Study) -> str:
     """The table of README: rows that fail the gate on neither text, and fewer columns."""
-    is_failed = fails_any(study.texts)
     titles = about([*study.texts][0]).index.to_series()
-    gains = [cells(data, {f"{text}: gain of 16 L": f"gain {16 * study.L}"}, MEAN)
-             for data, text in study.texts.items()]
-    at_L = [losses(bits(data), f"{text} at L") for data, text in study.texts.items()]
-    return lay_out("encoding", titles[~is_failed[titles]], *gains, facts_found(study), *at_L)
+    gains, at_L = [], []
+    for data, text in study.texts.items():
+        gains.append(cells(data, {f"{text}: gain of 16 L": f"gain {16 * study.L}"}, MEAN))
+        at_L.append(losses(bits(data), f"{text} at L"))
+    return lay_out("encoding", titles[~fails_any(study.texts)[titles]], *gains, facts_found(study), *at_L)
 
 
 def bits(data: str) -> pd.Series:

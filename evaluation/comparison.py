@@ -112,10 +112,9 @@ def make_sections(runs: Sequence[Run], baseline: str, gate: pd.DataFrame) -> lis
             leads = estimates(rows, form.score, baseline)
             if leads.empty:
                 continue
-            over = form._replace(y_label=f"difference ({form.y_label})",
-                                 number_format=f"+{form.number_format}")
-            if form.figure is not float:                # of what is shown, it is one of losses
-                over = GAIN._replace(x_label=form.x_label)
+            over = form._replace(number_format=f"+{form.number_format}")
+            if form is PERPLEXITY:                      # its lead is one of losses
+                over = GAIN
             title = f"Lead over {baseline}, {measure.key}"
             sections.append(Section(f"{measure.key}-lead", title, "", over, leads))
 

@@ -172,9 +172,6 @@ def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> It
     if len(unstable):
         limits.append(f"what a new seed of {join(unstable)} does beyond L, where its seeds differ too much "
                       "for an interval")
-    alone = curves["name"][curves["n_seeds"] == 1]
-    if len(alone):
-        limits.append(f"how another seed of {join(alone)} would do")
     yield f"Not known: {'; '.join(limits)}; and a difference that is not bold may be chance."
 
 

@@ -110,9 +110,9 @@ def differences(rng: np.random.Generator, noise: str, n: int, S: int, S_baseline
 @pytest.mark.parametrize(("S", "S_baseline"), [(4, 4), (2, 3)])
 def test_differences_of_other_runs_are_rarely_claimed_where_there_are_none(noise: str, S: int,
                                                                            S_baseline: int) -> None:
-    """The family-wise error of 40 curves is at most 5 %, and each interval covers at its rate."""
+    """The family-wise error of 30 curves is at most 5 %, and each interval covers at its rate."""
     rng = np.random.default_rng(0)
-    studies = [differences(rng, noise, 40, S, S_baseline) for _ in range(60)]
+    studies = [differences(rng, noise, 30, S, S_baseline) for _ in range(40)]
     errors = [(claims(study, gate_of(study)).corrected < 0.05).any() for study in studies]
     assert np.mean(errors) <= 0.05
     assert np.mean([(study.low < 0) & (study.high > 0) for study in studies]) > 0.9

@@ -3,7 +3,7 @@
 RUN is the folder of a run, a folder of runs, or DIR, what compare.py wrote; logs and reports among the runs
 are passed over. A curve is named after its folder. Runs NAME-seed0, NAME-seed1, ..., which differ only in
 train.seed and, if they began from runs, in the seed of those, become one curve. Each method of
-`eval.py --extend` is a separate curve. Each protocol has a table. There is also the gain over the baseline on
+`eval.py --extend` is a separate curve. Each protocol has a table. There is also the lead over the baseline on
 identical targets (nats per token; for probes the difference of their numbers), with a 95 % interval that
 covers how seeds and text vary. With one seed it covers the text alone. Documents are the units of text if
 there are at least 5, because windows of one document are alike; otherwise windows are. Nothing is marked as

@@ -11,7 +11,7 @@ breaks the model. At L it is near 0: of k targets in one window the first has on
 
 Each --extend METHOD[:key=value,...] measures the same model under a method that extends its
 context; METHOD+METHOD applies both. `--extend all` measures every method that fits and needs no
-options, at L, 2 L and 4 L unless --lengths says otherwise, and ends in a table: loss against
+options, at L, 2 L and 4 L unless --lengths says otherwise, and ends in a table: gain over
 truncation, keys found, seconds. If the best method beats truncation, it prints what to write into
 config.json (`python export.py RUN OUT --extend METHOD:factor=S` writes it).
 
@@ -100,20 +100,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
     parser.set_defaults(multiples=MULTIPLES, suffix="", show=show)
-    args, more = parser.parse_known_args()
+    args = parser.parse_args()
     if args.json and args.json.suffix != ".json":       # .parquet and .png are written beside it
         raise UserError(f"--json {args.json}: must end in .json; give {args.json}.json")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: must be 0 or more")
-    # --lengths 128 256: the second number came as RUN or was left over
-    words = [args.run, *more]
-    if args.lengths:
-        numbers = [word for word in words if word.isdigit() and not Path(word).exists()]
-        args.lengths += map(int, numbers)
-        words = [word for word in words if word not in numbers]
-    if len(words) != 1:
-        parser.error(f"unrecognized arguments: {' '.join(words[1:])}" if words else "RUN: missing")
-    args.run = words[0]
     if "all" in args.extend:
         choose_all(args)
     return args

@@ -80,13 +80,12 @@ def main() -> int:
     points: Points = (trials.read_points(args.trials, args.configs) if args.trials
                       else dict.fromkeys(args.configs, trials.grid_points(args.grid)))
     jobs = make_jobs(points, args.overrides, args.seeds, args.runs, None if args.choose else args.eval)
-    unequal = trials.check_fair(points, args.overrides) if args.choose else []
+    if args.choose:
+        trials.check_fair(points)
     failed = (sweeping.run_submitted(jobs, args.submitit, dict(args.slurm)) if args.submitit
               else sweeping.run_here(jobs, args.workers))
     if args.choose:
         code, problems = 0, trials.choose(jobs, failed, args.out)
-        if unequal:
-            print("apart from [position] and the trials, the configs differ:", *unequal, sep="\n  ")
     else:
         good = [job for job in jobs if job.name not in failed]
         code = sweeping.report(good, args.out) if good else 1

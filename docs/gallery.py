@@ -1,9 +1,9 @@
 """The field guide: pictures and computed properties of every encoding, written into docs/encodings.md.
 
 `python -m docs.gallery` takes no arguments and half a minute on one core. It writes results/gallery/NAME.png
-for each encoding of the registry, with a row for each hook that its class overrides, and a picture of RoPE's
-decay. In docs/encodings.md it replaces the text between `begin NAME` and `end NAME`, adds missing
-sections, and leaves the rest, which is written by hand.
+for each encoding of the registry, with a row for each hook that its class overrides. In docs/encodings.md it
+replaces the text between `begin NAME` and `end NAME`, adds missing sections, and leaves the rest, which is
+written by hand.
 
 Legend: n positions, C = n_embd, H = n_head, D channels of a head, L = train.seq_len.
 """
@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-import rope
 from base.command import argument_parser, run_command
 from base.errors import UserError
 from docs.properties import HOOKS, SHAPE, biases, hooks_of, logits, make, position_vectors, properties
@@ -122,37 +121,6 @@ def draw(name: str, folder: Path) -> None:
     save(figure, folder / f"{name}.png")
 
 
-def draw_decay(folder: Path) -> None:
-    """The classic pictures of RoPE's long-term decay: a logit, and the factor mean |S_j| of RoFormer's bound.
-
-    S_j is the sum of exp(i distance f_n) over the fastest j pairs: RoFormer, section 3.4.3, equation 37.
-    """
-    figure = Figure(figsize=(10, 8))
-    distance = torch.arange(10_001)
-    edges = torch.logspace(0, 4, 61).round().long().unique()
-    middles = (edges[:-1] * edges[1:]).sqrt()
-    margins = MARGINS | {"bottom": 0.08, "top": 0.9, "wspace": 0.05}
-    axes = figure.subplots(2, 3, sharex=True, sharey="row", gridspec_kw=margins)
-    for dim, column in zip((32, 64, 128), axes.T, strict=True):
-        column[0].set_title(f"{dim} rotated channels")
-        for base, style in zip((100, 10_000, 500_000), LINES, strict=False):
-            angle = rope.angles(distance, rope.inv_freq(dim, base))     # (n, pairs)
-            waves = torch.polar(torch.ones_like(angle), angle)
-            sums = waves.cumsum(dim=-1).abs().mean(dim=-1)
-            for axis, curve in zip(column, (angle.cos().mean(dim=-1), sums / sums[0]), strict=True):
-                mean = [curve[a:b].mean() for a, b in zip(edges, edges[1:], strict=False)]
-                axis.plot(distance[1:], curve[1:], color=style["color"], alpha=0.25, linewidth=0.5)
-                axis.plot(middles, mean, **style, label=f"base {base:_}".replace("_", " "))
-                axis.set_xscale("log")
-                axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel("logit of q = k = 1 / logit at distance 0")
-    axes[1, 0].set_ylabel("mean |S_j| / mean |S_j| at distance 0")
-    axes[1, 1].set_xlabel("distance (tokens)")
-    axes[0, 2].legend()
-    figure.suptitle("rope: long-term decay of a logit, and of RoFormer's bound on the change of logits")
-    save(figure, folder / "rope-long-term-decay.png")
-
-
 def save(figure: Figure, path: Path) -> None:
     """1,000 pixels wide, in 256 colours: a third of the bytes and no visible difference."""
     figure.savefig(path)
@@ -240,13 +208,12 @@ def main() -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name in ENCODINGS:
         draw(name, PICTURES)
-    draw_decay(PICTURES)
 
     blocks = {"contents": contents(), "properties": property_table()}
     for name in ENCODINGS:
         blocks[name] = section(name)
     GUIDE.write_text(update(GUIDE.read_text(encoding="utf-8"), blocks), encoding="utf-8")
-    print(f"wrote docs/encodings.md and {len(ENCODINGS) + 1} pictures in results/gallery")
+    print(f"wrote docs/encodings.md and {len(ENCODINGS)} pictures in results/gallery")
 
 
 if __name__ == "__main__":

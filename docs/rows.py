@@ -40,6 +40,7 @@ PAGE = ROOT / "docs" / "benchmark.md"
 REFERENCE = ROOT / "results" / "rows" / "rope"      # whose text and windows every row must have
 RECIPE = ROOT / "configs" / "study.toml"
 TEXTS = ("docs", "code")
+FOLDERS = (*TEXTS, "docs-far", "code-far", "needles")
 # keys of a config that may differ from the recipe, besides [position], and keys that follow from others
 OWN = ("train.lr", "train.seed", "data.bos", "model.window", "model.full_every")
 DERIVED = ("run.dir", "model.vocab_size", "train.device", "train.compile")
@@ -56,6 +57,8 @@ class Row(NamedTuple):
     bits: pd.Series             # seed -> bits per byte at 16 L over both texts
     truncated: float            # the same with the last L tokens of the context alone, mean over seeds
     states: tuple[str, ...]     # of the gate on each text
+    n_trials: int
+    chosen: str                 # the trial with the lowest loss: the name of its run, which is seed 0
     commit: str
     about: dict[str, str]       # row.toml
 
@@ -66,8 +69,8 @@ class Row(NamedTuple):
 
     def seeds_better_than(self, other: Row) -> str:
         """In how many of the seeds that both have the number is lower."""
-        gain = (other.bits - self.bits).dropna()
-        return f"{(gain > 0).sum()} of {len(gain)}"
+        lead = (other.bits - self.bits).dropna()
+        return f"{(lead > 0).sum()} of {len(lead)}"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -90,7 +93,10 @@ def read_row(folder: Path) -> Row:
     bits = total.div(math.log(2) * total["bytes"], axis=0)
     commits = {run.summary["git_revision"] for run in runs}
     commit = ", ".join(sorted(map(short_commit, commits)))
-    return Row(folder.name, bits["nll"], bits["truncated_nll"].mean(), tuple(states), commit, about)
+    trials = pd.read_csv(folder / "trials.csv")
+    chosen = trials["run"][trials["mean"].idxmin()]
+    return Row(folder.name, bits["nll"], bits["truncated_nll"].mean(), tuple(states), len(trials), chosen,
+               commit, about)
 
 
 def at_length(rows: pd.DataFrame, length: int) -> pd.DataFrame:
@@ -110,11 +116,11 @@ def record_table() -> str:
         elif following and following.counts:
             better = row.seeds_better_than(following)
         cells.append([name, f"{row.bits.mean():.3f}", f"{row.bits.min():.3f} to {row.bits.max():.3f}", better,
-                      f"{row.truncated:.3f}", ", ".join(row.states), row.about["date"], row.about["author"],
-                      row.commit, row.about["note"]])
+                      f"{row.truncated:.3f}", ", ".join(row.states), f"{len(row.bits)}, {row.n_trials}",
+                      row.about["date"], row.about["author"], row.commit, row.about["note"]])
     return table(["row", "bits per byte at 16 L", "range of seeds", "better than the next in seeds",
-                  "with the last L tokens alone", "gate on docs, code", "date", "author", "commit",
-                  "what is new"], cells)
+                  "with the last L tokens alone", "gate on docs, code", "seeds, trials", "date", "author",
+                  "commit", "what is new"], cells)
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -127,24 +133,42 @@ def verify(folder: Path, has_text: bool) -> None:
     print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L")
     print("seeds:", ", ".join(f"{bits:.4f}" for bits in row.bits))
     print("gate on docs, code:", ", ".join(row.states))
-    for text in TEXTS:
-        runs = load(folder / text)
-        check_comparable([*load(REFERENCE / text), *runs])
-        for run in runs:
-            settings_of(run)
-    print("recipe, text and windows: those of the study")
-    settings = settings_of(runs[0])
+    print(f"rate: the best of {row.n_trials} trials is that of {row.chosen}")
+    check_runs(folder, row.chosen)
+    print("recipe, seeds, text and windows: those of the study")
+    first_run = load(folder / TEXTS[0])[0]
+    settings = settings_of(first_run)
     print("model:", check_model(load_config(RECIPE, [*settings, "model.vocab_size=64"])))
     if not has_text:
         print("runs: not checked, because data/study is not there; `make study-data` makes it")
         return
-    print("training:", check_training(runs[0], settings))
+    print("training:", check_training(first_run, settings))
     for text in TEXTS:
         for run in load(folder / text):
             if (ROOT / run.name / "checkpoints").exists():
                 print("weights:", check_weights(run, text))
             else:
                 print(f"weights: not checked, because {run.name} is not there")
+
+
+def check_runs(folder: Path, chosen: str) -> None:
+    """Raise UserError unless the runs are seeds 0, 1, ... of the trial that was chosen, by the recipe."""
+    for data in FOLDERS:
+        if not (folder / data).exists():
+            print(f"{data}: missing")
+            continue
+        runs = load(folder / data)
+        check_comparable([*load(REFERENCE / data), *runs])
+        for seed, run in enumerate(runs):
+            name = run.name
+            if data == "needles":
+                name = run.config["train.init_from"]        # it is tuned from seed 0
+            else:
+                settings_of(run)
+            expected = f"{chosen.removesuffix('-seed0')}-seed{seed}"
+            if Path(name).name != expected:
+                raise UserError(f"{folder / data}: has {name} instead of {expected}, by the lowest loss in "
+                                "trials.csv; run `make row` again")
 
 
 def settings_of(run: Run) -> list[str]:
@@ -185,7 +209,7 @@ def check_model(config: Config) -> str:
 def check_training(run: Run, settings: list[str]) -> str:
     """Train the first steps of a run again, and compare the losses that it logged."""
     with tempfile.TemporaryDirectory() as scratch:
-        # the rate still warms up, and all windows are strings: a shorter run takes the same steps
+        # it takes the same first steps: the rate still warms up, and the text comes after the strings
         run_program("train.py", RECIPE, *settings, f"data.mixture_only={RETRAINED}",
                     f"train.steps={RETRAINED + 1}", f"run.dir={scratch}/run")
         lines = read_log(Path(scratch) / "run" / "metrics.jsonl")

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from base.command import argument_parser, run_command
@@ -21,6 +22,7 @@ from docs.gallery import ROOT, table, update
 from evaluation.comparison import label_runs, make_sections, table_of
 from evaluation.estimates import FAILED, NOT_GATED, gates
 from evaluation.figures import caption, draw_measure
+from evaluation.intervals import LEVEL, holm
 from evaluation.results import GAIN, NO_METHOD, join
 from evaluation.runs import Run, check_comparable, load
 
@@ -32,7 +34,7 @@ class Study(NamedTuple):
     L: int
     texts: dict[str, str]       # data -> the text's name on the page
     lengths: tuple[int, ...]    # contexts besides L
-    repeat: str                 # a repeated passage: "repeat" is over its first time, "use" over another one
+    repeat: str                 # a repeated passage: "repeat" or "use" (protocols.Repeat)
     needles: tuple[Path, ...]   # folders of the runs that were tuned to find facts
 
     def copy_column(self, length: int) -> str:
@@ -121,9 +123,20 @@ def fails_any(texts: Iterable[str]) -> pd.Series:
 
 
 def cells(data: str, columns: dict[str, str], form: str = INTERVAL) -> pd.DataFrame:
-    """Columns of compare.py's tables as text, by their headings on the page."""
-    return pd.DataFrame({heading: rows_of(data, column).apply(lambda row: form.format(**row), axis=1)
-                         for heading, column in columns.items()})
+    """Columns of compare.py's tables as text, by their headings on the page.
+
+    With intervals, bold says that a number is no chance: by Holm's correction for the rows of its column, and
+    of several seeds.
+    """
+    texts = {}
+    for heading, column in columns.items():
+        rows = rows_of(data, column)
+        text = rows.apply(lambda row: form.format(**row), axis=1)
+        if form == INTERVAL:
+            is_sure = (np.array(holm(rows["p"].fillna(1.0).tolist())) < LEVEL) & (rows["n_seeds"] > 1)
+            text = text.where(~is_sure, "**" + text + "**")
+        texts[heading] = text
+    return pd.DataFrame(texts)
 
 
 def losses(values: pd.Series, heading: str = "loss at L") -> pd.Series:
@@ -154,7 +167,7 @@ def overview(study: Study) -> str:
     for data, text in study.texts.items():
         numbers = [cells(data, {f"{text}: 16 L": f"gain {16 * L}"}, MEAN),
                    cells(f"{data}-far", {f"{text}: 64 L": f"gain {64 * L}"}, MEAN),
-                   cells(data, {f"{text}: repeat": study.copy_column(16 * L)}, MEAN),
+                   cells(data, {f"{text}: {study.repeat}": study.copy_column(16 * L)}, MEAN),
                    losses(bits(data), f"{text}: at L")]
         columns.append(mark(pd.concat(numbers, axis=1), about(data)["is_failed"]))
     return lay_out("encoding", about([*study.texts][0]).index.to_series(), *columns)
@@ -162,12 +175,12 @@ def overview(study: Study) -> str:
 
 def front_page(study: Study) -> str:
     """The table of README: rows that fail the gate on neither text, and fewer columns."""
-    is_failed = fails_any(study.texts)
     titles = about([*study.texts][0]).index.to_series()
-    gains = [cells(data, {f"{text}: gain of 16 L": f"gain {16 * study.L}"}, MEAN)
-             for data, text in study.texts.items()]
-    at_L = [losses(bits(data), f"{text} at L") for data, text in study.texts.items()]
-    return lay_out("encoding", titles[~is_failed[titles]], *gains, facts_found(study), *at_L)
+    gains, at_L = [], []
+    for data, text in study.texts.items():
+        gains.append(cells(data, {f"{text}: gain of 16 L": f"gain {16 * study.L}"}, MEAN))
+        at_L.append(losses(bits(data), f"{text} at L"))
+    return lay_out("encoding", titles[~fails_any(study.texts)[titles]], *gains, facts_found(study), *at_L)
 
 
 def bits(data: str) -> pd.Series:
@@ -183,13 +196,13 @@ def facts_found(study: Study) -> pd.Series:
 
 
 def summary(data: str, *beyond: pd.DataFrame) -> str:
-    """These columns, then loss at L, over rope, and seeds; best at L first, a trigram last."""
+    """These columns, then loss at L, lead over rope, and seeds; best at L first, a trigram last."""
     at_L = runs_of(data)[0].head["seq_len"]
     curves = about(data)
     trigram = gates_of(data)["trigram"].iloc[0]
     titles = pd.concat([curves["title"], pd.Series({"trigram": "a trigram"})])
     near = losses(pd.concat([curves["loss"], pd.Series({"trigram": trigram})]))
-    return lay_out("encoding", titles, *beyond, near, cells(data, {"over rope": f"fixed-gain {at_L}"}),
+    return lay_out("encoding", titles, *beyond, near, cells(data, {"lead over rope": f"fixed-lead {at_L}"}),
                    curves["seeds"])
 
 
@@ -198,7 +211,7 @@ def by_encoding(study: Study, data: str) -> str:
     L = study.L
     gains = {"gain of 16 L": f"gain {16 * L}", "of 2 L": f"gain {2 * L}"}
     far = {"of 64 L": f"gain {64 * L}"}
-    repeats = {"repeat at 16 L": study.copy_column(16 * L), "at L": study.copy_column(L)}
+    repeats = {f"{study.repeat} at 16 L": study.copy_column(16 * L), "at L": study.copy_column(L)}
     return summary(data, cells(data, gains), cells(f"{data}-far", far), cells(data, repeats))
 
 
@@ -235,16 +248,15 @@ def ranks() -> str:
 
 
 def by_length(data: str, corner: str, key: str, headings: Sequence[int]) -> str:
-    """Gain over truncation by length, or on a repeated passage by distance."""
+    """Gain over truncation by length, or repeat or use by distance."""
     measured = set(tables_of(data)["column"])
     columns = {str(heading): f"{key} {heading}" for heading in headings if f"{key} {heading}" in measured}
     return lay_out(corner, about(data)["title"], cells(data, columns))
 
 
 def control() -> str:
-    """The gain on a passage 16 L before, and over another passage in its place; a row for each run."""
-    columns = [cells(f"{data}-control", {f"{text}: over the first time": "repeat 1984",
-                                         f"{text}: over another passage": "use 1984"})
+    """Repeat and use of a passage 16 L before; a row for each run."""
+    columns = [cells(f"{data}-control", {f"{text}: repeat": "repeat 1984", f"{text}: use": "use 1984"})
                for data, text in FIRST.texts.items()]
     return lay_out("run", columns[0].index.to_series().sort_values(), *columns)
 
@@ -336,12 +348,12 @@ def gpu(data: str) -> str:
     return summary(data, cells(data, {
         "gain of 16 L": "gain 8192",
         "of 2 L": "gain 1024",
-        "over another at 16 L": "use 7936",
+        "use at 16 L": "use 7936",
         "repeat at L": "repeat 256"}))
 
 
 def gpu_60m(data: str) -> str:
-    """Runs of 60 M tokens: loss at L, what longer contexts gain, and use of a copy."""
+    """Runs of 60 M tokens: loss at L, gain of longer contexts, and use of a copy."""
     validation = pd.Series({run.label: run.summary["val_loss"] for run in runs_of(data)})
     columns = {
         "gain of 2 L": "gain 1024",
@@ -349,7 +361,7 @@ def gpu_60m(data: str) -> str:
         "of 8 L": "gain 4096",
         "of 16 L": "gain 8192",
         "of 32 L": "gain 16384",
-        "use of a copy at L": "use 256",
+        "use at L": "use 256",
         "at 16 L": "use 7936",
         "at 32 L": "use 16128"}
     return lay_out("encoding", validation.sort_values().index.to_series(), cells(data, columns, MEAN),

@@ -90,7 +90,7 @@ def place_curves(rows: pd.DataFrame, states: pd.Series, encodings: pd.Series) ->
 
 
 def make_sections(runs: Sequence[Run], baseline: str, gate: pd.DataFrame) -> list[Section]:
-    """The tables of each protocol, and of its gains over the curves of the label `baseline`."""
+    """The tables of each protocol, and of its leads over the curves of the label `baseline`."""
     table = table_of(runs)
     sections = []
     for protocol in PROTOCOLS.values():
@@ -104,20 +104,21 @@ def make_sections(runs: Sequence[Run], baseline: str, gate: pd.DataFrame) -> lis
                 rows = merge_positions(rows)
             if type(protocol).column is Protocol.column:
                 rows = rows.assign(place="")            # places such as depths have one column
-            is_drawn = form is not PERPLEXITY           # its intervals hide what a gain shows
+            is_drawn = form is not PERPLEXITY           # its intervals hide what a difference shows
             values = estimates(rows, form.score)
             sections.append(Section(measure.key, measure.title, measure.note, form, values, is_drawn))
-            gains = estimates(rows, form.score, baseline)
-            if form is GAIN or gains.empty:             # it is over truncation already
+            if form in (GAIN, BY_POSITION):             # over truncation already; differences are in fixed
                 continue
-            over = form._replace(y_label=f"difference ({form.y_label})",
-                                 number_format=f"+{form.number_format}")
-            if form.figure is not float:                # of what is shown, it is one of losses
-                over = GAIN._replace(x_label=form.x_label)
-            title = f"Gain over {baseline}, {measure.key}"
-            sections.append(Section(f"{measure.key}-gain", title, "", over, gains))
+            leads = estimates(rows, form.score, baseline)
+            if leads.empty:
+                continue
+            over = form._replace(number_format=f"+{form.number_format}")
+            if form is PERPLEXITY:                      # its lead is one of losses
+                over = GAIN
+            title = f"Lead over {baseline}, {measure.key}"
+            sections.append(Section(f"{measure.key}-lead", title, "", over, leads))
 
-    # what may be bold is one family of tests: differences, and gains over truncation but that at L, near 0
+    # what may be bold is one family of tests: leads, and gains but those at L, near 0
     curves = pd.concat({section.key: section.curves for section in sections})
     curves["key"] = curves.index.get_level_values(0)
     is_gain = (curves["key"] == "gain") & (curves["length"] != runs[0].head["seq_len"])

@@ -17,14 +17,14 @@ import numpy as np
 import pandas as pd
 
 from evaluation.intervals import LEVEL, Estimate, holm, is_scattered, two_way, two_way_share, units_of
-from evaluation.results import CONTROLLED, FOUND, LOSS, NO_METHOD, REPETITION, Score
+from evaluation.results import FOUND, LOSS, NO_METHOD, REPETITION, USE, Score
 
 CURVE = ["label", "extend"]
 COLUMN = ["protocol", "length", "place"]
 ESTIMATED = ["shown", "shown_low", "shown_high", "value", "low", "high", "p", "seed_low", "seed_high",
              "seeds", "n_seeds", "unit", "n_units", "is_unstable"]
-GATE = ["state", "trigram", "below", "below_low", "below_high", "gain", "gain_low", "gain_high"]
-LEAST_GAIN = 0.3    # nats per token on a passage repeated inside L; a model below it does not look back
+GATE = ["state", "trigram", "below", "below_low", "below_high", "use", "use_low", "use_high"]
+LEAST_USE = 0.3     # nats per token, of a passage repeated inside L; a model below it does not look back
 PASSED, FAILED, WITHIN, NOT_GATED = "passed", "failed", "within", "not gated"
 
 
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
     score: Score
     scores: np.ndarray      # (S, windows), not yet divided by the weight
     weight: np.ndarray      # (windows,), the same for every seed
-    document: np.ndarray    # (windows,)
+    targets: tuple[np.ndarray, ...]     # of each window: document, end and tokens, as in the table
 
     @property
     def seeds(self) -> np.ndarray:
@@ -57,7 +57,8 @@ def make_sample(rows: pd.DataFrame, score: Score) -> Sample:
     weight = np.ones(n_windows)                         # trials: each row is one
     if score.per in rows:
         weight = first_run[score.per].to_numpy(float)
-    return Sample(score, scores, weight, first_run["document"].to_numpy())
+    targets = tuple(first_run[name].to_numpy(float) for name in ("document", "end", "tokens"))
+    return Sample(score, scores, weight, targets)
 
 
 def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = False) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
         seeds = np.subtract.outer(seeds, baseline.seeds).ravel()
 
     # the interval of the mean, over seeds and units of text
-    units = units_of(sample.document)
+    units = units_of(*sample.targets)
     unit, n_units = "", len(sample.weight)
     mean = Estimate(float(seeds.mean()))
     if units is not None:
@@ -143,14 +144,14 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
     """For each label whether it has learned enough at L for its other numbers to mean something.
 
     Two margins, without extension: how far its loss on the targets of fixed is below that of a Kneser-Ney
-    trigram of the same training text, and its gain on a repeated passage, over another passage, which must be
-    above LEAST_GAIN. Both are estimates over the same runs and windows, with intervals; where seeds differ
-    too much for one, with their range. Columns:
+    trigram of the same training text, and its use of a repeated passage: how much lower the loss is than
+    after another passage, which must be above LEAST_USE. Both are estimates over the same runs and windows,
+    with intervals; where seeds differ too much for one, with their range. Columns:
       state     PASSED if both intervals are above their limits, FAILED if one is below, else WITHIN;
                 NOT_GATED if a protocol was not measured, at L and for each of its runs
       trigram                           its loss
       below, below_low, below_high      trigram - loss, as shown
-      gain, gain_low, gain_high         on the repeated passage, as shown
+      use, use_low, use_high            of the repeated passage, as shown
     """
     rows: dict[Any, dict[str, Any]] = {}
     for label, runs in table.groupby("label", sort=False):
@@ -162,18 +163,18 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
             continue
         of_trigram = make_sample(trigram, LOSS)
         below = estimate(make_sample(fixed, LOSS), of_trigram, is_paired=True)
-        # over another passage: over the first time, a model that breaks would show its breakage
-        score = CONTROLLED.score
+        # not over the first copy: there a model that breaks would show its breakage
+        score = USE.score
         if repeat["control_nll"].isna().any():          # older results have no such control
             score = REPETITION.score
-        gain = estimate(make_sample(repeat, score))
+        use = estimate(make_sample(repeat, score))
         state = WITHIN
-        if below["shown_high"] < 0 or gain["shown_high"] < LEAST_GAIN:
+        if below["shown_high"] < 0 or use["shown_high"] < LEAST_USE:
             state = FAILED
-        elif below["shown_low"] > 0 and gain["shown_low"] > LEAST_GAIN:
+        elif below["shown_low"] > 0 and use["shown_low"] > LEAST_USE:
             state = PASSED
         rows[label] = {"state": state, "trigram": -of_trigram.seeds.mean()}
-        for name, margin in (("below", below), ("gain", gain)):
+        for name, margin in (("below", below), ("use", use)):
             for end in ("", "_low", "_high"):
                 rows[label][name + end] = margin[f"shown{end}"]
     return pd.DataFrame.from_dict(rows, "index", columns=GATE).rename_axis("label")
@@ -185,12 +186,14 @@ def claims(frame: pd.DataFrame, gate: pd.DataFrame, whole: Collection[str] = ())
     The rows are one family: all that a report could mark or say in a sentence. So concatenate the tables
     that it marks, at the lengths that it marks: each further row makes a claim harder. Holm's correction is
     over the rows whose label, and baseline if there is one, passed the gate (`gates`). Of one trained seed
-    nothing is claimed; the labels in `whole` are no samples of seeds: pretrained models.
+    nothing is claimed; the labels in `whole` are no samples of seeds: pretrained models. Between one of them
+    and a trained curve nothing is claimed.
     A row is better if its value is above 0, the corrected p-value is below LEVEL and, where seeds differ too
     much for a mean, the whole range of seeds is above 0 as well.
     """
     passed = ["", *gate.index[gate["state"] == PASSED]]         # "": no baseline
-    is_sampled = (frame["n_seeds"] > 1) | frame["label"].isin([*whole])
+    is_whole = frame["label"].isin([*whole]) & frame["baseline"].isin(["", *whole])
+    is_sampled = (frame["n_seeds"] > 1) | is_whole
     can_be = frame["label"].isin(passed) & frame["baseline"].isin(passed) & is_sampled & frame["p"].notna()
     corrected = frame["p"].where(can_be)
     corrected[can_be] = holm(frame["p"][can_be].tolist())

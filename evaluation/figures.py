@@ -150,7 +150,7 @@ def draw_panel(axis: Any, panel: Panel, L: int) -> None:
     axis.set_xlabel(panel.form.x_label)
     axis.set_ylabel(panel.form.y_label)
     axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    if panel.form.is_gain:
+    if panel.form.is_difference:
         axis.axhline(0, color="black", linewidth=0.8)
     if panel.is_log:
         axis.set_xscale("log", base=2)
@@ -193,7 +193,7 @@ def set_reach(axis: Any, panels: Sequence[Panel]) -> None:
         curves = curves[curves["is_named"]]
     ends = curves.reindex(columns=["shown", "shown_low", "shown_high", "seed_low", "seed_high"])
     low, high = np.nanmin(ends), np.nanmax(ends)
-    if panels[0].form.is_gain:
+    if panels[0].form.is_difference:
         low, high = min(low, 0.0), max(high, 0.0)
     margin = 0.06 * (high - low) or 0.1
     axis.set_ylim(low - margin, high + margin)
@@ -229,11 +229,11 @@ def name_ends(axis: Any, curves: pd.DataFrame, height: float) -> None:
 def draw_measure(curves: pd.DataFrame, form: Form, title: str, L: int) -> Figure:
     """One number at each place, two texts side by side.
 
-    Of a gain, what stays flat is zoomed, in panels apart from what breaks.
+    Of a difference, what stays flat is zoomed, in panels apart from what breaks.
     """
     curves = style_curves(as_shown(curves, form))
     groups = {"": curves}
-    if form.is_gain:
+    if form.is_difference:
         lowest = curves.groupby("name", sort=False)["shown"].min()
         is_flat = curves["name"].map(lowest >= -FLAT)
         groups = {f"no loss above {FLAT:g} nats": curves[is_flat], "larger losses": curves[~is_flat]}

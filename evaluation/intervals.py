@@ -24,6 +24,10 @@ LARGEST_SPREAD = 0.1        # of seeds whose mean describes them: standard devia
 OUTLIER_LEVEL = 0.01        # of Grubbs' test: at 5 % one column in twenty would have an outlier by chance
 ENOUGH_DOCUMENTS = 5        # to be the units of text; with fewer, windows are
 ENOUGH_WINDOWS = 8          # for any interval: fewer cannot show how much they vary
+# an error's distribution is integrated over these, evenly spaced in the logit: down to 1e-8 at both ends
+LOGITS = np.linspace(-18, 18, 101)
+PROBABILITIES = 1 / (1 + np.exp(-LOGITS))
+WEIGHTS = PROBABILITIES * (1 - PROBABILITIES) * (LOGITS[1] - LOGITS[0])
 
 
 class Estimate(NamedTuple):
@@ -47,14 +51,21 @@ class Units(NamedTuple):
         return np.apply_along_axis(lambda row: np.bincount(self.unit, row, self.n), -1, values)
 
 
-def units_of(document: np.ndarray) -> Units | None:
-    """Documents if there are enough, because windows of one document are alike; else windows; else None."""
+def units_of(document: np.ndarray, end: np.ndarray, tokens: np.ndarray) -> Units | None:
+    """Documents if there are enough, because windows of one document are alike; else windows; else None.
+
+    Windows that share targets, as in long buckets of `position`, are one unit. The targets of a window are
+    the last `tokens` tokens up to `end`; NaN where windows share none, or where that is not known (repeat).
+    """
     names, unit = np.unique(document, return_inverse=True)
     if len(names) >= ENOUGH_DOCUMENTS:
         return Units("documents", len(names), unit)
-    if len(document) >= ENOUGH_WINDOWS:
-        return Units("windows", len(document), np.arange(len(document)))
-    return None
+    order = np.lexsort((end, document))
+    is_apart = ~((end - tokens)[order][1:] < end[order][:-1])
+    is_next = is_apart | (np.diff(document[order]) != 0)
+    unit[order] = np.append(0, is_next.cumsum())
+    n = int(unit.max()) + 1
+    return Units("windows", n, unit) if n >= ENOUGH_WINDOWS else None
 
 
 def two_way(d: np.ndarray, weight: np.ndarray, other: np.ndarray | None = None,
@@ -62,8 +73,8 @@ def two_way(d: np.ndarray, weight: np.ndarray, other: np.ndarray | None = None,
     """Estimate of sum(d) / sum(weight) from sums d (S, U) and weights (U,), such as nats and tokens.
 
     With `other` (S', U), on the same text, it is of d less other, which are of other runs, or, if is_paired,
-    of the same ones. The error is drawn as se_text t(n - 1) + se_seed t(S - 1), and for other runs their
-    se_seed t(S' - 1) too: independent Student's t.
+    of the same ones. The error is se_text t(n - 1) + se_seed t(S - 1), and for other runs their
+    se_seed t(S' - 1) too: independent Student's t. The interval is of draws of it, p is its tail.
       rest       what varies with seed and unit together
       se_seed^2  variance of the seeds' ratios / S; the rest is in it
       se_text^2  delete-one jackknife over units of the seeds' mean, less the rest, which would count twice
@@ -83,29 +94,30 @@ def two_way(d: np.ndarray, weight: np.ndarray, other: np.ndarray | None = None,
     samples = [d] if other is None else [d, -other]
 
     value = 0.0
-    seed_error = np.zeros(DRAWS)
+    seed_terms = []                     # of each sample: se_seed and its degrees of freedom
     rest = 0.0                          # variance of what varies with seed and unit together
     residual = np.zeros(U)              # mean over seeds, of both samples
-    for stream, x in enumerate(samples, start=1):
+    for x in samples:
         S = len(x)
         ratios = x.sum(axis=1) / total                                  # (S,)
         value += float(ratios.mean())
         residuals = (x - ratios[:, None] * weight) / total              # (S, U), each row sums to 0
         mean = residuals.mean(axis=0)
         residual += mean
+        se_seed = 0.0
         if S > 1:
             se_seed = (ratios.var(ddof=1) / S)**0.5
-            seed_error += se_seed * student_draws(S - 1, stream)
             rest += float(((residuals - mean)**2).sum()) * U / (U - 1) / (S * (S - 1))
+        seed_terms.append((se_seed, max(S - 1.0, 1.0)))
 
     # the jackknife's variance holds the rest, which the seeds' variance holds already
     jackknife = float(((residual / (1 - share))**2).sum()) * (U - 1) / U
     se_text = max(0.0, jackknife - rest)**0.5
     n = 1 / float((share**2).sum())
-    error = np.abs(se_text * student_draws(max(n - 1, 1.0), 0) + seed_error)
-    half_width = float(np.quantile(error, 1 - LEVEL))
-    n_larger = int((error >= abs(value)).sum())
-    return Estimate(value, value - half_width, value + half_width, (1 + n_larger) / (1 + DRAWS))
+    terms = [(se_text, max(n - 1, 1.0)), *seed_terms]
+    error = sum(se * student_draws(df, stream) for stream, (se, df) in enumerate(terms))
+    half_width = float(np.quantile(np.abs(error), 1 - LEVEL))
+    return Estimate(value, value - half_width, value + half_width, tail(value, terms))
 
 
 def two_way_share(found: np.ndarray, trials: np.ndarray, other: np.ndarray | None = None,
@@ -165,12 +177,36 @@ def student_draws(df: float, stream: int) -> np.ndarray:
     return np.random.default_rng(stream).permutation(values)
 
 
+def tail(value: float, terms: Sequence[tuple[float, float]]) -> float:
+    """P(|sum of se t(df)| >= |value|) for independent Student's t, of which `terms` has (se, df).
+
+    The sum is integrated over all terms but the widest, whose tail is known. So p may be as small as Holm's
+    correction for many rows needs: of DRAWS draws none would be below 1e-4.
+    """
+    *others, (widest, df) = sorted(terms)
+    sums = np.zeros(1)
+    weights = np.ones(1)
+    for se, other_df in others:
+        sums = np.add.outer(sums, se * student(PROBABILITIES, other_df)).ravel()
+        weights = np.multiply.outer(weights, WEIGHTS).ravel()
+    phi, cumulative = student_table(df)
+    t = (sums - abs(value)) / max(widest, np.finfo(float).tiny)
+    below = np.interp(np.arctan(t / df**0.5), phi, cumulative)
+    return min(1.0, 2 * float(weights @ below))
+
+
 def student(probability: np.ndarray | float, df: float) -> np.ndarray:
-    """Quantiles of Student's t: with t = sqrt(df) tan(phi), the density of phi is cos(phi)^(df - 1)."""
-    edges = np.linspace(-np.pi / 2, np.pi / 2, 20_001)
-    density = np.cos((edges[1:] + edges[:-1]) / 2)**(df - 1)
-    cumulative = np.concatenate(([0], density.cumsum())) / density.sum()
-    return df**0.5 * np.tan(np.interp(probability, cumulative, edges))
+    """Quantiles of Student's t."""
+    phi, cumulative = student_table(df)
+    return df**0.5 * np.tan(np.interp(probability, cumulative, phi))
+
+
+@lru_cache(maxsize=64)
+def student_table(df: float) -> tuple[np.ndarray, np.ndarray]:
+    """Angles phi and the probabilities below them; t = sqrt(df) tan(phi), with density cos(phi)^(df - 1)."""
+    phi = np.linspace(-np.pi / 2, np.pi / 2, 20_001)
+    density = np.cos((phi[1:] + phi[:-1]) / 2)**(df - 1)
+    return phi, np.concatenate(([0], density.cumsum())) / density.sum()
 
 
 def holm(p: Sequence[float]) -> list[float]:

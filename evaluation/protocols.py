@@ -29,10 +29,10 @@ from evaluation.extension import PLAIN
 from evaluation.results import (
     ANSWERS,
     BY_POSITION,
-    CONTROLLED,
     GAIN,
     PERPLEXITY,
     REPETITION,
+    USE,
     Form,
     Measure,
     add,
@@ -318,16 +318,16 @@ def position_buckets(longest: int) -> list[tuple[int, int]]:
 class Repeat(Protocol):
     """Does the model use distant context? A passage of the text occurs twice, some tokens apart.
 
-    The number is how much lower its loss is at the second occurrence. A model that ignores the first one is
-    somewhat below 0, since less of the passage's own text comes before the second. The control has another
-    window's passage in place of the first.
+    "Repeat" is how much lower its loss is at the second occurrence. A model that ignores the first one is
+    somewhat below 0, since less of the passage's own text comes before the second. "Use" is how much lower it
+    is than in a control, which has another window's passage in place of the first.
     """
 
     title = "Repeated text"
     form = REPETITION
     place_name = "distance"
     has_bytes: ClassVar[bool] = True            # its tokens are text
-    key_of_control: ClassVar[str] = "use"       # of its second table in reports
+    use_key: ClassVar[str] = "use"              # of its second table in reports
     target_settings = ("longest", "targets", "windows")
     needs = "a length of 3/4 L or more, two windows, and L of 4 or more"
 
@@ -349,9 +349,9 @@ class Repeat(Protocol):
             tokens=len(second), bytes=n_bytes, document=[d for d, _ in e.ends])
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
-        cells = {"gain on the second copy": f"{record['gain']:+z.3f} nats/token"}
+        cells = {"repeat": f"{record['gain']:+z.3f} nats/token"}
         if "use" in record:                     # older results lack the control
-            cells["over the control"] = f"{record['use']:+z.3f}"
+            cells["use"] = f"{record['use']:+z.3f}"
         return cells
 
     def column(self, length: int, place: str) -> tuple[float, str]:
@@ -361,7 +361,7 @@ class Repeat(Protocol):
         note = ("How much better the second occurrence is predicted than with another passage in place of "
                 "the first: 0 where the first is ignored.")
         return [*super().measures(),
-                Measure(self.key_of_control, self.name, f"{self.title}, over the control", note, CONTROLLED)]
+                Measure(self.use_key, self.name, f"{self.title}, use of the first copy", note, USE)]
 
 
 class Copy(Repeat):
@@ -369,7 +369,7 @@ class Copy(Repeat):
 
     title = "Repeated random tokens"
     has_bytes = False
-    key_of_control = "copy-use"
+    use_key = "copy-use"
 
     def stretches(self, e: Evaluation) -> list[np.ndarray]:
         rng = np.random.default_rng(e.settings.seed)

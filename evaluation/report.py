@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from evaluation.estimates import FAILED, LEAST_GAIN, NOT_GATED, PASSED, WITHIN
+from evaluation.estimates import FAILED, LEAST_USE, NOT_GATED, PASSED, WITHIN
 from evaluation.figures import GREYS, caption, mark_L
 from evaluation.intervals import LARGEST_SPREAD, OUTLIER_LEVEL
 from evaluation.results import Form
@@ -106,7 +106,7 @@ def describe_curves(curves: pd.DataFrame, gates: pd.DataFrame) -> pd.DataFrame:
     for row in curves.itertuples():
         gate = gates.loc[row.label]
         cells = {"encoding": row.encoding, "method": row.extend, "seeds": row.n_seeds, "gate": gate["state"]}
-        for column, what in (("below", "loss below a trigram's"), ("gain", "gain on a repeated passage")):
+        for column, what in (("below", "loss below a trigram's"), ("use", "use of a repeated passage")):
             low, high = gate[f"{column}_low"], gate[f"{column}_high"]
             is_known = gate["state"] != NOT_GATED
             cells[what] = f"{gate[column]:+.2f} [{low:+.2f}, {high:+.2f}]" if is_known else "-"
@@ -148,7 +148,7 @@ def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> It
         if len(names):
             what = "within its uncertainty" if state == WITHIN else state
             parts.append(f"{what}: {join(names)}")
-    yield (f"Gate at L, a loss below a trigram's and {LEAST_GAIN:g} nats or more gained on a repeated "
+    yield (f"Gate at L, a loss below a trigram's and {LEAST_USE:g} nats or more by a repeated "
            f"passage: {'; '.join(parts)}. To gate a run: python eval.py RUN --protocol fixed,trigram,repeat.")
 
     passed = losses[losses["state"] == PASSED]
@@ -157,7 +157,7 @@ def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> It
     else:
         here = passed[passed["length"].isin([L, passed["length"].max()])]
         best = here.loc[here.groupby("length")["shown"].idxmax()]
-        better = rows[(rows["key"] == "fixed-gain") & rows["is_better"]].set_index(["name", "length"])
+        better = rows[(rows["key"] == "fixed-lead") & rows["is_better"]].set_index(["name", "length"])
         claims = []
         for row in best.itertuples():
             claim = (f"{row.name} has the lowest loss with {row.length} tokens ({-row.shown:.3f} nats per "
@@ -172,9 +172,6 @@ def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> It
     if len(unstable):
         limits.append(f"what a new seed of {join(unstable)} does beyond L, where its seeds differ too much "
                       "for an interval")
-    alone = curves["name"][curves["n_seeds"] == 1]
-    if len(alone):
-        limits.append(f"how another seed of {join(alone)} would do")
     yield f"Not known: {'; '.join(limits)}; and a difference that is not bold may be chance."
 
 

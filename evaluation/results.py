@@ -124,10 +124,10 @@ def record(key: tuple[str, str, int, str], columns: dict[str, np.ndarray]) -> di
         result["bucket"] = [int(first), int(last) + 1]
     elif place:
         result["place"] = float(place)
-    for name, gain in (("truncated_nll", "gain"), ("first_nll", "gain"), ("control_nll", "use")):
+    for name, difference in (("truncated_nll", "gain"), ("first_nll", "gain"), ("control_nll", "use")):
         if not math.isnan(sums[name]):
             result[f"{name}_sum"] = sums[name]
-            result[gain] = (sums[name] - nll) / tokens
+            result[difference] = (sums[name] - nll) / tokens
     if not math.isnan(sums["correct"]):
         result["correct"] = int(sums["correct"])
         result["trials"] = len(columns["correct"])
@@ -163,7 +163,7 @@ class Form(NamedTuple):
     number_format: str
     score: Score
     figure: Callable[[float], float] = float    # the number that is shown, from the score
-    is_gain: bool = False                       # 0 says that nothing was gained
+    is_difference: bool = False                 # figures have a line at 0
 
 
 class Measure(NamedTuple):
@@ -181,13 +181,12 @@ LOSS = Score("", "nll")
 FOUND = Score("correct", "", "trials")
 PERPLEXITY = Form(CONTEXT, "perplexity per token", "#.4g", LOSS, lambda score: perplexity(-score))
 BY_POSITION = Form("position (tokens of context)", "loss (nats/token)", "z.3f", LOSS, lambda score: -score)
-REPETITION = Form("distance (tokens)", "gain on the second copy (nats/token)", "z.3f",
-                  Score("first_nll", "nll"), is_gain=True)
-CONTROLLED = REPETITION._replace(y_label="gain over another passage (nats/token)",
-                                 score=Score("control_nll", "nll"))
+REPETITION = Form("distance (tokens)", "first copy's loss - second's (nats/token)", "z.3f",
+                  Score("first_nll", "nll"), is_difference=True)
+USE = REPETITION._replace(y_label="use of the first copy (nats/token)", score=Score("control_nll", "nll"))
 ANSWERS = Form(CONTEXT, "share correct", ".0%", FOUND)
 GAIN = Form(CONTEXT, "gain over truncation (nats/token)", "+z.3f", Score("truncated_nll", "nll"),
-            is_gain=True)
+            is_difference=True)
 TRAINING = Form("tokens (millions)", "training loss (nats/token)", "z.3f", LOSS)
 
 

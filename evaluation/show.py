@@ -73,17 +73,17 @@ def advice(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
     found = beyond[beyond.protocol == "passkey"].groupby(keys)["correct"]
     gains = estimates(fixed.assign(label=""), GAIN.score).set_index(keys)
     rows = pd.DataFrame({
-        "gain": gains["value"], "p": gains["p"].fillna(1.0), "loss - truncated": -gains["value"],
-        "95 % interval": (-gains["high"]).map("{:+.4f} ... ".format) + (-gains["low"]).map("{:+.4f}".format),
+        "gain": gains["value"],
+        "95 % interval": gains["low"].map("{:+.4f} ... ".format) + gains["high"].map("{:+.4f}".format),
+        "corrected p": holm(gains["p"].fillna(1.0).tolist()),
         "passkey": found.sum().map("{:.0f}/".format) + found.size().map(str),
         "seconds": fixed.groupby(keys)["seconds"].sum().map("{:.1f}".format)})
     rows = rows.reset_index().rename(columns={"extend": "method"})
-    rows = rows.sort_values(["length", "loss - truncated"])
-    yield rows.drop(columns=["gain", "p"]).to_string(index=False, float_format="{:+.4f}".format, na_rep="-")
+    rows = rows.sort_values(["length", "gain"], ascending=[True, False])
+    yield rows.to_string(index=False, float_format="{:+.4f}".format, na_rep="-")
     for length, methods in rows.groupby("length"):
         best = methods.iloc[0]
-        corrected = holm(methods["p"].tolist())[0]      # for the number of methods
-        beats = best["gain"] > 0 and corrected < LEVEL
+        beats = best["gain"] > 0 and best["corrected p"] < LEVEL
         claim = ", and beats" if beats else "; it is not shown that it beats"
         yield (f"at {length} tokens {best['method']} has the lowest loss{claim} truncation to the last "
                f"{e.L} tokens")

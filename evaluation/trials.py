@@ -19,9 +19,8 @@ import pandas as pd
 
 from base.errors import UserError, did_you_mean
 from base.files import read_json, write_whole
-from config import MAY_DIFFER, MUST_AGREE, differences, load_config, toml_value
+from config import MUST_AGREE, toml_value
 from evaluation.sweeping import DIVERGED, Job, Point, Points
-from hf.pretrained import pretrained_tables
 
 OTHERS = "others"       # in a file of trials: the configs that have no entry of their own
 
@@ -67,27 +66,18 @@ def read_points(path: Path, configs: Sequence[str]) -> dict[str, list[Point]]:
     return points
 
 
-def check_fair(points: Points, overrides: Sequence[str]) -> list[str]:
-    """The differences between the configs, apart from [position] and the keys of the trials.
-
-    Raises UserError unless every config has as many trials, whose losses are comparable.
-    """
+def check_fair(points: Points) -> None:
+    """Raise UserError unless every config has as many trials, whose losses are comparable."""
     counts = {Path(config).stem: len(of_config) for config, of_config in points.items()}
     if len(set(counts.values())) > 1 or min(counts.values()) < 2:
         raise UserError("--choose: every config needs the same number of trials, at least two, got "
                         + ", ".join(f"{n} for {name}" for name, n in counts.items()))
-    first = load_config(next(iter(points)), overrides, pretrained_tables)
-    unequal = []
-    for config, of_config in points.items():
-        keys = {override.partition("=")[0] for point in of_config for override in point}
-        for key in sorted(keys):
-            if key.startswith(MUST_AGREE["trials"]):
-                raise UserError(f"--choose: trials must not differ in {key}, because their losses would not "
-                                f"be comparable; give {key}=VALUE for all instead")
-        resolved = load_config(config, overrides, pretrained_tables)
-        lines = differences(first, resolved, [*MAY_DIFFER["tuned"], *keys])
-        unequal += [f"{Path(config).stem}: {line}" for line in lines]
-    return unequal
+    overrides = [override for of_config in points.values() for point in of_config for override in point]
+    for override in overrides:
+        if override.startswith(MUST_AGREE["trials"]):
+            key = override.partition("=")[0]
+            raise UserError(f"--choose: trials must not differ in {key}, because their losses would not be "
+                            f"comparable; give {key}=VALUE for all instead")
 
 
 # -----------------------------------------------------------------------------------------------------------

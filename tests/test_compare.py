@@ -131,7 +131,7 @@ def test_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeyp
     call(monkeypatch, *runs, "--out", out)
     better, beyond = "**+0.500** [+0.500, +0.500]", " +0.500 ... +0.500"
     for protocol in ("nonoverlap", "sliding", "fixed"):
-        rows = rows_of(out, f"Gain over rope, {protocol}")
+        rows = rows_of(out, f"Lead over rope, {protocol}")
         assert rows == {"alibi": {"64": better, "128 = L": better, "256 = 2 L": better + beyond}}
     gains = rows_of(out, "Gain over truncation, fixed targets")
     assert gains["rope"]["64"] == gains["alibi"]["64"] == "**+0.250** [+0.250, +0.250]"
@@ -139,12 +139,12 @@ def test_gains_are_exact_signed_and_bold_where_they_beat(tmp_path: Path, monkeyp
     fixed = rows_of(out, "Perplexity, fixed targets")
     assert [*fixed["rope"]] == ["64", "128 = L", "256 = 2 L"] and "**" not in str(fixed)
     assert [*rows_of(out, "Loss by position")["rope"]] == ["0-3", "64-127"]
-    repeat = rows_of(out, "Gain over rope, repeat")["alibi"]
+    repeat = rows_of(out, "Lead over rope, repeat")["alibi"]
     assert [*repeat] == ["64", "192"] and re.fullmatch(r"\+0\.500 \[\+0\.\d+, \+0\.\d+\]", repeat["64"])
-    assert re.match(r"\W*\+\d\d%\W* \[", rows_of(out, "Gain over rope, passkey")["alibi"]["256 = 2 L"])
+    assert re.match(r"\W*\+\d\d%\W* \[", rows_of(out, "Lead over rope, passkey")["alibi"]["256 = 2 L"])
     assert "how seeds and text vary: 12 documents" in (out / "report.html").read_text()
     call(monkeypatch, *runs, "--baseline", "alibi", "--out", out)
-    assert rows_of(out, "Gain over alibi, fixed")["rope"]["64"] == "-0.500 [-0.500, -0.500]"
+    assert rows_of(out, "Lead over alibi, fixed")["rope"]["64"] == "-0.500 [-0.500, -0.500]"
     assert re.search(r"alibi +4\.\d+ +4\.\d+ +4\.\d+\n", capsys.readouterr().out)       # 64, L, 256
     call(monkeypatch, *runs[::2], "--out", out)                         # one seed
     assert "<b>" not in (out / "report.html").read_text()
@@ -166,10 +166,10 @@ def test_a_model_that_has_not_learned_is_grey_and_not_ranked(tmp_path: Path, mon
     page = (out / "report.html").read_text()
     assert "passed: rope; failed: alibi and t5; not gated: fire." in page
     assert "rope has the lowest loss with 128 tokens" in page
-    for title in ("Perplexity, fixed targets", "Gain over rope, fixed"):
+    for title in ("Perplexity, fixed targets", "Lead over rope, fixed"):
         section = page.split(f">{title}</h2>")[1].split("<h2")[0]
         assert re.findall("<i>(.*?)</i>", section) == ["alibi", "t5", "fire"]
-    assert all("**" not in cell for cell in rows_of(out, "Gain over rope, fixed")["t5"].values())
+    assert all("**" not in cell for cell in rows_of(out, "Lead over rope, fixed")["t5"].values())
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_the_page_has_every_curve_in_figures_and_its_labels_are_never_markup(tmp
     page = (out / "report.html").read_text()
     assert not re.search("<(script|img)", page)
     sections = dict(re.findall(r"<h2 id='([^']+)'>(.*?)(?=<h2|</html>)", page, re.DOTALL))
-    assert [*sections] == ["passkey", "passkey-gain", "training"]
+    assert [*sections] == ["passkey", "passkey-lead", "training"]
     for key in ("passkey", "training"):
         assert all((out / f"{key}.{form}").exists() for form in ("svg", "pdf", "png"))
         assert sections[key].count("<svg") == 1
@@ -355,7 +355,7 @@ def test_methods_on_a_pretrained_model_have_paired_intervals(tmp_path: Path, mon
         (folders[-1] / "config.json").write_text(json.dumps(fields))
     run = fabricate(tmp_path / "run", lengths=(128, 256), protocols=("fixed",))
     call(monkeypatch, *folders, run, "--out", tmp_path / "out")
-    rows = rows_of(tmp_path / "out", "Gain over base, fixed")
+    rows = rows_of(tmp_path / "out", "Lead over base, fixed")
     assert [*rows] == ["base + yarn", "tuned", "tuned + yarn", "run"]
     assert rows["tuned"]["256 = 2 L"] == "+0.500 [+0.500, +0.500]"
 
@@ -381,7 +381,7 @@ def test_a_report_is_compared_again_with_the_same_figures(tmp_path: Path, monkey
         assert (out / name).read_bytes() == (tmp_path / "kept" / name).read_bytes()
     assert pd.read_parquet(out / "training.parquet").loss.tolist() == [3.5] * 4
     call(monkeypatch, tmp_path / "kept", fabricate(tmp_path / "t5", "t5", better=0.2), "--out", out)
-    assert [*rows_of(out, "Gain over a, fixed")] == ["b", "t5"]
+    assert [*rows_of(out, "Lead over a, fixed")] == ["b", "t5"]
 
 
 @pytest.mark.slow

@@ -212,13 +212,13 @@ def page(*curves: pd.DataFrame, baseline: str = "rope", remarks=(), form=PERPLEX
     """report.html of these curves: -loss, gains over the baseline and over truncation."""
     rows = pd.concat(curves, ignore_index=True)
     losses = rows.assign(key="fixed", shown=rows["shown"] - 4, is_better=False)
-    better = rows[rows["name"] != baseline].assign(key="fixed-gain", baseline=baseline)
+    better = rows[rows["name"] != baseline].assign(key="fixed-lead", baseline=baseline)
     about = rows.drop_duplicates("name")
-    gates = about.set_index("label")[["state"]].assign(below=0.1, below_low=0.05, below_high=0.2, gain=0.5,
-                                                       gain_low=0.4, gain_high=0.6)
+    gates = about.set_index("label")[["state"]].assign(below=0.1, below_low=0.05, below_high=0.2, use=0.5,
+                                                       use_low=0.4, use_high=0.6)
     sections = [report.Section("gain", "Gain over truncation", "Positive is good.", GAIN, rows, "<svg/>"),
                 report.Section("fixed", "Perplexity", "Lower is better.", form, losses),
-                report.Section("fixed-gain", "Gain over rope", "", GAIN, better, "<svg></svg>")]
+                report.Section("fixed-lead", "Lead over rope", "", GAIN, better, "<svg></svg>")]
     shown = pd.concat([losses, better])
     sentences = report.summarize(about, shown, "books", L)
     return report.html("title", remarks, sentences, report.signs(shown, baseline),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ def row(tmp_path: Path) -> Path:
         nll = BITS * math.log(2) * 96
         runs = [make_run(seed, nll * (1.2 if (seed, text) == (3, "code") else 1.0)) for seed in range(4)]
         write_runs(folder / text, runs)
+    trials = {"run": ["mine-lr-5e-3-seed0", "mine-lr-8e-3-seed0"], "mean": [3.5, 3.4]}
+    pd.DataFrame(trials).to_csv(folder / "trials.csv")
     (folder / "row.toml").write_text('date = "2026-11-27"\nauthor = "A"\nnote = "new"\n')
     return folder
 
@@ -106,6 +109,40 @@ def test_a_run_that_trains_otherwise_is_refused(loss: float, is_right: bool,
     else:
         with pytest.raises(UserError, match="trained again"):
             rows.check_training(make_run(0, 1.0), [])
+
+
+@pytest.mark.parametrize(("losses", "seeds", "data", "problem"), [
+    ([3.5, 3.4], range(4), "docs", ""),
+    ([3.3, 3.4], range(4), "docs", "has runs/study/mine-lr-8e-3-seed0 instead of mine-lr-5e-3-seed0"),
+    ([3.5, 3.4], [0, 2, 3], "docs", "has runs/study/mine-lr-8e-3-seed2 instead of mine-lr-8e-3-seed1"),
+    ([3.5, 3.4], [1], "code-far", "has runs/study/mine-lr-8e-3-seed1 instead of mine-lr-8e-3-seed0"),
+    ([3.5, 3.4], [0], "needles", "has other-seed0 instead of mine-lr-8e-3-seed0")])
+def test_a_row_has_the_first_seeds_of_the_best_trial(losses: list[float], seeds: list[int], data: str,
+                                                     problem: str, row: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = pd.read_csv(row / "trials.csv").assign(mean=losses)
+    trials.to_csv(row / "trials.csv")
+    chosen = rows.read_row(row).chosen
+    overrides = ("train.init_from=other-seed0",) if data == "needles" else ()
+    write_runs(row / data, [make_run(seed, 1.0, overrides) for seed in seeds])
+    monkeypatch.setattr(rows, "REFERENCE", row)
+    if problem:
+        with pytest.raises(UserError, match=problem):
+            rows.check_runs(row, chosen)
+    else:
+        rows.check_runs(row, chosen)
+
+
+def test_row_sh_finds_the_run_of_a_trial_with_any_keys(tmp_path: Path) -> None:
+    trial = "position.lr_scale=2 train.lr=8e-3"
+    (tmp_path / "chosen.toml").write_text(f'"t5" = ["{trial}"]\n')
+    (tmp_path / "trials.csv").write_text(f"config,trial,run,val_loss,mean\nt5,train.lr=8e-3,a,3.5,3.5\n"
+                                         f"t5,{trial},b,3.4,3.4\n")
+    text = (rows.ROOT / "configs" / "study" / "row.sh").read_text()
+    functions = "\n".join(line for line in text.splitlines() if line.startswith(("trial_of()", "run_of()")))
+    done = subprocess.run(["bash", "-euo", "pipefail", "-c", f"{functions}\nrun_of {tmp_path}"],
+                          capture_output=True, text=True)
+    assert done.stdout == "b\n"
 
 
 @pytest.mark.slow

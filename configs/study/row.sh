@@ -18,7 +18,7 @@ done
 
 # 1. The rate: of full runs with seed 0 the one with the lowest validation loss at L
 $python sweep.py "$config" $rates --seeds 0 --choose val_loss --workers "$workers" --runs runs/study --out "$work/rates"
-trial_of() { grep -o 'train.lr=[^"]*' "$1/chosen.toml"; }                      # what sweep.py chose, and its run
+trial_of() { cut -d '"' -f 4 "$1/chosen.toml"; }                               # what sweep.py chose, and its run
 run_of() { grep -F ",$(trial_of "$1")," "$1/trials.csv" | cut -d , -f 3; }
 first=runs/study/$(run_of "$work/rates")
 

@@ -69,7 +69,7 @@ MEAN = "{value:+.2f}"
 @cache
 def runs_of(data: str) -> list[Run]:
     """All runs that were evaluated on a text, labelled with the name of their config, rope first."""
-    folders = [folder / data for folder in (FIRST.folder, FIRST.folder / "sandwich", GPU, *ROWS)]
+    folders = [folder / data for folder in (FIRST.folder, FIRST.folder / "sandwich", GPU, SECOND.folder, *ROWS)]
     runs = [run for folder in folders if folder.exists() for run in load(folder)]
     check_comparable(runs)
     return sorted(labelled(runs), key=lambda run: run.label != BASELINE)
@@ -261,6 +261,13 @@ def control() -> str:
     return lay_out("run", columns[0].index.to_series().sort_values(), *columns)
 
 
+def novels() -> str:
+    """One seed of each row of the second study, on other text than it was trained on."""
+    gains = {f"gain of {n} L": f"gain {n * SECOND.L}" for n in (2, 4, 16)}
+    at_L = about("novels")
+    return lay_out("encoding", at_L.index.to_series(), cells("novels", gains), losses(at_L["loss"]))
+
+
 def methods(data: str) -> str:
     """Methods of --extend on the runs of rope, and DroPE."""
     L = FIRST.L
@@ -384,6 +391,7 @@ def blocks() -> dict[str, str]:
     parts = {
         "readme": front_page(FIRST),
         "control": control(),
+        "novels": novels(),
         "needles methods": methods_on_needles(),
         "algorithms": algorithms(),
         "behind": behind(SECOND),

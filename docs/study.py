@@ -69,8 +69,8 @@ MEAN = "{value:+.2f}"
 @cache
 def runs_of(data: str) -> list[Run]:
     """All runs that were evaluated on a text, labelled with the name of their config, rope first."""
-    folders = [folder / data for folder in (FIRST.folder, FIRST.folder / "sandwich", GPU, SECOND.folder, *ROWS)]
-    runs = [run for folder in folders if folder.exists() for run in load(folder)]
+    studies = [FIRST.folder, FIRST.folder / "sandwich", GPU, SECOND.folder, *ROWS]
+    runs = [run for study in studies if (study / data).exists() for run in load(study / data)]
     check_comparable(runs)
     return sorted(labelled(runs), key=lambda run: run.label != BASELINE)
 

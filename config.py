@@ -223,7 +223,7 @@ MAY_DIFFER: dict[str, tuple[str, ...]] = {
         "position.temperature_layers", "position.scale_invariant", "position.drop_at", "position.lr_scale"),
     # evaluation/comparison.py, to be seeds of one curve; the runs that they began from may also be two seeds
     "seeds": ("run", "train.seed", "train.init_from", "train.device", "train.compile", "data.dir"),
-    # evaluation/trials.py, between the configs of sweep.py --choose, besides the keys of the trials
+    # evaluation/comparison.py, to be compared as tuned encodings, without a warning
     "tuned": ("run", "position"),
 }
 # what must be the same
@@ -312,9 +312,9 @@ def merge(layers: Sequence[Layer]) -> tuple[Tables, Origin]:
 
 
 def use_of_removed(tables: Tables, origin: Origin, schemas: dict[str, Any]) -> list[str]:
-    """A line for each entry of REMOVED. A removed key that is off, as in old runs, leaves the tables.
+    """A line for each used entry of REMOVED. A removed key that is off, as in old runs, leaves the tables.
 
-    An encoding of a fork may have an option of that name.
+    A key that the schema has, such as an option of a fork's encoding, is not removed.
     """
     lines = []
     for entry, hint in REMOVED.items():

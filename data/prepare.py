@@ -187,8 +187,8 @@ def prepare(source: str, out: Path, tokenizer_name: str, options: SourceOptions 
             replace: bool = False) -> dict[str, Any]:
     """Write a corpus to the folder `out`, complete or not at all, and return its meta.json.
 
-    It replaces a corpus that differs in source, tokenizer or options, on which runs may depend, only if
-    `replace`. Raises UserError.
+    It replaces a corpus that differs in source, revision, tokenizer or options, on which runs may depend,
+    only if `replace`. Raises UserError.
     """
     out = out.resolve()                                 # a link, such as one to another disk, stays a link
     # only a corpus is replaced
@@ -231,7 +231,7 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
                  options: SourceOptions, before: dict[str, Any] | None) -> dict[str, Any]:
     """Write a corpus to `folder`; meta.json comes last. Without a tokenizer, one is learned.
 
-    `before` is the meta.json of the corpus at `out`, if the new one must be of the same. Raises UserError.
+    `before` is the meta.json of the corpus at `out`, if the new one must agree with it. Raises UserError.
     """
     check_options(source, options)
     opened = open_source(source, out.parent / ".downloads", tokenizer, options)
@@ -315,7 +315,7 @@ def main() -> None:
                         help="byte, gpt2, bpe:N, or the folder of a corpus, run or Hugging Face model")
     parser.add_argument("--out", type=Path, help="folder to write (default data/<the source's name>)")
     parser.add_argument("--replace", action="store_true",
-                        help="replace a corpus that differs in source, tokenizer or options")
+                        help="replace a corpus that differs in source, revision, tokenizer or options")
     parser.add_argument("--revision", help="hf: a commit, branch or tag (default main)")
     parser.add_argument("--text-column", default="text", metavar="NAME", help="of tables and .jsonl objects")
     parser.add_argument("--separator", metavar="TEXT",

@@ -268,7 +268,8 @@ def bytes_of(text: str | None) -> bytes | None:
 
 def split_at(separator: bytes, file: Any) -> Iterator[bytes]:
     """Cut a text at its separators, each with the rest of its line if that is white space."""
-    pattern = re.compile(re.escape(separator) + rb"(?:[^\S\n]*\n)?")
+    rest_of_line = b"" if separator.endswith(b"\n") else rb"(?:[^\S\n]*(?:\n|\Z))?"
+    pattern = re.compile(re.escape(separator) + rest_of_line)
     rest = b""
     while lines := file.read(BYTES_AT_ONCE) + file.readline():          # whole lines
         *documents, rest = pattern.split(rest + lines)

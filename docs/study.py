@@ -134,6 +134,7 @@ def cells(data: str, columns: dict[str, str], form: str = INTERVAL) -> pd.DataFr
         text = rows.apply(lambda row: form.format(**row), axis=1)
         if form == INTERVAL:
             is_sure = (np.array(holm(rows["p"].fillna(1.0).tolist())) < LEVEL) & (rows["n_seeds"] > 1)
+            is_sure &= ~rows["is_unstable"] | (rows["seed_low"] > 0) | (rows["seed_high"] < 0)
             text = text.where(~is_sure, "**" + text + "**")
         texts[heading] = text
     return pd.DataFrame(texts)

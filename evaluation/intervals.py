@@ -55,7 +55,8 @@ def units_of(document: np.ndarray, end: np.ndarray, tokens: np.ndarray) -> Units
     """Documents if there are enough, because windows of one document are alike; else windows; else None.
 
     Windows that share targets, as in long buckets of `position`, are one unit. The targets of a window are
-    the last `tokens` tokens up to `end`; NaN where windows share none, or where that is not known (repeat).
+    the last `tokens` tokens up to `end`, equally many in all windows of a document; NaN where windows share
+    none, or where that is not known (repeat).
     """
     names, unit = np.unique(document, return_inverse=True)
     if len(names) >= ENOUGH_DOCUMENTS:
@@ -180,19 +181,20 @@ def student_draws(df: float, stream: int) -> np.ndarray:
 def tail(value: float, terms: Sequence[tuple[float, float]]) -> float:
     """P(|sum of se t(df)| >= |value|) for independent Student's t, of which `terms` has (se, df).
 
-    The sum is integrated over all terms but the widest, whose tail is known. So p may be as small as Holm's
-    correction for many rows needs: of DRAWS draws none would be below 1e-4.
+    The sum is integrated over all terms but the one that reaches |value| most often, whose tail is known. So
+    p may be as small as Holm's correction for many rows needs: of DRAWS draws none would be below 1e-4.
     """
-    *others, (widest, df) = sorted(terms)
+    def reaches(x: np.ndarray, se: float, df: float) -> np.ndarray:     # P(se t(df) >= x)
+        phi, cumulative = student_table(df)
+        return np.interp(np.arctan2(-x, se * df**0.5), phi, cumulative)
+
+    *others, heaviest = sorted(terms, key=lambda term: float(reaches(np.array(abs(value)), *term)))
     sums = np.zeros(1)
     weights = np.ones(1)
-    for se, other_df in others:
-        sums = np.add.outer(sums, se * student(PROBABILITIES, other_df)).ravel()
+    for se, df in others:
+        sums = np.add.outer(sums, se * student(PROBABILITIES, df)).ravel()
         weights = np.multiply.outer(weights, WEIGHTS).ravel()
-    phi, cumulative = student_table(df)
-    t = (sums - abs(value)) / max(widest, np.finfo(float).tiny)
-    below = np.interp(np.arctan(t / df**0.5), phi, cumulative)
-    return min(1.0, 2 * float(weights @ below))
+    return min(1.0, 2 * float(weights @ reaches(abs(value) - sums, *heaviest)))
 
 
 def student(probability: np.ndarray | float, df: float) -> np.ndarray:

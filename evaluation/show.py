@@ -75,12 +75,13 @@ def advice(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
     rows = pd.DataFrame({
         "gain": gains["value"],
         "95 % interval": gains["low"].map("{:+.4f} ... ".format) + gains["high"].map("{:+.4f}".format),
-        "corrected p": holm(gains["p"].fillna(1.0).tolist()),
+        "corrected p": pd.Series(holm(gains["p"].fillna(1.0).tolist()), gains.index),
         "passkey": found.sum().map("{:.0f}/".format) + found.size().map(str),
         "seconds": fixed.groupby(keys)["seconds"].sum().map("{:.1f}".format)})
-    rows = rows.reset_index().rename(columns={"extend": "method"})
+    rows = rows.loc[gains.index].reset_index().rename(columns={"extend": "method"})
     rows = rows.sort_values(["length", "gain"], ascending=[True, False])
-    yield rows.to_string(index=False, float_format="{:+.4f}".format, na_rep="-")
+    yield rows.to_string(index=False, float_format="{:+.4f}".format, na_rep="-",
+                         formatters={"corrected p": "{:.4f}".format})
     for length, methods in rows.groupby("length"):
         best = methods.iloc[0]
         beats = best["gain"] > 0 and best["corrected p"] < LEVEL

@@ -142,11 +142,11 @@ def write_extended(folder: Path, out: Path, fields: Fields) -> None:
     """Copy a Hugging Face folder, with other fields in its config.json, complete or not at all."""
     older = {"rope_scaling", "rope_theta"}              # of transformers 4: now in rope_parameters
     content = {key: value for key, value in read_json(folder / "config.json").items() if key not in older}
-    warn_of_llama_cpp({"model_type": content["model_type"], **fields})
+    content |= fields
+    warn_of_llama_cpp(content)
     with new_folder(out) as new:
         shutil.copytree(folder, new, ignore=shutil.ignore_patterns("eval", ".*"), dirs_exist_ok=True)
-        (new / "config.json").write_text(json.dumps({**content, **fields}, indent=2) + "\n",
-                                         encoding="utf-8")
+        (new / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def model_card(run: Path, config: Config, model: GPT, tokenizer: Tokenizer, architecture: str) -> str:

@@ -29,7 +29,9 @@ from runtime.device import pick_device, pick_dtype
 from runtime.log import Log, echo, format_number
 from runtime.parallel import Process
 
-DIFF = ("diff", "--no-ext-diff", "--no-color", "--binary")      # what `git apply` reads, whatever is set
+# what `git apply` reads, whatever is set
+DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", "--src-prefix=a/",
+        "--dst-prefix=b/")
 
 
 class EarlyEnd(Exception):

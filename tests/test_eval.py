@@ -382,6 +382,20 @@ def test_the_best_of_many_must_beat_truncation_by_more(n_methods: int, n_lengths
     assert claim in [*advice(results.join(*tables), e)][-1]
 
 
+def test_each_method_has_its_own_gain_and_p() -> None:
+    """In whatever order the methods were measured; the passkey may have been asked at other lengths too."""
+    rng = np.random.default_rng(0)
+    gain_of = {"yarn": 3.0, "alpha": 0.0, "none": 0.0, "beta": 0.5}
+    tables = [results.make_table(extend=name, protocol="fixed", length=64, truncated_nll=0.0, tokens=1,
+                                 nll=0.1 * rng.normal(size=12) - gain, document=range(12))
+              for name, gain in gain_of.items()]
+    tables.append(results.make_table(extend="beta", protocol="passkey", length=128, correct=[1, 0]))
+    e = SimpleNamespace(possible=[64], L=32, extends=[Combination(name, []) for name in gain_of])
+    rows = [line.split() for line in [*advice(results.join(*tables), e)][0].splitlines()[1:]]
+    assert [row[1] for row in rows][:2] == ["yarn", "beta"] and len(rows) == 4
+    assert {row[1] for row in rows if float(row[6]) < 0.05} == {"yarn", "beta"}
+
+
 def test_many_targets_of_a_window_are_kept_in_blocks(tiny, corpus_dir: Path, monkeypatch) -> None:
     tables = []
     for size in (999, 10):

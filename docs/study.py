@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from base.command import argument_parser, run_command
@@ -133,7 +132,7 @@ def cells(data: str, columns: dict[str, str], form: str = INTERVAL) -> pd.DataFr
         rows = rows_of(data, column)
         text = rows.apply(lambda row: form.format(**row), axis=1)
         if form == INTERVAL:
-            is_sure = (np.array(holm(rows["p"].fillna(1.0).tolist())) < LEVEL) & (rows["n_seeds"] > 1)
+            is_sure = (holm(rows["p"].fillna(1.0)) < LEVEL) & (rows["n_seeds"] > 1)
             is_sure &= ~rows["is_unstable"] | (rows["seed_low"] > 0) | (rows["seed_high"] < 0)
             text = text.where(~is_sure, "**" + text + "**")
         texts[heading] = text

@@ -196,7 +196,7 @@ def claims(frame: pd.DataFrame, gate: pd.DataFrame, whole: Collection[str] = ())
     is_sampled = (frame["n_seeds"] > 1) | is_whole
     can_be = frame["label"].isin(passed) & frame["baseline"].isin(passed) & is_sampled & frame["p"].notna()
     corrected = frame["p"].where(can_be)
-    corrected[can_be] = holm(frame["p"][can_be].tolist())
+    corrected[can_be] = holm(frame["p"][can_be])
     seeds_agree = ~frame["is_unstable"] | (frame["seed_low"] > 0)
     is_better = (corrected < LEVEL) & (frame["value"] > 0) & seeds_agree
     return frame.assign(corrected=corrected, is_better=is_better)

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 LEVEL = 0.05                # intervals are of 1 - LEVEL
 DRAWS = 10_000              # of the error's distribution
@@ -211,17 +212,15 @@ def student_table(df: float) -> tuple[np.ndarray, np.ndarray]:
     return phi, np.concatenate(([0], density.cumsum())) / density.sum()
 
 
-def holm(p: Sequence[float]) -> list[float]:
+def holm(p: pd.Series) -> pd.Series:
     """P-values corrected for their number m: the i-th smallest (from 0) times m - i, made to increase.
 
     Rejecting where a corrected value is below 5 % makes any wrong rejection among the m at most 5 % likely.
     Holm 1979, Scandinavian Journal of Statistics 6, 65.
     """
-    m = len(p)
-    corrected = [0.0] * m
-    highest = 0.0
-    smallest_first = sorted(range(m), key=p.__getitem__)
-    for i, k in enumerate(smallest_first):
-        highest = max(highest, min(1.0, (m - i) * p[k]))
-        corrected[k] = highest
-    return corrected
+    values = p.to_numpy()
+    smallest_first = values.argsort(kind="stable")
+    factors = np.arange(len(p), 0, -1)                                  # m - i
+    corrected = np.empty(len(p))
+    corrected[smallest_first] = np.maximum.accumulate(np.minimum(1.0, factors * values[smallest_first]))
+    return pd.Series(corrected, p.index)

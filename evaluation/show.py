@@ -75,7 +75,7 @@ def advice(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
     rows = pd.DataFrame({
         "gain": gains["value"],
         "95 % interval": gains["low"].map("{:+.4f} ... ".format) + gains["high"].map("{:+.4f}".format),
-        "corrected p": pd.Series(holm(gains["p"].fillna(1.0).tolist()), gains.index),
+        "corrected p": holm(gains["p"].fillna(1.0)),
         "passkey": found.sum().map("{:.0f}/".format) + found.size().map(str),
         "seconds": fixed.groupby(keys)["seconds"].sum().map("{:.1f}".format)})
     rows = rows.loc[gains.index].reset_index().rename(columns={"extend": "method"})

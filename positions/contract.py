@@ -212,8 +212,8 @@ class Encoding(nn.Module):
         Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
         there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,
         Tq, D), times the temperature if there is one, and k (B, H, Tk, D) are unrotated. Attention is then an
-        explicit softmax in blocks of queries, not the fused kernel. Under tempers_bias, and in the
-        bias that DAPE adapts, logits may be a scalar 0, for the bias alone.
+        explicit softmax in blocks of queries, not the fused kernel. Under tempers_bias, and in the bias that
+        DAPE adapts, logits may be a scalar 0, for the bias alone.
         """
         return logits
 

@@ -210,8 +210,11 @@ def test_quantiles_of_student_are_those_of_tables() -> None:
 
 def test_holm_multiplies_the_smallest_by_the_most() -> None:
     """The example of Holm 1979 with four hypotheses, and that p-values are not reordered."""
-    assert np.allclose(holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
-    assert holm([]) == [] and holm([0.2]) == [0.2] and max(holm([0.5, 0.9])) == 1
+    def corrected(*p: float) -> list[float]:
+        return holm(pd.Series(p, index=range(len(p), 0, -1), dtype=float)).tolist()
+
+    assert np.allclose(corrected(0.01, 0.04, 0.03, 0.005), [0.03, 0.06, 0.06, 0.02])
+    assert corrected() == [] and corrected(0.2) == [0.2] and max(corrected(0.5, 0.9)) == 1
 
 
 def test_units_are_documents_or_windows_or_none() -> None:

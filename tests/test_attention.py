@@ -216,8 +216,8 @@ def test_a_number_for_each_distance_becomes_one_for_each_pair(n: int, m: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rope", "alibi", "t5"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("rope", torch.bfloat16), ("alibi", torch.float32), ("t5", torch.float32)])
 def test_lengths_that_change_share_one_graph(dtype: torch.dtype, name: str, tiny) -> None:
     from torch._dynamo.testing import CompileCounter  # 3 s, for all who collect this file
     torch._dynamo.reset()

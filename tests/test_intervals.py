@@ -71,13 +71,13 @@ def coverage(S: int, documents: int, noise: str, kind: str, n: int) -> float:
     return float(np.mean([e.low <= TRUTH <= e.high for e in found]))
 
 
-GRID = [(S, documents, noise, kind) for S in (1, 2, 3, 5) for documents in (10, 40) for noise in NOISES
+GRID = [(S, documents, noise, kind) for S in (1, 2, 4) for documents in (10, 40) for noise in NOISES
         for kind in VARIANCES if S > 1 or kind == "documents"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("S", "documents", "noise", "kind"), slow_except(
-    GRID, (1, 10, "normal", "documents"), (3, 40, "normal", "seeds"), (3, 10, "heavy", "both"),
+    GRID, (1, 10, "normal", "documents"), (4, 40, "normal", "seeds"), (4, 10, "heavy", "both"),
     (2, 10, "normal", "both")))
 def test_intervals_cover_the_truth_at_their_rate(S: int, documents: int, noise: str, kind: str) -> None:
     """The band: 92.5 to 97.5 %, and 1.5 % for the standard error of 400 studies, which is 1 %.

@@ -190,15 +190,16 @@ def check_model(config: Config) -> str:
     """A token changes no logits before it, and decoding with a cache equals the full pass. In fp64."""
     torch.manual_seed(0)
     model = GPT(config).double().eval()
-    T = config.train.seq_len + 16
-    tokens = torch.randint(1, model.embedding.num_embeddings, (1, T))
+    L = config.train.seq_len
+    tokens = torch.randint(1, model.embedding.num_embeddings, (1, L + 16))
     changed = tokens.clone()
     changed[0, -1] = 0
     cache = Cache(config.model.n_layer)
     with torch.no_grad():
         logits = model(tokens)
         leak = (model(changed) - logits)[:, :-1].abs().max().item()
-        decoded = torch.cat([model(tokens[:, t:t + 1], cache=cache) for t in range(T)], dim=1)
+        prompt_then_tokens = [tokens[:, :L], *tokens[:, L:].split(1, dim=1)]
+        decoded = torch.cat([model(part, cache=cache) for part in prompt_then_tokens], dim=1)
     gap = (decoded - logits).abs().max().item()
     if leak > ROUNDING or gap > ROUNDING:
         raise UserError(f"{config.position.encoding}: a later token changes logits by {leak:.2g}, decoding "

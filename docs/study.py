@@ -178,7 +178,7 @@ def front_page(study: Study) -> str:
     titles = about([*study.texts][0]).index.to_series()
     gains, at_L = [], []
     for data, text in study.texts.items():
-        gains.append(cells(data, {f"{text}: gain of 16 L": f"gain {16 * study.L}"}, MEAN))
+        gains.append(cells(data, {f"{text}: gain at 16 L": f"gain {16 * study.L}"}, MEAN))
         at_L.append(losses(bits(data), f"{text} at L"))
     return lay_out("encoding", titles[~fails_any(study.texts)[titles]], *gains, facts_found(study), *at_L)
 
@@ -209,9 +209,10 @@ def summary(data: str, *beyond: pd.DataFrame) -> str:
 def by_encoding(study: Study, data: str) -> str:
     """What becomes of each encoding beyond L."""
     L = study.L
-    gains = {"gain of 16 L": f"gain {16 * L}", "of 2 L": f"gain {2 * L}"}
-    far = {"of 64 L": f"gain {64 * L}"}
-    repeats = {f"{study.repeat} at 16 L": study.copy_column(16 * L), "at L": study.copy_column(L)}
+    gains = {"gain at 16 L": f"gain {16 * L}", "gain at 2 L": f"gain {2 * L}"}
+    far = {"gain at 64 L": f"gain {64 * L}"}
+    repeats = {f"{study.repeat} at 16 L": study.copy_column(16 * L),
+               f"{study.repeat} at L": study.copy_column(L)}
     return summary(data, cells(data, gains), cells(f"{data}-far", far), cells(data, repeats))
 
 
@@ -224,7 +225,7 @@ def behind(study: Study) -> str:
     means = lines.groupby(["label", "step"])["val_loss"].mean().unstack()
     deficits = (means - means.loc[BASELINE]).sort_values(steps).map("{:+.3f}".format)
     deficits.columns = [f"{100 * step / steps:.0f} % of the steps" for step in deficits]
-    return lay_out("loss less rope's", deficits.index.to_series(), deficits)
+    return lay_out("loss - rope's", deficits.index.to_series(), deficits)
 
 
 def ranks() -> str:
@@ -263,7 +264,7 @@ def control() -> str:
 
 def novels() -> str:
     """One seed of each row of the second study, on other text than it was trained on."""
-    gains = {f"gain of {n} L": f"gain {n * SECOND.L}" for n in (2, 4, 16)}
+    gains = {f"gain at {n} L": f"gain {n * SECOND.L}" for n in (2, 4, 16)}
     at_L = about("novels")
     return lay_out("encoding", at_L.index.to_series(), cells("novels", gains), losses(at_L["loss"]))
 
@@ -275,7 +276,7 @@ def methods(data: str) -> str:
     names = curves["name"].str.removeprefix(f"{BASELINE} + ")
     titles = mark(names, curves["label"].map(about(data)["is_failed"]))
     columns = cells(f"{data}-methods", {
-        "gain of 2 L": f"gain {2 * L}",
+        "gain at 2 L": f"gain {2 * L}",
         "4 L": f"gain {4 * L}",
         "16 L": f"gain {16 * L}",
         "repeat at 2 L": FIRST.copy_column(2 * L),
@@ -353,8 +354,8 @@ def algorithms() -> str:
 def gpu(data: str) -> str:
     """What becomes of each encoding beyond L."""
     return summary(data, cells(data, {
-        "gain of 16 L": "gain 8192",
-        "of 2 L": "gain 1024",
+        "gain at 16 L": "gain 8192",
+        "gain at 2 L": "gain 1024",
         "use at 16 L": "use 7936",
         "repeat at L": "repeat 256"}))
 
@@ -363,14 +364,14 @@ def gpu_60m(data: str) -> str:
     """Runs of 60 M tokens: loss at L, gain of longer contexts, and use of a copy."""
     validation = pd.Series({run.label: run.summary["val_loss"] for run in runs_of(data)})
     columns = {
-        "gain of 2 L": "gain 1024",
-        "of 4 L": "gain 2048",
-        "of 8 L": "gain 4096",
-        "of 16 L": "gain 8192",
-        "of 32 L": "gain 16384",
+        "gain at 2 L": "gain 1024",
+        "gain at 4 L": "gain 2048",
+        "gain at 8 L": "gain 4096",
+        "gain at 16 L": "gain 8192",
+        "gain at 32 L": "gain 16384",
         "use at L": "use 256",
-        "at 16 L": "use 7936",
-        "at 32 L": "use 16128"}
+        "use at 16 L": "use 7936",
+        "use at 32 L": "use 16128"}
     return lay_out("encoding", validation.sort_values().index.to_series(), cells(data, columns, MEAN),
                    losses(about(data)["loss"]), losses(validation, "validation"))
 

@@ -129,4 +129,4 @@ def test_the_output_of_make_train_is_that_of_the_record() -> None:
         assert shown == [*(f"{x:.4g}" for x in figures), f"{fixed['gain']:+.4f}"]
     text = " ".join(readme.split())
     rise = [f"{sums['fixed', length]['ppl']:.3g}" for length in (128, 256, 8192)]
-    assert "from {} to {}, with 64 L (8,192) to {}".format(*rise) in text
+    assert "from {} to {} with 2 L of context, and to {} with 64 L".format(*rise) in text

@@ -20,7 +20,7 @@ Writes RUN/eval/DATA.parquet (the sums of each window), .json (sums, and of whic
 the same command continues an interrupted evaluation. A second call adds what they lack; --replace
 measures everything again. Both calls must have the same targets, model and code. The longest length
 decides which documents and targets are used, so to add shorter lengths later, pass the earlier
-longest one with --longest.
+longest one with --longest, and --protocol nonoverlap,fixed (position is of the longest alone).
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def main() -> None:
     if n_surrogates:
         print(f"warning: --prompt is not UTF-8: {n_surrogates} bytes became U+FFFD", file=sys.stderr)
     prompt = [tokenizer.separator, *tokenizer.encode(text).tolist()]
-    ends = eos_ids(folder) if is_pretrained(folder) else set()
+    ends = eos_ids(folder) if is_pretrained(folder) else {tokenizer.separator}
     start = torch.tensor([prompt], device=next(model.parameters()).device)
     tokens = generate(model, start, args.tokens, args.temperature, args.top_k, args.seed, ends)
     print(decode(tokenizer, tokens[0].tolist()))

@@ -5,7 +5,8 @@ holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, sum
 `torchrun --nproc_per_node=N train.py CONFIG.toml` trains with N processes, each on its own device.
 Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 128 + n stopped by signal n after saving:
 129 SIGHUP (a lost terminal), 130 Ctrl-C, 143 SIGTERM, 128 + SIGUSR1 (138 on Linux). Slurm can send a signal
-before its time limit: sbatch --signal=USR1@60; TERM@60 under torchrun, which does not forward USR1.
+before its time limit: sbatch --signal=USR1@60. torchrun does not forward USR1, and kills 30 s after SIGTERM
+unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise: see docs/train.sbatch.
 """
 
 from __future__ import annotations

@@ -63,10 +63,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        batch = self
-        if device.type not in ("cpu", "mps"):
-            batch = self.apply(Tensor.pin_memory)       # from there a GPU copies while the CPU goes on
-        return batch.apply(lambda x: x.to(device, non_blocking=True))
+        if device.type == "cuda":                       # it copies from pinned memory while the CPU goes on
+            return self.apply(lambda x: x.pin_memory().to(device, non_blocking=True))
+        return self.apply(lambda x: x.to(device))
 
 
 class Corpus:
@@ -121,7 +120,8 @@ class Corpus:
             whole = replace(whole, positions=training_positions(t, step))
         # the processes take windows in turn: together they have the same batch, however many they are
         part = whole.apply(lambda x: x[rank::world_size])
-        return replace(part, loss_divisor=whole.loss_divisor / world_size)
+        # 1 at least: a batch without a scored target has the loss 0
+        return replace(part, loss_divisor=max(1, whole.loss_divisor) / world_size)
 
     def window_starts(self, t: TrainConfig, step: int) -> list[tuple[Corpus, int]]:
         """Corpus and first token of each window of a step, for all processes."""
@@ -237,8 +237,8 @@ class Corpus:
         return np.split(self.tokens[split], self.offsets[split][1:-1])
 
     def n_epochs(self, t: TrainConfig) -> float:
-        """How often training reads each token."""
-        return t.steps * t.batch_size * t.seq_len / len(self.tokens["train"])
+        """How often training reads each window."""
+        return t.steps * t.batch_size / self.n_windows("train", t.seq_len)
 
 
 class Mixture(Corpus):
@@ -302,7 +302,7 @@ class Mixture(Corpus):
         return starts
 
     def n_epochs(self, t: TrainConfig) -> float:
-        """How often training reads each token of the first corpus."""
+        """How often training reads each window of the first corpus."""
         return super().n_epochs(t) * self.counts[0] / MIX * (1 - self.mixture_only / t.steps)
 
 

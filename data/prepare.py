@@ -1,6 +1,6 @@
 """Prepare a corpus for train.py: `python data/prepare.py SOURCE [SOURCE ...] [--tokenizer NAME] [--out DIR]`.
 
-Several SOURCEs become one corpus. Each is one of
+Several SOURCEs become one corpus; copies of a text are found only within each of them. Each is one of
   stdlib      the source text of this Python's standard library: always available, no download
   sdists:LIST[:docs|:code]    the source distributions that a CSV file lists (name, version, sha256, split),
               such as configs/study/sdists.csv; downloaded once by pypi-simple, which the extra [study]
@@ -251,15 +251,15 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
         "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256}}
     if before:
         different = [key for key, value in origin.items() if before.get(key, {}) != value]
-        if different:
-            raise UserError(f"--out {out}: holds a corpus that differs in {' and '.join(different)}, so its "
-                            "runs could not be resumed; give another folder, or --replace")
+        refuse_changes(out, different)
     task = TASKS.get(source)
     writers = {split: Writer(folder, split, tokenizer) for split in SPLITS}
     write_documents(opened, row_share, writers, tokenizer, options.limit_tokens or sys.maxsize,
                     task is not None and task.has_mask)
     # describe the corpus
     splits = {split: writer.finish() for split, writer in writers.items()}
+    if before and before["splits"] != splits:
+        refuse_changes(out, ["text"])                   # another folder of this name, or edited files
     meta: dict[str, Any] = {
         "format_version": FORMAT_VERSION, **origin, "dtype": writers["train"].dtype.name,
         "vocab_size": tokenizer.vocab_size, "eot": tokenizer.separator}
@@ -272,6 +272,13 @@ def write_corpus(folder: Path, source: str, out: Path, tokenizer: Tokenizer | No
         meta["shared_passages"] = shared_passages(Corpus(folder), names)
         write_whole(folder / "meta.json", json.dumps(meta, indent=1))
     return meta
+
+
+def refuse_changes(out: Path, different: list[str]) -> None:
+    """Raise UserError if a corpus would be replaced by one that differs in something."""
+    if different:
+        raise UserError(f"--out {out}: holds a corpus that differs in {' and '.join(different)}, so its runs "
+                        "could not be resumed; give another folder, or --replace")
 
 
 def write_documents(source: Source, row_share: float, writers: dict[str, Writer], tokenizer: Tokenizer,

@@ -122,11 +122,10 @@ def make_sections(runs: Sequence[Run], baseline: str, gate: pd.DataFrame) -> lis
     curves = pd.concat({section.key: section.curves for section in sections})
     curves["key"] = curves.index.get_level_values(0)
     is_gain = (curves["key"] == "gain") & (curves["length"] != runs[0].head["seq_len"])
-    pretrained = [run.label for run in runs if run.trained_on is None]                  # no samples
-    better = claims(curves[is_gain | (curves["baseline"] != "")], gate, whole=pretrained)["is_better"]
+    better = claims(curves[is_gain | (curves["baseline"] != "")], gate)["is_better"]
     curves["is_better"] = better.reindex(curves.index, fill_value=False)
     curves = place_curves(curves, gate["state"], table.groupby("label")["encoding"].first())
-    sections.sort(key=lambda section: section.form is not GAIN)                         # the main one first
+    sections.sort(key=lambda section: section.key != "gain")                            # the main one first
     return [section._replace(curves=curves.loc[section.key]) for section in sections]
 
 

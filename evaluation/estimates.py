@@ -10,7 +10,6 @@ Legend: S seeds, that is runs; windows: windows or trials. Loss in nats per toke
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,20 +179,18 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, "index", columns=GATE).rename_axis("label")
 
 
-def claims(frame: pd.DataFrame, gate: pd.DataFrame, whole: Collection[str] = ()) -> pd.DataFrame:
+def claims(frame: pd.DataFrame, gate: pd.DataFrame) -> pd.DataFrame:
     """`estimates` with two more columns: `corrected`, its p-value, and `is_better`, whether it may be bold.
 
     The rows are one family: all that a report could mark or say in a sentence. So concatenate the tables
     that it marks, at the lengths that it marks: each further row makes a claim harder. Holm's correction is
-    over the rows whose label, and baseline if there is one, passed the gate (`gates`). Of one trained seed
-    nothing is claimed; the labels in `whole` are no samples of seeds: pretrained models. Between one of them
-    and a trained curve nothing is claimed.
+    over the rows whose label, and baseline if there is one, passed the gate (`gates`), which pretrained
+    models do not have. Of one seed nothing is claimed.
     A row is better if its value is above 0, the corrected p-value is below LEVEL and, where seeds differ too
     much for a mean, the whole range of seeds is above 0 as well.
     """
     passed = ["", *gate.index[gate["state"] == PASSED]]         # "": no baseline
-    is_whole = frame["label"].isin([*whole]) & frame["baseline"].isin(["", *whole])
-    is_sampled = (frame["n_seeds"] > 1) | is_whole
+    is_sampled = frame["n_seeds"] > 1
     can_be = frame["label"].isin(passed) & frame["baseline"].isin(passed) & is_sampled & frame["p"].notna()
     corrected = frame["p"].where(can_be)
     corrected[can_be] = holm(frame["p"][can_be])

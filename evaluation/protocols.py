@@ -389,7 +389,8 @@ def repeat_passages(stretches: Sequence[np.ndarray], length: int,
     p = L // 4
     tokens = np.stack([np.concatenate((stretch[:length - p], stretch[p:2 * p])) for stretch in stretches])
     control = tokens.copy()
-    control[:, p:2 * p] = np.roll(tokens[:, p:2 * p], 1, axis=0)
+    # that of half the windows further: neighbours in a document may share tokens
+    control[:, p:2 * p] = np.roll(tokens[:, p:2 * p], len(tokens) // 2, axis=0)
     half = np.arange(p // 2, p)
     return tokens, control, p + half, length - p + half
 

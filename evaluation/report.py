@@ -149,7 +149,8 @@ def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> It
             what = "within its uncertainty" if state == WITHIN else state
             parts.append(f"{what}: {join(names)}")
     yield (f"Gate at L, a loss below a trigram's and {LEAST_USE:g} nats or more by a repeated "
-           f"passage: {'; '.join(parts)}. To gate a run: python eval.py RUN --protocol fixed,trigram,repeat.")
+           f"passage: {'; '.join(parts)}. To gate a run that was trained here: python eval.py RUN "
+           "--protocol fixed,trigram,repeat.")
 
     passed = losses[losses["state"] == PASSED]
     if passed.empty:

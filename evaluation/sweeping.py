@@ -92,8 +92,8 @@ def work(job: Job) -> str:
     problem = call(command, log)
     if not problem:
         path.write_text(done, encoding="utf-8")
-    elif known == begun:
-        path.unlink()               # what is there may be the problem: next time it is replaced
+    elif known == begun and problem.startswith("eval.py ended with 2:"):
+        path.unlink()               # a mistake: what is there may be the problem, next time it is replaced
     return problem
 
 

@@ -136,7 +136,7 @@ class ALiBi(Encoding):
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         slopes = self.slopes(self.n_head) if self.log_slopes is None else self.log_slopes.exp()
-        return slopes.to(q_pos.device, non_blocking=True)[:, None, None]        # (H, 1, 1)
+        return slopes.to(q_pos.device, non_blocking=q_pos.is_cuda)[:, None, None]       # (H, 1, 1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         return logits - at.tables * at.distance()

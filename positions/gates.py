@@ -108,7 +108,7 @@ class GRAPEAP(Encoding):
         self.w = nn.Parameter(0.5 * C**-0.5 * torch.randn(n_layer, self.n_head * options.p_dim, C))
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        slopes = ALiBi.slopes(self.n_head).to(q_pos.device, non_blocking=True)
+        slopes = ALiBi.slopes(self.n_head).to(q_pos.device, non_blocking=q_pos.is_cuda)
         return slopes[:, None, None]                                    # (H, 1, 1)
 
     def features(self, x: Tensor, layer: int) -> Tensor:

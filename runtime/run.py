@@ -32,6 +32,7 @@ from runtime.parallel import Process
 # what `git apply` reads, whatever is set
 DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", "--src-prefix=a/",
         "--dst-prefix=b/")
+CODE = ("*.py", ":!tests")          # what decides the numbers of a run, as paths for git
 
 
 class EarlyEnd(Exception):
@@ -97,6 +98,8 @@ class TrainingRun:
         if self.log:
             self.log.continue_from(step)
         if signal_number and not is_last:
+            if self.process.world_size > 1:
+                parallel.any_signal(0)          # wait for the save: torchrun kills all once one has ended
             name = signal.Signals(signal_number).name
             message = f"stopped by {name}, saved at step {step} of {steps}; the same command resumes the run"
             raise EarlyEnd(128 + signal_number, message)
@@ -298,13 +301,13 @@ def git(*arguments: str) -> bytes:
 
 
 def git_revision() -> tuple[str | None, bytes]:
-    """The commit of this code, with changes "COMMIT-dirty-HASH8", and the changes; None without git.
+    """The last commit of the code, with changes "COMMIT-dirty-HASH8", and the changes; None without git.
 
-    The changes are `git diff HEAD`, and as a patch the Python files that git does not track.
+    Code is Python besides tests. The changes are its `git diff HEAD`, and the files that git does not track.
     """
-    revision = git("rev-parse", "HEAD").decode().strip()
-    diff = git(*DIFF, "HEAD")
-    untracked = git("ls-files", "-z", "--others", "--exclude-standard", "*.py").decode().split("\0")[:-1]
+    revision = git("log", "-1", "--format=%H", "--", *CODE).decode().strip()
+    diff = git(*DIFF, "HEAD", "--", *CODE)
+    untracked = git("ls-files", "-z", "--others", "--exclude-standard", "--", *CODE).decode().split("\0")[:-1]
     for name in untracked:
         diff += git(*DIFF, "--no-index", os.devnull, name)
     if diff:

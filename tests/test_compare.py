@@ -54,7 +54,8 @@ def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=("non
                     end=np.arange(len(document)) + length, **more)
         if "trigram" in protocols and extend == "none":
             nll = (np.random.default_rng(L).normal(2.0, 0.5, len(document)) + 0.1) * tokens
-            add(extend, "trigram", L, nll=nll, tokens=tokens, bytes=tokens, document=document)
+            add(extend, "trigram", L, nll=nll, tokens=tokens, bytes=tokens, document=document,
+                end=np.arange(len(document)) + L)
         if "position" in protocols:
             for place, nll in (("0-3", 300.0), ("64-127", 200.0)):
                 add(extend, "position", 256, place=place, nll=[nll], tokens=100, bytes=100)
@@ -165,6 +166,7 @@ def test_a_model_that_has_not_learned_is_grey_and_not_ranked(tmp_path: Path, mon
     call(monkeypatch, *runs, "--out", out)
     page = (out / "report.html").read_text()
     assert "passed: rope; failed: alibi and t5; not gated: fire." in page
+    assert re.findall("<h2 id='(.*?)'", page)[0] == "gain"
     assert "rope has the lowest loss with 128 tokens" in page
     for title in ("Perplexity, fixed targets", "Lead over rope, fixed"):
         section = page.split(f">{title}</h2>")[1].split("<h2")[0]
@@ -295,6 +297,14 @@ def test_other_targets_are_refused_by_their_settings(tmp_path: Path) -> None:
             check_comparable(runs)
         assert protocol != "sliding" or "by --longest 256 and by --longest 128" in str(error)
         table.loc[rows.index[0], "tokens"] -= 1
+
+
+def test_a_trigram_on_other_targets_than_fixed_is_refused(tmp_path: Path) -> None:
+    run = read_run(fabricate(tmp_path / "rope"), None)
+    check_comparable([run])
+    run.table.loc[run.table["protocol"] == "trigram", "end"] += 1
+    with pytest.raises(UserError, match="trigram at 128: different targets"):
+        check_comparable([run])
 
 
 def test_what_differs_or_was_not_tuned_is_said(tmp_path: Path) -> None:

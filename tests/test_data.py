@@ -55,6 +55,25 @@ def test_evaluation_does_not_need_the_train_split(tmp_path: Path, corpus_dir: Pa
     assert np.array_equal(np.concatenate(documents), Corpus(corpus_dir).tokens["val"])
 
 
+def test_epochs_count_how_often_a_window_is_read(tmp_path: Path) -> None:
+    """Under cross_documents = never the ends of documents are in no window."""
+    texts = {f"{i}.txt": words(i, 60 + i) for i in range(20)}
+    prepare(str(write_texts(tmp_path / "source", texts)), tmp_path / "out", "byte")
+    corpus = Corpus(tmp_path / "out", "never")
+    t = TrainConfig(seq_len=32, batch_size=4, steps=10 * corpus.n_windows("train", 32) // 4)
+    starts = [start for step in range(t.steps) for _, start in corpus.window_starts(t, step)]
+    offsets = corpus.offsets["train"]
+    n_reads = np.histogram(starts, offsets)[0]                          # of each document
+    assert abs(n_reads / ((np.diff(offsets) - 1) // 32) - corpus.n_epochs(t)).max() <= 1
+
+
+def test_a_batch_without_a_scored_target_has_the_loss_0(corpus_dir: Path) -> None:
+    corpus = Corpus(corpus_dir)
+    corpus.is_scored["train"] = np.zeros(len(corpus.tokens["train"]), bool)
+    batch = corpus.batch(TrainConfig(seq_len=32, batch_size=4), 0)
+    assert batch.loss_divisor == 1 and (batch.targets < 0).all()
+
+
 def test_a_batch_is_a_function_of_seed_and_step(corpus_dir: Path) -> None:
     a, b = Corpus(corpus_dir), Corpus(corpus_dir)
     for step in (0, 5, 1000, 5):

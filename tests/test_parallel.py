@@ -21,8 +21,9 @@ from train import train, validate
 
 STEPS = 40
 AS_ON_A_GPU = """
-import os, sys, train
+import os, sys, time, train
 from base import command, loss
+os.fsync = lambda file: time.sleep(0.3)                     # rank 0 saves slowly
 loss.MAX_LOGITS = 16 * 257                                  # the loss in chunks of 16 rows
 sys.argv = [argument.replace("RANK", os.environ["RANK"]) for argument in sys.argv]
 command.run_command(train.main)
@@ -43,16 +44,22 @@ def start(config: Config, *overrides: str) -> list[subprocess.Popen]:
                              env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
 
 
-def stop_in_the_middle(processes: list[subprocess.Popen], number: int) -> tuple[list[int], list[str]]:
-    """Signal the second process alone once the first has logged a step: exit codes and outputs of both."""
+def stop_in_the_middle(config: Config, number: int) -> tuple[list[int], list[str]]:
+    """Signal the second process alone once the first has logged a step: exit codes and outputs of both.
+
+    Neither ends before the first has saved: torchrun would kill it.
+    """
+    processes = start(config)
     before = []
     for line in processes[0].stdout:
         before.append(line)
         if line.startswith("step"):
             break
     processes[1].send_signal(number)
-    after = [process.communicate(timeout=300)[0] for process in processes]
-    return [process.returncode for process in processes], ["".join(before) + after[0], after[1]]
+    second = processes[1].communicate(timeout=300)[0]
+    assert [*Path(config.run.dir).glob("checkpoints/0*/state.json")]
+    first = processes[0].communicate(timeout=300)[0]
+    return [process.returncode for process in processes], ["".join(before) + first, second]
 
 
 def assert_close_runs(a: Path, b: Path) -> None:
@@ -88,7 +95,7 @@ def test_processes_train_as_one_and_resume_exactly(tiny, tmp_path: Path) -> None
     train(make("alone"), [])
     assert_close_runs(tmp_path / "straight", tmp_path / "alone")
 
-    codes, out = stop_in_the_middle(start(make("stopped")), signal.SIGTERM)
+    codes, out = stop_in_the_middle(make("stopped"), signal.SIGTERM)
     assert codes == [143, 143] and "stopped by SIGTERM, saved at step" in out[0] and not out[1]
     again = start(make("stopped"))
     assert "resuming" in again[0].communicate()[0] and again[1].wait() == again[0].returncode == 0
@@ -106,7 +113,7 @@ def test_a_sharded_run_goes_on_in_one_process(overrides: tuple[str, ...], tiny, 
         return tiny("t5", f"train.steps={STEPS}", "train.parallel=fsdp", *overrides,
                     "model.n_hidden=37", f"run.dir={tmp_path / name}", "run.save_every=100")
 
-    codes, out = stop_in_the_middle(start(make("sharded")), signal.SIGTERM)
+    codes, out = stop_in_the_middle(make("sharded"), signal.SIGTERM)
     assert codes == [143, 143] and "2 x cpu" in out[0]
     assert train(make("sharded"), []) == 0
     train(make("alone"), [])

@@ -55,7 +55,7 @@ def test_a_corpus_is_whole_wherever_its_replacement_is_interrupted(tmp_path: Pat
     monkeypatch.setattr(shutil, "rmtree", interrupted)
     source.write_bytes(words(2, 3000))
     with pytest.raises(KeyboardInterrupt):
-        prepare(str(source), out, "byte")
+        prepare(str(source), out, "byte", replace=True)
     assert json.loads((out / "meta.json").read_text()) == old
 
 
@@ -73,6 +73,12 @@ def test_a_corpus_of_another_text_tokenizer_or_option_stays(tmp_path: Path) -> N
             prepare(str(tmp_path / f"{source}.txt"), tmp_path / "a", name, SourceOptions(**options))
         assert contents(tmp_path / "a") == before
     prepare(str(tmp_path / "a.txt"), tmp_path / "a", "bpe:300")
+    assert contents(tmp_path / "a") == before
+    other = tmp_path / "elsewhere" / "a.txt"            # of the same name
+    other.parent.mkdir()
+    other.write_bytes(words(1, 900))
+    with pytest.raises(UserError, match=r"differs in text, so .*--replace"):
+        prepare(str(other), tmp_path / "a", str(tmp_path / "a"))
     assert contents(tmp_path / "a") == before
     prepare(str(tmp_path / "b.txt"), tmp_path / "a", "bpe:300", replace=True)
     assert contents(tmp_path / "a")["train.bin"] == contents(tmp_path / "b")["train.bin"]

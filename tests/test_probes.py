@@ -34,6 +34,14 @@ def test_the_second_passage_is_the_first_at_its_distance(length: int) -> None:
     assert np.flatnonzero((tokens != control).any(axis=0)).tolist() == [*range(8, 16)]
 
 
+def test_the_control_repeats_nothing_of_the_passage() -> None:
+    """Although windows of one document are fewer tokens apart than a passage is long."""
+    stretches = [np.arange(d * 10_000 + i * 32, d * 10_000 + i * 32 + 1024) for d in (0, 1) for i in range(8)]
+    _, control, first, second = repeat_passages(stretches, 1024, 1024)
+    for row in control:
+        assert not set(row[first]) & set(row[second])
+
+
 def test_copy_leaves_nothing_of_the_text_but_its_tokens(tiny, corpus_dir: Path) -> None:
     """What is repeated has the text's tokens in another order, so that the first copy alone can help."""
     found = evaluation(lively(tiny()), tiny(), corpus_dir, ["copy"])
@@ -59,7 +67,7 @@ def test_repeat_is_the_loss_of_an_explicit_forward(tiny, corpus_dir: Path) -> No
     for r in records:
         ids = torch.from_numpy(np.concatenate((text[:, :r["length"] - 8], text[:, 8:16]), axis=1))
         control = ids.clone()
-        control[:, 8:16] = ids[:, 8:16].roll(1, dims=0)                 # another window's passage comes first
+        control[:, 8:16] = ids[:, 8:16].roll(len(ids) // 2, dims=0)    # another window's passage comes first
         assert r["first_nll_sum"] == pytest.approx(losses(ids)[:, 11:15].sum().item(), rel=1e-4)
         assert r["nll_sum"] == pytest.approx(losses(ids)[:, -4:].sum().item(), rel=1e-4)
         assert r["control_nll_sum"] == pytest.approx(losses(control)[:, -4:].sum().item(), rel=1e-4)

@@ -91,14 +91,15 @@ def test_an_evaluation_is_repeated_when_its_arguments_changed_or_it_failed(monke
     both = ["train.py", "eval.py"]
     for windows, expected in (("2", both), ("2", ["train.py"]), ("3", both)):
         assert work("--windows", windows) == "" and calls == expected
-    problem = "eval.py ended with 2"
+    problem = "eval.py ended with 2: error: another commit"
     for _ in range(2):
         assert work("--windows", "4") == problem and calls == both
 
 
 def test_an_interrupted_evaluation_is_continued(monkeypatch) -> None:
-    """It is not replaced, unless its arguments changed or it failed."""
-    replaced, problems = list[bool](), iter(("", KeyboardInterrupt, "failed", KeyboardInterrupt, ""))
+    """It is not replaced, unless its arguments changed or it failed. Ctrl-C ends eval.py, in a job us too."""
+    stopped, mistake = "eval.py ended with 130: stopped", "eval.py ended with 2: error: another commit"
+    replaced, problems = list[bool](), iter(("", stopped, stopped, mistake, KeyboardInterrupt, ""))
 
     def call(arguments, log) -> str:
         Path("runs/rope/eval").mkdir(parents=True, exist_ok=True)
@@ -111,11 +112,11 @@ def test_an_interrupted_evaluation_is_continued(monkeypatch) -> None:
         return problem
 
     monkeypatch.setattr(sweeping, "call", call)
-    for windows in ("2", "3", "3", "3", "3", "3"):
+    for windows in ("2", "3", "3", "3", "3", "3", "3"):
         (job,) = sweeping.make_jobs({"rope.toml": [[]]}, TINY, [], Path("runs"), ["--windows", windows])
         with contextlib.suppress(KeyboardInterrupt):
             sweeping.work(job)
-    assert replaced == [True, True, False, True, False]
+    assert replaced == [True, True, False, False, True, False]
 
 
 def test_workers_run_at_a_time_with_their_share_of_the_cores(monkeypatch, capsys) -> None:

@@ -211,6 +211,10 @@ def test_the_code_of_a_run_is_named_and_its_changes_can_be_applied(tiny, corpus_
         (tmp_path / name).write_text(text)
         found.append(git_revision()[0])
     assert found[0] == commit and len(set(found)) == 4
+    (tmp_path / "page.md").write_text("committed, but no code\n")
+    git("add", "page.md")
+    git("commit", "-m", "m", "page.md")
+    assert git_revision()[0] == found[-1]
     assert all(len(one) == len(f"{commit}-dirty-") + 8 for one in found[1:])
     for key, value in (("color.ui", "always"), ("diff.external", "echo")):
         git("config", key, value)

@@ -281,6 +281,13 @@ class Mistral(Llama):
     defaults = Llama.defaults | {"num_key_value_heads": 8, "sliding_window": 4096,
                                  "max_position_embeddings": 131_072}
 
+    def tables(self, hf_config: Fields) -> Tables:
+        tables = super().tables(hf_config)
+        kind = "sliding_attention" if tables["model"].get("window") else "full_attention"
+        if {kind} != {*hf_config.get("layer_types") or [kind]}:         # transformers takes it for Ministral
+            raise self.unsupported("layer_types", f"{kind} in all layers")
+        return tables
+
 
 class Windowed(Llama):
     """Llama with a window in all layers but every k-th, or in none. Subclasses are architectures."""
@@ -328,10 +335,10 @@ class SmolLM3(Windowed):
                 **super().positions_json(config)}
 
     def tables(self, hf_config: Fields) -> Tables:
-        if not hf_config.get("use_sliding_window"):                     # whatever layer_types says
+        if not hf_config.get("layer_types"):
+            if hf_config.get("use_sliding_window"):
+                raise UserError(f"layer_types must be present for {self.class_name} with windows")
             hf_config = {**hf_config, "layer_types": ["full_attention"]}
-        elif not hf_config.get("layer_types"):
-            raise UserError(f"layer_types must be present for {self.class_name} with windows")
         return super().tables(hf_config)
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:

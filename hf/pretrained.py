@@ -136,6 +136,8 @@ def read_config(folder: Path) -> tuple[Architecture, Fields]:
                             f"{', '.join(a.class_name for a in ARCHITECTURES.values())}")
         if hf_config.get("quantization_config"):
             raise UserError("its weights are quantised; use the model without quantisation")
+        if hf_config.get("is_causal") is False:
+            raise UserError("its attention is not causal (is_causal); use a model that predicts the next token")
         return ARCHITECTURES[kind], hf_config
 
 

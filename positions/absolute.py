@@ -86,7 +86,8 @@ class Sinusoidal(Encoding):
     """sqrt(C) * x_t + [sin(t f_i), cos(t f_i)], f_i = base^(-2i / C). Vaswani et al. 2017, arXiv:1706.03762.
 
     No parameters, defined at every t (section 3.5). The factor sqrt(C) on the embeddings is the paper's
-    (section 3.4). Without it, sinusoids of amplitude 1 drown embeddings that start small.
+    (section 3.4). Without it, sinusoids of amplitude 1 drown embeddings that start small. position.drop_at
+    drops the factor too, so the loss jumps.
     """
 
     Options = SinusoidalOptions

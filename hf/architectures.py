@@ -284,7 +284,8 @@ class Mistral(Llama):
     def tables(self, hf_config: Fields) -> Tables:
         tables = super().tables(hf_config)
         kind = "sliding_attention" if tables["model"].get("window") else "full_attention"
-        if {kind} != {*hf_config.get("layer_types") or [kind]}:         # transformers takes it for Ministral
+        kinds = hf_config.get("layer_types") or [kind]
+        if {*kinds} != {kind}:                                          # transformers takes it for Ministral
             raise self.unsupported("layer_types", f"{kind} in all layers")
         return tables
 

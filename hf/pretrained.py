@@ -137,7 +137,7 @@ def read_config(folder: Path) -> tuple[Architecture, Fields]:
         if hf_config.get("quantization_config"):
             raise UserError("its weights are quantised; use the model without quantisation")
         if hf_config.get("is_causal") is False:
-            raise UserError("its attention is not causal (is_causal); use a model that predicts the next token")
+            raise UserError("its attention is not causal (is_causal); use a causal model")
         return ARCHITECTURES[kind], hf_config
 
 

@@ -1,7 +1,7 @@
 """Products of content with the distance between query and key.
 
-Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channels of a head, P rows of a
-table. Angles in radians.
+Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channels of a head. Angles in
+radians.
 """
 
 from __future__ import annotations
@@ -15,18 +15,6 @@ from positions.absolute import EvenWidthOptions
 from positions.contract import At, Encoding, Options, Shape
 
 KEYS_AT_A_TIME = 128    # keys whose products with a table are held in memory at once
-
-
-def cut(table: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The slice of a table (P, D) that these row numbers use, and the row numbers within that slice.
-
-    On a GPU it is the whole table, since computing the range would wait for the device; under torch.compile
-    too, since the size of the slice would not be known.
-    """
-    if rows.device.type != "cpu" or torch.compiler.is_compiling():
-        return table, rows
-    first, last = map(int, rows.aminmax())
-    return table[first:last + 1], rows - first
 
 
 class RelativeKeyOptions(Options):
@@ -56,9 +44,8 @@ class RelativeKey(Encoding):
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         B, H, _, D = q.shape
         rows = at.distance().clamp(max=self.max_distance)               # (1 or B, 1, Tq, Tk)
-        table, rows = cut(self.table[at.layer], rows)
         # products with all rows, then gather: there are no Tq Tk vectors
-        products = q @ table.mT                                         # (B, H, Tq, P)
+        products = q @ self.table[at.layer].mT                          # (B, H, Tq, M + 1)
         bias = products.gather(-1, rows.expand(B, H, -1, -1))           # (B, H, Tq, Tk)
         return torch.add(logits, bias, alpha=D**-0.5)
 
@@ -76,8 +63,7 @@ class RelativeKeyQuery(RelativeKey):
             keys = slice(start, start + KEYS_AT_A_TIME)
             rows = at._replace(k_pos=at.k_pos[:, keys]).distance()
             rows = rows.clamp(max=self.max_distance)                    # (1 or B, 1, Tq, keys)
-            table, rows = cut(self.table[at.layer], rows)
-            products = (k[:, :, keys] @ table.mT).mT                    # (B, H, P, keys)
+            products = (k[:, :, keys] @ self.table[at.layer].mT).mT     # (B, H, M + 1, keys)
             biases.append(products.gather(-2, rows.expand(B, H, -1, -1)))
         by_key = torch.cat(biases, dim=-1)                              # (B, H, Tq, Tk)
         with_query = super().scores(logits, q, k, at)

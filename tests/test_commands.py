@@ -108,6 +108,7 @@ def test_top_k_and_temperature(tiny) -> None:
     for _ in range(9):
         greedy = torch.cat((greedy, model(greedy)[:, -1:].argmax(-1)), dim=1)
     assert torch.equal(generate(model, x, 9, temperature=0), greedy)
+    assert torch.equal(generate(model, x, 9, 0, ends={greedy[0, 5].item()}), x)         # its end is not shown
     assert torch.equal(generate(model, x, 9, 1.0, top_k=1), generate(model, x, 9, 0))
     assert torch.equal(generate(model, x, 9, 1e-4, seed=3), generate(model, x, 9, 0))
     assert torch.equal(generate(model, x, 9, 5.0, seed=3), generate(model, x, 9, 5.0, seed=3))

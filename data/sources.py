@@ -102,7 +102,7 @@ def documents(readers: Iterable[Reader], row_share: float) -> Iterator[Document]
             raise
         except Exception as error:  # each file format and HTTP library has its own exceptions
             raise UserError(f"{reader.name}: document {number}: {error} ({type(error).__name__}); "
-                            "repair it or get it again") from error
+                            "repair it, or decompress it first (zstd -d --long=31)") from error
 
 
 def share_held_out(source: Source, options: SourceOptions) -> float:

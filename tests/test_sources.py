@@ -205,7 +205,7 @@ def test_splits_are_taken_as_they_are_named(names: tuple[str, ...], tmp_path: Pa
     assert val == [f"{names[1]} {i}".encode() for i in range(3)]
     assert "left out of s: 3 in test, 2 .md, 1 .csv (" in capsys.readouterr().out
     (tmp_path / "s" / "another.txt").write_text("one file without a split")
-    prepare(str(tmp_path / "s"), tmp_path / "out", "byte")
+    prepare(str(tmp_path / "s"), tmp_path / "out", "byte", replace=True)
     n = len(sum(both(tmp_path / "out"), []))
     assert n == (6 if names[0].startswith("train/") else 10)            # beside folders, or all by hash
 

@@ -2,7 +2,7 @@
 
 `make row` wrote the rows, results/rows/NAME. Each has
   docs/, code/, docs-far/, code-far/, needles/      what compare.py wrote of the runs on a text
-  trials.csv                                        the rates that were tried
+  trials.csv, needles.csv                           the rates that were tried, in training and for needles
   row.toml                                          date, author, and a note: what is new in it
 A row's number is bits per byte with 16 L of context over both texts, the mean of its seeds. It counts if the
 row passes the gate on both texts. `--verify FOLDER` checks a row.
@@ -118,8 +118,8 @@ def record_table() -> str:
         cells.append([name, f"{row.bits.mean():.3f}", f"{row.bits.min():.3f} to {row.bits.max():.3f}", better,
                       f"{row.truncated:.3f}", ", ".join(row.states), f"{len(row.bits)}, {row.n_trials}",
                       row.about["date"], row.about["author"], row.commit, row.about["note"]])
-    return table(["row", "bits per byte at 16 L", "range of seeds", "better than the next in seeds",
-                  "with the last L tokens alone", "gate on docs, code", "seeds, trials", "date", "author",
+    return table(["row", "bits per byte at 16 L", "range of seeds", "seeds better than the next row",
+                  "truncated to L", "gate on docs, code", "seeds, trials", "date", "author",
                   "commit", "what is new"], cells)
 
 

@@ -196,14 +196,15 @@ def facts_found(study: Study) -> pd.Series:
 
 
 def summary(data: str, *beyond: pd.DataFrame) -> str:
-    """These columns, then loss at L, lead over rope, and seeds; best at L first, a trigram last."""
+    """These columns, then losses, lead over rope, and seeds; best at L first, a trigram last."""
     at_L = runs_of(data)[0].head["seq_len"]
     curves = about(data)
     trigram = gates_of(data)["trigram"].iloc[0]
     titles = pd.concat([curves["title"], pd.Series({"trigram": "a trigram"})])
+    far = losses(-rows_of(data, f"fixed {16 * at_L}")["value"], "loss at 16 L")
     near = losses(pd.concat([curves["loss"], pd.Series({"trigram": trigram})]))
-    return lay_out("encoding", titles, *beyond, near, cells(data, {"lead over rope": f"fixed-lead {at_L}"}),
-                   curves["seeds"])
+    leads = cells(data, {"lead over rope": f"fixed-lead {at_L}"})
+    return lay_out("encoding", titles, *beyond, far, near, leads, curves["seeds"])
 
 
 def by_encoding(study: Study, data: str) -> str:
@@ -266,7 +267,8 @@ def novels() -> str:
     """One seed of each row of the second study, on other text than it was trained on."""
     gains = {f"gain at {n} L": f"gain {n * SECOND.L}" for n in (2, 4, 16)}
     at_L = about("novels")
-    return lay_out("encoding", at_L.index.to_series(), cells("novels", gains), losses(at_L["loss"]))
+    far = losses(-rows_of("novels", f"fixed {16 * SECOND.L}")["value"], "loss at 16 L")
+    return lay_out("encoding", at_L.index.to_series(), cells("novels", gains), far, losses(at_L["loss"]))
 
 
 def methods(data: str) -> str:

@@ -70,6 +70,7 @@ for data in docs code docs-far code-far needles; do
     cp "$work/$data"/{table.parquet,training.parquet,runs.json} "$row/$data"
 done
 cp "$work/rates/trials.csv" "$row"
+cp "$work/tuning/trials.csv" "$row/needles.csv"
 if [ ! -e "$row/row.toml" ]; then
     author=$(git config user.name | tr -d '"\\' || true)
     note=$(sed -n '1s/^# //p' "$config" | tr -d '"\\')

@@ -178,9 +178,10 @@ def fused_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float, seen: Tensor |
                  is_causal: bool = False) -> Tensor:
     """PyTorch's kernel, for q and k that may be wider than v (B, H, Tk, D)."""
     D = v.shape[-1]
-    n_wider = q.shape[-1] - D
-    if n_wider:         # with unequal widths PyTorch falls back to a path with T x T logits
-        v = F.pad(v, (0, n_wider))
+    if q.shape[-1] > D:
+        # with unequal widths, and on a GPU with others than multiples of 8, PyTorch computes T x T logits
+        width = q.shape[-1] + -q.shape[-1] % 8
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, seen, dropout_p=dropout, is_causal=is_causal, scale=D**-0.5)
     return y[..., :D]
 

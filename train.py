@@ -63,6 +63,7 @@ def training_loop(run: TrainingRun) -> None:
     model, optimizer, scaler = run.wrapped_model, run.optimizer, run.scaler     # run.model is the bare one
     mixed_precision = autocast(t, process.device)
     reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)   # PyTorch's name for it
+    parameters = [*model.parameters()]                                  # to list them takes a while
     model.train()
     for step in range(run.state.step, t.steps):                         # steps so far, skipped ones too
         lr = learning_rate(step, t)
@@ -71,7 +72,8 @@ def training_loop(run: TrainingRun) -> None:
         # the batch and the seed of dropout depend on the step and the process, not on earlier steps: a
         # resumed run draws the same
         batch = run.corpus.batch(t, step, process.rank, process.world_size).to(process.device)
-        torch.manual_seed(dropout_seed(t.seed, step, process.rank))
+        if run.config.model.dropout:
+            torch.manual_seed(dropout_seed(t.seed, step, process.rank))
         # forward and backward pass, in train.accumulate parts if the batch does not fit in memory: the
         # gradients of the parts add up to those of the mean loss of the whole batch
         losses = []
@@ -87,7 +89,7 @@ def training_loop(run: TrainingRun) -> None:
             losses.append(loss.detach())
         # all gradients are there: undo the scale, clip them by their norm (grad_clip 0: only measure it)
         scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, t.grad_clip or math.inf)
         # the figures of the whole step, the mean over all processes: scalars that stay on the device. Add a
         # scalar tensor here, and metrics.jsonl has it under its name
         figures = {"loss": torch.stack(losses).sum(), "grad_norm": grad_norm}
@@ -198,6 +200,8 @@ def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process
     # compile the model if that pays; say what is going to be trained
     machine = f"{process.world_size} x {process.device.type}, {dtype}"
     if should_compile(model, t, process.device):
+        # FSDP2 compiles each layer by itself, as a version of the first
+        torch._dynamo.config.recompile_limit = 2 * config.model.n_layer + 8     # type: ignore[attr-defined]
         wrapped_model = torch.compile(wrapped_model)
         machine += ", compiled"
     echo(describe(config, corpus, model, f"{machine}, seed {t.seed}"))

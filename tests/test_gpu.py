@@ -61,6 +61,10 @@ CASES = {
     "window": Case(("model.window=50",)),
     "window, flex": Case(("model.window=50", FLEX)),
     "t5, window, flex": Case(("position.encoding=t5", "model.window=50", "model.full_every=2", FLEX)),
+    # more than one block of queries, with a mask in the fused kernel
+    "forgetting, 600 tokens": Case(("position.encoding=forgetting",), length=600),
+    "window, 600 tokens": Case(("model.window=50",), length=600),
+    "alibi, documents, 600 tokens": Case(("position.encoding=alibi",), is_packed=True, length=600),
     "alibi, window": Case(("position.encoding=alibi", "model.window=50")),
     "shared keys": Case(("model.n_kv_head=1",)),
     "alibi, shared keys": Case(("position.encoding=alibi", "model.n_kv_head=1")),

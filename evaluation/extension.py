@@ -77,7 +77,9 @@ class Rescaled(Method):
         if problem := super().problem(model, config, T):
             return problem
         encoding = rotary(model)
-        if encoding.spectrum == "rope_id" or all(encoding.is_local):
+        rotates_far = any(config.position.is_encoded(layer) and not is_local
+                          for layer, is_local in enumerate(encoding.is_local))
+        if encoding.spectrum == "rope_id" or not rotates_far:
             return ("changes the frequencies of position.base in layers that see further than "
                     "train.seq_len, and this run has none")
         return self.scaling(model, config, T).problem(encoding.rotary_dim)

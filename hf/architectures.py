@@ -460,14 +460,23 @@ class Gemma3(Windowed):
 
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
         by_kind = hf_config.get("rope_parameters") or {}
-        full, sliding = (by_kind.get(f"{kind}_attention") or {} for kind in ("full", "sliding"))
-        position, L = super().position_table({**hf_config, "rope_parameters": full})
-        if sliding and sliding == full:         # one base, and one scaling
+        plain = {"rope_type": "default"}
+        # merged as in transformers: rope_scaling is of the full layers; truncate is read beside the two kinds
+        full = {"rope_theta": hf_config["rope_theta"], **(by_kind.get("full_attention") or plain),
+                **(hf_config.get("rope_scaling") or {})}
+        sliding = {"rope_theta": hf_config["rope_local_base_freq"],
+                   **(by_kind.get("sliding_attention") or plain)}
+        for parameters in (full, sliding):
+            parameters.pop("truncate", None)
+        is_one = sliding == full                # one base, and one scaling
+        if "truncate" in by_kind:
+            full["truncate"] = by_kind["truncate"]
+        position, L = super().position_table({**hf_config, "rope_scaling": None, "rope_parameters": full})
+        if is_one:
             return position, L
-        if sliding.get("rope_type", "default") != "default" or "p" in position:
+        if sliding.get("rope_type", sliding.get("type", "default")) != "default" or "p" in position:
             raise self.unsupported(f"rope_parameters = {by_kind}", "scaling in full_attention alone")
-        given = {"rope_theta": hf_config["rope_local_base_freq"], **sliding}
-        return position | {"local_base": float(given["rope_theta"])}, L
+        return position | {"local_base": float(sliding["rope_theta"])}, L
 
     def write_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
         return tensor - 1 if "norm" in name else tensor
@@ -538,7 +547,7 @@ class GPTNeoX(Phi3):
     def position_table(self, hf_config: Fields) -> tuple[Fields, int]:
         older = {"rope_theta": hf_config.get("rotary_emb_base", 10_000.0),
                  "partial_rotary_factor": hf_config.get("rotary_pct", 0.25)}
-        return super().position_table({**older, **hf_config})
+        return super().position_table({**hf_config, **older})           # transformers reads these names alone
 
     def write_tensor(self, name: str, tensor: Tensor, n_head: int) -> Tensor:
         return swapped(tensor, 3, n_head) if "query_key_value" in name else tensor

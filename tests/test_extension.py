@@ -248,6 +248,7 @@ def test_no_pair_is_further_apart_than_in_training() -> None:
 REFUSED = [
     ("rope position.temperature=ssmax", "log_n"), ("rope model.window=16", "sinks"),
     ('rope position.scaling={method="dynamic_ntk"}', "rerope"), ("rope position.temperature=log_n", "drope"),
+    ("rope model.window=16 model.full_every=2 position.skip_every=2", "yarn"),
     ("rope model.window=16 position.local_base=50.0", "yarn"), ("rope position.rotate_values=true", "rerope"),
     ("rope", "yarn:beta_fast=0.5"), ("alibi", "yarn"), ("alibi", "rerope"), ("sinusoidal", "lm_infinite"),
     ("rope position.rotate_values=true", "sinks"),

@@ -250,7 +250,8 @@ def test_every_parameter_learns(name: str, switch: str) -> None:
     for key, gradient in zip(parameters, gradients, strict=True):
         is_left_out = switch in (*IN_SOME_LAYERS, "dropped") and key.startswith("encoding.")
         may_rest = is_left_out or key.endswith((".k.bias", ".2.bias"))  # a constant in each row of logits
-        assert may_rest or (gradient is not None and (gradient != 0).any()), key
+        assert may_rest or (gradient is not None and (gradient != 0).any()), (
+            f"{key} has no gradient at its start; if another factor is 0 there, start one of them at random")
         assert gradient is None or gradient.isfinite().all(), key
 
 
@@ -337,11 +338,44 @@ def test_windows_limit_how_far_a_token_acts(name: str) -> None:
     assert set(moved) <= set(range(10, 11 + reach))
 
 
-def test_some_encodings_read_no_positions() -> None:
-    x = tokens((1, 20))
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(0))
-    for name in ("none", "cope", "forgetting", "path", "path_fox", "selective_rope", "repo"):
-        assert torch.equal(model_of(name)(x, positions=order), model_of(name)(x))
+@every_encoding
+def test_all_but_these_encodings_read_positions(name: str) -> None:
+    """A gap moves their logits. A new encoding that means to read none is added to the list."""
+    model, x = given(name, "plain", 20)
+    at_gaps = model(x, positions=gaps(20)[:1])
+    if name in ("none", "cope", "forgetting", "path", "path_fox", "selective_rope", "repo"):
+        assert torch.equal(at_gaps, model(x))
+    else:
+        assert (at_gaps - model(x)).abs().max() > 1e-4
+
+
+@every_encoding
+def test_a_head_of_keys_serves_a_group_of_queries(name: str) -> None:
+    """G heads of keys equal H heads, in which each of the G stands H / G times, next to itself."""
+    options = "model.n_head=4 model.n_kv_head=2 model.head_dim=12"
+    grouped, whole = model_of(name, options), model_of(name, options.replace("n_kv_head=2", "n_kv_head=4"))
+    weights = grouped.state_dict()
+    for key, weight in weights.items():
+        if key.endswith(("attention.k.weight", "attention.v.weight")):          # (G D, C)
+            weights[key] = weight.unflatten(0, (2, 12)).repeat_interleave(2, dim=0).flatten(0, 1)
+    whole.load_state_dict(weights)
+    x = tokens((2, 20))
+    torch.testing.assert_close(grouped(x), whole(x))
+
+
+@every_encoding
+def test_sums_over_time_keep_their_terms_in_bfloat16(name: str) -> None:
+    """`mix` makes of features in 16 bits what it makes of the same numbers in 64, also where they add up."""
+    encoding = model_of(name, dtype=torch.float32).encoding
+    x = 1 + 0.3 * torch.randn(1, 4096, config_of(name).model.n_embd)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = encoding.features(x, 0)
+        if features is None:
+            return
+        found = encoding.mix(features, 0, None).double()
+    exact = encoding.double().mix(features.double(), 0, None)
+    step = exact.diff(dim=2).abs().mean(dim=2)                          # (1, H, F)
+    assert ((found - exact)[:, :, -1].abs() < 0.5 * step + 1e-4).all()
 
 
 # --- One encoding is another, to the last bit or nearly

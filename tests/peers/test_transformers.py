@@ -188,6 +188,11 @@ def changed(folder: Path, to: Path, **fields) -> Path:
     return to
 
 
+BOTH_PLAIN = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+BOTH = {"full_attention": {"rope_type": "default", "rope_theta": 2000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+
+
 @pytest.mark.parametrize(("case", "fields", "expected"), [
     ("yarn", {"rope_theta": 10_000, "rope_scaling": {"type": "yarn", "factor": 4, ORIGINAL: 16,
                                                      "finetuned": True}}, {}),
@@ -205,10 +210,16 @@ def changed(folder: Path, to: Path, **fields) -> Path:
                 "rope_theta": 70_000, "rope_local_base_freq": 300}, {"base": 7e4, "local_base": 300.0}),
     ("gemma3", {"sliding_window_pattern": None, "rope_theta": 70_000, "rope_local_base_freq": 300},
      {"base": 7e4, "local_base": 300.0}),                           # every 6th layer, of 4
+    ("gemma3", {"rope_theta": 70_000, "rope_scaling": {"type": "linear", "factor": 8}}, {"scaling": None}),
+    ("gemma3", {"rope_parameters": BOTH_PLAIN}, {"base": 1e6, "local_base": 1e4}),
+    ("gemma3", {"rope_parameters": BOTH, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+     {"base": 2000.0, "local_base": 300.0}),
+    ("neox", {"rope_theta": 77.0, "rotary_pct": 0.5}, {"base": 10_000.0, "fraction": 0.5}),
 ])
 def test_rotary_parameters_as_before_5_0(case: str, fields: dict, expected: dict, one: One,
                                          tmp_path: Path) -> None:
-    old = changed(one.folder / "theirs", tmp_path / "old", rope_parameters=None, layer_types=None, **fields)
+    old = changed(one.folder / "theirs", tmp_path / "old",
+                  **{"rope_parameters": None, "layer_types": None, **fields})
     ours, config, _ = load_run(old)
     assert expected.items() <= config.position.model_dump().items()
     assert_equal_logits(ours, theirs_of(old), 100)

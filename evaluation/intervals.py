@@ -63,7 +63,8 @@ def units_of(document: np.ndarray, end: np.ndarray, tokens: np.ndarray) -> Units
     if len(names) >= ENOUGH_DOCUMENTS:
         return Units("documents", len(names), unit)
     order = np.lexsort((end, document))
-    is_apart = ~((end - tokens)[order][1:] < end[order][:-1])
+    start = end - tokens
+    is_apart = ~(start[order][1:] < end[order][:-1])
     is_next = is_apart | (np.diff(document[order]) != 0)
     unit[order] = np.append(0, is_next.cumsum())
     n = int(unit.max()) + 1
@@ -113,7 +114,8 @@ def two_way(d: np.ndarray, weight: np.ndarray, other: np.ndarray | None = None,
         seed_terms.append((se_seed, max(S - 1.0, 1.0)))
 
     # the jackknife's variance holds the rest, which the seeds' variance holds already
-    jackknife = float(((residual / (1 - share))**2).sum()) * (U - 1) / U
+    left_out = residual / (1 - share)                                   # of the mean without each unit, (U,)
+    jackknife = float((left_out**2).sum()) * (U - 1) / U
     se_text = max(0.0, jackknife - rest)**0.5
     n = 1 / float((share**2).sum())
     terms = [(se_text, max(n - 1, 1.0)), *seed_terms]

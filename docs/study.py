@@ -144,6 +144,12 @@ def losses(values: pd.Series, heading: str = "loss at L") -> pd.Series:
     return values.map("{:.3f}".format).rename(heading)
 
 
+def losses_far(data: str) -> pd.Series:
+    """A column of losses with 16 L of context."""
+    L = runs_of(data)[0].head["seq_len"]
+    return losses(-rows_of(data, f"fixed {16 * L}")["value"], "loss at 16 L")
+
+
 def mark(texts: Any, is_failed: pd.Series) -> Any:
     """Cells, in italics where a curve fails its gate."""
     return texts.where(~is_failed, "*" + texts + "*", axis=0)
@@ -201,10 +207,9 @@ def summary(data: str, *beyond: pd.DataFrame) -> str:
     curves = about(data)
     trigram = gates_of(data)["trigram"].iloc[0]
     titles = pd.concat([curves["title"], pd.Series({"trigram": "a trigram"})])
-    far = losses(-rows_of(data, f"fixed {16 * at_L}")["value"], "loss at 16 L")
     near = losses(pd.concat([curves["loss"], pd.Series({"trigram": trigram})]))
     leads = cells(data, {"lead over rope": f"fixed-lead {at_L}"})
-    return lay_out("encoding", titles, *beyond, far, near, leads, curves["seeds"])
+    return lay_out("encoding", titles, *beyond, losses_far(data), near, leads, curves["seeds"])
 
 
 def by_encoding(study: Study, data: str) -> str:
@@ -267,8 +272,8 @@ def novels() -> str:
     """One seed of each row of the second study, on other text than it was trained on."""
     gains = {f"gain at {n} L": f"gain {n * SECOND.L}" for n in (2, 4, 16)}
     at_L = about("novels")
-    far = losses(-rows_of("novels", f"fixed {16 * SECOND.L}")["value"], "loss at 16 L")
-    return lay_out("encoding", at_L.index.to_series(), cells("novels", gains), far, losses(at_L["loss"]))
+    return lay_out("encoding", at_L.index.to_series(), cells("novels", gains), losses_far("novels"),
+                   losses(at_L["loss"]))
 
 
 def methods(data: str) -> str:

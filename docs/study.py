@@ -22,7 +22,7 @@ from evaluation.comparison import label_runs, make_sections, table_of
 from evaluation.estimates import FAILED, NOT_GATED, gates
 from evaluation.figures import caption, draw_measure
 from evaluation.intervals import LEVEL, holm
-from evaluation.results import GAIN, NO_METHOD, join
+from evaluation.results import GAIN, NO_METHOD, PERPLEXITY, Form, join
 from evaluation.runs import Run, check_comparable, load
 
 
@@ -57,6 +57,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(study.folder / name for study in STUDIES for name in ("README.md", "tables.md")),
          GPU / "README.md"]
 BASELINE = "rope"
+BITS = PERPLEXITY._replace(y_label="bits per byte", figure=float)
 INTERVAL = "{value:+.2f} [{low:+.2f}, {high:+.2f}]"
 MEAN = "{value:+.2f}"
 
@@ -174,7 +175,7 @@ def overview(study: Study) -> str:
         numbers = [cells(data, {f"{text}: 16 L": f"gain {16 * L}"}, MEAN),
                    cells(f"{data}-far", {f"{text}: 64 L": f"gain {64 * L}"}, MEAN),
                    cells(data, {f"{text}: {study.repeat}": study.copy_column(16 * L)}, MEAN),
-                   losses(bits(data), f"{text}: at L")]
+                   losses(about(data)["loss"] * bits_per_nat(data), f"{text}: at L")]
         columns.append(mark(pd.concat(numbers, axis=1), about(data)["is_failed"]))
     return lay_out("encoding", about([*study.texts][0]).index.to_series(), *columns)
 
@@ -185,14 +186,14 @@ def front_page(study: Study) -> str:
     gains, at_L = [], []
     for data, text in study.texts.items():
         gains.append(cells(data, {f"{text}: gain at 16 L": f"gain {16 * study.L}"}, MEAN))
-        at_L.append(losses(bits(data), f"{text} at L"))
+        at_L.append(losses(about(data)["loss"] * bits_per_nat(data), f"{text} at L"))
     return lay_out("encoding", titles[~fails_any(study.texts)[titles]], *gains, facts_found(study), *at_L)
 
 
-def bits(data: str) -> pd.Series:
-    """Bits per byte on the targets of fixed at L."""
+def bits_per_nat(data: str) -> float:
+    """What a nat per token on the targets of fixed is in bits per byte."""
     fixed = runs_of(data)[0].table.query("protocol == 'fixed'")
-    return about(data)["loss"] / math.log(2) * fixed["tokens"].sum() / fixed["bytes"].sum()
+    return fixed["tokens"].sum() / fixed["bytes"].sum() / math.log(2)
 
 
 def facts_found(study: Study) -> pd.Series:
@@ -387,11 +388,33 @@ def gpu_60m(data: str) -> str:
 # The pages
 
 
-def picture(study: Study) -> pd.DataFrame:
+def gain_curves(study: Study) -> pd.DataFrame:
     """The gains over truncation on both texts."""
     tables = [tables_of(data).assign(text=text) for data, text in study.texts.items()]
     rows = pd.concat(tables, ignore_index=True)
     return rows[(rows["key"] == "gain") & (rows["x"] > study.L)]
+
+
+def loss_curves(study: Study) -> pd.DataFrame:
+    """Bits per byte on both texts of what passes the gate, with the range of seeds as interval."""
+    parts = []
+    for data, text in study.texts.items():
+        rows = tables_of(data)
+        rows = rows[(rows["key"] == "fixed") & (rows["x"] >= study.L) & (rows["state"] != FAILED)]
+        factor = -bits_per_nat(data)
+        low = factor * rows["seed_high"]
+        high = factor * rows["seed_low"]
+        seeds = [tuple(factor * score for score in scores) for scores in rows["seeds"]]
+        parts.append(rows.assign(text=text, shown=factor * rows["value"], shown_low=low, shown_high=high,
+                                 seed_low=low, seed_high=high, seeds=seeds, is_unstable=False))
+    return pd.concat(parts, ignore_index=True)
+
+
+def draw_pictures(study: Study, name: str, curves: pd.DataFrame, form: Form, title: str) -> None:
+    """NAME.png, and NAME-narrow.png for a phone."""
+    for is_narrow, file in ((False, f"{name}.png"), (True, f"{name}-narrow.png")):
+        figure = draw_measure(curves, form, title, study.L, is_narrow)
+        figure.savefig(study.folder / file, dpi=120)
 
 
 def blocks() -> dict[str, str]:
@@ -412,7 +435,7 @@ def blocks() -> dict[str, str]:
         name = study.folder.name
         legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with "
                   "the range of seeds.")
-        if grey := caption(picture(study)):
+        if grey := caption(gain_curves(study)):
             legend += f" Grey: {grey}."
         parts[f"overview {name}"] = overview(study)
         parts[f"picture {name}"] = textwrap.fill(legend, 120)
@@ -434,9 +457,9 @@ def main() -> None:
         names = re.findall("<!-- begin (.*) -->", text)
         page.write_text(update(text, {name: parts[name] for name in names}), encoding="utf-8")
     for study in STUDIES:
-        texts = " and ".join(study.texts.values())
-        title = f"Gain over truncation on {texts}: 1.1 M parameters, L = {study.L}"
-        draw_measure(picture(study), GAIN, title, study.L).savefig(study.folder / "gains.png", dpi=120)
+        model = f"1.1 M parameters, L = {study.L}"
+        draw_pictures(study, "gains", gain_curves(study), GAIN, f"Gain over truncation: {model}")
+    draw_pictures(SECOND, "losses", loss_curves(SECOND), BITS, f"Loss with longer context: {model}")
     print("wrote the pictures and the tables of", *PAGES)
 
 

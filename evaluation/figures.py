@@ -34,7 +34,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)
 MARKERS = "osD^vPX<>"
 GREYS = {FAILED: "#c4c4c4", NOT_GATED: "#808080"}
 STYLE: dict[Any, Any] = {
-    "font.size": 9, "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False,
+    "font.size": 10, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6, "lines.linewidth": 1.2,
     "svg.fonttype": "none", "svg.hashsalt": "nanorope",     # text stays text; equal figures, equal files
     "text.parse_math": False}                               # a label may have TeX's signs
@@ -43,10 +43,10 @@ DODGE = 0.5                 # octaves over which the curves of a place are sprea
 MOST_BARS = 10              # places that have bars and dots; with more the interval is a band
 SMOOTHED = 5                # lines of metrics.jsonl, of the training loss
 MERGED = 64                 # first positions that are one place: few targets each, so they are noise
-NAME_SIZE = 8               # points, of a name at the end of a curve
-NAME_GAP = 11               # points from one name to the next
-WIDTH, HEIGHT = 4.2, 2.6                                # of a panel, in inches; more names need more height
-LEFT, TOP, BELOW = 0.75, 0.6, 0.85                      # beside, above all and below each panel, in inches
+NAME_SIZE = 9               # points, of a name at the end of a curve
+NAME_GAP = 12               # points from one name to the next
+WIDTH, HEIGHT = 3.4, 2.6                                # of a panel, in inches; more names need more height
+LEFT, TOP, BELOW = 0.75, 0.6, 0.95                      # beside, above all and below each panel, in inches
 
 
 class Panel(NamedTuple):
@@ -156,6 +156,7 @@ def draw_panel(axis: Any, panel: Panel, L: int) -> None:
         axis.set_xscale("log", base=2)
         if places["x"].min() <= L <= places["x"].max():
             axis.axvline(L, color="grey", linewidth=0.8, linestyle=":")
+        if places["x"].min() <= L <= places["x"].max() and not has_bars:
             axis.annotate("L", (L, 1.01), xycoords=("data", "axes fraction"), color="grey", ha="center")
     axis.xaxis.set_major_formatter("{x:g}")
     if has_bars:
@@ -226,8 +227,8 @@ def name_ends(axis: Any, curves: pd.DataFrame, height: float) -> None:
 # Figures
 
 
-def draw_measure(curves: pd.DataFrame, form: Form, title: str, L: int) -> Figure:
-    """One number at each place, two texts side by side.
+def draw_measure(curves: pd.DataFrame, form: Form, title: str, L: int, is_narrow: bool = False) -> Figure:
+    """One number at each place, two texts side by side, or for a phone one above the other.
 
     Of a difference, what stays flat is zoomed, in panels apart from what breaks.
     """
@@ -245,6 +246,8 @@ def draw_measure(curves: pd.DataFrame, form: Form, title: str, L: int) -> Figure
                          for text in texts])
     if len(texts) == 1:
         rows = [[panel for row in rows for panel in row]]
+    if is_narrow:
+        rows = [[panel] for row in rows for panel in row]
     return draw(rows, title, L, shares_y=len(texts) > 1)
 
 

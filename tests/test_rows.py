@@ -55,6 +55,12 @@ def row(tmp_path: Path) -> Path:
     return folder
 
 
+def test_the_readme_quotes_the_row_of_rope() -> None:
+    rope = rows.read_row(rows.REFERENCE)
+    readme = " ".join((rows.ROOT / "README.md").read_text().split())
+    assert f"is {rope.bits.mean():.3f} bits per byte; truncated to L it is {rope.truncated:.3f}." in readme
+
+
 def test_a_row_s_number_is_bits_per_byte_over_both_texts(row: Path) -> None:
     found = rows.read_row(row)
     assert found.bits.tolist() == pytest.approx([BITS, BITS, BITS, BITS * 1.1])

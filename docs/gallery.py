@@ -34,7 +34,7 @@ PICTURES = ROOT / "results" / "gallery"
 
 L = SHAPE.seq_len
 ROUNDING = 1e-3         # a residual, or a change of logits, below it counts as 0: fp32 angles leave 1e-6
-UNWRITTEN = "Not written yet."      # in a section that `update` adds; the tests refuse it in the guide
+UNWRITTEN = "(not written yet)"    # in a section that `update` adds; the tests refuse it in the guide
 MARGINS = {"left": 0.08, "right": 0.98, "bottom": 0.12, "top": 0.86}    # the "constrained" layout is slow
 LOWEST = 40             # lines end this far below the highest logit of a head: a weight of exp(-40)
 LINES = [{"color": colour, "linestyle": dash} for colour, dash in zip(HUES[1:], DASHES, strict=False)]
@@ -193,7 +193,7 @@ def update(text: str, blocks: dict[str, str]) -> str:
     for name, block in blocks.items():
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
         if begin not in text and name in ENCODINGS:
-            text = (f"{text.rstrip()}\n\n## {name}\n\n{begin}{end}\n- **When to use it.** {UNWRITTEN}\n"
+            text = (f"{text.rstrip()}\n\n## {name}\n\n{begin}{end}\n- **Use it** {UNWRITTEN}\n"
                     f"- **Beyond L.** {UNWRITTEN}\n")
         before, _, rest = text.partition(begin)
         _, has_end, after = rest.partition(end)

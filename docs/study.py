@@ -433,8 +433,8 @@ def blocks() -> dict[str, str]:
         parts[f"methods {data}"] = methods(data)
     for study in STUDIES:
         name = study.folder.name
-        legend = ("Gain over truncation with paired 95 % intervals; dots are seeds, open marks medians with "
-                  "the range of seeds.")
+        legend = ("The figure has gains over truncation with paired 95 % intervals. Dots are seeds; "
+                  "open marks are medians with the range of seeds.")
         if grey := caption(gain_curves(study)):
             legend += f" Grey: {grey}."
         parts[f"overview {name}"] = overview(study)

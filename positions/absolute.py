@@ -136,7 +136,7 @@ class Integer(Encoding):
 
 
 class IntegerNormalised(Encoding):
-    """The position over L = train.seq_len, added to every channel: x_t + t / L. Kazemnejad 2019.
+    """The position divided by L = train.seq_len, added to every channel: x_t + t / L. Kazemnejad 2019.
 
     L is the training length: with that of the text, each new token would change the encoding of earlier ones.
     """

@@ -389,7 +389,7 @@ class SandwichOptions(Options):
 
 
 class Sandwich(Encoding):
-    """Sinusoids' products: logits += H / (8 h) sum_k cos((i - j) f_k). Chi et al. 2023, arXiv:2212.10356.
+    """Products of sinusoids: logits += H / (8 h) sum_k cos((i - j) f_k). Chi et al. 2023, arXiv:2212.10356.
 
     Heads h = 1 ... H. f_k = 10000^(-2k / dim) for k = 0 ... dim/2 - 1, as in Vaswani et al. and PyTorch's
     attention-gym. NVIDIA's NeMo uses k = 1 ... dim/2, slightly different frequencies, and subtracts dim/2,

@@ -244,10 +244,9 @@ class XPosOptions(RotaryOptions):
 
 
 class XPos(RoPE):
-    """RoPE with pair i of the logit times zeta_i^((m - n) / scale_base), a decay. Sun 2022, arXiv:2212.10554.
+    """RoPE with pair c of the logit times zeta_c^((i - j) / scale_base), a decay. Sun 2022, arXiv:2212.10554.
 
-    xPos: q is scaled by zeta_i^(m / scale_base) and k by zeta_i^(-n / scale_base), zeta_i = (2i / D + 0.4) /
-    1.4, so fast pairs fade out with distance first. The paper's blockwise attention is not included.
+    xPos: q at i is scaled by zeta_c^(i / scale_base), k at j by zeta_c^(-j / scale_base); zeta_c = (2c / D + 0.4) / 1.4, so fast pairs fade out with distance first. The paper's blockwise attention is not included.
     """
 
     Options = XPosOptions
@@ -311,7 +310,7 @@ class FoPEOptions(RotaryOptions):
 
 
 class FoPE(RoPE):
-    """RoPE with cosines and sines mixed of several frequencies: cos_c = sum_m C[m, c] cos(t f_m). Hua 2024.
+    """RoPE whose cosines and sines mix several frequencies: cos_c = sum_m C[m, c] cos(t f_m). Hua 2024.
 
     Fourier position embedding, Hua et al. 2024, arXiv:2412.17739. The frequencies are RoPE's M with a turn or
     more in L = train.seq_len; there are N = min(M, D / 4) mixtures, for the first N pairs. The others are

@@ -104,7 +104,7 @@ def test_the_committed_guide_is_what_the_code_generates() -> None:
     for name in ENCODINGS:
         assert f"| [`{name}`](#{name}) |" in table, "run `make gallery`"
         section = guide.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-        assert "**When to use it.**" in section and "**Beyond L.**" in section, "run `make gallery`"
+        assert "**Use it**" in section and "**Beyond L.**" in section, "run `make gallery`"
     assert gallery.UNWRITTEN not in guide, "docs/encodings.md: write the new section"
 
 
@@ -113,7 +113,7 @@ def test_what_is_written_by_hand_stays_and_a_new_encoding_gets_a_section(monkeyp
     monkeypatch.setitem(ENCODINGS, "mine", Encoding)
     text = gallery.update(guide, {"alibi": "NEW", "mine": "GENERATED"})
     assert text.endswith("## mine\n\n<!-- begin mine -->\nGENERATED\n<!-- end mine -->\n\n"
-                         "- **When to use it.** Not written yet.\n- **Beyond L.** Not written yet.\n")
+                         "- **Use it** (not written yet)\n- **Beyond L.** (not written yet)\n")
     assert text.replace("NEW", "OLD").startswith(guide.rstrip())
     assert gallery.update(text, {"alibi": "NEW", "mine": "GENERATED"}) == text
     for line in ("<!-- begin properties -->", "<!-- end properties -->"):

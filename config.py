@@ -386,14 +386,6 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def differences(old: Config, new: Config, ignore: Sequence[str] = ()) -> list[str]:
-    """`section.key: old -> new` for each key that differs; of [position] only another encoding.
-
-    `ignore` names sections, or keys as section.key.
-    """
-    return differing_keys(flatten(old), flatten(new), ignore)
-
-
 def flatten(config: Config) -> dict[str, Any]:
     """A config in one table: "section.key" -> value, as JSON can hold it."""
     tables = config.model_dump(mode="json")
@@ -401,7 +393,11 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def differing_keys(old: dict[str, Any], new: dict[str, Any], ignore: Sequence[str]) -> list[str]:
-    """`differences` of two configs as `flatten` gives them."""
+    """`section.key: old -> new` for each key that differs between two flattened configs.
+
+    If the encodings differ, no other key of [position] is listed. `ignore` names sections, or keys as
+    section.key.
+    """
     lines = []
     is_other_encoding = old.get("position.encoding") != new.get("position.encoding")
     for key in old | new:

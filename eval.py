@@ -128,7 +128,8 @@ class Help(argparse.Action):
         if topic is None:
             parser.print_help()
         elif topic in PROTOCOLS:
-            print(PROTOCOLS[topic].describe())
+            protocol = PROTOCOLS[topic]
+            print(textwrap.fill(f"{topic}: {protocol.title}. {protocol.note}", 98))
         elif topic in METHODS:
             print(describe_extension(topic))
         else:

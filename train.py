@@ -198,13 +198,13 @@ def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process
     if process.rank == 0:
         make_run(run_dir, config, corpus, state.revisions[-1], code_diff)
     # compile the model if that pays; say what is going to be trained
-    machine = f"{process.world_size} x {process.device.type}, {dtype}"
+    note = ""
     if should_compile(model, t, process.device):
         # FSDP2 compiles each layer by itself, as a version of the first
         torch._dynamo.config.recompile_limit = 2 * config.model.n_layer + 8     # type: ignore[attr-defined]
         wrapped_model = torch.compile(wrapped_model)
-        machine += ", compiled"
-    echo(describe(config, corpus, model, f"{machine}, seed {t.seed}"))
+        note = ", compiled"
+    echo(describe(config, corpus, model, process, note=f"{note}, seed {t.seed}"))
     scaler = torch.amp.GradScaler(process.device.type, enabled=dtype == "float16")
     if state.scaler:
         scaler.load_state_dict(state.scaler)

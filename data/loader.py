@@ -79,14 +79,13 @@ class Corpus:
                  splits: Sequence[str] = SPLITS) -> None:
         self.folder = Path(folder)
         self.meta = read_meta(self.folder / "meta.json")
-        self.vocab_size: int = self.meta["vocab_size"]
         self.separator: int = self.meta["eot"]
         self.bos = bos
         self.is_packed = cross_documents == "mask"
         self.stays_inside = cross_documents == "never" or "task" in self.meta
         self.tokens: dict[str, np.ndarray] = {}                         # ids (n_tokens,), memory-mapped
         self.offsets: dict[str, np.ndarray] = {}                        # (n_documents + 1,) int64
-        self.is_scored: dict[str, np.ndarray | None] = {}               # (n_tokens,) or None: all are
+        self.is_scored: dict[str, np.ndarray] = {}                      # (n_tokens,); not there: all are
         for split in splits:
             self._open(split)
         # what is slow to compute is kept, by its arguments: windows, and the newest epoch
@@ -96,19 +95,16 @@ class Corpus:
     def _open(self, split: str) -> None:
         """Map the files of a split into memory: fails if one is missing, or too short."""
         about = self.meta["splits"][split]
-        is_scored = None
+        path = self.folder / split
         try:
-            mapped = np.memmap(self.folder / f"{split}.bin", self.meta["dtype"], "r", shape=about["tokens"])
-            tokens = np.asarray(mapped)                 # the same memory; slices of this are made faster
+            mapped = np.memmap(f"{path}.bin", self.meta["dtype"], "r", shape=about["tokens"])
+            self.tokens[split] = np.asarray(mapped)     # the same memory; slices of this are made faster
             if f"{split}.mask.bin" in about["sha256"]:
-                is_scored = np.memmap(self.folder / f"{split}.mask.bin", bool, "r", shape=about["tokens"])
-            offsets = np.load(self.folder / f"{split}.idx.npy", allow_pickle=False).astype(np.int64)
+                self.is_scored[split] = np.memmap(f"{path}.mask.bin", bool, "r", shape=about["tokens"])
+            self.offsets[split] = np.load(f"{path}.idx.npy", allow_pickle=False).astype(np.int64)
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"corpus {self.folder}: {split}.bin or its index: {error}; prepare it again "
                             "(data/prepare.py)") from error
-        self.tokens[split] = tokens
-        self.is_scored[split] = is_scored
-        self.offsets[split] = offsets
 
     # -------------------------------------------------------------------------------------------------------
     # Training: step -> windows -> where each begins -> batch
@@ -160,9 +156,8 @@ class Corpus:
         targets = ids[:, 1:].clone()
         # some corpora leave targets out, such as the questions of a task
         for row, (corpus, start) in enumerate(starts):
-            is_scored = corpus.is_scored[split]
-            if is_scored is not None:
-                is_left_out = torch.from_numpy(~is_scored[start + 1:start + seq_len + 1])
+            if split in corpus.is_scored:
+                is_left_out = torch.from_numpy(~corpus.is_scored[split][start + 1:start + seq_len + 1])
                 targets[row][is_left_out] = IGNORED
         if self.bos:
             inputs[:, 0] = self.separator

@@ -34,11 +34,8 @@ def label_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
         raise UserError(f"--label: given {len(names)} times for {len(runs)} runs; give one for each, in the "
                         "same order")
     labelled = [run._replace(label=name) for run, name in zip(runs, names, strict=False)] or [*runs]
-    groups: dict[str, list[Run]] = {}
-    for run in labelled:
-        groups.setdefault(run.label, []).append(run)
-    for group in groups.values():
-        check_samples(group)
+    for label in dict.fromkeys(run.label for run in labelled):
+        check_samples([run for run in labelled if run.label == label])
     return labelled
 
 

@@ -14,7 +14,6 @@ import copy
 import inspect
 import itertools
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -90,13 +89,9 @@ class Protocol:
         """Where a report shows a place: on the x axis, and the heading of its column."""
         return length, str(length)
 
-    def describe(self) -> str:
-        """Its page of eval.py --help."""
-        return textwrap.fill(f"{self.name}: {self.title}. {self.note}", 98)
-
     def measures(self) -> list[Measure]:
         """The tables of compare.py's report."""
-        return [Measure(self.name, self.name, self.title, self.note, self.form)]
+        return [Measure(self.name, self.title, self.note, self.form)]
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -228,8 +223,7 @@ class Fixed(Protocol):
         note = ("Loss with the context truncated to L minus loss with all of it, on the same targets: "
                 "positive where longer context helps, 0 where it is ignored, negative where it breaks the "
                 "model.")
-        return [*super().measures(),
-                Measure("gain", self.name, "Gain over truncation, fixed targets", note, GAIN)]
+        return [*super().measures(), Measure("gain", "Gain over truncation, fixed targets", note, GAIN)]
 
 
 def in_blocks(e: Evaluation, length: int,
@@ -261,7 +255,7 @@ class TrigramReference(Protocol):
         if length != e.L or e.extend is not PLAIN:
             return None
         corpus = Corpus(e.config.data.dir, splits=("train",))
-        trigram = Trigram(corpus.tokens["train"], corpus.vocab_size)
+        trigram = Trigram(corpus.tokens["train"], corpus.meta["vocab_size"])
         first = -e.settings.targets - 2         # a loss needs two tokens before: a second separator at first
         losses = []
         for d, end in e.ends:
@@ -279,7 +273,6 @@ class Position(Protocol):
 
     title = "Loss by position"
     form = BY_POSITION
-    place_name = "position"
     is_at_longest = True
     target_settings = ("longest", "targets", "windows", "length")
 
@@ -360,8 +353,7 @@ class Repeat(Protocol):
     def measures(self) -> list[Measure]:
         note = ("How much better the second occurrence is predicted than with another passage in place of "
                 "the first: 0 where the first is ignored.")
-        return [*super().measures(),
-                Measure(self.use_key, self.name, f"{self.title}, use of the first copy", note, USE)]
+        return [*super().measures(), Measure(self.use_key, f"{self.title}, use of the first copy", note, USE)]
 
 
 class Copy(Repeat):

@@ -167,10 +167,9 @@ class Form(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """A table of a report: the number, of one protocol, and what is said above the table."""
+    """A table of a report: the number, and what is said above the table."""
 
     key: str                                    # names its picture
-    protocol: str
     title: str
     note: str
     form: Form

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from base.errors import UserError
 from base.files import flush, read_json, sha256_of
-from config import MAY_DIFFER, Config, differences, load_config
+from config import MAY_DIFFER, Config, differing_keys, flatten, load_config
 from data.loader import read_meta
 from data.tokenizer import Tokenizer, tokenizer_of
 from hf.pretrained import files_sha256, is_pretrained, load_pretrained
@@ -201,7 +201,7 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
     """
     opened = open_run(run_dir)
     source, source_config = opened.model, opened.config
-    changes = differences(source_config, config, MAY_DIFFER["init_from"])
+    changes = differing_keys(flatten(source_config), flatten(config), MAY_DIFFER["init_from"])
     if changes:
         raise UserError(*(f"train.init_from {run_dir}: its model differs: {line}; use the value of that run"
                           for line in changes))

@@ -47,8 +47,7 @@ def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
     if config.train.init_from and not Path(config.run.dir, "checkpoints").exists():
         with warnings.catch_warnings(action="ignore"):      # PyTorch: nothing is copied to shapes
             start_from(config.train.init_from, model, config, tokenizer)
-    machine = f"{process.world_size} x {process.device.type}, {dtype_name(config.train, process.device)}"
-    lines = describe(config, corpus, model, machine, data)
+    lines = describe(config, corpus, model, process, data)
     t = config.train
     n_tokens = t.steps * t.batch_size * t.seq_len
     mflop = flops_per_token(config, model) / 1e6

@@ -19,13 +19,13 @@ from torch import Tensor
 from attention import Mask, describe_paths
 from base.errors import UserError
 from base.files import finite, flush, read_json, write_whole
-from config import MAY_DIFFER, Config, differences, load_config, to_toml
+from config import MAY_DIFFER, Config, differing_keys, flatten, load_config, to_toml
 from data.loader import Corpus, Mixture, read_meta
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from model import GPT
 from runtime import checkpoint, parallel
 from runtime.checkpoint import State
-from runtime.device import pick_device, pick_dtype
+from runtime.device import dtype_name, pick_dtype
 from runtime.log import Log, echo, format_number
 from runtime.parallel import Process
 
@@ -204,7 +204,8 @@ def require_same_run(run_dir: Path, config: Config, corpus: Corpus) -> None:
         if not is_being_made and list(run_dir.glob("[!.]*")):
             raise UserError(f"run.dir {run_dir}: exists, is not empty and holds no run; give another run.dir")
         return
-    changes = differences(load_config(run_dir / "config.toml"), config, MAY_DIFFER["resume"])
+    before = load_config(run_dir / "config.toml")
+    changes = differing_keys(flatten(before), flatten(config), MAY_DIFFER["resume"])
     if content_of(read_meta(run_dir / "corpus.json")) != content_of(corpus.meta):
         changes.append(f"another corpus than {config.data.dir} now holds")
     if changes:
@@ -257,7 +258,8 @@ def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer
     return state
 
 
-def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, data: str = "") -> str:
+def describe(config: Config, corpus: Corpus | None, model: GPT, process: Process, data: str = "",
+             note: str = "") -> str:
     """Lines for the screen about what is going to be trained; `data` stands for a corpus that is missing."""
     m, p, t = config.model, config.position, config.train
     n_tokens = t.steps * t.batch_size * t.seq_len
@@ -265,8 +267,8 @@ def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, da
     options = "".join(f"{key} {value}, " for key, value in keys.items())
     documents = torch.zeros(1, t.seq_len) if config.data.cross_documents == "mask" else None
     mask = Mask(documents=documents, is_consecutive=t.positions == "plain")
-    device = pick_device(t.device)
-    paths = describe_paths(model, mask, t.seq_len, pick_dtype(t.dtype, device), device)
+    dtype = pick_dtype(t.dtype, process.device)
+    paths = describe_paths(model, mask, t.seq_len, dtype, process.device)
     if corpus:
         data = (f"{corpus.folder}, {len(corpus.tokens['train']):,} tokens; {n_tokens:,} to train on "
                 f"({corpus.n_epochs(t):.2f} epochs)")
@@ -276,7 +278,7 @@ def describe(config: Config, corpus: Corpus | None, model: GPT, machine: str, da
         f"position  {p.encoding}, {options}trained at L = {t.seq_len}",
         f"attention {paths}",
         f"data      {data}",
-        f"machine   {machine}"]
+        f"machine   {process.world_size} x {process.device.type}, {dtype_name(t, process.device)}{note}"]
     if t.steps < t.warmup:
         lines.append(f"warning: train.steps = {t.steps} end within train.warmup = {t.warmup}; the learning "
                      "rate will not reach train.lr")

@@ -12,7 +12,7 @@ from toys import ROOT, every_encoding
 from base.command import run_command
 from base.errors import UserError
 from base.schema import Tables
-from config import REMOVED, SECTIONS, differences, load_config, to_toml
+from config import REMOVED, SECTIONS, differing_keys, flatten, load_config, to_toml
 from model import GPT
 from positions import ENCODINGS, NoPE, Options
 from positions.scaling import SCALINGS
@@ -208,13 +208,13 @@ def test_help_names_every_topic_and_its_keys() -> None:
 
 def test_differences_name_what_changed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.toml", MINIMAL)
-    old = load_config(path)
-    new = load_config(path, ["train.lr=0.5", "run.log_every=3", "position.encoding=none"])
-    assert "train.lr: 0.001 -> 0.5" in differences(old, new, ignore=["run"])
-    changes = differences(old, new)
+    old = flatten(load_config(path))
+    new = flatten(load_config(path, ["train.lr=0.5", "run.log_every=3", "position.encoding=none"]))
+    assert "train.lr: 0.001 -> 0.5" in differing_keys(old, new, ["run"])
+    changes = differing_keys(old, new, [])
     assert [d for d in changes if d.startswith("position")] == ["position.encoding: rope -> none"]
-    assert not any("run." in d for d in differences(old, new, ignore=["run", "train.lr"]))
-    assert differences(old, old) == []
+    assert not any("run." in d for d in differing_keys(old, new, ["run", "train.lr"]))
+    assert differing_keys(old, old, []) == []
 
 
 def test_what_was_removed_is_one_line_that_names_the_tag_unless_it_is_off(tmp_path: Path) -> None:

@@ -52,11 +52,14 @@ class Mask(NamedTuple):
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
     chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
-    is_consecutive: bool = False  # no positions were given: those of queries follow one another
+    has_plain_positions: bool = False  # none were given: those of queries rise by 1; a cache may have gaps
     block_masks: dict[Locality, Any] = {}  # the same for FlexAttention, where it may be used
 
     def segments(self) -> Tensor | None:
-        """Of each token of packed documents (B, T): its document, or its chunk, which begins with that."""
+        """For each packed token (B, T) the number of its document or, with chunks, of its chunk.
+
+        A token sees no other segment. Each document begins a new chunk.
+        """
         if self.documents is None or self.chunk is None:
             return self.documents
         index = torch.arange(self.documents.shape[1], device=self.documents.device)
@@ -77,8 +80,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInput
            dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(D) + bias) v.
 
-    Rotated q (B, H, Tq, D, or wider if the encoding adds channels), k (B, G, Tk, as wide) and v (B, G, Tk, D)
-    -> (B, H, Tq, D). `sink` (H,) is the logit of one more key for each head, whose value is zero.
+    Rotated q (B, H, Tq, D, or wider if the encoding adds channels), k (B, G or H, Tk, as wide) and v (B, G,
+    Tk, D) -> (B, H, Tq, D). `sink` (H,) is the logit of one more key for each head, whose value is zero.
     """
     encoding = None if score_inputs is None else score_inputs.encoding
     path = choose_path(q.shape[2], v.shape[-1], q.dtype, q.device, mask, encoding, dropout, sink is not None)
@@ -105,7 +108,8 @@ def choose_path(Tq: int, head_dim: int, dtype: torch.dtype, device: torch.device
         return EXPLICIT
     is_short = device.type == "cpu" and Tq < FUSE_FROM
     if encoding is not None:
-        is_folded = encoding.max_fold_queries > 0 and mask.is_consecutive and not is_short
+        # positions that were given may fall: `scores` takes a negative distance for 0, `fold` does not
+        is_folded = encoding.max_fold_queries > 0 and mask.has_plain_positions and not is_short
         return FUSED if is_folded else EXPLICIT
     # in short bfloat16 training on a CPU blocks are faster, although they round logits
     is_bf16_training = dtype == torch.bfloat16 and torch.is_grad_enabled()
@@ -118,7 +122,7 @@ def describe_paths(model: Any, mask: Mask, T: int, dtype: torch.dtype, device: t
     for layer, (block, encoding) in enumerate(zip(model.blocks, model.encodings, strict=True)):
         attention = block.attention
         layer_mask = mask._replace(window=attention.window, chunk=attention.chunk)
-        if model.flex and mask.is_consecutive and device.type in FLEX_DEVICES:
+        if model.flex and mask.has_plain_positions and device.type in FLEX_DEVICES:
             layer_mask = layer_mask._replace(block_masks={(attention.window, attention.chunk): None})
         scoring = encoding if encoding.has_scores else None
         path = choose_path(T, attention.head_dim, dtype, device, layer_mask, scoring, attention.dropout,
@@ -180,7 +184,7 @@ def fused_kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float, seen: Tensor |
     D = v.shape[-1]
     if q.shape[-1] > D:
         # with unequal widths, and on a GPU with others than multiples of 8, PyTorch computes T x T logits
-        width = q.shape[-1] + -q.shape[-1] % 8
+        width = 8 * math.ceil(q.shape[-1] / 8)
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     y = F.scaled_dot_product_attention(q, k, v, seen, dropout_p=dropout, is_causal=is_causal, scale=D**-0.5)
     return y[..., :D]
@@ -209,7 +213,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: 
     if score_inputs is not None or sink is not None:
         logits_dtype = torch.promote_types(q.dtype, torch.float32)
     segments = mask.segments()
-    is_consecutive = mask.is_consecutive and Tq == Tk                   # no cache, which may have gaps
+    is_consecutive = mask.has_plain_positions and Tq == Tk              # no cache, which may have gaps
 
     def attend_queries(queries: slice, keys: slice) -> Tensor:
         seen = visible_in(queries, keys, Tk - Tq, mask, segments, q.device)

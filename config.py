@@ -197,7 +197,7 @@ class Config(Section):
     train: TrainConfig
 
 
-# what only the tag before-air has, section.key, or section.key=value of a key that stays -> what to do
+# keys that were removed, and values of keys that stay -> what to do. The git tag before-air still has them
 REMOVED: dict[str, str] = {
     "position.key_offset": "remove it",
     "position.heads": "remove it",
@@ -228,7 +228,8 @@ MAY_DIFFER: dict[str, tuple[str, ...]] = {
 }
 # what must be the same
 MUST_AGREE: dict[str, tuple[str, ...]] = {
-    # evaluation/trials.py, in all trials of a config: tokens, their order, the loss. How section.key begins
+    # evaluation/trials.py, in all trials of a config: tokens, their order, the loss. These are beginnings of
+    # section.key: train.position stands for positions and position_range
     "trials": ("data", "run", "train.steps", "train.batch_size", "train.seq_len", "train.seed",
                "train.val_windows", "train.init_from", "train.position"),
     # evaluation/results.py, to merge two evaluations: keys of the JSON
@@ -302,10 +303,11 @@ def merge(layers: Sequence[Layer]) -> tuple[Tables, Origin]:
     for where, layer in layers:
         for section, keys in layer.items():
             table = tables.setdefault(section, {})
-            if keys.get("encoding", table.get("encoding")) != table.get("encoding"):
+            if "encoding" in keys and keys["encoding"] != table.get("encoding"):
                 # the options of the earlier encoding go, and lr_scale, which has a default for each encoding
-                for key in table.keys() - Options.model_fields.keys() | {"lr_scale"}:
-                    table.pop(key, None)
+                for key in [*table]:
+                    if key == "lr_scale" or key not in Options.model_fields:
+                        del table[key]
             table |= keys
             origin |= dict.fromkeys([section, *(f"{section}.{key}" for key in keys)], where)
     return tables, origin
@@ -324,7 +326,8 @@ def use_of_removed(tables: Tables, origin: Origin, schemas: dict[str, Any]) -> l
             continue
         table = tables.get(section, {})
         value = table.get(key)
-        if value == removed_value or (value and not removed_value):
+        is_used = value == removed_value if removed_value else bool(value)
+        if is_used:
             lines.append(f"{name} {origin[name]}: was removed (got {value!r}); {hint}; "
                          "git checkout before-air has it")
         elif not removed_value:
@@ -336,9 +339,10 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     """Rules between keys that the config breaks: section.key, and the rule."""
     d, m, p, t = config.data, config.model, config.position, config.train
     kind = ENCODINGS[p.encoding]
-    kinds = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
+    kinds_of_layers = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
+    thousandths = [round(1000 * share) for share in d.mixture.values()]         # as the loader rounds them
     rules = [
-        ("data", "mixture", sum(d.mixture.values()) >= 1 or d.dir in d.mixture,
+        ("data", "mixture", sum(thousandths) >= 1000 or d.dir in d.mixture,
          "shares must add up to less than 1, and data.dir must not be among them: it provides the rest"),
         ("data", "mixture_only", d.mixture_only and not (d.mixture and d.mixture_only < t.steps),
          f"needs data.mixture and must be below train.steps = {t.steps}"),
@@ -357,7 +361,7 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
         ("position", "layers", p.layers == [], 'is no layer at all; use encoding = "none"'),
-        ("position", "temperature_layers", p.temperature_layers not in ("all", *kinds),
+        ("position", "temperature_layers", p.temperature_layers not in ("all", *kinds_of_layers),
          "no layer is of this kind; see position.layers and skip_every"),
         ("position", "layers", p.layers != "all" and not kind.acts_in_layers(),
          f"{p.encoding} does not act in layers; remove this key"),

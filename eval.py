@@ -99,6 +99,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="chooses windows, the same for every model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="output file (default RUN/eval/DATA.json)")
     parser.add_argument("--replace", action="store_true", help="discard what the output file holds")
+    # these have no flag: choose_all (evaluation/show.py) changes them for --extend all
     parser.set_defaults(multiples=MULTIPLES, suffix="", show=show)
     args = parser.parse_args()
     if args.json and args.json.suffix != ".json":       # .parquet and .png are written beside it

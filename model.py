@@ -124,8 +124,8 @@ class Attention(nn.Module):
     Ainslie et al. 2023, arXiv:2305.13245. The cache then holds G heads.
 
     The mask is causal by index, for any positions. With a window W a query sees at most W keys, its own
-    included (Hugging Face's convention). With chunks of W, it sees those of tokens n W ... n W + W - 1 of the
-    row, or of its packed document, that are not after it (Llama 4). `is_local = False` ignores both.
+    included (Hugging Face's convention). With chunks, the row, or each packed document, is cut after every
+    `chunk` tokens, and a query sees its own chunk alone (Llama 4). `is_local = False` ignores both.
 
     x has T tokens; only the last Tq of them, those in at.q_pos, become queries: (B, T, C) -> (B, Tq, C).
     """
@@ -236,7 +236,7 @@ class GPT(nn.Module):
     With reduction="sum" it returns the sum of the losses.
     `positions` (T,) or (B, T) are any integers, by default 0 ... T - 1, or in each row those after its cache.
     `cache` comes from `new_cache`. `documents` (B, T) numbers packed documents, which do not see one another;
-    it excludes a cache. Under data.positions = "document" each of them has the first positions of its row.
+    it excludes a cache. Under data.positions = "document" each document begins where its row's positions do.
     Raises ValueError for wrong positions.
     """
 
@@ -256,7 +256,7 @@ class GPT(nn.Module):
             self.blocks.append(Block(c, is_local=layer in shape.local_layers))
         self.norm = make_norm(c)
         self.head = None if c.tied else nn.Linear(c.n_embd, c.vocab_size, bias=False)
-        self.init_weights(c.n_layer)
+        self.init_weights()
         # made last: with equal seeds all other weights are equal under every encoding
         p = config.position
         self.position_options = p
@@ -264,7 +264,7 @@ class GPT(nn.Module):
         self.no_encoding = NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
         self.encoding.clamp()
-        # steps from drop_step on have no encoding; with drop_at < 1 that is at least the last step
+        # the steps drop_step, drop_step + 1 ... have no encoding; with drop_at < 1 the last one is among them
         self.drop_step = math.inf
         if p.drop_at < 1:
             self.drop_step = min(round(p.drop_at * config.train.steps), config.train.steps - 1)
@@ -272,7 +272,7 @@ class GPT(nn.Module):
         self.choose_encodings()
 
     @torch.no_grad()
-    def init_weights(self, n_layer: int) -> None:
+    def init_weights(self) -> None:
         """Draw the matrices from normal distributions; biases are 0. Norms and sinks start as they are made.
 
         | matrix                                                | standard deviation     |
@@ -295,13 +295,13 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02
                 if module in last_matrices:
-                    std = 0.02 / math.sqrt(2 * n_layer)
+                    std = 0.02 / math.sqrt(2 * len(self.blocks))
                 nn.init.normal_(module.weight, std=std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
     def set_step(self, step: int) -> None:
-        """After `step` steps: clamp the encoding's parameters, or drop it by position.drop_at (DroPE)."""
+        """After `step` steps: clamp the encoding's parameters; from drop_step on drop it all (DroPE)."""
         self.encoding.clamp()
         is_dropped = step >= self.drop_step
         if is_dropped != self.is_dropped:
@@ -316,6 +316,10 @@ class GPT(nn.Module):
         """Set `encodings`, one for each layer. To be called after a change of the temperature."""
         self.encodings = encodings_of(self.position_options, self.active(), self.no_encoding,
                                       self.temperature, len(self.blocks))
+
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer."""
+        return [module for module in self.modules() if isinstance(module, Attention)]
 
     def new_cache(self) -> Cache:
         """An empty key-value cache."""
@@ -356,9 +360,9 @@ class GPT(nn.Module):
         for encoding in self.encodings:
             if encoding not in tables:
                 tables[encoding] = encoding.tables(q_pos, k_pos)
-        mask = Mask(documents=documents, is_consecutive=positions is None)
-        if self.flex and mask.is_consecutive and cache is None and tokens.device.type in FLEX_DEVICES:
-            localities = {(m.window, m.chunk) for m in self.modules() if isinstance(m, Attention)}
+        mask = Mask(documents=documents, has_plain_positions=positions is None)
+        if self.flex and mask.has_plain_positions and cache is None and tokens.device.type in FLEX_DEVICES:
+            localities = {(attention.window, attention.chunk) for attention in self.attentions()}
             mask = with_block_masks(mask, localities, T, tokens.device)
         x = self.embedding(tokens)
         if self.embedding_scale != 1:
@@ -368,6 +372,7 @@ class GPT(nn.Module):
         for layer, (block, encoding) in enumerate(zip(self.blocks, self.encodings, strict=True)):
             is_last_layer = layer == len(self.blocks) - 1
             if last and last < T and is_last_layer:
+                # fewer queries: their tables are others, and the block masks are of all T
                 q_pos = q_pos[:, -last:]
                 n_before = n_before[:, -last:]
                 mask = mask._replace(block_masks={})

@@ -71,8 +71,8 @@ def angles(positions: Tensor, inv_freq: Tensor) -> Tensor:
     """angle[..., t, i] = positions[..., t] * inv_freq[i]. Any integers (..., T) -> radians (..., T, R/2).
 
     Computed in inv_freq's dtype (fp32, or fp64 for exact results), never in the model's: bf16 holds integers
-    exactly only up to 256. Positions may have offsets, gaps and repeats. In fp32 the angle of fast
-    pairs at position 1e6 is off by up to 0.08 radians, and from 2^24 on positions merge.
+    exactly only up to 256. Positions may have offsets, gaps and repeats. In fp32 the angle of fast pairs at
+    position 1e6 is off by up to 0.1 radians, and from 2^24 on positions merge.
     """
     positions = positions.to(inv_freq.dtype)
     return positions[..., None] * inv_freq

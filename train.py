@@ -53,7 +53,7 @@ from runtime.run import (
     summary_line,
 )
 
-VAL_TOKENS = 16_384         # maximum number of tokens of a validation batch, which has a window at least
+VAL_TOKENS = 16_384         # a validation batch has no more tokens, unless a single window does
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")       # training saves, then ends
 
 
@@ -62,10 +62,11 @@ def training_loop(run: TrainingRun) -> None:
     t, process = run.config.train, run.process
     model, optimizer, scaler = run.wrapped_model, run.optimizer, run.scaler     # run.model is the bare one
     mixed_precision = autocast(t, process.device)
-    reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)   # PyTorch's name for it
+    # PyTorch sets this for optimizers whose step() changes nothing if optimizer.found_inf is 1
+    reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
     parameters = [*model.parameters()]                                  # to list them takes a while
     model.train()
-    for step in range(run.state.step, t.steps):                         # steps so far, skipped ones too
+    for step in range(run.state.step, t.steps):         # step: how many came before it, skipped ones too
         lr = learning_rate(step, t)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
@@ -116,10 +117,10 @@ def learning_rate(step: int, t: TrainConfig) -> float:
     if step < t.warmup:
         return t.lr * (step + 1) / t.warmup
     if t.schedule == "cosine":
-        progress = (step - t.warmup) / max(1, t.steps - t.warmup)
+        progress = (step - t.warmup) / (t.steps - t.warmup)
         return t.min_lr + (t.lr - t.min_lr) * (1 + math.cos(math.pi * progress)) / 2
     n_decay = min(t.decay * t.steps, t.steps - t.warmup)                # not before the warm-up has ended
-    left = (t.steps - step) / max(1, n_decay)
+    left = (t.steps - step) / n_decay
     return t.min_lr + (t.lr - t.min_lr) * min(1.0, left)
 
 
@@ -140,7 +141,8 @@ def validate(model: GPT, corpus: Corpus, tokenizer: Tokenizer, config: Config,
     sums = torch.zeros(len(batches), 3, dtype=torch.float64)            # nats, tokens, bytes
     for first in range(0, len(batches), process.world_size):
         batch_number = first + process.rank
-        # FSDP gathers weights in all processes: one without a batch left repeats the last, uncounted
+        # under FSDP all processes must call the model, which gathers weights from all: a process that has no
+        # batch left repeats the last one, which does not count
         batch = batches[min(batch_number, len(batches) - 1)].to(device)
         with autocast(t, device):
             loss = model(batch.inputs, batch.targets, documents=batch.documents)
@@ -200,7 +202,7 @@ def train_locked(run_dir: Path, config: Config, corpus: Corpus, process: Process
     # compile the model if that pays; say what is going to be trained
     note = ""
     if should_compile(model, t, process.device):
-        # FSDP2 compiles each layer by itself, as a version of the first
+        # under FSDP2 PyTorch compiles Block.forward again for each layer, and by default stops at 8
         torch._dynamo.config.recompile_limit = 2 * config.model.n_layer + 8     # type: ignore[attr-defined]
         wrapped_model = torch.compile(wrapped_model)
         note = ", compiled"

@@ -38,7 +38,7 @@ class Layer(NamedTuple):
 def read_layers(path: Path) -> list[Layer]:
     """A file and the files that it extends, the outermost parent first. Raises UserError."""
     layers: list[Layer] = []
-    parent: Any = path.name
+    parent: Any = path.name             # first the file itself
     while parent is not None:
         asked = f", which {path} extends" if layers else ""
         path = path.parent / str(parent)
@@ -107,7 +107,8 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, p
         keys = [part for part in one["loc"] if isinstance(part, str) and "[" not in part]
         by_key.setdefault((name, *keys), []).append(one)
     for path, errors in by_key.items():
-        full_name = ".".join((*path[:2], *(path[3:] or path[2:])))      # without the method
+        # position.scaling.METHOD.key without the method; data.mixture.FOLDER as it is
+        full_name = ".".join((*path[:2], *(path[3:] or path[2:])))
         kind = errors[0]["type"]
         value = errors[0]["input"]
         messages = dict.fromkeys(one["msg"].replace("Input should be", "must be") for one in errors)

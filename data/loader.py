@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,15 @@ class Batch:
                 changed[name] = change(value)
         return replace(self, **changed)
 
+    def rows(self, rows: slice) -> Batch:
+        """Some windows of the batch, with the loss_divisor of the whole."""
+        return self.apply(lambda x: x[rows])
+
     def split(self, n: int) -> Iterator[Batch]:
-        """The batch in n parts of equal size, each with the loss_divisor of the whole."""
+        """The batch in n parts of equal size."""
         size = len(self.inputs) // n
         for first in range(0, len(self.inputs), size):
-            yield self.apply(itemgetter(slice(first, first + size)))
+            yield self.rows(slice(first, first + size))
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
@@ -116,7 +119,7 @@ class Corpus:
         if t.positions != "plain":
             whole = replace(whole, positions=training_positions(t, step))
         # the processes take windows in turn: together they have the same batch, however many they are
-        part = whole.apply(lambda x: x[rank::world_size])
+        part = whole.rows(slice(rank, None, world_size))
         # 1 at least: a batch without a scored target has the loss 0
         return replace(part, loss_divisor=max(1, whole.loss_divisor) / world_size)
 
@@ -184,7 +187,7 @@ class Corpus:
     def windows(self, split: str, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Windows: their first tokens, their documents; and how many tokens each document has left.
 
-        Windows that cross documents are inside of one document, which is all of the split.
+        Where windows may cross documents, the whole split counts as one document.
         """
         key = (split, seq_len)
         if key not in self.windows_of:
@@ -287,7 +290,7 @@ class Mixture(Corpus):
         for number in range(first, first + t.batch_size):
             # windows come in mixes of MIX; in each, a shuffled list says which corpus has which window
             mix, place = divmod(number, MIX)
-            if place == 0 or not starts:
+            if place == 0 or not starts:        # a new mix, or the first one of this step
                 rng = np.random.default_rng([t.seed, mix, mix_stream])
                 corpus_of = rng.permutation(np.repeat(np.arange(len(corpora)), counts))         # (MIX,)
             i = int(corpus_of[place])

@@ -57,7 +57,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(study.folder / name for study in STUDIES for name in ("README.md", "tables.md")),
          GPU / "README.md"]
 BASELINE = "rope"
-BITS = PERPLEXITY._replace(y_label="bits per byte", figure=float)
+BITS = PERPLEXITY._replace(y_label="bits per byte", number=float)
 INTERVAL = "{value:+.2f} [{low:+.2f}, {high:+.2f}]"
 MEAN = "{value:+.2f}"
 

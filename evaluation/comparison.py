@@ -33,7 +33,9 @@ def label_runs(runs: Sequence[Run], names: Sequence[str]) -> list[Run]:
     if names and len(names) != len(runs):
         raise UserError(f"--label: given {len(names)} times for {len(runs)} runs; give one for each, in the "
                         "same order")
-    labelled = [run._replace(label=name) for run, name in zip(runs, names, strict=False)] or [*runs]
+    labelled = [*runs]
+    if names:
+        labelled = [run._replace(label=name) for run, name in zip(runs, names, strict=True)]
     for label in dict.fromkeys(run.label for run in labelled):
         check_samples([run for run in labelled if run.label == label])
     return labelled

@@ -93,10 +93,10 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
     # what is to be shown of both
     lowest = float(seeds.min())
     highest = float(seeds.max())
-    shown = mean[:3]
+    shown, shown_low, shown_high = mean.value, mean.low, mean.high
     if is_unstable:
-        shown = (float(np.median(seeds)), lowest, highest)
-    return {"shown": shown[0], "shown_low": shown[1], "shown_high": shown[2], **mean._asdict(),
+        shown, shown_low, shown_high = float(np.median(seeds)), lowest, highest
+    return {"shown": shown, "shown_low": shown_low, "shown_high": shown_high, **mean._asdict(),
             "seed_low": lowest, "seed_high": highest, "seeds": tuple(seeds.tolist()), "n_seeds": n_seeds,
             "unit": unit, "n_units": n_units, "is_unstable": is_unstable}
 

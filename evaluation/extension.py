@@ -27,7 +27,7 @@ from base.errors import UserError, did_you_mean
 from base.schema import Section, describe_choice, explain
 from config import Config
 from evaluation.results import NO_METHOD
-from model import GPT, Attention, shape_of
+from model import GPT, shape_of
 from positions import At, Encoding, NoPE
 from positions.rotary import RoPE
 from positions.scaling import SCALINGS, Scaling
@@ -87,13 +87,14 @@ class Rescaled(Method):
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
         encoding = rotary(model)
         scaling = self.scaling(model, config, T)
-        return scaling.warning(encoding.rotary_dim, encoding.base, config.train.seq_len)
+        L = scaling.original_length or config.train.seq_len
+        return scaling.warning(encoding.rotary_dim, encoding.base, L)
 
 
 class Regrouping(Method):
     """Pairs of query and key that are not near, see `first_near`, get other positions, or are masked."""
 
-    hides: ClassVar[str] = ""   # if it masks keys: its option, how many first keys every query sees
+    hides: ClassVar[str] = ""   # if it masks keys: the name of its option for how many first keys all see
 
     def near(self, L: int) -> int:
         """Distance in tokens below which every pair is near."""
@@ -111,9 +112,9 @@ class Regrouping(Method):
         scaling = getattr(model.active(), "scaling", None)
         if scaling is not None and scaling.is_dynamic:
             return f"cannot be combined with {scaling.method}, whose frequencies depend on the length"
-        if model.active().rotates_values:
+        if model.active().turns_values:
             return "cannot be combined with position.rotate_values"
-        if self.hides and any(a.window or a.chunk for a in attentions(model)):
+        if self.hides and any(a.window or a.chunk for a in model.attentions()):
             return "needs model.window and model.chunk unset: no token before a window is seen"
         return super().problem(model, config, T)
 
@@ -149,8 +150,9 @@ class Regrouped(Wrapper):
         return at._replace(q_pos=q_pos, k_pos=k_pos, first_distance=None)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
-        at = At(q_pos, k_pos, 0, None)
-        return super().tables(*(at if self.method.hides else self.far(at))[:2])
+        if not self.method.hides:
+            q_pos, k_pos = self.method.far(q_pos, k_pos, self.L, self.T)
+        return self.inner.tables(q_pos, k_pos)
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
         return self.inner.rotate(q, k, at if self.method.hides else self.far(at))
@@ -159,16 +161,23 @@ class Regrouped(Wrapper):
         n = at.k_pos[:, None, None]                                     # (1 or B, 1, 1, Tk)
         first_near = self.method.first_near(at.q_pos, self.L)[:, None, :, None]         # (1 or B, 1, Tq, 1)
         is_near = n >= first_near                                       # (1 or B, 1, Tq, Tk)
-        # every pair is scored at its usual positions, then some keys at the special ones
-        usual, special, is_special, needs_all = self.far(at), at, is_near, False
+        # every pair is scored at its usual positions, then special keys at the other ones, except for pairs
+        # that keep their first score
         if self.method.hides:
-            is_first = n < getattr(self.method, self.method.hides)
+            is_special = n < getattr(self.method, self.method.hides)
             # masked before `scores`: an encoding may count the keys that it sees
-            logits = logits.masked_fill(~(is_first | is_near), -torch.inf)
-            usual, special, is_special = at, self.far(at), is_first
+            logits = logits.masked_fill(~(is_special | is_near), -torch.inf)
+            usual, special = at, self.far(at)
+            is_kept = is_near
             needs_all = self.inner.has_scores or at.features is not None
+        else:
+            is_special = is_near
+            usual, special = self.far(at), at
+            is_kept = ~is_near
+            needs_all = False
         scored = self.inner.scores(logits, q, k, usual)                 # (B, H, Tq, Tk)
-        if not self.is_relative or not is_special.any():              # without: far positions mean nothing
+        # to an encoding that is not relative, other positions would say something else than a distance
+        if not self.is_relative or not is_special.any():
             return scored
 
         # of the keys alone that some row scores again
@@ -183,8 +192,7 @@ class Regrouped(Wrapper):
         rescored = (q_rotated @ k_rotated.mT).to(logits.dtype) / q.shape[-1]**0.5
         rescored = rescored.masked_fill(logits[..., keys].isneginf(), -torch.inf)
         rescored = self.inner.scores(rescored, q, k, special)
-        is_kept = is_near[..., keys] == bool(self.method.hides)
-        scored[..., keys] = torch.where(is_kept, scored[..., keys], rescored)
+        scored[..., keys] = torch.where(is_kept[..., keys], scored[..., keys], rescored)
         return scored
 
 
@@ -204,8 +212,9 @@ class ReRoPE(Regrouping):
 
     def problem(self, model: GPT, config: Config, T: int) -> str | None:
         largest = config.train.seq_len - 2      # above it, the default step has no far distance below L
-        if self.step and getattr(self, self.step) is None and (self.window or 0) > largest:
-            return f"window must be at most L - 2 = {largest}, got {self.window}"
+        window = self.near(config.train.seq_len)
+        if self.step and getattr(self, self.step) is None and window > largest:
+            return f"window must be at most L - 2 = {largest}, got {window}"
         return super().problem(model, config, T)
 
 
@@ -285,7 +294,7 @@ class SlidingWindow(Method):
     size: int | None = Field(None, ge=1, description="number of keys that a query sees (default L)")
 
     def apply(self, model: GPT, config: Config, T: int) -> None:
-        for layer in attentions(model):
+        for layer in model.attentions():
             layer.window = min(self.size or config.train.seq_len, layer.window or T)
 
 
@@ -382,13 +391,16 @@ PLAIN = Combination(NO_METHOD, [])  # the model without a method
 
 def parse(spec: str) -> Combination:
     """Parse `METHOD[:key=value,...]`, several joined by +, values as in TOML. Raises UserError."""
-    methods = [make(*part.partition(":")[::2], spec) for part in spec.split("+")]
-    changes = [method.changes for method in methods]
+    methods = []
+    for part in re.split(r"\+(?=[a-z])", spec):     # not at the + of 1e+3
+        method, _, arguments = part.partition(":")
+        methods.append(make(method, arguments, spec))
+    changes = [m.changes for m in methods]
     if len(set(changes)) < len(changes):
         raise UserError(f"--extend {spec}: two methods change the same thing; give each its own --extend")
     if "distances" in changes and any(isinstance(m, Rescaled) and m.method.is_dynamic for m in methods):
         raise UserError(f"--extend {spec}: frequencies that depend on the length need their own --extend")
-    methods.sort(key=lambda method: isinstance(method, Regrouping))     # last: they wrap the encoding
+    methods.sort(key=lambda m: isinstance(m, Regrouping))               # last: they wrap the encoding
     name = re.sub(r"(?<=\[)[^]]*", lambda x: sha256(x[0].encode()).hexdigest()[:6], spec)
     return Combination(name, methods)
 
@@ -418,16 +430,11 @@ def rotary(model: GPT) -> RoPE:
     return model.encoding
 
 
-def attentions(model: GPT) -> list[Attention]:
-    """The attention of each layer."""
-    return [module for module in model.modules() if isinstance(module, Attention)]
-
-
 @contextmanager
 def extended(model: GPT, config: Config, methods: list[Method], T: int) -> Iterator[None]:
     """Apply these methods for evaluation at T tokens; the model is restored afterwards."""
     scaling, before = getattr(model.encoding, "scaling", None), (model.encodings, model.temperature)
-    windows = [(layer, layer.window) for layer in attentions(model)]
+    windows = [(layer, layer.window) for layer in model.attentions()]
     try:
         for method in methods:
             method.apply(model, config, T)

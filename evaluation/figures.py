@@ -255,8 +255,8 @@ def as_shown(curves: pd.DataFrame, form: Form) -> pd.DataFrame:
     """The curves with their scores as the numbers of a form."""
     shown = curves.copy()
     for name in ("shown", "shown_low", "shown_high", "seed_low", "seed_high"):
-        shown[name] = curves[name].map(form.figure)
-    shown["seeds"] = [tuple(map(form.figure, seeds)) for seeds in curves["seeds"]]
+        shown[name] = curves[name].map(form.number)
+    shown["seeds"] = [tuple(map(form.number, seeds)) for seeds in curves["seeds"]]
     return shown
 
 

@@ -64,7 +64,7 @@ def units_of(document: np.ndarray, end: np.ndarray, tokens: np.ndarray) -> Units
         return Units("documents", len(names), unit)
     order = np.lexsort((end, document))
     start = end - tokens
-    is_apart = ~(start[order][1:] < end[order][:-1])
+    is_apart = ~(start[order][1:] < end[order][:-1])                    # true of NaN; >= would be false
     is_next = is_apart | (np.diff(document[order]) != 0)
     unit[order] = np.append(0, is_next.cumsum())
     n = int(unit.max()) + 1
@@ -139,8 +139,9 @@ def two_way_share(found: np.ndarray, trials: np.ndarray, other: np.ndarray | Non
         return np.concatenate((x, np.tile(size * np.array(added), (len(x), 1))), axis=1)
 
     if other is None:
-        wide, lowest = two_way(padded(found, 1, 1, 0, 0), np.append(trials, [size] * 4)), 0.0
+        wide = two_way(padded(found, 1, 1, 0, 0), np.append(trials, [size] * 4))
         value = float(found.sum() / len(found) / trials.sum())
+        lowest = 0.0
     else:
         wide = two_way(padded(found, 1, 0), np.append(trials, [size] * 2), other=padded(other, 0, 1),
                        is_paired=is_paired)

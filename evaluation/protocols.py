@@ -194,12 +194,13 @@ class Fixed(Protocol):
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         """With the truncated control: the plain model with the last L tokens of each target."""
         measured = e.table[e.table.protocol == "fixed"]
-        truncated = measured.truncated_nll.to_numpy()       # the same under each method and at each length
-        if measured.empty:                                  # without a method, which comes first
+        if measured.empty:                                  # so no method acts: the plain model comes first
             truncated = self.truncated_nll(e)
             e.seconds = 0.0                                 # the control's time does not count
         windows, losses = in_blocks(e, length, e.score_ended(length))
-        return e.rows(windows, losses, truncated_nll=truncated[:len(windows)])
+        if not measured.empty:                              # the same under each method and at each length
+            truncated = measured.truncated_nll.to_numpy()[:len(windows)]
+        return e.rows(windows, losses, truncated_nll=truncated)
 
     def truncated_nll(self, e: Evaluation) -> np.ndarray:
         """Loss of each block (blocks,), where each target has its own last L tokens before it.
@@ -431,7 +432,7 @@ class Retrieval(Answering):
 
     def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:
         """At each depth, with the same facts at every length and depth."""
-        def draws() -> list[np.random.Generator]:
+        def draws() -> list[np.random.Generator]:           # new ones each time: drawing facts uses them up
             trials = range(max(1, e.settings.windows // 4))
             return [np.random.default_rng([e.settings.seed, trial]) for trial in trials]
 
@@ -500,7 +501,7 @@ def measure(e: Evaluation) -> Iterator[pd.DataFrame]:
 
 def target_settings(e: Evaluation) -> dict[str, dict[str, int | str | None]]:
     """Protocol -> the settings that decide its targets. Evaluations with equal settings can be merged."""
-    # older results have no `truncated`: in one window of L
+    # results without `truncated` are older: their control was one window of L, so they cannot be merged
     values = {**e.settings._asdict(), "length": max(e.possible), "truncated": "per target"}
     return {name: {key: values[key] for key in PROTOCOLS[name].target_settings}
             for name in e.settings.protocols}

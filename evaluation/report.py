@@ -64,15 +64,15 @@ class Section(NamedTuple):
 def cell(row: Any, form: Form, L: int, is_brief: bool) -> str:
     """The HTML of a number: what is shown, its interval and, beyond L, the range of seeds."""
     def text(score: float) -> str:
-        return format(form.figure(score), form.number_format).removesuffix(".")
+        return format(form.number(score), form.number_format).removesuffix(".")
 
     shown = f"<b>{text(row.shown)}</b>" if row.is_better else text(row.shown)
     lines = []
     if not row.is_unstable and not math.isnan(row.low):
-        low, high = sorted((row.low, row.high), key=form.figure)
+        low, high = sorted((row.low, row.high), key=form.number)
         lines.append(f"[{text(low)}, {text(high)}]")
     if row.is_unstable or (row.length > L and len(row.seeds) > 1):
-        low, high = sorted((row.seed_low, row.seed_high), key=form.figure)
+        low, high = sorted((row.seed_low, row.seed_high), key=form.number)
         lines.append(f"{text(low)} ... {text(high)}")
     if is_brief or not lines:
         return shown

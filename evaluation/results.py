@@ -72,7 +72,8 @@ def make_table(**columns: Any) -> pd.DataFrame:
     assert columns.keys() <= COLUMNS.keys()
     defaults = {"str": "", "int": 0, "float": math.nan}
     values = {name: columns.get(name, defaults[kind]) for name, kind in COLUMNS.items()}
-    return pd.DataFrame(values, index=None if columns else range(0)).astype(COLUMNS)
+    index = None if columns else range(0)           # without columns there are no rows
+    return pd.DataFrame(values, index=index).astype(COLUMNS)
 
 
 def join(*tables: pd.DataFrame) -> pd.DataFrame:
@@ -162,7 +163,7 @@ class Form(NamedTuple):
     y_label: str
     number_format: str
     score: Score
-    figure: Callable[[float], float] = float    # the number that is shown, from the score
+    number: Callable[[float], float] = float    # the number that is shown, from the score
     is_difference: bool = False                 # figures have a line at 0
 
 

@@ -219,7 +219,7 @@ class Evaluation:
         return losses
 
     def losses_at(self, tokens: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The function below; with data.bos, as in training, the separator is first in each window."""
+        """`losses_at` of the module; under data.bos windows begin with the separator, as in training."""
         if self.config.data.bos:
             tokens = tokens.copy()
             tokens[:, 0] = self.tokenizer.separator

@@ -34,11 +34,12 @@ def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: floa
     """
     H, D, P = q.shape[1], q.shape[3], len(distance)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    # one query at position 0, and a key at minus each distance, all of zeros
+    # one query of zeros at position 0, and for each distance d a key of zeros at -d
     logits = torch.full((1, H, 1, P), logit, device=q.device, dtype=dtype)
     zero = q.new_zeros(())
     q, k = zero.expand(1, H, 1, D), zero.expand(1, H, P, D)
     q_pos = torch.zeros_like(distance[None, :1])
+    # a temperature multiplies q, so it must get one n_before
     at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=torch.zeros_like(q_pos))
     return encoding.scores(logits, q, k, at)[0, :, 0]
 
@@ -120,8 +121,8 @@ class ALiBi(Encoding):
         self.log_slopes = None                                          # (H,)
         if options.learned:
             self.log_slopes = nn.Parameter(self.slopes(shape.n_head).log())
-        # the gradients of folded slopes would be small differences of large sums, lost in bf16
-        self.max_fold_queries = 0 if options.learned else ALiBi.max_fold_queries
+            # the gradients of folded slopes would be small differences of large sums, lost in bf16
+            self.max_fold_queries = 0
 
     @staticmethod
     def slopes(n_head: int) -> Tensor:
@@ -204,20 +205,18 @@ class T5(Encoding):
         self.table = nn.Embedding(self.num_buckets, shape.n_head)
         nn.init.normal_(self.table.weight, std=shape.n_embd**-0.5)
 
-    @staticmethod
-    def bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    def bucket(self, distance: Tensor) -> Tensor:
         """Distances, integers >= 0 -> buckets 0 ... num_buckets - 1. In fp32, to round as T5 does."""
-        n_exact = num_buckets // 2
+        n_exact = self.num_buckets // 2
         far = torch.log(distance.clamp(min=n_exact).float() / n_exact)
-        share = far / math.log(max_distance / n_exact)                  # 0 at n_exact, 1 at max_distance
-        shared_bucket = n_exact + (share * (num_buckets - n_exact)).long()
-        shared_bucket = shared_bucket.clamp(max=num_buckets - 1)
+        share = far / math.log(self.max_distance / n_exact)             # 0 at n_exact, 1 at max_distance
+        shared_bucket = n_exact + (share * (self.num_buckets - n_exact)).long()
+        shared_bucket = shared_bucket.clamp(max=self.num_buckets - 1)
         return torch.where(distance < n_exact, distance, shared_bucket)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         distance = torch.arange(self.max_distance + 1, device=q_pos.device)     # the last: and all beyond
-        buckets = self.bucket(distance, self.num_buckets, self.max_distance)
-        return self.table(buckets).T                                    # (H, max_distance + 1)
+        return self.table(self.bucket(distance)).T                      # (H, max_distance + 1)
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         distance = at.distance()[:, 0].clamp(max=self.max_distance)     # (1 or B, Tq, Tk)
@@ -254,7 +253,7 @@ class KerpleLog(Kerple):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         p, a = at.tables
-        return logits + -p * torch.log1p(a * at.distance())
+        return logits - p * torch.log1p(a * at.distance())
 
 
 class KerplePower(Kerple):
@@ -268,7 +267,7 @@ class KerplePower(Kerple):
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         p, a = at.tables
-        return logits + -a * at.distance() ** p
+        return logits - a * at.distance() ** p
 
 
 class BAM(Encoding):
@@ -292,7 +291,8 @@ class BAM(Encoding):
         self.beta = nn.Parameter(torch.ones(shape.n_layer, shape.n_head))
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
-        s, beta = (x[at.layer][:, None, None] for x in (self.s, self.beta))     # (H, 1, 1)
+        s = self.s[at.layer][:, None, None]                             # (H, 1, 1)
+        beta = self.beta[at.layer][:, None, None]
         log_distance = (at.distance() + 1e-5).log()                     # (1 or B, 1, Tq, Tk)
         return logits - (s + beta * log_distance).clamp(max=80).exp()
 

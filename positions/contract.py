@@ -37,7 +37,7 @@ class At(NamedTuple):
     tables: Any  # what `tables` returned for this forward
     features: Any = None  # what `mix` returned for all the keys, (B, H, Tk, F), or None
     n_before: Tensor | None = None  # tokens before each query in its document, (1 or B, Tq)
-    # set if positions are consecutive within each document: index of the first query - that of the first key.
+    # set if positions are consecutive within each document: how far the first query is after the first key.
     # Query i and key j are then first_distance + i - j apart. None: compute distances from q_pos and k_pos
     first_distance: int | None = None
 
@@ -72,8 +72,8 @@ class Options(BaseModel):
         "none", description="factor on the query of a document's token m, from 0, that sees n keys. log_n: "
                             "max(1, ln n / ln L) (Su); ssmax: s ln n, with a learned s for each layer and "
                             "head (Nakanishi 2025); llama4: 1 + 0.1 ln(1 + floor((m + 1) / L)); affine: s "
-                            "ln n + b, learned for "
-                            "each layer and head, s = 0 and b = 1 at first (Mistral Large 4)")
+                            "ln n + b, learned for each layer and head, s = 0 and b = 1 at first (Mistral "
+                            "Large 4)")
     temperature_layers: Literal["all", "encoded", "unencoded"] = Field(
         "all", description="layers in which a temperature, also one of --extend, acts: all, those with the "
                            "encoding, or those without (Llama 4; SWAN-GPT, 2025: log_n there alone)")
@@ -142,7 +142,7 @@ class Encoding(nn.Module):
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
     # least and largest value of parameters, None for no limit; `clamp` keeps them there
     bounds: ClassVar[dict[str, tuple[float | None, float | None]]] = {}
-    rotates_values: bool = False    # do `turn_values` and `turn_back` change anything?
+    turns_values: bool = False  # do `turn_values` and `turn_back` change anything?
     tempers_bias: bool = False      # scores = logits + bias, and a temperature multiplies the bias too
 
     # what attention may assume of `scores`, to take a faster path; f and g are any functions of the distance,
@@ -198,17 +198,18 @@ class Encoding(nn.Module):
         return q, k
 
     def turn_values(self, v: Tensor, at: At) -> Tensor:
-        """Values (B, G, Tk, D) before attention. See rotates_values."""
+        """Values (B, G, Tk, D) before attention. See turns_values."""
         return v
 
     def turn_back(self, y: Tensor, at: At) -> Tensor:
-        """Results of attention (B, H, Tq, D) -> what the output matrix reads. See rotates_values."""
+        """Results of attention (B, H, Tq, D) -> what the output matrix reads. See turns_values."""
         return y
 
     def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
         """Logits of a block, q k^T / sqrt(D), (B, H, Tq, Tk), fp32 or fp64 -> the new ones.
 
-        Under `by_distance` it is also called for distances alone: logits (1, H, 1, P), q and k of zeros.
+        Under by_distance or scales_by_distance it is also called for distances alone: logits (1, H, 1, P),
+        all 0 or all 1, q and k of zeros.
         Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
         there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,
         Tq, D), times the temperature if there is one, and k (B, H, Tk, D) are unrotated. Attention is then an
@@ -218,7 +219,7 @@ class Encoding(nn.Module):
         return logits
 
     def fold(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        """Further channels of q and k, whose product is what `scores` adds, times sqrt(D).
+        """The inputs with further channels, whose product is sqrt(D) times what `scores` adds.
 
         It may differ from it by a constant along each row, which vanishes in the softmax. Attention is then
         the fused kernel where that pays. See max_fold_queries.

@@ -95,7 +95,6 @@ class RoPE(Encoding):
     # A subclass gets every scaling and every method of --extend, if its options subclass RotaryOptions. It
     # overrides `frequencies` or `rotate`, or `tables`, if its layers differ.
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
-    angles = staticmethod(rope.angles)      # positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)
     spectrum = "geometric"
 
     def __init__(self, shape: Shape, options: RotaryOptions) -> None:
@@ -109,7 +108,7 @@ class RoPE(Encoding):
         self.local_base, self.local_scaling = options.base, options.scaling
         if isinstance(options, RoPEOptions):
             self.spectrum = options.spectrum
-            self.rotates_values = options.rotate_values
+            self.turns_values = options.rotate_values
             if options.local_base:
                 local_layers = shape.local_layers
                 self.local_base, self.local_scaling = options.local_base, None
@@ -132,7 +131,8 @@ class RoPE(Encoding):
         if scaling is None:
             f, factor = rope.inv_freq(self.rotary_dim, base, device=k_pos.device), 1.0
         else:
-            f, factor = scaling.frequencies(self.rotary_dim, base, self.seq_len, k_pos)
+            L = scaling.original_length or self.seq_len
+            f, factor = scaling.frequencies(self.rotary_dim, base, L, k_pos)
         return self.frequencies(f), factor
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> list[tuple[Any, ...]]:
@@ -148,6 +148,10 @@ class RoPE(Encoding):
             tables.append(table_of[differs])
         return tables
 
+    def angles(self, positions: Tensor, f: Tensor) -> Tensor:
+        """Positions (1 or B, T), f (R/2,) -> radians (1 or B, T, R/2)."""
+        return rope.angles(positions, f)
+
     def cos_and_sin(self, q_pos: Tensor, k_pos: Tensor, f: Tensor, factor: float) -> tuple[Any, ...]:
         """The cosines and sines of queries, then of keys, (1 or B, 1, T, R/2) each, times the factor."""
         q_angle = self.angles(q_pos, f)[:, None]
@@ -162,14 +166,14 @@ class RoPE(Encoding):
 
     def turn_values(self, v: Tensor, at: At) -> Tensor:
         """Rotate values (B, G, Tk, D) as keys, under rotate_values."""
-        if not self.rotates_values:
+        if not self.turns_values:
             return v
         _, _, cos, sin = at.tables[at.layer]
         return rope.turn(v, cos, sin, self.layout)
 
     def turn_back(self, y: Tensor, at: At) -> Tensor:
         """Rotate the results (B, H, Tq, D) back from the positions of their queries, under rotate_values."""
-        if not self.rotates_values:
+        if not self.turns_values:
             return y
         cos, sin, _, _ = at.tables[at.layer]
         square = cos**2 + sin**2                # a scaling's factor squared: values and results have one each
@@ -207,13 +211,13 @@ class RoPE2D(RoPE):
         super().__init__(shape, options)
         self.prompt, self.is_relative = options.prompt, not options.prompt
 
-    def angles(self, positions: Tensor, inv_freq: Tensor) -> Tensor:    # type: ignore[override]
+    def angles(self, positions: Tensor, f: Tensor) -> Tensor:
         """Positions (1 or B, T) -> radians (1 or B, T, R): first the pairs of one axis, then of the other."""
         in_prompt = in_answer = positions
         if self.prompt:
             in_prompt = positions.clamp(max=self.prompt - 1)
             in_answer = (positions - self.prompt + 1).clamp(min=0)
-        return torch.cat((rope.angles(in_prompt, inv_freq), rope.angles(in_answer, inv_freq)), dim=-1)
+        return torch.cat((rope.angles(in_prompt, f), rope.angles(in_answer, f)), dim=-1)
 
 
 class PRoPEOptions(RotaryOptions):
@@ -348,11 +352,18 @@ class FoPE(RoPE):
         return *super().cos_and_sin(q_pos, k_pos, f[:M], factor), factor
 
     def rotate(self, q: Tensor, k: Tensor, at: At) -> tuple[Tensor, Tensor]:
-        *waves, factor = at.tables[at.layer]
-        n_constant = self.rotary_dim // 2 - self.cos_mixture.shape[3]
-        with torch.autocast(q.device.type, enabled=False):
-            q_cos, q_sin, k_cos, k_sin = (
-                F.pad(wave @ mixture[at.layer].to(wave.dtype), (0, n_constant), value=factor)
-                for wave, mixture in zip(waves, (self.cos_mixture, self.sin_mixture) * 2, strict=True))
+        q_cos, q_sin, k_cos, k_sin, factor = at.tables[at.layer]
+        cos_mixture = self.cos_mixture[at.layer]                        # (H, M, N)
+        sin_mixture = self.sin_mixture[at.layer]
+        q_cos = self.mixed(q_cos, cos_mixture, factor)
+        q_sin = self.mixed(q_sin, sin_mixture, factor)
+        k_cos = self.mixed(k_cos, cos_mixture, factor)
+        k_sin = self.mixed(k_sin, sin_mixture, factor)
         k = for_each_head(k, q.shape[1])                                # (B, H, Tk, D)
         return rope.turn(q, q_cos, q_sin, self.layout), rope.turn(k, k_cos, k_sin, self.layout)
+
+    def mixed(self, waves: Tensor, mixture: Tensor, factor: float) -> Tensor:
+        """Waves (1 or B, 1, T, M) mixed by (H, M, N), then the constant pairs: (1 or B, H, T, R/2)."""
+        n_constant = self.rotary_dim // 2 - mixture.shape[-1]
+        with torch.autocast(waves.device.type, enabled=False):
+            return F.pad(waves @ mixture.to(waves.dtype), (0, n_constant), value=factor)

@@ -47,7 +47,7 @@ class Scaling(BaseModel):
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         """Frequency of each pair of `dim` = R channels, (R/2,), and a factor on cos and sin.
 
-        L is the training length; `original_length` overrides it. k_pos, of any shape, holds the positions of
+        L is original_length or, without it, the training length. k_pos, of any shape, holds the positions of
         the keys. Methods that depend on the length take T = its maximum + 1, which waits for the device.
         """
         raise NotImplementedError
@@ -56,7 +56,7 @@ class Scaling(BaseModel):
         """What is wrong with these options for `dim` channels, or None."""
         return None
 
-    def unless_above(self, upper: str, lower: str) -> str | None:
+    def problem_of_order(self, upper: str, lower: str) -> str | None:
         """The problem if the option `upper` is not above the option `lower`."""
         high, low = getattr(self, upper), getattr(self, lower)
         return None if high > low else f"{upper} must be above {lower} = {low:g}, got {high:g}"
@@ -112,7 +112,7 @@ class DynamicNTK(Scaling):
         description="a; 1: T tokens are rotated as by ntk with s = T / L; larger stretches more")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        T, L = int(k_pos.max()) + 1, self.original_length or L
+        T = int(k_pos.max()) + 1
         factor = 1 + self.factor * max(0, T - L) / L                    # this order: exactly 1 at T <= L
         return rope.inv_freq(dim, enlarged(base, dim, factor), device=k_pos.device), 1.0
 
@@ -153,7 +153,6 @@ class YaRN(Scaling):
         None, gt=0, description="factor on cos and sin (default: 0.1 ln s + 1)")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        L = self.original_length or L
         low = pair_that_turns(self.beta_fast, dim, base, L)
         high = pair_that_turns(self.beta_slow, dim, base, L)
         if self.truncate:
@@ -169,14 +168,15 @@ class YaRN(Scaling):
         return f, self.attention_factor or yarn_attention_factor(self.factor)
 
     def problem(self, dim: int) -> str | None:
-        return self.unless_above("beta_fast", "beta_slow")
+        return self.problem_of_order("beta_fast", "beta_slow")
 
     def warning(self, dim: int, base: float, L: int) -> str | None:
-        L = self.original_length or L
-        turns = L / (2 * math.pi) * base ** (-2 * (dim // 8) / dim)     # of the pair at a quarter
-        return None if pair_that_turns(self.beta_fast, dim, base, L) >= 1 else (
-            f"yarn: beta_fast = {self.beta_fast:g} keeps only the fastest pair at L = {L}; lower it, to "
-            f"{turns:.2g} for a quarter of the pairs, and keep beta_slow below that")
+        if pair_that_turns(self.beta_fast, dim, base, L) >= 1:
+            return None
+        i = dim // 8                                                    # after a quarter of the R/2 pairs
+        turns = L / (2 * math.pi) * base ** (-2 * i / dim)
+        return (f"yarn: beta_fast = {self.beta_fast:g} keeps only the fastest pair at L = {L}; lower it, to "
+                f"{turns:.2g} for a quarter of the pairs, and keep beta_slow below that")
 
 
 class Llama3(Scaling):
@@ -197,12 +197,12 @@ class Llama3(Scaling):
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         f = rope.inv_freq(dim, base, device=k_pos.device)
-        turns = (self.original_length or L) * f / (2 * math.pi)
+        turns = L * f / (2 * math.pi)
         g = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return torch.lerp(f / self.factor, f, g.clamp(0, 1)), 1.0
 
     def problem(self, dim: int) -> str | None:
-        return self.unless_above("high_freq_factor", "low_freq_factor")
+        return self.problem_of_order("high_freq_factor", "low_freq_factor")
 
 
 class LongRoPE(Scaling):
@@ -220,9 +220,9 @@ class LongRoPE(Scaling):
     long_factor: LongRoPEFactors = Field(description="lambda_i at T > L, one for each of the R/2 pairs")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
-        L = self.original_length or L
+        T = int(k_pos.max()) + 1
         f = rope.inv_freq(dim, base, device=k_pos.device)
-        factors = self.long_factor if int(k_pos.max()) + 1 > L else self.short_factor
+        factors = self.long_factor if T > L else self.short_factor
         return f / f.new_tensor(factors), math.sqrt(1 + math.log(self.factor) / math.log(L))
 
     def problem(self, dim: int) -> str | None:
@@ -249,7 +249,7 @@ class MrRoPE(Scaling):
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         f = rope.inv_freq(dim, base, device=k_pos.device)
-        turns = (self.original_length or L) * f / (2 * math.pi)         # falls with i
+        turns = L * f / (2 * math.pi)                                   # falls with i
         low = (turns > self.beta_fast).sum().sub(1).clamp(min=0)
         n = ((turns >= self.beta_slow).sum() - low).clamp(min=1)
         m = (torch.arange(len(f), device=f.device) - low).clamp(min=0).minimum(n)
@@ -257,7 +257,7 @@ class MrRoPE(Scaling):
         return f, yarn_attention_factor(self.factor)
 
     def problem(self, dim: int) -> str | None:
-        return self.unless_above("beta_fast", "beta_slow")
+        return self.problem_of_order("beta_fast", "beta_slow")
 
 
 class Base(Scaling):

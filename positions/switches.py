@@ -113,9 +113,9 @@ TEMPERATURES: dict[str, type[Temperature]] = {
 
 
 class Wrapper(Encoding):
-    """An encoding that delegates each hook to `inner`; subclasses override some.
+    """An encoding that delegates each hook of the layers to `inner`; subclasses override some.
 
-    The flags for faster paths are off unless a subclass sets them: always correct.
+    The flags for faster paths are off unless a subclass sets them: always correct. `embed` is not called.
     """
 
     def __init__(self, inner: Encoding) -> None:
@@ -123,11 +123,6 @@ class Wrapper(Encoding):
         self.inner = inner
         self.has_scores = True
         self.is_relative = inner.is_relative
-        self.max_length = inner.max_length
-        self.rotates_values = inner.rotates_values
-
-    def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.inner.embed(x, positions)
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> Any:
         return self.inner.tables(q_pos, k_pos)
@@ -213,13 +208,13 @@ def encodings_of(options: Options, encoding: Encoding, no_encoding: NoPE, temper
 
     Layers of the same kind share one, so that its tables are computed once.
     """
-    def wrapped(encoding: Encoding, kind: str) -> Encoding:
+    def wrapped(inner: Encoding, kind: str) -> Encoding:
         has_temperature = not isinstance(temperature, NoTemperature)
         if has_temperature and options.temperature_layers in ("all", kind):
-            encoding = Tempered(encoding, temperature)
+            inner = Tempered(inner, temperature)
         if options.scale_invariant:
-            encoding = ScaleInvariant(encoding, options.scale_invariant)
-        return encoding
+            inner = ScaleInvariant(inner, options.scale_invariant)
+        return inner
 
     encoded = wrapped(encoding, "encoded")
     unencoded = wrapped(no_encoding, "unencoded")

@@ -44,7 +44,7 @@ class State:
     n_bad: int = 0                                      # bad steps in a row; a float16 overflow is none
     best: tuple[int, float] | None = None               # step and validation loss of run.keep_best
     scaler: dict[str, Any] = field(default_factory=dict)        # state of the GradScaler
-    dtype: str | None = None
+    dtype: str | None = None                            # of matrix products at the last start
     revisions: list[str] = field(default_factory=list)  # commits whose code has trained it, in order
     init_sha256: str | None = None                      # checksum of the weights of train.init_from
     sha256: dict[str, str] = field(default_factory=dict)        # checksum of each file
@@ -148,7 +148,7 @@ def load_checkpoint(run_dir: Path, model: GPT, optimizer: Optimizer | None = Non
 
 
 class Opened(NamedTuple):
-    """A run at its newest checkpoint, or a Hugging Face folder, which has neither state nor corpus."""
+    """A run at one of its checkpoints, or a Hugging Face folder, which has neither state nor corpus."""
 
     model: GPT
     config: Config

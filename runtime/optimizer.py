@@ -48,7 +48,7 @@ class Muon(Optimizer):
         adamw.state = self.state
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update each parameter that has a gradient, matrices of one shape together."""
         self.adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self.adamw.step()
@@ -70,8 +70,8 @@ class Muon(Optimizer):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         # under FSDP2 these are DTensors: what is computed of them is sharded in the same way
         averages = [self.state[p]["momentum_buffer"] for p in matrices]
-        # (N, ..., rows, columns)
-        grad = torch.stack([p.grad for p in matrices])                  # type: ignore[misc]
+        grads: list[Any] = [p.grad for p in matrices]
+        grad = torch.stack(grads)                                       # (N, ..., rows, columns)
         is_skipped = torch.zeros((), dtype=torch.bool, device=grad.device)
         if self.found_inf is not None:
             is_skipped = self.found_inf > 0
@@ -139,10 +139,11 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
             role = "matrices"
         groups[role]["params"].append(p)
 
-    matrices = groups.pop("matrices") if t.optimizer == "muon" else None
-    adamw = AdamW(groups.values(), lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+    betas = (t.beta1, t.beta2)
     if t.optimizer == "adamw":
-        return adamw
-    assert matrices is not None, "a new optimizer needs a branch here"
+        return AdamW(groups.values(), lr=t.lr, betas=betas, fused=True)
+    assert t.optimizer == "muon", "a new optimizer needs a branch here"
+    matrices = groups.pop("matrices")
+    others = AdamW(groups.values(), lr=t.lr, betas=betas, fused=True)
     dtype = pick_dtype(t.dtype, model.embedding.weight.device)
-    return Muon(matrices.pop("params"), adamw, **matrices, lr=t.lr, momentum=t.beta1, dtype=dtype)
+    return Muon(matrices.pop("params"), others, **matrices, lr=t.lr, momentum=t.beta1, dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import signal
@@ -186,8 +187,9 @@ def open_corpus(config: Config) -> tuple[Config, Corpus]:
 
 def with_vocabulary(config: Config, needed: int) -> Config:
     """The config with model.vocab_size, for a corpus of `needed` tokens. Raises UserError if it has less."""
-    # a multiple of 64 makes a large vocabulary's products faster on GPUs: 50,304 for GPT-2's 50,257
-    padded = needed + -needed % 64 if needed > 2**12 else needed
+    padded = needed
+    if needed > 2**12:      # a multiple of 64 is faster on GPUs: 50,304 for GPT-2's 50,257
+        padded = 64 * math.ceil(needed / 64)
     size = config.model.vocab_size or padded
     if size < needed:
         raise UserError(f"model.vocab_size: {size}, but {config.data.dir} has {needed} tokens; remove the "
@@ -238,9 +240,7 @@ def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer
                     dtype: str, revision: str) -> State:
     """The state of the newest checkpoint, or of a start from the initialisation or train.init_from."""
     run_dir = Path(config.run.dir)
-    state = None
-    if (run_dir / "checkpoints").exists():
-        state = checkpoint.load_checkpoint(run_dir, model, optimizer)
+    state = checkpoint.load_checkpoint(run_dir, model, optimizer)
     if state is None:
         state = State(dtype=dtype)
         if config.train.init_from:
@@ -248,10 +248,12 @@ def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer
     else:
         echo(f"resuming {run_dir} at step {state.step}")
         model.set_step(state.step)
-    earlier = state.revisions[-1:]          # the code of the last start
-    if earlier != [revision]:
+    is_first = not state.revisions
+    is_other_code = not is_first and state.revisions[-1] != revision
+    is_other_dtype = state.dtype not in (None, dtype)       # None: a checkpoint of older code
+    if is_first or is_other_code:
         state.revisions = [*state.revisions, revision]
-    if state.dtype not in (None, dtype) or earlier not in ([], [revision]):
+    if is_other_code or is_other_dtype:
         echo(f"warning: resumed with another dtype or other code: {state.dtype} -> {dtype}, "
              f"{state.revisions}")
     state.dtype = dtype
@@ -265,8 +267,9 @@ def describe(config: Config, corpus: Corpus | None, model: GPT, process: Process
     n_tokens = t.steps * t.batch_size * t.seq_len
     keys = p.model_dump(exclude_defaults=True, exclude={"encoding"})
     options = "".join(f"{key} {value}, " for key, value in keys.items())
+    # which documents there are has no part in the choice of a path
     documents = torch.zeros(1, t.seq_len) if config.data.cross_documents == "mask" else None
-    mask = Mask(documents=documents, is_consecutive=t.positions == "plain")
+    mask = Mask(documents=documents, has_plain_positions=t.positions == "plain")
     dtype = pick_dtype(t.dtype, process.device)
     paths = describe_paths(model, mask, t.seq_len, dtype, process.device)
     if corpus:

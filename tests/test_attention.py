@@ -236,7 +236,7 @@ def test_lengths_that_change_share_one_graph(dtype: torch.dtype, name: str, tiny
 def test_the_paths_of_the_layers_are_said(tiny) -> None:
     def paths(*options: str, T: int = 32, dtype: torch.dtype = torch.float32) -> str:
         model = GPT(tiny(*options))
-        return attention.describe_paths(model, Mask(is_consecutive=True), T, dtype, torch.device("cpu"))
+        return attention.describe_paths(model, Mask(has_plain_positions=True), T, dtype, torch.device("cpu"))
 
     assert paths("rope") == "fused"
     assert paths("rope", dtype=torch.bfloat16) == paths("alibi") == paths("t5") == "explicit softmax"

@@ -178,6 +178,7 @@ def test_out_of_memory_is_one_line(capsys) -> None:
     (["position.fraction=0.1"], "position.fraction"),
     (["data.mixture={x=0.3}"], "data.mixture"),
     (["data.mixture={a=0.5,b=0.5}"], "data.mixture"),
+    (["data.mixture={a=0.4995,b=0.4999}"], "data.mixture"),     # 500 and 500 windows of 1,000
     (["data.mixture={a=0.0005}"], "data.mixture.a"),        # 0.001 is the smallest that windows can have
     (["data.mixture_only=4"], "data.mixture_only"),
 ])
@@ -225,6 +226,7 @@ def test_what_was_removed_is_one_line_that_names_the_tag_unless_it_is_off(tmp_pa
         assert line.startswith(f"{name} on the command line: was removed") and "before-air" in line
         if not value:       # the config.toml of an old run has it, off
             assert load_config(path, [f"{name}=false"]) == load_config(path)
+            assert load_config(path, [f"{name}="]) == load_config(path)
 
 
 def test_an_encoding_may_have_an_option_of_the_name_of_one_that_was_removed(monkeypatch) -> None:

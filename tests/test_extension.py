@@ -231,6 +231,10 @@ def test_specs_are_checked(spec: str, expected: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_plus_in_a_number_does_not_end_a_method() -> None:
+    assert parse("dual_chunk+yarn:factor=1e+1").methods == parse("dual_chunk+yarn:factor=10").methods
+
+
 def test_no_pair_is_further_apart_than_in_training() -> None:
     """With default options, and with the smallest and largest chunks, at any L."""
     m, n = torch.arange(200)[:, None], torch.arange(200)[None]
@@ -250,7 +254,7 @@ REFUSED = [
     ('rope position.scaling={method="dynamic_ntk"}', "rerope"), ("rope position.temperature=log_n", "drope"),
     ("rope model.window=16 model.full_every=2 position.skip_every=2", "yarn"),
     ("rope model.window=16 position.local_base=50.0", "yarn"), ("rope position.rotate_values=true", "rerope"),
-    ("rope", "yarn:beta_fast=0.5"), ("alibi", "yarn"), ("alibi", "rerope"), ("sinusoidal", "lm_infinite"),
+    ("rope", "yarn:beta_fast=0.5"), ("rope train.seq_len=2", "leaky_rerope"), ("alibi", "yarn"), ("alibi", "rerope"), ("sinusoidal", "lm_infinite"),
     ("rope position.rotate_values=true", "sinks"),
     *(("fope", spec) for spec in ("rerope", "self_extend", "dual_chunk", "lm_infinite"))]
 FITTING = [("p_rope", "dual_chunk:chunk=20,window=12"), ("alibi", "sinks"), ("alibi", "lm_infinite"),

@@ -51,7 +51,7 @@ def both(model: GPT, layer: int, theirs: nn.Module, fraction: float = 1.0) -> tu
     mask = CAUSAL
     if window := getattr(theirs, "sliding_window", None):
         mask = CAUSAL + torch.full((T, T), -torch.inf).tril(-window)
-    return (model.blocks[layer].attention(x, encoding, at, Mask(is_consecutive=True)),
+    return (model.blocks[layer].attention(x, encoding, at, Mask(has_plain_positions=True)),
             theirs(x, (cos, sin), mask)[0])
 
 

@@ -539,7 +539,10 @@ def test_a_protocol_of_a_fork_is_in_table_json_help_and_report(evaluated, run_di
     compare.main()
     page = (tmp_path / "report" / "report.html").read_text()
     assert "Perplexity of last tokens</h2>" in page and "after as many tokens as the length has" in page
-    assert "last token of each document" in PROTOCOLS["last_token"].describe()
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--help", "last_token"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "last token of each document" in " ".join(capsys.readouterr().out.split())
 
 
 def test_help_fits_a_screen_and_explains_each_method_and_protocol(monkeypatch, capsys) -> None:

@@ -254,7 +254,8 @@ REFUSED = [
     ('rope position.scaling={method="dynamic_ntk"}', "rerope"), ("rope position.temperature=log_n", "drope"),
     ("rope model.window=16 model.full_every=2 position.skip_every=2", "yarn"),
     ("rope model.window=16 position.local_base=50.0", "yarn"), ("rope position.rotate_values=true", "rerope"),
-    ("rope", "yarn:beta_fast=0.5"), ("rope train.seq_len=2", "leaky_rerope"), ("alibi", "yarn"), ("alibi", "rerope"), ("sinusoidal", "lm_infinite"),
+    ("rope", "yarn:beta_fast=0.5"), ("rope train.seq_len=2", "leaky_rerope"),
+    ("alibi", "yarn"), ("alibi", "rerope"), ("sinusoidal", "lm_infinite"),
     ("rope position.rotate_values=true", "sinks"),
     *(("fope", spec) for spec in ("rerope", "self_extend", "dual_chunk", "lm_infinite"))]
 FITTING = [("p_rope", "dual_chunk:chunk=20,window=12"), ("alibi", "sinks"), ("alibi", "lm_infinite"),

@@ -11,8 +11,8 @@ better without `eval.py --protocol fixed,trigram,repeat`. docs/comparing.md expl
 
 Writes DIR/report.html (one page, opens offline), its figures as SVG, PDF and PNG, estimates.csv (what its
 tables show: minus losses in nats per token, gains and shares, with p before Holm's correction), and all that
-was read: table.parquet (each window and trial), training.parquet (losses in training) and runs.json (configs
-and what was evaluated). So DIR can be compared again when the runs are gone.
+was read: table.parquet (each window and example), training.parquet (losses in training) and runs.json
+(configs and what was evaluated). So DIR can be compared again when the runs are gone.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--targets", type=positive, help="fixed: k, tokens scored (default min(32, L/4))")
     parser.add_argument("--windows", type=positive,
                         help="fixed, position, repeat, copy: number of windows; algorithms: number of "
-                        "trials; retrieval: a quarter as many at each depth (default 32, --extend all: 8)")
+                        "examples; retrieval: a quarter as many at each depth (default 32, --extend all: 8)")
     parser.add_argument("--tokens", type=positive, default=2**16,
                         help="nonoverlap, sliding: tokens scored (default 65536)")
     parser.add_argument("--stride", type=positive, help="sliding: S (default a quarter of each length)")

@@ -5,7 +5,7 @@ a report is a protocol, length and place. Beyond L a run may break where the oth
 does not describe the seeds, their median and range are shown. intervals.py has the formulas, results.py the
 table.
 
-Legend: S seeds, that is runs; windows: windows or trials. Loss in nats per token, L = train.seq_len.
+Legend: S seeds, that is runs; windows: windows or examples. Loss in nats per token, L = train.seq_len.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_sample(rows: pd.DataFrame, score: Score) -> Sample:
     assert S * n_windows == len(rows), "runs with different windows are refused when they are read"
     scores = np.asarray(score.total(rows), dtype=float).reshape(S, n_windows)
     first_run = rows[:n_windows]
-    weight = np.ones(n_windows)                         # trials: each row is one
+    weight = np.ones(n_windows)                         # examples: each row is one
     if score.per in rows:
         weight = first_run[score.per].to_numpy(float)
     targets = tuple(first_run[name].to_numpy(float) for name in ("document", "end", "tokens"))
@@ -88,7 +88,7 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
         subtracted = units.sums(baseline.scores) if baseline is not None else None
         mean = method(units.sums(sample.scores), units.sums(sample.weight), subtracted, is_paired)
         if sample.score == FOUND:
-            unit = "trials"
+            unit = "examples"
 
     # what is to be shown of both
     lowest = float(seeds.min())
@@ -112,7 +112,7 @@ def estimates(table: pd.DataFrame, score: Score, baseline: str | None = None) ->
       seed_low, seed_high   range of the seeds. Of a difference: of all pairs of a seed of each curve
       seeds                 these numbers, to be drawn
       n_seeds               of a difference: of the curve that has fewer
-      unit, n_units         what the interval is over, besides seeds: documents, windows, trials or ""
+      unit, n_units         what the interval is over, besides seeds: documents, windows, examples or ""
       is_unstable           median and range are shown, because the mean does not describe the seeds
     A method of --extend is compared with the plain curve of the baseline; on the same runs it is paired.
     """

@@ -407,9 +407,9 @@ class Answering(Protocol):
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         parts = []
         for place, documents in self.documents(e, length):
-            is_answer = np.stack([document.is_answer for document in documents])        # (trials, length)
+            is_answer = np.stack([document.is_answer for document in documents])        # (examples, length)
             places = np.flatnonzero(is_answer.any(axis=0))
-            is_asked = is_answer[:, places]                             # (trials, n)
+            is_asked = is_answer[:, places]                             # (examples, n)
             ids = np.stack([document.ids for document in documents])
             losses, is_top = e.probe(length, ids, places)
             parts.append(make_table(
@@ -418,11 +418,11 @@ class Answering(Protocol):
         return join(*parts) if parts else None
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
-        return {"correct": f"{record['correct']}/{record['trials']}"}
+        return {"correct": f"{record['correct']}/{record['examples']}"}
 
 
 class Retrieval(Answering):
-    """Share of the trials with the right answer to a question about facts in filler text.
+    """Share of the examples with the right answer to a question about facts in filler text.
 
     Over all depths; eval.py has each. For a model that was trained to answer: docs/probes.md.
     """
@@ -433,8 +433,8 @@ class Retrieval(Answering):
     def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:
         """At each depth, with the same facts at every length and depth."""
         def draws() -> list[np.random.Generator]:           # new ones each time: drawing facts uses them up
-            trials = range(max(1, e.settings.windows // 4))
-            return [np.random.default_rng([e.settings.seed, trial]) for trial in trials]
+            examples = range(max(1, e.settings.windows // 4))
+            return [np.random.default_rng([e.settings.seed, example]) for example in examples]
 
         if length >= max(tasks.shortest(self.name, e.tokenizer, rng) for rng in draws()):
             for depth in DEPTHS:
@@ -443,7 +443,7 @@ class Retrieval(Answering):
 
 
 class Algorithm(Answering):
-    """Share of the trials in which all of the answer is right.
+    """Share of the examples in which all of the answer is right.
 
     A window of this length has a quarter as many symbols. For a model that was trained on the task.
     """
@@ -455,7 +455,8 @@ class Algorithm(Answering):
     def documents(self, e: Evaluation, length: int) -> Iterator[tuple[str, list[TaskDocument]]]:
         n = tasks.n_symbols(length)
         if n:
-            rngs = [np.random.default_rng([e.settings.seed, trial, n]) for trial in range(e.settings.windows)]
+            seeds = [(e.settings.seed, example, n) for example in range(e.settings.windows)]
+            rngs = [np.random.default_rng(seed) for seed in seeds]
             yield str(n), [tasks.algorithm(self.name, e.tokenizer, n, rng) for rng in rngs]
 
 

@@ -1,6 +1,6 @@
 """What eval.py writes: FILE.parquet, the table of all that was measured, and FILE.json, its sums.
 
-The table has one row for each window of text, or trial of a probe, under each method, protocol and length.
+The table has one row for each window of text, or example of a probe, under each method, protocol and length.
 From the protocol to the report it is a pandas DataFrame with the columns of COLUMNS. Rows stay in the order
 in which they were measured, so the windows of a place come in the same order in every run.
 
@@ -37,7 +37,7 @@ COLUMNS = {
                                 # the copies in tokens; retrieval: depth; algorithms: symbols; "" for others.
                                 # Not padded: the places of a protocol come in order, or by its `column`
     "document": "float",        # number of the window's document among those longer than --longest;
-                                # of the trial's facts
+                                # of the example's facts
     "end": "float",             # the last target is token `end` of the document; for rolling, of it and what
                                 # the tokenizer puts before it
     "tokens": "int",            # targets
@@ -131,18 +131,18 @@ def record(key: tuple[str, str, int, str], columns: dict[str, np.ndarray]) -> di
             result[difference] = (sums[name] - nll) / tokens
     if not math.isnan(sums["correct"]):
         result["correct"] = int(sums["correct"])
-        result["trials"] = len(columns["correct"])
+        result["examples"] = len(columns["correct"])
     return result
 
 
 # -----------------------------------------------------------------------------------------------------------
-# How reports show a protocol: a number of each place, computed from sums over windows or trials
+# How reports show a protocol: a number of each place, computed from sums over windows or examples
 
 
 class Score(NamedTuple):
     """A number of which more is better: (plus - minus) / per. They are columns of the table, or "" for 0.
 
-    `trials`, 1 in each row, is a column of reports alone.
+    `examples`, 1 in each row, is a column of reports alone.
     """
 
     plus: str
@@ -178,7 +178,7 @@ class Measure(NamedTuple):
 
 CONTEXT = "context (tokens)"
 LOSS = Score("", "nll")
-FOUND = Score("correct", "", "trials")
+FOUND = Score("correct", "", "examples")
 PERPLEXITY = Form(CONTEXT, "perplexity per token", "#.4g", LOSS, lambda score: perplexity(-score))
 BY_POSITION = Form("position (tokens of context)", "loss (nats/token)", "z.3f", LOSS, lambda score: -score)
 REPETITION = Form("distance (tokens)", "first copy's loss - second's (nats/token)", "z.3f",

@@ -144,8 +144,8 @@ class Settings(NamedTuple):
     lengths: Sequence[int]                      # contexts in tokens
     longest: int                                # at least L and every length: see eval.py
     targets: int                                # fixed: k, the tokens scored of each window
-    windows: int = 32                           # fixed, position, repeat, copy, trials of algorithms; trials
-                                                # of retrieval at each depth are a quarter of it
+    windows: int = 32                           # fixed, position, repeat, copy; examples of an algorithm; a
+                                                # quarter as many examples of retrieval at each depth
     tokens: int = 2**16                         # nonoverlap, sliding: tokens scored
     stride: int | None = None                   # sliding: S; None is a quarter of each length
     seed: int = 0                               # chooses windows

@@ -63,7 +63,7 @@ def fabricate(folder: Path, encoding: str = "rope", seed: int = 0, extends=("non
         for length, distance in ((L, L // 2), (256, 192)) if "repeat" in protocols else ():
             add(extend, "repeat", length, place=str(distance), nll=8 * (1 - better + noise), first_nll=8.0,
                 control_nll=12.0, tokens=8, document=np.arange(24) // 2)
-        is_right = np.random.default_rng(seed).random((2, 20)) < 0.2 + better           # depths, trials
+        is_right = np.random.default_rng(seed).random((2, 20)) < 0.2 + better           # depths, examples
         for depth in (0, 1) if "passkey" in protocols else ():
             add(extend, "passkey", 256, place=str(depth), correct=is_right[depth], nll=1.0, tokens=1,
                 document=np.arange(20))
@@ -122,7 +122,7 @@ def test_figures_come_from_sums(tmp_path: Path, monkeypatch) -> None:
     written = pd.read_csv(tmp_path / "out" / "estimates.csv").query("key == 'nonoverlap' and length == 256")
     assert written["value"].item() == pytest.approx(-mean("nonoverlap", "nll_sum", "tokens"))
     share = rows_of(tmp_path / "out", "Retrieval, passkey")["rope"]["256 = 2 L"]
-    assert f"{mean('passkey', 'correct', 'trials'):.0%}" in share                   # over both depths
+    assert f"{mean('passkey', 'correct', 'examples'):.0%}" in share                   # over both depths
 
 
 @pytest.mark.slow

@@ -365,7 +365,7 @@ def test_a_table_gives_each_curve_and_column_its_estimate() -> None:
 def test_answers_are_scored_by_the_share_found_and_few_windows_have_no_interval() -> None:
     found = rows_of("rope", 5 + noise(0), protocol="passkey").assign(correct=[1, 0, 0] * 12)
     row = estimates(found, FOUND).iloc[0]
-    assert (row.value, row.unit, row.n_units) == (pytest.approx(1 / 3), "trials", 12)
+    assert (row.value, row.unit, row.n_units) == (pytest.approx(1 / 3), "examples", 12)
     few = estimates(rows_of("rope", 5 + noise(0, W=4)), LOSS).iloc[0]
     assert (few.unit, few.n_units) == ("", 4) and np.isnan(few.low) and np.isnan(few.p)
 

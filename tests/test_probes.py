@@ -103,7 +103,7 @@ def test_passkey_counts_whole_keys(tiny, corpus_dir: Path, monkeypatch) -> None:
     records = measured(found)
     asked = [(length, depth) for length in (32, 64, 128) for depth in protocols.DEPTHS]
     assert [(r["length"], r["place"]) for r in records] == asked
-    assert all((r["correct"], r["trials"], r["tokens"], r["ppl"]) == (1, 2, 12, pytest.approx(np.e))
+    assert all((r["correct"], r["examples"], r["tokens"], r["ppl"]) == (1, 2, 12, pytest.approx(np.e))
                for r in records)
     assert all(np.array_equal(keys, seen[0]) for keys in seen)
 

@@ -7,7 +7,7 @@ scaling.py      RoPE's frequencies for longer contexts: pi, ntk, dynamic_ntk, ya
                 base
 bias.py         biases by distance: alibi, t5, kerple, bam, fire, sandwich
 relative.py     products of content with a distance: relative_key, relative_key_query, transformer_xl
-gates.py        penalties set by content: forgetting, grape_ap, dape
+gates.py        penalties set by content: forgetting, log_forgetting, grape_ap, dape
 reflections.py  of the query by the tokens in between: path, path_fox
 chosen.py       positions chosen by content: cope, selective_rope, repo
 switches.py     under any encoding: temperatures, scale-invariant attention
@@ -20,7 +20,7 @@ from positions.absolute import Binary, Integer, IntegerNormalised, Learned, Sinu
 from positions.bias import BAM, FIRE, T5, ALiBi, KerpleLog, KerplePower, Sandwich
 from positions.chosen import CoPE, RePo, SelectiveRoPE
 from positions.contract import At, Encoding, NoPE, Options, Shape
-from positions.gates import DAPE, GRAPEAP, Forgetting
+from positions.gates import DAPE, GRAPEAP, Forgetting, LogForgetting
 from positions.reflections import PaTH, PaTHFoX
 from positions.relative import RelativeKey, RelativeKeyQuery, TransformerXL
 from positions.rotary import FoPE, PoPE, PRoPE, RoPE, RoPE2D, XPos
@@ -53,6 +53,7 @@ ENCODINGS: dict[str, type[Encoding]] = {
     "transformer_xl": TransformerXL,
     "cope": CoPE,
     "forgetting": Forgetting,
+    "log_forgetting": LogForgetting,
     "grape_ap": GRAPEAP,
     "dape": DAPE,
     "path": PaTH,

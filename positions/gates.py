@@ -84,6 +84,28 @@ class Forgetting(Encoding):
         return torch.cat(pieces, dim=-1)
 
 
+class LogForgetting(Forgetting):
+    """Logarithm of forgetting: logits -= p[h] log(1 + F_ij), F_ij = -sum_{l=j+1..i} log f_l. My idea, 2026.
+
+    KERPLE's logarithmic kernel (arXiv:2205.09921) of a distance that the tokens in between set: F is the
+    penalty of `forgetting` (arXiv:2503.02130), whose gates f start near 1/2. So weights decay by a power of
+    the content in between, not exponentially, and what is far stays within reach. Per head and layer; no
+    positions are used. p starts at 2 (h + 1) / H, in the range of KERPLE's, and its logarithm is trained.
+    """
+
+    max_fold_queries = 0        # a logarithm of a sum is no product of channels
+
+    def __init__(self, shape: Shape, options: Options) -> None:
+        super().__init__(shape, options)
+        p = 2 * torch.arange(1, shape.n_head + 1) / shape.n_head
+        self.log_p = nn.Parameter(p.log().repeat(shape.n_layer, 1))     # (n_layer, H)
+
+    def scores(self, logits: Tensor, q: Tensor, k: Tensor, at: At) -> Tensor:
+        forgotten = super().scores(logits.new_zeros(()), q, k, at)      # -F, (B, H, Tq, Tk)
+        p = self.log_p[at.layer].exp()[:, None, None]                   # (H, 1, 1)
+        return logits - p * torch.log1p(-forgotten)
+
+
 class GRAPEAPOptions(Options):
     p_dim: int = Field(8, ge=2, multiple_of=2, description="n, the numbers p of a token for each head")
 

@@ -339,6 +339,10 @@ def forgetting(p: Pair) -> Tensor:
     return dot(p) + forgotten(p)
 
 
+def log_forgetting(p: Pair) -> Tensor:
+    return dot(p) - p.e.log_p[LAYER, p.h].exp() * (1 - forgotten(p)).log()
+
+
 def grape_ap(p: Pair) -> Tensor:
     n = p.o.p_dim
     total = dot(p)
@@ -390,7 +394,8 @@ TERMS: dict[str, Term] = {
     **dict.fromkeys(("none", "learned", "integer", "integer_normalised", "binary", "sinusoidal"), dot),
     **{f.__name__: f for f in (
         sinusoidal_qk, rope, rope_2d, p_rope, xpos, pope, fope, selective_rope, repo, relative_key,
-        transformer_xl, cope, forgetting, grape_ap, dape, path, path_fox)},
+        transformer_xl, cope, forgetting, log_forgetting, grape_ap, dape, path,
+        path_fox)},
     **dict.fromkeys(BIASES, biased),
     "relative_key_query": relative_key,
 }

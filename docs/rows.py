@@ -143,12 +143,13 @@ def verify(folder: Path, has_text: bool) -> None:
         print("runs: not checked, because data/study is not there; `make study-data` makes it")
         return
     print("training:", check_training(first_run, settings))
-    for text in TEXTS:
-        for run in load(folder / text):
-            if (ROOT / run.name / "checkpoints").exists():
-                print("weights:", check_weights(run, text))
-            else:
-                print(f"weights: not checked, because {run.name} is not there")
+    runs = [(run, text) for text in TEXTS for run in load(folder / text)]
+    for n, (run, text) in enumerate(runs, start=1):
+        what = f"weights ({n} of {len(runs)}):"
+        if (ROOT / run.name / "checkpoints").exists():
+            print(what, check_weights(run, text), flush=True)
+        else:
+            print(what, f"not checked, because {run.name} is not there")
 
 
 def check_runs(folder: Path, chosen: str) -> None:

@@ -1,7 +1,8 @@
 """The tables of the study, computed from the folders of results/: `python -m docs.study` writes them.
 
 compare.py wrote these folders, and its numbers are shown here. `data` is a folder of the runs that were
-evaluated on a text: in results/extrapolation/, in results/gpu/, or one in each row of results/rows/.
+evaluated on a text: in results/extrapolation/, in results/gpu/, or one in each of the study's rows in
+results/rows/. Rows of other encodings are in docs/benchmark.md alone (docs/rows.py).
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ class Study(NamedTuple):
 
 RESULTS = ROOT / "results"
 ROWS = sorted(path.parent for path in (RESULTS / "rows").glob("*/row.toml"))    # what `make row` wrote
+OF_STUDY = [row for row in ROWS if (ROOT / "configs" / "study" / f"{row.name}.toml").exists()]
 # most records of the first study lack the passage in whose place the first copy is
 FIRST = Study(RESULTS / "extrapolation", 128, {"books": "prose", "packages": "code"},
               (64, 256, 512, 1024, 2048), "repeat", (RESULTS / "extrapolation" / "needles",))
 SECOND = Study(RESULTS / "study", 256, {"docs": "docs", "code": "code"},
-               (512, 1024, 4096), "use", tuple(row / "needles" for row in ROWS))
+               (512, 1024, 4096), "use", tuple(row / "needles" for row in OF_STUDY))
 STUDIES = [FIRST, SECOND]
 GPU = RESULTS / "gpu"
 # the studies that are compared by rank: parameters and L -> texts
@@ -69,7 +71,7 @@ MEAN = "{value:+.2f}"
 @cache
 def runs_of(data: str) -> list[Run]:
     """All runs that were evaluated on a text, labelled with the name of their config, rope first."""
-    studies = [FIRST.folder, FIRST.folder / "sandwich", GPU, SECOND.folder, *ROWS]
+    studies = [FIRST.folder, FIRST.folder / "sandwich", GPU, SECOND.folder, *OF_STUDY]
     runs = [run for study in studies if (study / data).exists() for run in load(study / data)]
     check_comparable(runs)
     return sorted(labelled(runs), key=lambda run: run.label != BASELINE)

@@ -85,7 +85,7 @@ class Forgetting(Encoding):
 
 
 class LogForgetting(Forgetting):
-    """Logarithm of forgetting: logits -= p[h] log(1 + F_ij), F_ij = -sum_{l=j+1..i} log f_l. My idea, 2026.
+    """Logarithm of forgetting: logits -= p[h] log(1 + F_ij), F_ij = -sum_{l=j+1..i} log f_l. Here, 2026.
 
     KERPLE's logarithmic kernel (arXiv:2205.09921) of a distance that the tokens in between set: F is the
     penalty of `forgetting` (arXiv:2503.02130), whose gates f start near 1/2. So weights decay by a power of

@@ -15,9 +15,11 @@ from toys import slow_except
 from base.errors import UserError
 from config import flatten, load_config
 from docs import rows
+from evaluation.extension import METHODS
 from evaluation.results import make_table
 from evaluation.runs import Run, load, write_runs
 from model import GPT
+from positions import ENCODINGS
 
 BITS = 2.5
 
@@ -55,9 +57,10 @@ def row(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_readme_quotes_the_row_of_rope() -> None:
+def test_the_readme_counts_encodings_and_quotes_the_row_of_rope() -> None:
     rope = rows.read_row(rows.REFERENCE)
     readme = " ".join((rows.ROOT / "README.md").read_text().split())
+    assert f"{len(ENCODINGS)} position encodings and {len(METHODS)} methods that extend the context" in readme
     assert f"is {rope.bits.mean():.3f} bits per byte; truncated to L it is {rope.truncated:.3f}." in readme
 
 

@@ -115,12 +115,13 @@ def record_table() -> str:
             name = f"*{name}*"
         elif following and following.counts:
             better = row.seeds_better_than(following)
-        cells.append([name, f"{row.bits.mean():.3f}", f"{row.bits.min():.3f} to {row.bits.max():.3f}", better,
-                      f"{row.truncated:.3f}", ", ".join(row.states), f"{len(row.bits)}, {row.n_trials}",
-                      row.about["date"], row.about["author"], row.commit, row.about["note"]])
-    return table(["row", "bits per byte at 16 L", "range of seeds", "seeds better than the next row",
-                  "truncated to L", "gate on docs, code", "seeds, trials", "date", "author",
-                  "commit", "what is new"], cells)
+        cells.append([name, row.about["note"], f"{row.bits.mean():.3f}",
+                      f"{row.bits.min():.3f} to {row.bits.max():.3f}", better, f"{row.truncated:.3f}",
+                      ", ".join(dict.fromkeys(row.states)), f"{len(row.bits)}, {row.n_trials}",
+                      f"{row.about['date']} {row.commit} {row.about['author']}"])
+    return table(["row", "what is new", "bits per byte at 16 L", "range of seeds",
+                  "seeds better than the next row", "truncated to L", "gate (docs, code)", "seeds, trials",
+                  "when, commit, who"], cells, align="---")
 
 
 # -----------------------------------------------------------------------------------------------------------

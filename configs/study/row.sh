@@ -6,7 +6,7 @@ set -euo pipefail
 config=${1:?give a config: make row CONFIG=configs/rows/mine.toml}
 name=$(basename "$config" .toml)
 python=${PY:-.venv/bin/python}
-rates=${RATES:---grid train.lr=5e-3,8e-3,1.3e-2}
+rates=${RATES:-}                            # default: 5e-3, 8e-3 and 1.3e-2, and 3e-3 if 5e-3 is the best of them
 seeds=${SEEDS:-0,1,2,3}                     # at least 0 and 1
 workers=${WORKERS:-2}                       # runs side by side, with one thread each
 has_far=${FAR:-1}                           # 0: without 64 L
@@ -22,10 +22,19 @@ on_each() {     # COMMAND: for each line RUN of stdin, several side by side; RUN
 }
 
 # 1. The rate: of full runs with seed 0 the one with the lowest validation loss at L
-say "1 of 6: one run for each rate; progress is in runs/study/$name-*.log"
-$python sweep.py "$config" $rates --seeds 0 --choose val_loss --workers "$workers" --runs runs/study --out "$work/rates"
+choose() {      # GRID: of these trials
+    $python sweep.py "$config" "$@" --seeds 0 --choose val_loss --workers "$workers" --runs runs/study \
+        --out "$work/rates"
+}
 trial_of() { cut -d '"' -f 4 "$1/chosen.toml"; }                               # what sweep.py chose, and its run
 run_of() { grep -F ",$(trial_of "$1")," "$1/trials.csv" | cut -d , -f 3; }
+say "1 of 6: one run for each rate; progress is in runs/study/$name-*.log"
+if [ -n "$rates" ]; then
+    choose $rates
+else
+    choose --grid train.lr=5e-3,8e-3,1.3e-2
+    if [ "$(trial_of "$work/rates")" = train.lr=5e-3 ]; then choose --grid train.lr=3e-3,5e-3,8e-3,1.3e-2; fi
+fi
 first=runs/study/$(run_of "$work/rates")
 
 # 2. All seeds at this rate. The run that was chosen is the first of them.

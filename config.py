@@ -197,7 +197,7 @@ class Config(Section):
     train: TrainConfig
 
 
-# keys that were removed, and values of keys that stay -> what to do. The git tag before-air still has them
+# keys that were removed, and values of keys that stay -> what to do. Commit e0bb7af, tag before-air, has them
 REMOVED: dict[str, str] = {
     "position.key_offset": "remove it",
     "position.heads": "remove it",
@@ -329,7 +329,7 @@ def use_of_removed(tables: Tables, origin: Origin, schemas: dict[str, Any]) -> l
         is_used = value == removed_value if removed_value else bool(value)
         if is_used:
             lines.append(f"{name} {origin[name]}: was removed (got {value!r}); {hint}; "
-                         "git checkout before-air has it")
+                         "git checkout e0bb7af (before-air) has it")
         elif not removed_value:
             table.pop(key, None)
     return lines

@@ -223,7 +223,7 @@ def test_what_was_removed_is_one_line_that_names_the_tag_unless_it_is_off(tmp_pa
     for entry in REMOVED:
         name, _, value = entry.partition("=")
         (line,) = problems(path, [f"{name}={value or '[1.0]'}"])
-        assert line.startswith(f"{name} on the command line: was removed") and "before-air" in line
+        assert line.startswith(f"{name} on the command line: was removed") and "git checkout e0bb7af" in line
         if not value:       # the config.toml of an old run has it, off
             assert load_config(path, [f"{name}=false"]) == load_config(path)
             assert load_config(path, [f"{name}="]) == load_config(path)

@@ -87,8 +87,7 @@ class Rescaled(Method):
     def warning(self, model: GPT, config: Config, T: int) -> str | None:
         encoding = rotary(model)
         scaling = self.scaling(model, config, T)
-        L = scaling.original_length or config.train.seq_len
-        return scaling.warning(encoding.rotary_dim, encoding.base, L)
+        return scaling.warning(encoding.rotary_dim, encoding.base, config.train.seq_len)
 
 
 class Regrouping(Method):

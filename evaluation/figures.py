@@ -156,8 +156,8 @@ def draw_panel(axis: Any, panel: Panel, L: int) -> None:
         axis.set_xscale("log", base=2)
         if places["x"].min() <= L <= places["x"].max():
             axis.axvline(L, color="grey", linewidth=0.8, linestyle=":")
-        if places["x"].min() <= L <= places["x"].max() and not has_bars:
-            axis.annotate("L", (L, 1.01), xycoords=("data", "axes fraction"), color="grey", ha="center")
+            if not has_bars:                            # below bars the tick says which place is L
+                axis.annotate("L", (L, 1.01), xycoords=("data", "axes fraction"), color="grey", ha="center")
     axis.xaxis.set_major_formatter("{x:g}")
     if has_bars:
         axis.set_xticks(places["x"], [mark_L(heading, L) for heading in places["heading"]])

@@ -131,8 +131,7 @@ class RoPE(Encoding):
         if scaling is None:
             f, factor = rope.inv_freq(self.rotary_dim, base, device=k_pos.device), 1.0
         else:
-            L = scaling.original_length or self.seq_len
-            f, factor = scaling.frequencies(self.rotary_dim, base, L, k_pos)
+            f, factor = scaling.frequencies(self.rotary_dim, base, self.seq_len, k_pos)
         return self.frequencies(f), factor
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> list[tuple[Any, ...]]:

@@ -47,7 +47,7 @@ class Scaling(BaseModel):
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         """Frequency of each pair of `dim` = R channels, (R/2,), and a factor on cos and sin.
 
-        L is original_length or, without it, the training length. k_pos, of any shape, holds the positions of
+        L is the training length; `original_length` overrides it. k_pos, of any shape, holds the positions of
         the keys. Methods that depend on the length take T = its maximum + 1, which waits for the device.
         """
         raise NotImplementedError
@@ -113,6 +113,7 @@ class DynamicNTK(Scaling):
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         T = int(k_pos.max()) + 1
+        L = self.original_length or L
         factor = 1 + self.factor * max(0, T - L) / L                    # this order: exactly 1 at T <= L
         return rope.inv_freq(dim, enlarged(base, dim, factor), device=k_pos.device), 1.0
 
@@ -153,6 +154,7 @@ class YaRN(Scaling):
         None, gt=0, description="factor on cos and sin (default: 0.1 ln s + 1)")
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
+        L = self.original_length or L
         low = pair_that_turns(self.beta_fast, dim, base, L)
         high = pair_that_turns(self.beta_slow, dim, base, L)
         if self.truncate:
@@ -171,6 +173,7 @@ class YaRN(Scaling):
         return self.problem_of_order("beta_fast", "beta_slow")
 
     def warning(self, dim: int, base: float, L: int) -> str | None:
+        L = self.original_length or L
         if pair_that_turns(self.beta_fast, dim, base, L) >= 1:
             return None
         i = dim // 8                                                    # after a quarter of the R/2 pairs
@@ -197,7 +200,7 @@ class Llama3(Scaling):
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         f = rope.inv_freq(dim, base, device=k_pos.device)
-        turns = L * f / (2 * math.pi)
+        turns = (self.original_length or L) * f / (2 * math.pi)
         g = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return torch.lerp(f / self.factor, f, g.clamp(0, 1)), 1.0
 
@@ -221,6 +224,7 @@ class LongRoPE(Scaling):
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         T = int(k_pos.max()) + 1
+        L = self.original_length or L
         f = rope.inv_freq(dim, base, device=k_pos.device)
         factors = self.long_factor if T > L else self.short_factor
         return f / f.new_tensor(factors), math.sqrt(1 + math.log(self.factor) / math.log(L))
@@ -249,7 +253,7 @@ class MrRoPE(Scaling):
 
     def frequencies(self, dim: int, base: float, L: int, k_pos: Tensor) -> tuple[Tensor, float]:
         f = rope.inv_freq(dim, base, device=k_pos.device)
-        turns = L * f / (2 * math.pi)                                   # falls with i
+        turns = (self.original_length or L) * f / (2 * math.pi)         # falls with i
         low = (turns > self.beta_fast).sum().sub(1).clamp(min=0)
         n = ((turns >= self.beta_slow).sum() - low).clamp(min=1)
         m = (torch.arange(len(f), device=f.device) - low).clamp(min=0).minimum(n)

@@ -48,7 +48,7 @@ def written(scaling: Scaling) -> str:
 def frequencies(scaling: Scaling, dim: int = 16, base: float = BASE, length: int = L,
                 T: int = L) -> tuple[torch.Tensor, float]:
     """Frequencies and factor at T tokens after training at `length`."""
-    return scaling.frequencies(dim, base, scaling.original_length or length, torch.arange(T)[None])
+    return scaling.frequencies(dim, base, length, torch.arange(T)[None])
 
 
 def ramp(plain: list[float], s: float, shares: list[float]) -> list[float]:
@@ -161,7 +161,7 @@ def test_yarn_warns_if_it_keeps_no_pair_and_names_a_better_beta_fast() -> None:
         assert (f[1] < rope.inv_freq(dim)[1]).item() == expected
         warning = yarn.warning(dim, BASE, length)
         assert (warning is not None) == expected
-        assert YaRN(factor=4.0).warning(dim, BASE, length) == warning
+        assert YaRN(factor=4.0, original_length=length).warning(dim, BASE, 4096) == warning
     for length, beta in ((128, 2.0), (256, 4.1)):
         assert f"lower it, to {beta:g} " in (yarn.warning(64, BASE, length) or "")
         better = YaRN(factor=4.0, beta_fast=beta)

@@ -22,7 +22,7 @@ from docs.gallery import ROOT, table, update
 from evaluation.comparison import label_runs, make_sections, table_of
 from evaluation.estimates import FAILED, NOT_GATED, gates
 from evaluation.figures import caption, draw_measure
-from evaluation.intervals import LEVEL, holm
+from evaluation.intervals import LEVEL, holm, student
 from evaluation.results import GAIN, NO_METHOD, PERPLEXITY, Form, join
 from evaluation.runs import Run, check_comparable, load
 
@@ -59,6 +59,7 @@ README = ROOT / "README.md"
 PAGES = [README, *(study.folder / name for study in STUDIES for name in ("README.md", "tables.md")),
          GPU / "README.md"]
 BASELINE = "rope"
+NEW_SEED = "seed-11"    # the folder, in a row, of a seed that was trained after its prediction was published
 BITS = PERPLEXITY._replace(y_label="bits per byte", number=float)
 INTERVAL = "{value:+.2f} [{low:+.2f}, {high:+.2f}]"
 MEAN = "{value:+.2f}"
@@ -358,6 +359,49 @@ def algorithms() -> str:
 
 
 # -----------------------------------------------------------------------------------------------------------
+# What another seed should give
+
+
+def seed_numbers(study: Study, row: Path) -> pd.DataFrame:
+    """Of each run of a row: the gain at 2, 4 and 16 L on each text, and bits per byte with 16 L over both."""
+    columns = {}
+    ends = []
+    for data, text in study.texts.items():
+        fixed = table_of(labelled(load(row / data))).query("protocol == 'fixed'")
+        sums = fixed.groupby(["length", "seed"])[["nll", "truncated_nll", "tokens", "bytes"]].sum()
+        for n in (2, 4, 16):
+            at = sums.loc[n * study.L]
+            columns[f"{text}: {n} L"] = (at["truncated_nll"] - at["nll"]) / at["tokens"]
+        ends.append(at)
+    over_both = sum(ends)
+    columns["bits per byte"] = over_both["nll"] / over_both["bytes"] / math.log(2)
+    return pd.DataFrame(columns)
+
+
+def prediction(seeds: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Where one more seed lies with 95 %: mean -+ t s sqrt(1 + 1 / S), with t of S - 1 degrees of freedom."""
+    S = len(seeds)
+    t = float(student(1 - LEVEL / 2, S - 1))
+    reach = t * seeds.std() * math.sqrt(1 + 1 / S)
+    return seeds.mean() - reach, seeds.mean() + reach
+
+
+def predictions(study: Study) -> str:
+    """The prediction for each row, and below it the seed that was trained after it, bold where outside."""
+    rows = []
+    for row in OF_STUDY:
+        seeds = seed_numbers(study, row)
+        low, high = prediction(seeds)
+        rows.append([row.name, *(low.map("{:.3f}".format) + " to " + high.map("{:.3f}".format))])
+        if (row / NEW_SEED).exists():
+            found = seed_numbers(study, row / NEW_SEED).iloc[0]
+            texts = found.map("{:.3f}".format)
+            texts = texts.where(found.between(low, high), "**" + texts + "**")
+            rows.append([f"{row.name}, {NEW_SEED}", *texts])
+    return table(["encoding", *seeds], rows)
+
+
+# -----------------------------------------------------------------------------------------------------------
 # On a GPU, at L = 512
 
 
@@ -428,6 +472,7 @@ def blocks() -> dict[str, str]:
         "needles methods": methods_on_needles(),
         "algorithms": algorithms(),
         "behind": behind(SECOND),
+        "predictions": predictions(SECOND),
         "ranks": ranks(),
         "gpu 60m": gpu_60m("study-60m/gpu-books")}
     for data in FIRST.texts:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from toys import ROOT
 
 from docs import study
 from docs.gallery import update
+from docs.rows import read_row
 from evaluation.results import records
 from evaluation.runs import is_saved, load
 
@@ -105,6 +107,23 @@ def test_every_folder_of_results_can_be_compared_again() -> None:
     assert len(folders) > 20
     for folder in folders:
         assert is_saved(folder) and load(folder), folder
+
+
+def test_a_prediction_is_of_the_numbers_of_the_tables() -> None:
+    row = study.SECOND.folder.parent / "rows" / "rope"
+    numbers = study.seed_numbers(study.SECOND, row)
+    for data, text in study.SECOND.texts.items():
+        for n in (2, 4, 16):
+            seeds = study.rows_of(data, f"gain {n * study.SECOND.L}")["seeds"]["rope"]
+            np.testing.assert_allclose(numbers[f"{text}: {n} L"], seeds, atol=1e-6)
+    assert abs(numbers["bits per byte"].mean() - read_row(row).bits.mean()) < 1e-9
+
+
+@pytest.mark.parametrize("S", [2, 4, 8])
+def test_a_new_seed_is_inside_its_prediction_in_95_percent_of_studies(S: int) -> None:
+    seeds = np.random.default_rng(0).normal(size=(S + 1, 40_000))
+    low, high = study.prediction(pd.DataFrame(seeds[:S]))
+    assert 0.94 < pd.Series(seeds[S]).between(low, high).mean() < 0.96
 
 
 def test_results_stay_small() -> None:

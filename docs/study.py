@@ -411,7 +411,7 @@ def gpu(data: str) -> str:
         "gain at 16 L": "gain 8192",
         "gain at 2 L": "gain 1024",
         "use at 16 L": "use 7936",
-        "repeat at L": "repeat 256"}))
+        "use at L": "use 256"}))
 
 
 def gpu_60m(data: str) -> str:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
@@ -145,12 +146,9 @@ def verify(folder: Path, has_text: bool) -> None:
         return
     print("training:", check_training(first_run, settings))
     runs = [(run, text) for text in TEXTS for run in load(folder / text)]
-    for n, (run, text) in enumerate(runs, start=1):
-        what = f"weights ({n} of {len(runs)}):"
-        if (ROOT / run.name / "checkpoints").exists():
-            print(what, check_weights(run, text), flush=True)
-        else:
-            print(what, f"not checked, because {run.name} is not there")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:                    # evaluations run side by side
+        for n, found in enumerate(pool.map(check_weights, *zip(*runs, strict=True)), start=1):
+            print(f"weights ({n} of {len(runs)}):", found, flush=True)
 
 
 def check_runs(folder: Path, chosen: str) -> None:
@@ -227,6 +225,8 @@ def check_training(run: Run, settings: list[str]) -> str:
 
 def check_weights(run: Run, text: str) -> str:
     """Evaluate the weights of a run again at L and 16 L, and compare each window."""
+    if not (ROOT / run.name / "checkpoints").exists():
+        return f"not checked, because {run.name} is not there"
     L = run.head["seq_len"]
     fixed = run.head["settings"]["fixed"]
     with tempfile.TemporaryDirectory() as scratch:

@@ -61,7 +61,8 @@ def test_the_readme_counts_encodings_and_quotes_the_row_of_rope() -> None:
     rope = rows.read_row(rows.REFERENCE)
     readme = " ".join((rows.ROOT / "README.md").read_text().split())
     assert f"{len(ENCODINGS)} position encodings and {len(METHODS)} methods that extend the context" in readme
-    assert f"is {rope.bits.mean():.3f} bits per byte; truncated to L it is {rope.truncated:.3f}." in readme
+    assert (f"is {rope.bits.mean():.3f} bits per byte with 16 L of context, "
+            f"and {rope.truncated:.3f} with the last L tokens alone.") in readme
 
 
 def test_a_row_s_number_is_bits_per_byte_over_both_texts(row: Path) -> None:
@@ -179,8 +180,12 @@ def test_a_seed_that_lacks_a_text_is_refused(row: Path) -> None:
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.01])
-def test_weights_that_score_otherwise_are_refused(gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_score_otherwise_are_refused(gap: float, tmp_path: Path,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(0, 100.0)
+    monkeypatch.setattr(rows, "ROOT", tmp_path)
+    assert "not checked" in rows.check_weights(run, "docs")
+    (tmp_path / run.name / "checkpoints").mkdir(parents=True)
     run.head["settings"] = {"fixed": {"longest": 4096, "windows": 8}}
 
     def evaluate(program: str, *arguments: object) -> None:

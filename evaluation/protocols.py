@@ -313,8 +313,8 @@ class Repeat(Protocol):
     """Does the model use distant context? A passage of the text occurs twice, some tokens apart.
 
     "Repeat" is how much lower its loss is at the second occurrence. A model that ignores the first one is
-    somewhat below 0, since less of the passage's own text comes before the second. "Use" is how much lower it
-    is than in a control, which has another window's passage in place of the first.
+    somewhat below 0, since the second lacks the text that led up to the first. "Use" is how much lower it is
+    than in a control, which has another window's passage in place of the first.
     """
 
     title = "Repeated text"

@@ -92,7 +92,7 @@ def training_loop(run: TrainingRun) -> None:
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(parameters, t.grad_clip or math.inf)
         # the figures of the whole step, the mean over all processes: scalars that stay on the device. Add a
-        # scalar tensor here, and metrics.jsonl has it under its name
+        # scalar tensor here, and metrics.jsonl has it under its name. The gradients are clipped already
         figures = {"loss": torch.stack(losses).sum(), "grad_norm": grad_norm}
         if process.world_size > 1:
             figures = parallel.mean_figures(process, figures)

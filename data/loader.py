@@ -332,5 +332,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise UserError(f"{path.parent}: no prepared corpus there ({path.name} is missing or damaged); make "
-                        f"it with `python data/prepare.py SOURCE --out {path.parent}`") from error
+        folder = path.parent
+        if any(folder.glob("*.txt")):
+            raise UserError(f"{folder}: holds text, not a prepared corpus; run `python data/prepare.py "
+                            f"{folder} --out {folder}-corpus` and give {folder}-corpus") from error
+        raise UserError(f"{folder}: no prepared corpus there ({path.name} is missing or damaged); make it "
+                        f"with `python data/prepare.py SOURCE --out {folder}`") from error

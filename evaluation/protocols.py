@@ -86,7 +86,10 @@ class Protocol:
         return cells
 
     def column(self, length: int, place: str) -> tuple[float, str]:
-        """Where a report shows a place: on the x axis, and the heading of its column."""
+        """Where a report shows a place: on the x axis, and the heading of its column.
+
+        A protocol without a `column` of its own has one for each length, which adds up its places.
+        """
         return length, str(length)
 
     def measures(self) -> list[Measure]:

@@ -238,7 +238,8 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
     remedy = "give --json FILE to keep both, or --replace to discard the old one"
     for key in MUST_AGREE["merge"]:
         if earlier.head.get(key) != head[key]:
-            raise UserError(f"{path}: holds an evaluation with another {key}; {remedy}")
+            what = "by other code" if key == "commit" else f"with another {key}"
+            raise UserError(f"{path}: holds an evaluation {what}; {remedy}")
     for protocol, settings in head["settings"].items():
         before = earlier.head["settings"].get(protocol, settings)
         others = [f"{name} {before.get(name)}" for name in {**before, **settings}

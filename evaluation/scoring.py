@@ -82,6 +82,9 @@ def open_text(source: str | None, data_dir: str, tokenizer: Tokenizer,
                             "the prepared folder")
         ids = tokenizer.encode(path.read_bytes())
         return Text(path.name.removesuffix(".txt"), [np.concatenate(([tokenizer.separator], ids))])
+    if source and not path.exists():
+        raise UserError(f"--data {path}: no such file or folder; give a text file, or a corpus that "
+                        "data/prepare.py made")
     corpus = Corpus(path, splits=("val",))
     about = corpus.meta["tokenizer"]
     if about["sha256"] != tokenizer.sha256:

@@ -16,9 +16,16 @@ from evaluation.protocols import PROTOCOLS
 from evaluation.results import EXTENDED_SUFFIX, GAIN, NO_METHOD, records
 from evaluation.scoring import Evaluation
 from hf.export import rope_fields
+from positions.scaling import SCALINGS
 
-# of --extend all: what needs no options
-ALL = (*(name for name in METHODS if name not in ("base", "longrope")), "dual_chunk+yarn")
+
+def needs_options(name: str) -> bool:
+    """Whether a method has an option without a default, other than the factor."""
+    fields = SCALINGS.get(name, METHODS[name]).model_fields
+    return any(field.is_required() for key, field in fields.items() if key != "factor")
+
+
+ALL = (*(name for name in METHODS if not needs_options(name)), "dual_chunk+yarn")      # of --extend all
 
 
 def show(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:

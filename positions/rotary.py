@@ -132,6 +132,7 @@ class RoPE(Encoding):
             f, factor = rope.inv_freq(self.rotary_dim, base, device=k_pos.device), 1.0
         else:
             f, factor = scaling.frequencies(self.rotary_dim, base, self.seq_len, k_pos)
+            assert f.shape == (self.rotary_dim // 2,), f"{scaling.method}: a frequency for each pair, (R/2,)"
         return self.frequencies(f), factor
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> list[tuple[Any, ...]]:

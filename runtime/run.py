@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,10 +174,6 @@ class TrainingRun:
 def open_corpus(config: Config) -> tuple[Config, Corpus]:
     """The corpus that [data] describes, and the config with its vocabulary size. Raises UserError."""
     d = config.data
-    folder = Path(d.dir)
-    if not (folder / "meta.json").exists() and any(folder.glob("*.txt")):
-        raise UserError(f"data.dir {d.dir}: holds text, not a prepared corpus; run `python data/prepare.py "
-                        f"{d.dir} --out {d.dir}-corpus` and give data.dir={d.dir}-corpus")
     if not d.mixture:
         corpus = Corpus(d.dir, d.cross_documents, d.bos)
     else:
@@ -309,12 +306,15 @@ def git_revision() -> tuple[str | None, bytes]:
     """The last commit of the code, with changes "COMMIT-dirty-HASH8", and the changes; None without git.
 
     Code is Python besides tests. The changes are its `git diff HEAD`, and the files that git does not track.
+    At the root these count if they are loaded: a script that draws a picture may lie there, too.
     """
     revision = git("log", "-1", "--format=%H", "--", *CODE).decode().strip()
     diff = git(*DIFF, "HEAD", "--", *CODE)
     untracked = git("ls-files", "-z", "--others", "--exclude-standard", "--", *CODE).decode().split("\0")[:-1]
+    loaded = {Path(getattr(module, "__file__", None) or "").name for module in [*sys.modules.values()]}
     for name in untracked:
-        diff += git(*DIFF, "--no-index", os.devnull, name)
+        if "/" in name or name in loaded:
+            diff += git(*DIFF, "--no-index", os.devnull, name)
     if diff:
         revision += f"-dirty-{hashlib.sha256(diff).hexdigest()[:8]}"
     return revision or None, diff

@@ -439,7 +439,8 @@ def test_what_must_not_be_merged_is_refused_before_it_is_computed(evaluated, run
              ([*fixed, "32,64", "--seed", "1"], {}, "another seed"),
              ([*fixed, "32,64", "--data", str(other_text)], {}, "another data_sha256")]
     for key in ("checkpoint_sha256", "dtype", "train_dtype", "commit"):
-        cases.append(([*fixed, "32,64"], {key: "other"}, f"another {key}; give --json FILE to keep both, or"))
+        what = "by other code" if key == "commit" else f"with another {key}"
+        cases.append(([*fixed, "32,64"], {key: "other"}, f"{what}; give --json FILE to keep both, or"))
     with monkeypatch.context() as patch:
         patch.setattr("eval.measure", lambda *_: pytest.fail("computed"))
         for arguments, change, expected in cases:

@@ -60,7 +60,8 @@ def row(tmp_path: Path) -> Path:
 def test_the_readme_counts_encodings_and_quotes_the_row_of_rope() -> None:
     rope = rows.read_row(rows.REFERENCE)
     readme = " ".join((rows.ROOT / "README.md").read_text().split())
-    assert f"{len(ENCODINGS)} position encodings and {len(METHODS)} methods that extend the context" in readme
+    counts = f"{len(ENCODINGS)} position encodings and {len(METHODS)} methods that extend the context"
+    assert counts in readme, "update the counts in README.md"
     assert (f"is {rope.bits.mean():.3f} bits per byte with 16 L of context, "
             f"and {rope.truncated:.3f} with the last L tokens alone.") in readme
 

@@ -57,6 +57,13 @@ def ramp(plain: list[float], s: float, shares: list[float]) -> list[float]:
     return [f + share * (f / s - f) for f, share in zip(plain, shares, strict=True)]
 
 
+def test_a_method_gives_a_frequency_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("rope", written(make("pi")))
+    monkeypatch.setattr(PI, "frequencies", lambda *_: (torch.ones(1), 1.0))
+    with pytest.raises(AssertionError, match="pi: a frequency for each pair"):
+        model(tokens((1, 8)))
+
+
 @pytest.mark.parametrize(("dim", "base", "length", "s"), shapes)
 def test_frequencies_are_the_formula(dim: int, base: float, length: int, s: float) -> None:
     """Of pair i with the plain frequency f, which makes n turns in the length."""

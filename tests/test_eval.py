@@ -354,9 +354,17 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(evaluated, monkeypatch) 
     assert resumed == whole and rows.equals(at_once)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_extend_all_has_the_methods_that_need_no_option(name: str) -> None:
+    if name in ALL:
+        parse(name)
+    else:
+        with pytest.raises(UserError, match=f"{name}.* missing"):
+            parse(name)
+
+
 @pytest.mark.slow
 def test_extend_all_ends_in_a_table_of_every_method_that_fits(evaluated, capsys) -> None:
-    assert {*ALL} | {"base", "longrope"} == {*METHODS, "dual_chunk+yarn"}
     records, _ = evaluated("--extend", "all", "--lengths", "64")
     out = capsys.readouterr().out
     rows = [line.split() for line in out.split("seconds\n")[1].splitlines()]

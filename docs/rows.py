@@ -29,10 +29,9 @@ from base.command import argument_parser, run_command
 from base.errors import UserError
 from config import Config, flatten, load_config
 from docs.gallery import ROOT, table, update
-from docs.study import ROWS, labelled
+from docs.study import ROWS, at_length, labelled
 from evaluation.comparison import table_of
 from evaluation.estimates import PASSED, gates
-from evaluation.results import NO_METHOD
 from evaluation.runs import Run, check_comparable, load, short_commit
 from model import GPT, Cache
 from runtime.log import read_log
@@ -98,11 +97,6 @@ def read_row(folder: Path) -> Row:
     chosen = trials["run"][trials["mean"].idxmin()]
     return Row(folder.name, bits["nll"], bits["truncated_nll"].mean(), tuple(states), len(trials), chosen,
                commit, about)
-
-
-def at_length(rows: pd.DataFrame, length: int) -> pd.DataFrame:
-    """The rows of fixed without a method at a length."""
-    return rows[(rows["protocol"] == "fixed") & (rows["length"] == length) & (rows["extend"] == NO_METHOD)]
 
 
 def record_table() -> str:

@@ -83,6 +83,11 @@ def labelled(runs: list[Run]) -> list[Run]:
     return label_runs(runs, [re.sub(r"-lr-.*", "", Path(run.name).name) for run in runs])
 
 
+def at_length(rows: pd.DataFrame, length: int) -> pd.DataFrame:
+    """The rows of fixed without a method at a length."""
+    return rows[(rows["protocol"] == "fixed") & (rows["length"] == length) & (rows["extend"] == NO_METHOD)]
+
+
 @cache
 def gates_of(data: str) -> pd.DataFrame:
     """`gates` of each encoding."""
@@ -367,10 +372,10 @@ def seed_numbers(study: Study, row: Path) -> pd.DataFrame:
     columns = {}
     ends = []
     for data, text in study.texts.items():
-        fixed = table_of(labelled(load(row / data))).query("protocol == 'fixed'")
-        sums = fixed.groupby(["length", "seed"])[["nll", "truncated_nll", "tokens", "bytes"]].sum()
+        rows = table_of(labelled(load(row / data)))
         for n in (2, 4, 16):
-            at = sums.loc[n * study.L]
+            fixed = at_length(rows, n * study.L).groupby("seed")
+            at = fixed[["nll", "truncated_nll", "tokens", "bytes"]].sum()
             columns[f"{text}: {n} L"] = (at["truncated_nll"] - at["nll"]) / at["tokens"]
         ends.append(at)
     over_both = sum(ends)

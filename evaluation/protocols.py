@@ -75,6 +75,9 @@ class Protocol:
         windows = self.windows(e.text, e.settings, length)
         if not windows:
             return None
+        if any(window.start < 0 for window in windows):
+            raise UserError(f"{self.name}: a window of {length} tokens begins before its document; "
+                            f"leave out documents of fewer than {length + 1} tokens")
         return e.rows(windows, e.score(length, windows))
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:

@@ -178,7 +178,7 @@ class YaRN(Scaling):
             return None
         i = dim // 8                                                    # after a quarter of the R/2 pairs
         turns = L / (2 * math.pi) * base ** (-2 * i / dim)
-        return (f"yarn: beta_fast = {self.beta_fast:g} keeps only the fastest pair at L = {L}; lower it, to "
+        return (f"beta_fast = {self.beta_fast:g} keeps only the fastest pair at L = {L}; lower it, to "
                 f"{turns:.2g} for a quarter of the pairs, and keep beta_slow below that")
 
 

@@ -554,6 +554,16 @@ def test_a_protocol_of_a_fork_is_in_table_json_help_and_report(evaluated, run_di
     assert "last token of each document" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_window_that_begins_before_its_document_is_an_error(evaluated, monkeypatch) -> None:
+    class EarlyToken(LastToken):
+        def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
+            return [Window(d, 10 - length, 10, 1) for d in range(len(text.documents))]
+
+    monkeypatch.setitem(PROTOCOLS, "early_token", EarlyToken("early_token"))
+    with pytest.raises(UserError, match="early_token: a window of 16 tokens begins before its document"):
+        evaluated("--lengths", "16", "--protocol", "early_token")
+
+
 def test_help_fits_a_screen_and_explains_each_method_and_protocol(monkeypatch, capsys) -> None:
     def page(*topic: str) -> str:
         monkeypatch.setattr(sys, "argv", ["eval.py", "--help", *topic])

@@ -12,8 +12,8 @@ breaks the model. At L it is near 0: of k targets in one window the first has on
 Each --extend METHOD[:key=value,...] measures the same model under a method that extends its
 context; METHOD+METHOD applies both. `--extend all` measures every method that fits and needs no
 options, at L, 2 L and 4 L unless --lengths says otherwise, and ends in a table: gain over
-truncation, keys found, seconds. If the best method beats truncation, it prints what to write into
-config.json (`python export.py RUN OUT --extend METHOD:factor=S` writes it).
+truncation, keys found, seconds. If the best method is a scaling of RoPE and beats truncation, it
+prints what to write into config.json; `export.py RUN OUT --extend METHOD:factor=S` writes it.
 
 Writes RUN/eval/DATA.parquet (the sums of each window), .json (sums, and of which checkpoint) and
 .png (a picture); with --extend all DATA-extended. The first two are written after each length, so
@@ -249,7 +249,7 @@ def main() -> None:
     print(*args.show(asked, e), *notes, sep="\n")
     limit = run.model.active().max_length
     if limit and limit < max(e.lengths):
-        print(f"{head['encoding']} is not defined beyond position {limit - 1}: empty cells")
+        print(f"{head['encoding']} is not defined beyond position {limit - 1}: longer lengths are left out")
     title += f", evaluated on {e.text.name}"
     is_drawn = draw(e.table, e, title, path.with_suffix(".png"))
     print(f"wrote {path}, .parquet and .png" if is_drawn else f"wrote {path} and .parquet")

@@ -336,5 +336,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         if any(folder.glob("*.txt")):
             raise UserError(f"{folder}: holds text, not a prepared corpus; run `python data/prepare.py "
                             f"{folder} --out {folder}-corpus` and give {folder}-corpus") from error
+        if path.name == "corpus.json":
+            raise UserError(f"{path}: is missing or damaged; copy the meta.json of the corpus on which the "
+                            "run was trained there") from error
         raise UserError(f"{folder}: no prepared corpus there ({path.name} is missing or damaged); make it "
                         f"with `python data/prepare.py SOURCE --out {folder}`") from error

@@ -342,8 +342,9 @@ def main() -> None:
         print(f"{out}/{split}.bin: {about['documents']:,} documents, {about['bytes']:,} bytes, "
               f"{about['tokens']:,} tokens ({meta['tokenizer']['name']})")
     if meta["splits"]["val"]["documents"] < 5 and "task" not in meta:
-        print("warning: intervals need at least 5 documents for validation; give a larger --val-share, or "
-              "put files into the folders train/ and val/ of SOURCE yourself", file=sys.stderr)
+        print("warning: val has fewer than 5 documents, so intervals are over windows, and say nothing "
+              "about other documents; give more files, or --separator to cut a file into documents",
+              file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,10 @@ class Document(NamedTuple):
     name: str                   # for messages
 
 
+class ColumnError(Exception):
+    """--text-column names no column of text."""
+
+
 def documents(readers: Iterable[Reader], row_share: float) -> Iterator[Document]:
     """The documents of readers, in their order; a hash puts row_share into val. Raises UserError."""
     for reader in readers:
@@ -100,9 +104,14 @@ def documents(readers: Iterable[Reader], row_share: float) -> Iterator[Document]
                 number += 1
         except UserError:
             raise
+        except ColumnError as error:
+            raise UserError(f"{reader.name}: document {number}: {error}") from error
         except Exception as error:  # each file format and HTTP library has its own exceptions
+            remedy = "repair it"
+            if reader.name.endswith(".zst"):
+                remedy = "decompress it first (zstd -d --long=31)"
             raise UserError(f"{reader.name}: document {number}: {error} ({type(error).__name__}); "
-                            "repair it, or decompress it first (zstd -d --long=31)") from error
+                            f"{remedy}") from error
 
 
 def share_held_out(source: Source, options: SourceOptions) -> float:
@@ -112,11 +121,11 @@ def share_held_out(source: Source, options: SourceOptions) -> float:
     Raises UserError if a split has none.
     """
     share = options.val_share or ROW_VAL_SHARE
-    room = options.limit_tokens or math.inf
+    bytes_left = options.limit_tokens or math.inf
     splits: set[str | None] = set()                     # that have text
     shares: set[float] = set()                          # hash_share of each row
     for reader in source.readers:
-        if reader.split in splits or (reader.split is None and room < 0):
+        if reader.split in splits or (reader.split is None and bytes_left < 0):
             continue
         for document in documents([reader], share):
             if not document.text:
@@ -126,8 +135,8 @@ def share_held_out(source: Source, options: SourceOptions) -> float:
                 return share
             if reader.split is None:
                 shares.add(hash_share(document.text))
-                room -= len(document.text)
-            if reader.split or room < 0:
+                bytes_left -= len(document.text)
+            if reader.split or bytes_left < 0:
                 break
     if len(shares) < 2:
         missing = "val" if "train" in splits else "train"
@@ -256,13 +265,13 @@ def read_file(url: str, options: SourceOptions) -> Iterator[bytes | None]:
 
 def require_column(column: str, columns: Iterable[str]) -> None:
     if column not in columns:
-        raise ValueError(f"no {column!r}: give one of {[*columns]} as --text-column")
+        raise ColumnError(f"no {column!r}: give one of {[*columns]} as --text-column")
 
 
 def bytes_of(text: str | None) -> bytes | None:
     """UTF-8 of the text of a row, if it has one."""
     if not isinstance(text, str | None):
-        raise TypeError("the text must be a string; name its column with --text-column")
+        raise ColumnError("the text must be a string; name its column with --text-column")
     return None if text is None else to_utf8(text)[0]
 
 
@@ -306,7 +315,7 @@ def readers_of(urls: Iterable[Path | str], split: str | None, options: SourceOpt
     """
     readers = [reader_of(url, split, options) for url in urls]
     for reader in readers:
-        if "/partial-" in reader.name:
+        if Path(reader.name).parent.name.startswith("partial-"):
             raise UserError(f"source {reader.name}: its folder partial-... holds only a part of the dataset; "
                             "give a copy that has all of it, or rename the folder to train on the part")
     if readers and is_wikitext(readers[0]):

@@ -48,7 +48,7 @@ WORDS = ("apple", "horse", "stone", "paper", "glass", "table", "water", "cloud",
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LETTERS_AND_DIGITS = LETTERS + LETTERS.upper() + "0123456789"
 N_FACTS, N_ASKED, N_VALUES = 4, 2, 2    # multi_key and multi_query; multi_query; multi_value
-N_CHAINS, N_CHAIN = 2, 3                # variables: chains, and variables in each
+N_CHAINS, CHAIN_LENGTH = 2, 3           # variables: chains, and variables in each
 MIN_LENGTH = 24                         # of documents; needles need more, which depends on the tokenizer
 # repeats: with this, RoPE at L = 256 learned to look back in 140 steps of 4,096 tokens; with 64 not in 200
 LONGEST_STRING = 32
@@ -62,7 +62,8 @@ class TaskDocument(NamedTuple):
     is_answer: np.ndarray
 
 
-Segment = tuple[Sequence[str], bool]    # pieces of text, each encoded on its own; whether they are an answer
+# pieces of text, each encoded on its own; whether they are an answer. A str stands for its letters
+Segment = tuple[Sequence[str], bool]
 
 
 @lru_cache(maxsize=4096)
@@ -143,8 +144,8 @@ def multi_value(rng: Generator) -> Hidden:
 
 def variables(rng: Generator) -> Hidden:
     """Chains such as " A=482." " B= A." " C= B." The question " 482:" has the answer " A B C."."""
-    names = [f" {letter}" for letter in rng.permutation(list(LETTERS.upper()))[:N_CHAINS * N_CHAIN]]
-    chains = [names[i:i + N_CHAIN] for i in range(0, len(names), N_CHAIN)]
+    names = [f" {letter}" for letter in rng.permutation(list(LETTERS.upper()))[:N_CHAINS * CHAIN_LENGTH]]
+    chains = [names[i:i + CHAIN_LENGTH] for i in range(0, len(names), CHAIN_LENGTH)]
     values = numbers(rng, N_CHAINS)
     groups = []
     for chain, value in zip(chains, values, strict=True):
@@ -274,7 +275,7 @@ ALGORITHMS: dict[str, Callable[[int, Generator], list[Segment]]] = {
 
 
 def n_symbols(length: int) -> int:
-    """The most symbols of an algorithm in a window of `length` inputs: a quarter, so 8 windows have 8 n."""
+    """The most symbols of an algorithm in `length` inputs, so that at 8 L it has 8 times as many as at L."""
     return length // 4
 
 

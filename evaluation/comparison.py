@@ -60,8 +60,8 @@ def check_samples(runs: Sequence[Run]) -> None:
     n_bases = len({run.config["train.init_from"] for run in runs})
     if n_seeds < len(runs) or n_bases not in (1, len(runs)):
         names = ", ".join(run.name for run in runs)
-        raise UserError(f"runs {names}, all {first.label!r}: have the same seed or began from the same run: "
-                        "not independent samples; leave one out")
+        raise UserError(f"runs {names}, all {first.label!r}: are not independent samples: two have the same "
+                        "seed, or some but not all began from the same run; leave one out")
 
 
 def places_of(run: Run) -> set[Any]:
@@ -117,10 +117,11 @@ def make_sections(runs: Sequence[Run], baseline: str, gate: pd.DataFrame) -> lis
             title = f"Lead over {baseline}, {measure.key}"
             sections.append(Section(f"{measure.key}-lead", title, "", over, leads))
 
-    # what may be bold is one family of tests: leads, and gains but those at L, near 0
+    # what may be bold is one family of tests: leads, and gains beyond L (at L a gain is near 0, and with less
+    # context the truncated model sees more)
     curves = pd.concat({section.key: section.curves for section in sections})
     curves["key"] = curves.index.get_level_values(0)
-    is_gain = (curves["key"] == "gain") & (curves["length"] != runs[0].head["seq_len"])
+    is_gain = (curves["key"] == "gain") & (curves["length"] > runs[0].head["seq_len"])
     better = claims(curves[is_gain | (curves["baseline"] != "")], gate)["is_better"]
     curves["is_better"] = better.reindex(curves.index, fill_value=False)
     curves = place_curves(curves, gate["state"], table.groupby("label")["encoding"].first())

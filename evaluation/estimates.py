@@ -40,8 +40,8 @@ class Sample(NamedTuple):
     targets: tuple[np.ndarray, ...]     # of each window: document, end and tokens, as in the table
 
     @property
-    def seeds(self) -> np.ndarray:
-        """The number of each seed (S,)."""
+    def of_seeds(self) -> np.ndarray:
+        """The score of each seed, over its windows (S,)."""
         return self.scores.sum(axis=1) / self.weight.sum()
 
 
@@ -66,38 +66,38 @@ def estimate(sample: Sample, baseline: Sample | None = None, is_paired: bool = F
     The baseline has the same windows and other runs, or if `is_paired` the same ones.
     """
     # the numbers whose range is shown: of each seed, or of each pair of a seed and one of the baseline
-    seeds = sample.seeds
-    n_seeds = len(seeds)
-    is_unstable = is_scattered(seeds)
+    numbers = sample.of_seeds
+    n_seeds = len(numbers)
+    is_unstable = is_scattered(numbers)
     if baseline is not None and is_paired:
-        assert len(baseline.seeds) == n_seeds
-        seeds = seeds - baseline.seeds
-        is_unstable = is_scattered(seeds)
+        assert len(baseline.of_seeds) == n_seeds
+        numbers = numbers - baseline.of_seeds
+        is_unstable = is_scattered(numbers)
     elif baseline is not None:
-        n_seeds = min(n_seeds, len(baseline.seeds))
-        is_unstable = is_unstable or is_scattered(baseline.seeds)
-        seeds = np.subtract.outer(seeds, baseline.seeds).ravel()
+        n_seeds = min(n_seeds, len(baseline.of_seeds))
+        is_unstable = is_unstable or is_scattered(baseline.of_seeds)
+        numbers = np.subtract.outer(numbers, baseline.of_seeds).ravel()
 
     # the interval of the mean, over seeds and units of text
     units = units_of(*sample.targets)
+    if units is not None and sample.score == FOUND:         # the depths of an example have the same facts
+        units = units._replace(name="examples") if units.name == "documents" else None
     unit, n_units = "", len(sample.weight)
-    mean = Estimate(float(seeds.mean()))
+    mean = Estimate(float(numbers.mean()))
     if units is not None:
         unit, n_units = units.name, units.n
         method = two_way_share if sample.score == FOUND else two_way
         subtracted = units.sums(baseline.scores) if baseline is not None else None
         mean = method(units.sums(sample.scores), units.sums(sample.weight), subtracted, is_paired)
-        if sample.score == FOUND:
-            unit = "examples"
 
     # what is to be shown of both
-    lowest = float(seeds.min())
-    highest = float(seeds.max())
+    lowest = float(numbers.min())
+    highest = float(numbers.max())
     shown, shown_low, shown_high = mean.value, mean.low, mean.high
     if is_unstable:
-        shown, shown_low, shown_high = float(np.median(seeds)), lowest, highest
+        shown, shown_low, shown_high = float(np.median(numbers)), lowest, highest
     return {"shown": shown, "shown_low": shown_low, "shown_high": shown_high, **mean._asdict(),
-            "seed_low": lowest, "seed_high": highest, "seeds": tuple(seeds.tolist()), "n_seeds": n_seeds,
+            "seed_low": lowest, "seed_high": highest, "seeds": tuple(numbers.tolist()), "n_seeds": n_seeds,
             "unit": unit, "n_units": n_units, "is_unstable": is_unstable}
 
 
@@ -143,7 +143,7 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
     """For each label whether it has learned enough at L for its other numbers to mean something.
 
     Two margins, without extension: how far its loss on the targets of fixed is below that of a Kneser-Ney
-    trigram of the same training text, and its use of a repeated passage: how much lower the loss is than
+    trigram of the train split of data.dir, and its use of a repeated passage: how much lower the loss is than
     after another passage, which must be above LEAST_USE. Both are estimates over the same runs and windows,
     with intervals; where seeds differ too much for one, with their range. Columns:
       state     PASSED if both intervals are above their limits, FAILED if one is below, else WITHIN;
@@ -172,7 +172,7 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
             state = FAILED
         elif below["shown_low"] > 0 and use["shown_low"] > LEAST_USE:
             state = PASSED
-        rows[label] = {"state": state, "trigram": -of_trigram.seeds.mean()}
+        rows[label] = {"state": state, "trigram": -of_trigram.of_seeds.mean()}
         for name, margin in (("below", below), ("use", use)):
             for end in ("", "_low", "_high"):
                 rows[label][name + end] = margin[f"shown{end}"]

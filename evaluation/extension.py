@@ -179,7 +179,7 @@ class Regrouped(Wrapper):
         if not self.is_relative or not is_special.any():
             return scored
 
-        # of the keys alone that some row scores again
+        # score again only the keys from the first to the last that is special in any row
         keys = slice(None)
         if not needs_all:
             indices = is_special.flatten(0, 2).any(0).nonzero()[:, 0].tolist()

@@ -230,11 +230,11 @@ def name_ends(axis: Any, curves: pd.DataFrame, height: float) -> None:
 def draw_measure(curves: pd.DataFrame, form: Form, title: str, L: int, is_narrow: bool = False) -> Figure:
     """One number at each place, two texts side by side, or for a phone one above the other.
 
-    Of a difference, what stays flat is zoomed, in panels apart from what breaks.
+    Of gains, what stays flat is zoomed, in panels apart from what breaks.
     """
     curves = style_curves(as_shown(curves, form))
     groups = {"": curves}
-    if form.is_difference:
+    if form == GAIN:
         lowest = curves.groupby("name", sort=False)["shown"].min()
         is_flat = curves["name"].map(lowest >= -FLAT)
         groups = {f"no loss above {FLAT:g} nats": curves[is_flat], "larger losses": curves[~is_flat]}

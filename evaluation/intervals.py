@@ -56,8 +56,8 @@ def units_of(document: np.ndarray, end: np.ndarray, tokens: np.ndarray) -> Units
     """Documents if there are enough, because windows of one document are alike; else windows; else None.
 
     Windows that share targets, as in long buckets of `position`, are one unit. The targets of a window are
-    the last `tokens` tokens up to `end`, equally many in all windows of a document; NaN where windows share
-    none, or where that is not known (repeat).
+    the last `tokens` tokens up to `end`. Where windows overlap they have equally many, so those that overlap
+    are neighbours when sorted by `end`. NaN where windows share none, or where that is not known (repeat).
     """
     names, unit = np.unique(document, return_inverse=True)
     if len(names) >= ENOUGH_DOCUMENTS:

@@ -77,7 +77,7 @@ class Protocol:
             return None
         if any(window.start < 0 for window in windows):
             raise UserError(f"{self.name}: a window of {length} tokens begins before its document; "
-                            f"leave out documents of fewer than {length + 1} tokens")
+                            "its windows() must give a start of 0 or more")
         return e.rows(windows, e.score(length, windows))
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
@@ -169,7 +169,7 @@ class Sliding(Protocol):
 
     title = "Perplexity, sliding"
     target_settings = ("longest", "tokens", "stride")
-    needs = "documents with more tokens than 5/4 of the longest length"
+    needs = "documents longer than the longest length by a quarter of it, rounded up to whole strides"
 
     def windows(self, text: Text, s: Settings, length: int) -> list[Window]:
         # pieces of text, whose targets are the same at every length: whole strides
@@ -203,10 +203,10 @@ class Fixed(Protocol):
         if measured.empty:                                  # so no method acts: the plain model comes first
             truncated = self.truncated_nll(e)
             e.seconds = 0.0                                 # the control's time does not count
+        else:                                               # the same under each method and at each length
+            truncated = measured.truncated_nll.to_numpy()
         windows, losses = in_blocks(e, length, e.score_ended(length))
-        if not measured.empty:                              # the same under each method and at each length
-            truncated = measured.truncated_nll.to_numpy()[:len(windows)]
-        return e.rows(windows, losses, truncated_nll=truncated)
+        return e.rows(windows, losses, truncated_nll=truncated[:len(windows)])
 
     def truncated_nll(self, e: Evaluation) -> np.ndarray:
         """Loss of each block (blocks,), where each target has its own last L tokens before it.
@@ -247,9 +247,10 @@ def in_blocks(e: Evaluation, length: int,
 
 
 class TrigramReference(Protocol):
-    """A Kneser-Ney trigram of the run's training split, on the targets of fixed.
+    """A Kneser-Ney trigram of the train split of data.dir, on the targets of fixed.
 
-    A model whose loss at L is not below this one's has not learned, and nothing follows from its curve.
+    It does not count the other corpora of a mixture. A model whose loss at L is not below this one's has not
+    learned, and nothing follows from its curve.
     """
 
     title = "Perplexity of a trigram"
@@ -263,11 +264,12 @@ class TrigramReference(Protocol):
             return None
         corpus = Corpus(e.config.data.dir, splits=("train",))
         trigram = Trigram(corpus.tokens["train"], corpus.meta["vocab_size"])
-        first = -e.settings.targets - 2         # a loss needs two tokens before: a second separator at first
+        n = e.settings.targets + 2              # the targets, and two tokens before the first of them
         losses = []
         for d, end in e.ends:
+            # documents begin with a separator; if their first token is a target, it needs a second one
             ids = np.append(e.tokenizer.separator, e.text.documents[d][:end + 1])
-            losses.append(trigram.losses(ids[first:]))
+            losses.append(trigram.losses(ids[-n:]))
         windows, losses = in_blocks(e, length, losses)
         return e.rows(windows, losses)
 
@@ -349,10 +351,7 @@ class Repeat(Protocol):
             tokens=len(second), bytes=n_bytes, document=[d for d, _ in e.ends])
 
     def cells(self, record: dict[str, Any]) -> dict[str, str]:
-        cells = {"repeat": f"{record['gain']:+z.3f} nats/token"}
-        if "use" in record:                     # older results lack the control
-            cells["use"] = f"{record['use']:+z.3f}"
-        return cells
+        return {"repeat": f"{record['gain']:+z.3f} nats/token", "use": f"{record['use']:+z.3f}"}
 
     def column(self, length: int, place: str) -> tuple[float, str]:
         return int(place), place
@@ -413,7 +412,7 @@ class Answering(Protocol):
     def rows(self, e: Evaluation, length: int) -> pd.DataFrame | None:
         parts = []
         for place, documents in self.documents(e, length):
-            is_answer = np.stack([document.is_answer for document in documents])        # (examples, length)
+            is_answer = np.stack([document.is_answer for document in documents])        # (examples, T)
             places = np.flatnonzero(is_answer.any(axis=0))
             is_asked = is_answer[:, places]                             # (examples, n)
             ids = np.stack([document.ids for document in documents])
@@ -451,7 +450,8 @@ class Retrieval(Answering):
 class Algorithm(Answering):
     """Share of the examples in which all of the answer is right.
 
-    A window of this length has a quarter as many symbols. For a model that was trained on the task.
+    At each length there are length / 4 symbols, in at most length + 1 tokens. For a model that was trained on
+    the task.
     """
 
     title = "Algorithm, {}"

@@ -33,9 +33,9 @@ COLUMNS = {
     "extend": "str",            # the method of --extend, "none" without one
     "protocol": "str",
     "length": "int",            # context in tokens
-    "place": "str",             # position: bucket, such as 128-180, both included; repeat, copy: distance of
-                                # the copies in tokens; retrieval: depth; algorithms: symbols; "" for others.
-                                # Not padded: the places of a protocol come in order, or by its `column`
+    "place": "str",             # position: bucket, such as 128-180, both included. Others: a number, as text,
+                                # or "". repeat, copy: distance of the copies in tokens; retrieval: depth;
+                                # algorithms: symbols. They stay in the order in which they were measured
     "document": "float",        # number of the window's document among those longer than --longest;
                                 # of the example's facts
     "end": "float",             # the last target is token `end` of the document; for rolling, of it and what
@@ -213,7 +213,8 @@ def read_table(path: Path) -> pd.DataFrame:
 def write(path: Path, results: Results) -> None:
     """Write both files, each whole or not at all. Raises OSError.
 
-    The table comes first: a kill in between leaves one that holds all that the old JSON sums up.
+    The table comes first: a kill in between leaves one that holds all that the old JSON sums up, but for
+    --replace, which must then be given again.
     """
     write_table(path.with_suffix(".parquet"), results.table)
     write_whole(path, json.dumps({**results.head, "records": records(results.table)}, indent=1) + "\n")
@@ -245,8 +246,11 @@ def read_mergeable(path: Path, head: dict[str, Any], is_replaced: bool) -> Resul
         others = [f"{name} {before.get(name)}" for name in {**before, **settings}
                   if before.get(name) != settings.get(name)]
         if others:
-            raise UserError(f"{path}: holds {protocol} on other targets, by {', '.join(others)}; give the "
-                            f"same, or {remedy.removeprefix('give ')}")
+            same = "give the same"
+            if before.get("length") != settings.get("length"):      # position is of the longest length alone
+                same = f"give {before['length']} among --lengths too, or leave {protocol} out of --protocol"
+            raise UserError(f"{path}: holds {protocol} on other targets, by {', '.join(others)}; {same}, or "
+                            f"{remedy.removeprefix('give ')}")
     return earlier
 
 

@@ -50,7 +50,7 @@ class Run(NamedTuple):
         """Its folder, and the step at which it was evaluated if that is not its last one."""
         step = self.head.get("step")
         steps = self.config["train.steps"]
-        return self.name if step in (None, steps) else f"{self.name} (unfinished: step {step} of {steps})"
+        return self.name if step in (None, steps) else f"{self.name} (evaluated at step {step} of {steps})"
 
     @property
     def seed(self) -> str:
@@ -139,8 +139,9 @@ def read_run(folder: Path, data: str | None) -> Run:
         meta = read_meta(folder / "corpus.json")
         trained_on = [about["splits"] for about in (meta, *meta.get("mixture", {}).values())]
     if sha256 and not is_newest:
-        raise UserError(f"{path}: was measured with other weights than {folder} has now; run "
-                        f"`python eval.py {folder} --replace` with the same flags")
+        raise UserError(f"{path}: was measured with weights that are neither the newest nor the best of "
+                        f"{folder}; run `python eval.py {folder} --replace` with the same flags, but without "
+                        "a step as --checkpoint")
     summary = folder / "summary.json"
     return Run(str(folder), without_seed(folder), flatten(config), head, trained_on,
                read_json(summary) if summary.exists() else {}, read_training(folder),

@@ -183,7 +183,7 @@ class Evaluation:
 
     def score(self, length: int, windows: Sequence[Window]) -> list[np.ndarray]:
         """Losses of each window's targets (n_scored,), fp64, in order. Windows of one shape share a pass."""
-        def losses_of(batch: Sequence[Window]) -> np.ndarray:           # (B, n_scored)
+        def last_losses(batch: Sequence[Window]) -> np.ndarray:         # (B, n_scored)
             rows = np.stack([self.text.documents[w.document][w.start:w.end + 1] for w in batch])
             places = np.arange(rows.shape[1] - batch[0].n_scored, rows.shape[1])
             return self.losses_at(rows, places)[0]
@@ -191,7 +191,7 @@ class Evaluation:
         batches = []
         for (n, _), group in itertools.groupby(windows, lambda w: (w.end - w.start, w.n_scored)):
             batches += split(list(group), n)
-        return [row for losses in self.forward(length, batches, losses_of) for row in losses]
+        return [row for losses in self.forward(length, batches, last_losses) for row in losses]
 
     def score_ended(self, length: int) -> list[np.ndarray]:
         """Losses of at least the last `targets` tokens of the windows that end at self.ends.
@@ -207,19 +207,19 @@ class Evaluation:
         return self._ended[key]
 
     def probe(self, length: int, tokens: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Losses of tokens (n, length) at `places`, and whether each ranks first."""
+        """Losses of tokens (n, T) at `places`, and whether each ranks first. --extend acts as at `length`."""
         batches = split(tokens, length)
         pairs = self.forward(length, batches, lambda batch: self.losses_at(batch, places))
         losses, is_top = zip(*pairs, strict=True)
         return np.concatenate(losses), np.concatenate(is_top)
 
-    def forward(self, length: int, batches: Sequence[Any], losses_of: Callable[[Any], Any]) -> list[Any]:
-        """losses_of(batch) for each, under the current method; self.seconds goes up."""
+    def forward(self, length: int, batches: Sequence[Any], of_batch: Callable[[Any], Any]) -> list[Any]:
+        """of_batch(batch) for each, under the current method; self.seconds goes up."""
         began = time.perf_counter()
         with extended(self.model, self.config, self.extend.methods, length):
-            losses = [losses_of(batch) for batch in tqdm(batches, self.title, leave=False, disable=None)]
+            results = [of_batch(batch) for batch in tqdm(batches, self.title, leave=False, disable=None)]
         self.seconds += time.perf_counter() - began
-        return losses
+        return results
 
     def losses_at(self, tokens: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """`losses_at` of the module; under data.bos windows begin with the separator, as in training."""

@@ -99,4 +99,5 @@ def advice(table: pd.DataFrame, e: Evaluation) -> Iterator[str]:
         # what config.json would say: for one method that changes frequencies alone
         if beats and len(extend.methods) == 1 and isinstance(extend.methods[0], Rescaled):
             scaling = extend.methods[0].scaling(e.model, e.config, length)
-            yield f"  in config.json: {json.dumps(rope_fields(e.config, scaling, length))}"
+            fields = rope_fields(e.config, scaling, length)
+            yield f"  in config.json: {json.dumps(fields)}" if fields else "  config.json cannot say this"

@@ -55,7 +55,10 @@ def make_jobs(points: Points, overrides: Sequence[str], seeds: Sequence[int], ru
             name = re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
             job_overrides.append(f"run.dir={toml_value(str(runs / name))}")
             if name in jobs:
-                problems.append(f"config {config}: {jobs[name].config} has the same name; rename one of them")
+                problem = f"config {config}: {jobs[name].config} has the same name; rename one of them"
+                if jobs[name].config == config:
+                    problem = f"run {name}: a seed, value or config is given twice; leave one out"
+                problems.append(problem)
             jobs[name] = Job(name, config, point, job_overrides, runs / name, eval_arguments)
             try:
                 load_config(config, job_overrides, pretrained_tables)
@@ -77,15 +80,16 @@ def work(job: Job) -> str:
     problem = call(["train.py", job.config, *job.overrides], log)
     if problem or job.eval_arguments is None:
         return problem
+    # this file has the arguments of the last evaluation, and a second line while it is not finished
     path = job.run_dir / "eval" / "arguments.txt"
     known = path.read_text(encoding="utf-8") if path.exists() else ""
     done = shlex.join(job.eval_arguments)
     begun = f"{done}\nnot finished"
     if known == done:
         return ""
-    # a method may fit only some of the configs; an evaluation with other arguments is outdated
+    # a method may fit only some of the configs
     command = ["eval.py", str(job.run_dir), "--skip-unfit", *job.eval_arguments]
-    if known != begun:
+    if known != begun:                  # an evaluation with other arguments is outdated
         command.append("--replace")
         path.parent.mkdir(exist_ok=True)
         path.write_text(begun, encoding="utf-8")
@@ -176,8 +180,10 @@ def finish(job: Job, problem: str, failed: dict[str, str]) -> None:
 
 
 def report(jobs: Sequence[Job], out: Path) -> int:
-    """Run compare.py over these runs, on the text of their newest evaluations; return its exit code."""
-    evaluations = (jobs[0].run_dir / "eval").glob("*.json")
-    newest = max(evaluations, key=lambda path: path.stat().st_mtime_ns)
+    """Run compare.py over these runs, on the text that the sweep evaluated; return its exit code."""
+    folder = jobs[0].run_dir / "eval"
+    finished = (folder / "arguments.txt").stat().st_mtime_ns        # later ones were made by hand
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    newest = max((path for path in times if times[path] <= finished), key=times.__getitem__)
     command = [sys.executable, str(ROOT / "compare.py"), *(str(job.run_dir) for job in jobs)]
     return subprocess.run([*command, "--data", newest.stem, "--out", str(out)]).returncode

@@ -76,8 +76,9 @@ def check_fair(points: Points) -> None:
     for override in overrides:
         if override.startswith(MUST_AGREE["trials"]):
             key = override.partition("=")[0]
+            remedy = {"run.dir": "give --runs FOLDER", "train.seed": "give --seeds"}
             raise UserError(f"--choose: trials must not differ in {key}, because their losses would not be "
-                            f"comparable; give {key}=VALUE for all instead")
+                            f"comparable; {remedy.get(key, f'give {key}=VALUE for all')} instead")
 
 
 # -----------------------------------------------------------------------------------------------------------

@@ -322,7 +322,7 @@ def test_what_differs_or_was_not_tuned_is_said(tmp_path: Path) -> None:
         f"Warning: evaluated by different code: 1111111-dirty-abc {a}, 1111111-dirty-def {b}, unknown {old}",
         f"Warning: evaluated in different dtypes: float32 {a}, bfloat16 {old}",
         f"Warning: trained in different dtypes: float32 {a}, bfloat16 {b}, unknown {old}"]
-    assert "a-seed1 (unfinished: step 5 of " in unfinished
+    assert "a-seed1 (evaluated at step 5 of " in unfinished
     assert compare.remarks(runs[:1]) == []
     tuned = runs[2]._replace(config=runs[2].config | {"train.lr": 1e-4})
     assert not any("learning rate" in remark for remark in compare.remarks([runs[0], tuned]))

@@ -368,6 +368,10 @@ def test_answers_are_scored_by_the_share_found_and_few_windows_have_no_interval(
     assert (row.value, row.unit, row.n_units) == (pytest.approx(1 / 3), "examples", 12)
     few = estimates(rows_of("rope", 5 + noise(0, W=4)), LOSS).iloc[0]
     assert (few.unit, few.n_units) == ("", 4) and np.isnan(few.low) and np.isnan(few.p)
+    # two examples at five depths: the depths of an example have the same facts
+    deep = rows_of("rope", 5 + noise(0, W=10), protocol="passkey").assign(correct=[1, 0] * 15,
+                                                                           document=[0, 1] * 15)
+    assert estimates(deep, FOUND).iloc[0].unit == "" and np.isnan(estimates(deep, FOUND).iloc[0].low)
 
 
 # -----------------------------------------------------------------------------------------------------------

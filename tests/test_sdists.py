@@ -176,6 +176,18 @@ def test_a_wrong_list_is_refused(row: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="^sdists .*, line 2: ") as caught:
         sdists.read_texts(tmp_path / LIST, tmp_path / "cache")
     assert row in str(caught.value)
+    (tmp_path / LIST).write_text(f"one,1.0,{'0' * 64},val\n")         # else its first project would be lost
+    with pytest.raises(UserError, match="the first line must be name,version,sha256,split"):
+        sdists.read_texts(tmp_path / LIST, tmp_path / "cache")
+
+
+def test_an_archive_that_is_no_tar_file_is_refused(index: Index) -> None:
+    archive = index.add("one", {"docs/a.rst": PROSE})
+    archive.write_bytes(b"PK, as a .zip begins")
+    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
+    archive.with_name("index.html").write_text(f'<a href="{archive.name}#sha256={sha256}">{archive.name}</a>')
+    index.rows[-1] = f"one,1.0,{sha256},train"
+    assert "one 1.0: its archive is no tar file" in index.error()
 
 
 def test_passages_that_val_shares_with_train_are_counted() -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from toys import ROOT, TINY
@@ -119,6 +120,20 @@ def test_an_interrupted_evaluation_is_continued(monkeypatch) -> None:
     assert replaced == [True, True, False, False, True, False]
 
 
+def test_the_report_is_on_the_text_of_the_sweep_though_another_was_evaluated_later(monkeypatch) -> None:
+    (job,) = sweeping.make_jobs({"rope.toml": [[]]}, TINY, [], Path("runs"), [])
+    folder = job.run_dir / "eval"
+    folder.mkdir(parents=True)
+    for second, name in enumerate(("earlier.json", "ours.json", "arguments.txt", "later.json")):
+        (folder / name).touch()
+        os.utime(folder / name, (second, second))
+    commands = []
+    monkeypatch.setattr(sweeping.subprocess, "run",
+                        lambda command: commands.append(command) or SimpleNamespace(returncode=0))
+    assert sweeping.report([job], Path("out")) == 0
+    assert commands[0][commands[0].index("--data") + 1] == "ours"
+
+
 def test_workers_run_at_a_time_with_their_share_of_the_cores(monkeypatch, capsys) -> None:
     both = threading.Barrier(2, timeout=60)     # passed only if two runs are at work at the same time
 
@@ -152,7 +167,7 @@ def test_jobs_are_configs_times_points_times_seeds_and_all_problems_come_at_once
 @pytest.mark.parametrize(("arguments", "expected"), [
     (["a.toml"], "config a.toml: no such file"),
     (["rope.toml", "./rope.toml"], "rope.toml has the same name"),
-    (["rope.toml", "--grid", "train.lr=1,1"], "rope.toml has the same name"),
+    (["rope.toml", "--grid", "train.lr=1,1"], "run rope-lr-1: a seed, value or config is given twice"),
     (["rope.toml", "--choose", "val_loss"], "at least two, got 1 for rope"),
     (["rope.toml", "--choose", "val_loss", "--grid", "train.steps=1,2"], "must not differ in train.steps"),
     (["rope.toml", "--trials", "wrong.toml"], "rop is none of the configs; did you mean rope?"),

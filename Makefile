@@ -95,7 +95,7 @@ row: .venv/.installed
 	bash configs/study/row.sh $(CONFIG)
 
 verify: .venv/.installed
-	$(PY) -m docs.rows --verify $(ROW)
+	$(PY) -m docs.rows --verify $(or $(ROW),$(error give a row: make verify ROW=results/rows/mine))
 
 SDISTS := sdists:configs/study/sdists.csv
 study-data: .venv/.installed-study

@@ -29,9 +29,10 @@ from positions.scaling import SCALINGS
 from runtime.checkpoint import open_run
 
 
-def extension(spec: str, model: GPT, config: Config) -> Fields:
+def extended_fields(spec: str, model: GPT, config: Config) -> Fields:
     """The fields of config.json for what --extend names. Raises UserError if there are none."""
-    name, (method, *others) = spec.partition(":")[0], parse(spec).methods
+    method, *others = parse(spec).methods
+    name = spec.partition(":")[0]
     if others or not isinstance(method, Rescaled) or name not in ROPE_TYPES:
         raise UserError(f"--extend {spec}: config.json has no field for it; it has fields for "
                         f"{', '.join(ROPE_TYPES)}")
@@ -60,7 +61,7 @@ def main() -> None:
     if is_pretrained(folder) and not args.extend:
         raise UserError(f"RUN {folder}: is a Hugging Face folder already; copy it, or give --extend METHOD")
     run = open_run(folder, args.checkpoint, args.device)
-    fields = extension(args.extend, run.model, run.config) if args.extend else None
+    fields = extended_fields(args.extend, run.model, run.config) if args.extend else None
     if fields and is_pretrained(folder):
         write_extended(folder, args.out, fields)
         print(f"wrote {args.out}: {folder} with {args.extend} in its config.json")

@@ -49,7 +49,8 @@ def generate(model: GPT, tokens: Tensor, n_tokens: int, temperature: float = 1.0
 def main() -> None:
     parser = run_parser(__doc__)
     parser.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
-    parser.add_argument("--tokens", type=positive, default=300, help="how many to add (default %(default)s)")
+    parser.add_argument("--tokens", type=positive,
+                        help="how many to add (default 300, or as many as a learned table has positions for)")
     parser.add_argument("--temperature", type=float, default=0.8,
                         help="0: always the most likely token (default %(default)s)")
     parser.add_argument("--top-k", type=positive, help="draw from the k most likely tokens (default: all)")
@@ -65,7 +66,9 @@ def main() -> None:
     prompt = [tokenizer.separator, *tokenizer.encode(text).tolist()]
     ends = eos_ids(folder) if is_pretrained(folder) else {tokenizer.separator}
     start = torch.tensor([prompt], device=next(model.parameters()).device)
-    tokens = generate(model, start, args.tokens, args.temperature, args.top_k, args.seed, ends)
+    limit = model.active().max_length or 300 + len(prompt)              # where a learned table ends
+    n_tokens = args.tokens or max(1, min(300, limit - len(prompt)))
+    tokens = generate(model, start, n_tokens, args.temperature, args.top_k, args.seed, ends)
     print(decode(tokenizer, tokens[0].tolist()))
 
 

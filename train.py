@@ -91,20 +91,20 @@ def training_loop(run: TrainingRun) -> None:
         # all gradients are there: undo the scale, clip them by their norm (grad_clip 0: only measure it)
         scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(parameters, t.grad_clip or math.inf)
-        # the figures of the whole step, the mean over all processes: scalars that stay on the device. Add a
+        # the metrics of the whole step, the mean over all processes: scalars that stay on the device. Add a
         # scalar tensor here, and metrics.jsonl has it under its name. The gradients are clipped already
-        figures = {"loss": torch.stack(losses).sum(), "grad_norm": grad_norm}
+        metrics = {"loss": torch.stack(losses).sum(), "grad_norm": grad_norm}
         if process.world_size > 1:
-            figures = parallel.mean_figures(process, figures)
+            metrics = parallel.mean_metrics(process, metrics)
         # update the weights, unless the step is not finite
-        is_finite = (figures["loss"] + figures["grad_norm"]).isfinite()
+        is_finite = (metrics["loss"] + metrics["grad_norm"]).isfinite()
         if reads_found_inf:             # on the device, so that the CPU need not wait for a GPU
             optimizer.found_inf = (~is_finite).float()                  # type: ignore[attr-defined]
         if reads_found_inf or is_finite:
             optimizer.step()
         scaler.update()                                                 # a smaller scale after an overflow
         optimizer.zero_grad(set_to_none=True)                           # None frees the memory for validation
-        run.after_step(figures)                                         # log, validate, save, stop
+        run.after_step(metrics)                                         # log, validate, save, stop
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:

@@ -20,8 +20,9 @@ from base.errors import UserError
 def run_command(main: Callable[[], int | None]) -> None:
     """Run main and exit with its code.
 
-    A UserError, a file that cannot be used, and running out of memory end with one line and exit code 2;
-    Ctrl-C, SIGTERM and SIGHUP with 128 + their number, by an exception, so that `finally` is executed.
+    A UserError, a file that cannot be used, and running out of memory end with a line for each problem and
+    exit code 2; Ctrl-C, SIGTERM and SIGHUP with 128 + their number, by an exception, so that `finally` is
+    executed.
     """
     def interrupt(number: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt(number)
@@ -39,7 +40,8 @@ def run_command(main: Callable[[], int | None]) -> None:
         is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not is_out_of_memory and "allocate memory" not in str(error):
             raise
-        lines = ["error: out of memory; use a smaller batch, length or model, or a larger train.accumulate"]
+        lines = ["error: out of memory; use a smaller length or model, or in training a smaller batch or a "
+                 "larger train.accumulate"]
     except KeyboardInterrupt as stop:
         number = stop.args[0] if stop.args else signal.SIGINT
         code, lines = 128 + number, [f"stopped by {signal.Signals(number).name}"]

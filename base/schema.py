@@ -122,7 +122,9 @@ def explain(error: ValidationError, name: str, schema: Schema, origin: Origin, p
             message = "unknown key" + (did_you_mean(path[1], known, name + ".{}")
                                        or f"; its keys are {', '.join(known)}")
         elif kind == "model_attributes_type" and isinstance(value, str):
-            message = f'must be a table; write {full_name}={{method="{value}",factor=4.0}}'
+            message = f'must be a table, such as {full_name}={{method="yarn",factor=4.0}}'
+        elif kind == "union_tag_not_found":
+            message = "has no method; add one, such as method = \"yarn\""
         elif kind == "union_tag_invalid":
             tags = errors[0]["ctx"]["expected_tags"].replace("'", "").split(", ")
             method = errors[0]["ctx"]["tag"]

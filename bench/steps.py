@@ -8,11 +8,11 @@ checkout of nanoGPT, with changes if you want: `rope+compile`, `rope+cudagraphs`
 contenders. The first one is what the others are divided by, in every shape (length and batch size) and size.
 
 Each contender has a process of its own, some at a time, always with the first among them. They compile at the
-same time, then take a step (forward, backward, AdamW, on random tokens) in turn, round after round, so that a
-noisy machine disturbs all equally. A cell has the median of the ratios within a round, then the fastest and
-the median step. Memory is the peak of the process minus what it held before it made the model, or the peak of
-what is allocated on the GPU; that of a compiled model includes its compiling. Where a process ended, the cell
-has its exit code.
+same time, then take a step (forward, backward, optimizer, on random tokens) in turn, round after round, so
+that a noisy machine disturbs all equally. The optimizer is train.optimizer, or AdamW of a peer. A cell has
+the median of the ratios within a round, then the fastest and the median step. Memory is the peak of the
+process minus what it held before it made the model, or the peak of what is allocated on the GPU; that of a
+compiled model includes its compiling. Where a process ended, the cell has its exit code.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def x_transformers(config: Config) -> nn.Module:
 PEERS = {"llama": llama, "x-transformers": x_transformers}
 
 
-def named(contender: str) -> list[str]:
+def expanded(contender: str) -> list[str]:
     """The contenders that `encodings`, also with changes, stands for."""
     name, plus, changes = contender.partition("+")
     return [encoding + plus + changes for encoding in ENCODINGS] if name == "encodings" else [contender]
@@ -240,34 +240,36 @@ def main() -> None:
     device = torch.device(args.device)
     changes = [text for text in args.contenders if CHANGE.match(text)]
     names = [text for text in args.contenders if text not in changes] or DEFAULT
-    rows = {contender: [contender] for name in names for contender in named(name)}
+    rows = {contender: [contender] for name in names for contender in expanded(name)}
     base, *others = rows
-    columns = ["encoding"]
+    cases: dict[str, list[str]] = {}            # what is measured -> its overrides
+    dtypes: set[str] = set()
     for size, shape in itertools.product(args.sizes, args.shapes):
         (n_layer, n_embd), (T, batch_size) = size.split("x"), shape.split(",")
         n_head = int(n_embd) // 64
         overrides = [f"model.n_layer={n_layer}", f"model.n_embd={n_embd}", f"model.n_head={n_head}",
                      f"train.seq_len={T}", f"train.batch_size={batch_size}", *changes]
-        for name in rows:
-            config = config_of(name, overrides)         # all mistakes before the first measurement
-        columns += [f"{size}, T {T}, batch {batch_size}: step / {base}'s (fastest, median ms)",
-                    f"memory / {base}'s (MB)"]
+        cases[f"{size}, T {T}, batch {batch_size}"] = overrides
+        for name in rows:                       # all mistakes before the first measurement
+            dtypes.add(dtype_name(config_of(name, overrides).train, device))
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} threads"
+    heading = ["# A training step, measured", "", f"`python -m bench.steps {shlex.join(sys.argv[1:])}`", "",
+               f"{machine}, torch {torch.__version__}, {' and '.join(sorted(dtypes))}", ""]
+    columns = ["encoding"]
+    for case, overrides in cases.items():
+        columns += [f"{case}: step / {base}'s (fastest, median ms)", f"memory / {base}'s (MB)"]
         cells: dict[str, list[str]] = {}
         n = AT_A_TIME[args.device]
         for first in range(0, max(1, len(others)), n):
             cells |= measure([base, *others[first:first + n]], overrides, args.rounds, device)
         for name, row in rows.items():
             row += cells[name]
-    machine = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} threads"
-    text = "\n".join(["# A training step, measured", "",
-                      f"`python -m bench.steps {shlex.join(sys.argv[1:])}`", "",
-                      f"{machine}, torch {torch.__version__}, {dtype_name(config.train, device)}", "",
-                      f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1),
-                      *(f"| {' | '.join(row)} |" for row in rows.values())])
+        text = "\n".join([*heading, f"| {' | '.join(columns)} |", "|---|" + "---:|" * (len(columns) - 1),
+                          *(f"| {' | '.join(row)} |" for row in rows.values())])
+        if args.out:                            # after each case: a `timeout` takes no more than one
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(text + "\n", encoding="utf-8")
     print(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

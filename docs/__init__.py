@@ -1,6 +1,7 @@
 """The documentation, and the scripts that generate a part of it: `python -m docs.gallery`.
 
-data, longer-contexts, probes, hugging-face, comparing, fair-comparisons, speed, scaling    one subject each
+data, longer-contexts, probes, hugging-face, comparing, fair-comparisons, benchmark, new-encoding, python,
+speed, scaling      one subject each
 encodings    the field guide; its tables, formulas and pictures are generated
 gallery      draws the pictures and writes the field guide (`make gallery`)
 properties   properties of the encodings, measured

@@ -198,7 +198,7 @@ def update(text: str, blocks: dict[str, str]) -> str:
         before, _, rest = text.partition(begin)
         _, has_end, after = rest.partition(end)
         if not has_end:
-            raise UserError(f"docs/encodings.md: needs a line {begin.strip()} with {end.strip()} below it")
+            raise UserError(f"the page needs a line {begin.strip()} with {end.strip()} below it")
         text = f"{before}{begin}{block}\n{end}{after}"
     return text
 

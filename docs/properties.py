@@ -121,6 +121,7 @@ def properties(name: str) -> Properties:
     gaps = [smallest_gap(points) for points in code.values()]
     steps = [largest_step(points) for points in code.values()]
     residuals = [linear_residual(points) for hook, points in code.items() if hook != "scores"]
+    # of several hooks the best gap counts, because one suffices to tell positions apart; else the worst
 
     # a small model at 8 times its training length
     model = random_model(name)

@@ -10,9 +10,9 @@ row passes the gate on both texts. `--verify FOLDER` checks a row.
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,7 +27,7 @@ import torch
 
 from base.command import argument_parser, run_command
 from base.errors import UserError
-from config import Config, flatten, load_config
+from config import Config, flatten, load_config, toml_value
 from docs.gallery import ROOT, table, update
 from docs.study import ROWS, at_length, labelled
 from evaluation.comparison import table_of
@@ -58,12 +58,13 @@ class Row(NamedTuple):
     truncated: float            # the same with the last L tokens of the context alone, mean over seeds
     states: tuple[str, ...]     # of the gate on each text
     n_trials: int
-    chosen: str                 # the trial with the lowest loss: the name of its run, which is seed 0
+    trial: str                  # the one with the lowest loss: its overrides
+    chosen: str                 # the name of its run, which is seed 0
     commit: str
     about: dict[str, str]       # row.toml
 
     @property
-    def counts(self) -> bool:
+    def is_counted(self) -> bool:
         """Whether it passes the gate on both texts."""
         return set(self.states) == {PASSED}
 
@@ -94,21 +95,21 @@ def read_row(folder: Path) -> Row:
     commits = {run.summary["git_revision"] for run in runs}
     commit = ", ".join(sorted(map(short_commit, commits)))
     trials = pd.read_csv(folder / "trials.csv")
-    chosen = trials["run"][trials["mean"].idxmin()]
-    return Row(folder.name, bits["nll"], bits["truncated_nll"].mean(), tuple(states), len(trials), chosen,
-               commit, about)
+    best = trials.loc[trials["mean"].idxmin()]
+    return Row(folder.name, bits["nll"], bits["truncated_nll"].mean(), tuple(states), len(trials),
+               best["trial"], best["run"], commit, about)
 
 
 def record_table() -> str:
     """All rows, the best first; those that do not pass the gate last, in italics."""
-    rows = sorted(map(read_row, ROWS), key=lambda row: (not row.counts, row.bits.mean()))
+    rows = sorted(map(read_row, ROWS), key=lambda row: (not row.is_counted, row.bits.mean()))
     cells = []
     for row, following in zip_longest(rows, rows[1:]):
         name = row.name
         better = "-"
-        if not row.counts:
+        if not row.is_counted:
             name = f"*{name}*"
-        elif following and following.counts:
+        elif following and following.is_counted:
             better = row.seeds_better_than(following)
         cells.append([name, row.about["note"], f"{row.bits.mean():.3f}",
                       f"{row.bits.min():.3f} to {row.bits.max():.3f}", better, f"{row.truncated:.3f}",
@@ -124,13 +125,16 @@ def record_table() -> str:
 
 
 def verify(folder: Path, has_text: bool) -> None:
-    """Print what was checked; with the text its runs too. Raises UserError at the first wrong thing."""
+    """Print what was checked; with the text its runs too. Raises UserError at the first wrong thing.
+
+    Where train.py or eval.py itself fails, it raises CalledProcessError.
+    """
     row = read_row(folder)
     print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L")
     print("seeds:", ", ".join(f"{bits:.4f}" for bits in row.bits))
     print("gate on docs, code:", ", ".join(row.states))
     print(f"rate: the best of {row.n_trials} trials is that of {row.chosen}")
-    check_runs(folder, row.chosen)
+    check_runs(folder, row)
     print("recipe, seeds, text and windows: those of the study")
     first_run = load(folder / TEXTS[0])[0]
     settings = settings_of(first_run)
@@ -145,8 +149,9 @@ def verify(folder: Path, has_text: bool) -> None:
             print(f"weights ({n} of {len(runs)}):", found, flush=True)
 
 
-def check_runs(folder: Path, chosen: str) -> None:
+def check_runs(folder: Path, row: Row) -> None:
     """Raise UserError unless the runs are seeds 0, 1, ... of the trial that was chosen, by the recipe."""
+    rate = re.search(r"train\.lr=(\S+)", row.trial)
     for data in FOLDERS:
         if not (folder / data).exists():
             print(f"{data}: missing")
@@ -157,23 +162,30 @@ def check_runs(folder: Path, chosen: str) -> None:
             name = run.name
             if data == "needles":
                 name = run.config["train.init_from"]        # it is tuned from seed 0
-            else:
-                settings_of(run)
-            expected = f"{chosen.removesuffix('-seed0')}-seed{seed}"
+            expected = f"{row.chosen.removesuffix('-seed0')}-seed{seed}"
             if Path(name).name != expected:
                 raise UserError(f"{folder / data}: has {name} instead of {expected}, by the lowest loss in "
                                 "trials.csv; run `make row` again")
+            if data == "needles":
+                continue
+            settings_of(run)
+            # names can be changed
+            for key, value in (("train.seed", seed), ("train.lr", float(rate[1]) if rate else None)):
+                if value not in (None, run.config[key]):
+                    raise UserError(f"{folder / data}: {name} has {key} = {run.config[key]} instead of "
+                                    f"{value}; run `make row` again")
 
 
 def settings_of(run: Run) -> list[str]:
     """The overrides that make the run's config of the recipe. Raises UserError if it is not of the recipe."""
     recipe = flatten(load_config(RECIPE))
     settings = []
-    for key in recipe | run.config:
-        value = run.config.get(key)
+    for key, value in run.config.items():       # a key that it lacks is newer: the recipe has its default
         if key.startswith("position.") or key in OWN:
+            if isinstance(value, dict):
+                value = {name: inner for name, inner in value.items() if inner is not None}
             if value is not None:
-                settings.append(f"{key}={json.dumps(value)}")
+                settings.append(f"{key}={toml_value(value)}")
         elif key not in DERIVED and value != recipe.get(key):
             raise UserError(f"{run.name}: {key} = {value} is not that of {RECIPE.name}; train a config that "
                             "extends it")
@@ -204,8 +216,9 @@ def check_model(config: Config) -> str:
 def check_training(run: Run, settings: list[str]) -> str:
     """Train the first steps of a run again, and compare the losses that it logged."""
     with tempfile.TemporaryDirectory() as scratch:
-        # it takes the same first steps: the rate still warms up, and the text comes after the strings
-        run_program("train.py", RECIPE, *settings, f"data.mixture_only={RETRAINED}",
+        # it takes the same first steps: the rate still warms up, text comes after the strings, and what is
+        # dropped is dropped later
+        run_program("train.py", RECIPE, *settings, f"data.mixture_only={RETRAINED}", "position.drop_at=1.0",
                     f"train.steps={RETRAINED + 1}", f"run.dir={scratch}/run")
         lines = read_log(Path(scratch) / "run" / "metrics.jsonl")
     logged = run.training.set_index("step")["loss"]

@@ -116,7 +116,7 @@ def about(data: str) -> pd.DataFrame:
     at_L = runs_of(data)[0].head["seq_len"]
     fixed = rows_of(data, f"fixed {at_L}")
     is_failed = gates_of(data)["state"].isin([FAILED, NOT_GATED])
-    curves = pd.DataFrame({"title": mark(fixed["name"], is_failed), "seeds": fixed["n_seeds"].map(str),
+    curves = pd.DataFrame({"title": in_italics(fixed["name"], is_failed), "seeds": fixed["n_seeds"].map(str),
                            "loss": -fixed["value"], "is_failed": is_failed})
     return curves.sort_values("loss")
 
@@ -136,16 +136,16 @@ def cells(data: str, columns: dict[str, str], form: str = INTERVAL) -> pd.DataFr
     With intervals, bold says that a number is no chance: by Holm's correction for the rows of its column, and
     of several seeds.
     """
-    texts = {}
+    shown_cells = {}
     for heading, column in columns.items():
         rows = rows_of(data, column)
-        text = rows.apply(lambda row: form.format(**row), axis=1)
+        shown = rows.apply(lambda row: form.format(**row), axis=1)
         if form == INTERVAL:
             is_sure = (holm(rows["p"].fillna(1.0)) < LEVEL) & (rows["n_seeds"] > 1)
             is_sure &= ~rows["is_unstable"] | (rows["seed_low"] > 0) | (rows["seed_high"] < 0)
-            text = text.where(~is_sure, "**" + text + "**")
-        texts[heading] = text
-    return pd.DataFrame(texts)
+            shown = shown.where(~is_sure, "**" + shown + "**")
+        shown_cells[heading] = shown
+    return pd.DataFrame(shown_cells)
 
 
 def losses(values: pd.Series, heading: str = "loss at L") -> pd.Series:
@@ -159,9 +159,9 @@ def losses_far(data: str) -> pd.Series:
     return losses(-rows_of(data, f"fixed {16 * L}")["value"], "loss at 16 L")
 
 
-def mark(texts: Any, is_failed: pd.Series) -> Any:
+def in_italics(shown: Any, is_failed: pd.Series) -> Any:
     """Cells, in italics where a curve fails its gate."""
-    return texts.where(~is_failed, "*" + texts + "*", axis=0)
+    return shown.where(~is_failed, "*" + shown + "*", axis=0)
 
 
 def lay_out(corner: str, titles: pd.Series, *columns: pd.Series | pd.DataFrame) -> str:
@@ -184,7 +184,7 @@ def overview(study: Study) -> str:
                    cells(f"{data}-far", {f"{text}: 64 L": f"gain {64 * L}"}, MEAN),
                    cells(data, {f"{text}: {study.repeat}": study.copy_column(16 * L)}, MEAN),
                    losses(about(data)["loss"] * bits_per_nat(data), f"{text}: at L")]
-        columns.append(mark(pd.concat(numbers, axis=1), about(data)["is_failed"]))
+        columns.append(in_italics(pd.concat(numbers, axis=1), about(data)["is_failed"]))
     return lay_out("encoding", about([*study.texts][0]).index.to_series(), *columns)
 
 
@@ -290,11 +290,12 @@ def methods(data: str) -> str:
     L = FIRST.L
     curves = rows_of(f"{data}-methods", f"gain {2 * L}")
     names = curves["name"].str.removeprefix(f"{BASELINE} + ")
-    titles = mark(names, curves["label"].map(about(data)["is_failed"]))
+    titles = in_italics(names, curves["label"].map(about(data)["is_failed"]))
     columns = cells(f"{data}-methods", {
         "gain at 2 L": f"gain {2 * L}",
         "4 L": f"gain {4 * L}",
         "16 L": f"gain {16 * L}",
+        # blanks at the end tell keys from those above; they are dropped below
         "repeat at 2 L": FIRST.copy_column(2 * L),
         "4 L ": FIRST.copy_column(4 * L),
         "16 L ": FIRST.copy_column(16 * L)})
@@ -370,15 +371,16 @@ def algorithms() -> str:
 def seed_numbers(study: Study, row: Path) -> pd.DataFrame:
     """Of each run of a row: the gain at 2, 4 and 16 L on each text, and bits per byte with 16 L over both."""
     columns = {}
-    ends = []
+    far = []                                            # sums at 16 L on each text
     for data, text in study.texts.items():
-        rows = table_of(labelled(load(row / data)))
+        windows = table_of(labelled(load(row / data)))
         for n in (2, 4, 16):
-            fixed = at_length(rows, n * study.L).groupby("seed")
-            at = fixed[["nll", "truncated_nll", "tokens", "bytes"]].sum()
-            columns[f"{text}: {n} L"] = (at["truncated_nll"] - at["nll"]) / at["tokens"]
-        ends.append(at)
-    over_both = sum(ends)
+            at_n = at_length(windows, n * study.L).groupby("seed")
+            sums = at_n[["nll", "truncated_nll", "tokens", "bytes"]].sum()
+            columns[f"{text}: {n} L"] = (sums["truncated_nll"] - sums["nll"]) / sums["tokens"]
+            if n == 16:
+                far.append(sums)
+    over_both = sum(far)
     columns["bits per byte"] = over_both["nll"] / over_both["bytes"] / math.log(2)
     return pd.DataFrame(columns)
 
@@ -400,9 +402,9 @@ def predictions(study: Study) -> str:
         rows.append([row.name, *(low.map("{:.3f}".format) + " to " + high.map("{:.3f}".format))])
         if (row / NEW_SEED).exists():
             found = seed_numbers(study, row / NEW_SEED).iloc[0]
-            texts = found.map("{:.3f}".format)
-            texts = texts.where(found.between(low, high), "**" + texts + "**")
-            rows.append([f"{row.name}, {NEW_SEED}", *texts])
+            shown = found.map("{:.3f}".format)
+            shown = shown.where(found.between(low, high), "**" + shown + "**")
+            rows.append([f"{row.name}, {NEW_SEED}", *shown])
     return table(["encoding", *seeds], rows)
 
 
@@ -447,11 +449,12 @@ def gain_curves(study: Study) -> pd.DataFrame:
 
 
 def loss_curves(study: Study) -> pd.DataFrame:
-    """Bits per byte on both texts of what passes the gate, with the range of seeds as interval."""
+    """Bits per byte of what fails the gate on neither text, with the range of seeds as interval."""
+    is_failed = fails_any(study.texts)
     parts = []
     for data, text in study.texts.items():
         rows = tables_of(data)
-        rows = rows[(rows["key"] == "fixed") & (rows["x"] >= study.L) & (rows["state"] != FAILED)]
+        rows = rows[(rows["key"] == "fixed") & (rows["x"] >= study.L) & ~rows["name"].map(is_failed)]
         factor = -bits_per_nat(data)
         low = factor * rows["seed_high"]
         high = factor * rows["seed_low"]
@@ -464,7 +467,8 @@ def loss_curves(study: Study) -> pd.DataFrame:
 def draw_pictures(study: Study, name: str, curves: pd.DataFrame, form: Form, title: str) -> None:
     """NAME.png, and NAME-narrow.png for a phone."""
     for is_narrow, file in ((False, f"{name}.png"), (True, f"{name}-narrow.png")):
-        figure = draw_measure(curves, form, title, study.L, is_narrow)
+        whole_title = f"{title}: 1.1 M parameters, L = {study.L}"
+        figure = draw_measure(curves, form, whole_title, study.L, is_narrow)
         figure.savefig(study.folder / file, dpi=120)
 
 
@@ -509,9 +513,8 @@ def main() -> None:
         names = re.findall("<!-- begin (.*) -->", text)
         page.write_text(update(text, {name: parts[name] for name in names}), encoding="utf-8")
     for study in STUDIES:
-        model = f"1.1 M parameters, L = {study.L}"
-        draw_pictures(study, "gains", gain_curves(study), GAIN, f"Gain over truncation: {model}")
-    draw_pictures(SECOND, "losses", loss_curves(SECOND), BITS, f"Loss with longer context: {model}")
+        draw_pictures(study, "gains", gain_curves(study), GAIN, "Gain over truncation")
+    draw_pictures(SECOND, "losses", loss_curves(SECOND), BITS, "Loss with longer context")
     print("wrote the pictures and the tables of", *PAGES)
 
 

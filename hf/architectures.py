@@ -165,7 +165,8 @@ class Architecture:
         prefix = embedding.partition(".")[0] + "."
         left = {name if name.startswith((prefix, self.head)) else prefix + name: tensor
                 for name, tensor in tensors.items()}
-        if m.tied and not torch.equal(left[embedding], left.pop(head, left[embedding])):
+        copy = left.pop(head, None) if m.tied else None                 # some folders hold a tied head, too
+        if copy is not None and not torch.equal(copy, left[embedding]):
             raise UserError(f"tensor {head} differs from the embedding: transformers does not tie them; in "
                             "config.json, set tie_word_embeddings to false")
         for name, parts in self.names(shapes, m.n_layer):

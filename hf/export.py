@@ -29,14 +29,14 @@ KEPT = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "ch
 
 
 def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenizer,
-           extension: Fields | None = None) -> str:
+           extended: Fields | None = None) -> str:
     """Write the folder `out`, complete or not at all; return the architecture's name. Raises UserError.
 
     Model, config and tokenizer are those of `run`, whose name is on the model card. If the run began from a
     Hugging Face folder, its tokenizer, special tokens, chat template and generation_config are copied from
-    there; only a tokenizer class that would give other ids is replaced. The number of positions is that of
-    training or of that folder, whichever is larger. `extension`, from `rope_fields`, overrides fields of
-    config.json for a longer context.
+    there; only a tokenizer class that would give other ids is replaced. For rotary encodings the number of
+    positions is that of training or of that folder, whichever is larger. `extended`, from `rope_fields`,
+    overrides fields of config.json for a longer context.
     """
     source = origin_of(run, tokenizer)
     special: Fields = {"bos_token_id": tokenizer.separator, "eos_token_id": tokenizer.separator,
@@ -58,7 +58,7 @@ def export(run: Path, out: Path, model: GPT, config: Config, tokenizer: Tokenize
     is_dynamic = getattr(getattr(config.position, "scaling", None), "is_dynamic", False)
     if isinstance(config.position, RotaryOptions) and not is_dynamic:   # else the field has another meaning
         fields[architecture.length] = max(fields[architecture.length], before.get(architecture.length) or 0)
-    fields |= extension or {}
+    fields |= extended or {}
     warn_of_llama_cpp(fields)
     files: dict[str, Fields] = {
         "config.json": {**fields, **special, "use_cache": True, "torch_dtype": "float32"},
@@ -125,7 +125,8 @@ def rope_fields(config: Config, scaling: Scaling, T: int) -> Fields | None:
             return None
         changes["local_base"] = config.position.base
     position = config.position.model_copy(update=changes)
-    extended, folder = config.model_copy(update={"position": position}), Path(config.run.dir)
+    extended = config.model_copy(update={"position": position})
+    folder = Path(config.run.dir)                   # of a pretrained model: its own (pretrained_config)
     among = [read_config(folder)[0]] if is_pretrained(folder) else ARCHITECTURES.values()
     try:
         fields = choose(extended, among).positions_json(extended)

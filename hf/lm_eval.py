@@ -3,7 +3,8 @@
 No Hugging Face architecture is needed: a run with any encoding gets the numbers of any task. Options that
 are not listed below are those of the command lm_eval, such as --include_path, --limit, --num_fewshot and
 --output_path. A run that can be exported gets the numbers that `lm_eval --model hf` gives for its export.
-Prompts get no separator, as there, unless --bos is given; texts of rolling perplexity always open with it.
+Prompts open as the tokenizer's template says: ours put nothing there, unless --bos is given. Texts of rolling
+perplexity always open with the separator.
 Text is decoded greedily. Computes in the train.dtype of the run.
 """
 

@@ -50,7 +50,8 @@ def pulled(run: str) -> str:
     name, _, revision = run.removeprefix("hf:").partition("@")
     folder = Path("models", run.removeprefix("hf:"))
     try:    # it goes on with an interrupted download; with HF_HUB_OFFLINE=1 it takes what is in the cache
-        cached = Path(snapshot_download(name, revision=revision or None, allow_patterns=PULLED))
+        cached = Path(snapshot_download(name, revision=revision or None, allow_patterns=PULLED,
+                                        ignore_patterns=["*/*"]))       # the patterns fit subfolders, too
     except Exception as error:  # the client raises the exceptions of several HTTP libraries
         raise UserError(f"{run}: cannot be downloaded ({type(error).__name__}: {error}); check that it reads "
                         "hf:ORG/NAME, and the network, or log in with `hf auth login`") from error
@@ -85,6 +86,10 @@ def pretrained_tables(folder: str | Path) -> Tables:
         architecture, hf_config = read_config(folder)
         with problems_of(folder / "config.json"):
             return architecture.tables(hf_config)
+    if str(folder).startswith("hf:"):
+        name = str(folder).removeprefix("hf:")
+        raise UserError(f"train.init_from {folder}: must be a folder; run `hf download {name} --local-dir "
+                        f"models/{name}` and give models/{name}")
     if not (folder / "config.toml").is_file():
         raise UserError(f"train.init_from: no run and no Hugging Face folder {folder} (no config.toml there)")
     config = load_config(folder / "config.toml")

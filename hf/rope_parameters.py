@@ -38,7 +38,8 @@ def rope_parameters(position: RotaryOptions, dim: int, L: int) -> tuple[Fields, 
     fields |= {"rope_type": ROPE_TYPES[scaling.method], "rope_theta": position.base}
     if fields["rope_type"] in STORE_L:
         return {**fields, LENGTH: original}, max(L, round(scaling.factor * original))
-    return fields, original if scaling.is_dynamic else L        # dynamic scales from max_position_embeddings
+    max_length = original if scaling.is_dynamic else L     # a dynamic one scales from max_position_embeddings
+    return fields, max_length
 
 
 def read_rope_parameters(hf_config: Fields, max_length: int) -> tuple[Fields, int]:
@@ -65,7 +66,7 @@ def read_rope_parameters(hf_config: Fields, max_length: int) -> tuple[Fields, in
     if kind == PROPORTIONAL and given.pop("factor", 1.0) == 1.0:
         kind = "default"
     if kind != "default":
-        methods = {kind: method for method, kind in ROPE_TYPES.items()}
+        methods = {rope_type: method for method, rope_type in ROPE_TYPES.items()}
         if kind not in methods:
             raise UserError(f"rope_parameters: rope_type {kind!r} is not supported; supported are "
                             f"{', '.join(methods)}")

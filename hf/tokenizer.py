@@ -2,7 +2,7 @@
 
 transformers 5 does not always take tokenizer.json as it is. tokenizer_config.json, or the type of the model,
 names a class, and some classes take only vocabulary and merges from the file, and split text in their own
-way. We read the file as it is. `REBUILT` lists these classes, so that transformers need not be installed to
+way. We read the file as it is. `rebuilt_parts` lists them, so that transformers need not be installed to
 know where the two differ; the tests compare the list with transformers.
 """
 
@@ -163,8 +163,9 @@ def prefix_ids(tokenizer: Tokenizer) -> list[int]:
     """What the tokenizer's own template puts before a text: the separator, if anything."""
     if not isinstance(tokenizer, PretrainedTokenizer):
         return []
-    ids: list[int] = tokenizer.library.encode("", add_special_tokens=True).ids
-    return ids
+    encoded = tokenizer.library.encode("a", add_special_tokens=True)
+    n: int = encoded.special_tokens_mask.index(0)                       # of them, before the text
+    return list(encoded.ids[:n])
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:

@@ -38,9 +38,9 @@ FILES = ("model.safetensors", "optimizer.safetensors")
 class State:
     """What a run remembers besides weights and moments: state.json. Runs of older code lack some keys."""
 
-    step: int = 0                                       # steps whose figures were read, skipped ones too
+    step: int = 0                                       # steps whose metrics were read, skipped ones too
     wall_s: float = 0.0                                 # seconds of training
-    metrics: dict[str, Any] = field(default_factory=dict)       # figures of the newest step, validation
+    metrics: dict[str, Any] = field(default_factory=dict)       # metrics of the newest step, validation
     n_bad: int = 0                                      # bad steps in a row; a float16 overflow is none
     best: tuple[int, float] | None = None               # step and validation loss of run.keep_best
     scaler: dict[str, Any] = field(default_factory=dict)        # state of the GradScaler
@@ -220,12 +220,13 @@ def start_from(run_dir: str | Path, model: GPT, config: Config, tokenizer: Token
 
 def is_current(run_dir: Path, sha256: str) -> bool:
     """Whether weights with this checksum are the newest intact or the best ones; True if there are none."""
-    states = [state for _, state in intact(run_dir)]
-    if not states:
-        return True
-    newest = states[0]
-    steps = {newest.step, newest.best[0]} if newest.best else {newest.step}
-    return sha256 in [state.sha256[FILES[0]] for state in states if state.step in steps]
+    steps: set[int] = set()
+    for _, state in intact(run_dir):        # from the newest on: each is read whole, so as few as possible
+        if not steps:
+            steps = {state.step, state.best[0]} if state.best else {state.step}
+        if state.step in steps and state.sha256[FILES[0]] == sha256:
+            return True
+    return not steps
 
 
 def checkpoints(run_dir: Path) -> list[Path]:

@@ -34,7 +34,9 @@ class Log:
             self.wandb = wandb.init(project=config.run.wandb_project, name=run_dir.name, dir=str(run_dir),
                                     config=config.model_dump(), resume="allow", id=wandb_id)
             id_file.write_text(str(self.wandb.id))
-        self.start = self.last = state.step, time.perf_counter()     # a step, and when it was done
+        now = (state.step, time.perf_counter())                      # a step, and when it was done
+        self.start = now
+        self.last = now
         self.speed = 0                                               # tokens per second
 
     def wall_s(self) -> float:

@@ -117,8 +117,8 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     would pull a distance that is rarely seen towards "no preference".
 
     Of an optimizer that you add here the loop does not call step() if the step is not finite, and waits for
-    the GPU to know. PyTorch's with fused=True, and Muon above, need no waiting: they read `found_inf`. The
-    first group of any optimizer must have lr_scale = 1.0: its rate is logged as that of the run.
+    the GPU to know. PyTorch's with fused=True, and Muon above, need no waiting: they read `found_inf`.
+    Every group needs a key lr_scale; the first must have 1.0, because its rate is logged as that of the run.
     """
     t = config.train
     # the groups by the role of their parameters in the model. Before each step the loop sets the "lr" of a
@@ -143,7 +143,8 @@ def make_optimizer(model: GPT, config: Config) -> Optimizer:
     if t.optimizer == "adamw":
         return AdamW(groups.values(), lr=t.lr, betas=betas, fused=True)
     assert t.optimizer == "muon", "a new optimizer needs a branch here"
-    matrices = groups.pop("matrices")
+    of_muon = groups.pop("matrices")
+    matrices = of_muon.pop("params")
     others = AdamW(groups.values(), lr=t.lr, betas=betas, fused=True)
     dtype = pick_dtype(t.dtype, model.embedding.weight.device)
-    return Muon(matrices.pop("params"), others, **matrices, lr=t.lr, momentum=t.beta1, dtype=dtype)
+    return Muon(matrices, others, **of_muon, lr=t.lr, momentum=t.beta1, dtype=dtype)

@@ -30,7 +30,7 @@ class Process(NamedTuple):
 
 
 def start(t: TrainConfig) -> Process:
-    """Join torchrun's other processes, each with a GPU of its own. Only rank 0 prints; all report errors.
+    """Join torchrun's other processes, each with a GPU of its own if there are any. Only rank 0 prints.
 
     Raises UserError if the batch cannot be divided among them, or for float16 under FSDP.
     """
@@ -39,6 +39,7 @@ def start(t: TrainConfig) -> Process:
     if t.batch_size % (world_size * t.accumulate):
         raise UserError(f"train.batch_size {t.batch_size}: must be a multiple of {world_size} processes "
                         f"times train.accumulate = {t.accumulate}; change one of the three")
+    # for one process too, which shards nothing: --dry-run refuses what several would
     if t.parallel == "fsdp" and pick_dtype(t.dtype, device) == torch.float16:
         raise UserError(f"train.dtype {t.dtype}: is float16 here, whose loss is not scaled under "
                         "train.parallel = fsdp; use bfloat16 or ddp")
@@ -85,10 +86,10 @@ def sync_gradients(model: Any, is_on: bool) -> None:
         model.require_backward_grad_sync = is_on
 
 
-def mean_figures(process: Process, figures: dict[str, Tensor]) -> dict[str, Tensor]:
+def mean_metrics(process: Process, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
     """The mean over processes of each figure, a scalar on the device. Does not wait for a GPU."""
-    sums = all_reduce(process, torch.stack([unshard(x) for x in figures.values()]))
-    return dict(zip(figures, sums / process.world_size, strict=True))
+    sums = all_reduce(process, torch.stack([unshard(x) for x in metrics.values()]))
+    return dict(zip(metrics, sums / process.world_size, strict=True))
 
 
 def all_reduce(process: Process, values: Tensor) -> Tensor:
@@ -108,6 +109,11 @@ def any_signal(number: int) -> int:
     return int(largest)
 
 
+def wait_for_all() -> None:
+    """Wait until every process is here."""
+    any_signal(0)
+
+
 def require_agreement(process: Process, values: dict[str, Any]) -> None:
     """Raise UserError unless these values are the same in all processes; they are compared as text."""
     texts: list[Any] = [None] * process.world_size
@@ -125,7 +131,10 @@ def unshard(tensor: Any) -> Tensor:
 
 
 def shard_like(tensor: Tensor, parameter: Any) -> Tensor:
-    """Shard a tensor that every process holds whole as the parameter is sharded; unchanged if it is not."""
+    """Shard a tensor that every process holds whole as the parameter is sharded; unchanged if it is not.
+
+    A tensor of another shape is unchanged too: AdamW's `step`, or a wrong weight, which loading refuses.
+    """
     if not hasattr(parameter, "full_tensor") or tensor.shape != parameter.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -56,21 +56,21 @@ class TrainingRun:
     signals: list[int]          # numbers of the signals that arrived: a handler appends, after_step reads
     log: Log | None             # rank 0 writes
     scaler: torch.amp.GradScaler        # does nothing unless training is in float16
-    # (lr, figures) of each step since the device was last waited for
+    # (lr, metrics) of each step since the device was last waited for
     unread: list[tuple[float, dict[str, Tensor]]] = field(default_factory=list)
 
-    def after_step(self, figures: dict[str, Tensor]) -> None:
+    def after_step(self, metrics: dict[str, Tensor]) -> None:
         """Log, validate and save where it is due. Raises EarlyEnd after a signal or too many bad steps.
 
-        `figures` has loss and grad_norm, and any others, each a tensor of one number: all are written to
+        `metrics` has loss and grad_norm, and any others, each a tensor of one number: all are written to
         metrics.jsonl and W&B under their names. They stay on the device until a line is written, so that a
         GPU need not be waited for.
         """
         r, state, steps = self.config.run, self.state, self.config.train.steps
-        figures = {name: x.detach() for name, x in figures.items()}     # without what backward would need
+        metrics = {name: x.detach() for name, x in metrics.items()}     # without what backward would need
         if self.scaler.is_enabled():
-            figures["loss_scale"] = self.scaler.scale(torch.ones((), device=self.process.device))
-        self.unread.append((self.optimizer.param_groups[0]["lr"], figures))
+            metrics["loss_scale"] = self.scaler.scale(torch.ones((), device=self.process.device))
+        self.unread.append((self.optimizer.param_groups[0]["lr"], metrics))
         step = state.step + len(self.unread)
         self.model.set_step(step)
         # what is due
@@ -101,7 +101,7 @@ class TrainingRun:
             self.log.continue_from(step)
         if signal_number and not is_last:
             if self.process.world_size > 1:
-                parallel.any_signal(0)          # wait for the save: torchrun kills all once one has ended
+                parallel.wait_for_all()         # for the save: torchrun kills all once one has ended
             name = signal.Signals(signal_number).name
             message = f"stopped by {name}, saved at step {step} of {steps}; the same command resumes the run"
             raise EarlyEnd(128 + signal_number, message)
@@ -110,7 +110,7 @@ class TrainingRun:
         """Wait for the steps since the last call; log the bad ones."""
         state, unread = self.state, self.unread
         self.unread = []
-        read = [(lr, {name: finite(float(x)) for name, x in figures.items()}) for lr, figures in unread]
+        read = [(lr, {name: finite(float(x)) for name, x in metrics.items()}) for lr, metrics in unread]
         if self.log:
             self.log.measure_speed(state.step + len(read))
         for lr, metrics in read:
@@ -250,9 +250,10 @@ def start_or_resume(config: Config, model: GPT, optimizer: torch.optim.Optimizer
     is_other_dtype = state.dtype not in (None, dtype)       # None: a checkpoint of older code
     if is_first or is_other_code:
         state.revisions = [*state.revisions, revision]
-    if is_other_code or is_other_dtype:
-        echo(f"warning: resumed with another dtype or other code: {state.dtype} -> {dtype}, "
-             f"{state.revisions}")
+    if is_other_code:
+        echo(f"warning: resumed by other code: {', then '.join(map(str, state.revisions))}")
+    if is_other_dtype:
+        echo(f"warning: resumed in {dtype}, after {state.dtype}")
     state.dtype = dtype
     return state
 
@@ -311,9 +312,10 @@ def git_revision() -> tuple[str | None, bytes]:
     revision = git("log", "-1", "--format=%H", "--", *CODE).decode().strip()
     diff = git(*DIFF, "HEAD", "--", *CODE)
     untracked = git("ls-files", "-z", "--others", "--exclude-standard", "--", *CODE).decode().split("\0")[:-1]
-    loaded = {Path(getattr(module, "__file__", None) or "").name for module in [*sys.modules.values()]}
+    root = Path(__file__).resolve().parent.parent
+    loaded = {Path(getattr(module, "__file__", None) or "").resolve() for module in [*sys.modules.values()]}
     for name in untracked:
-        if "/" in name or name in loaded:
+        if "/" in name or root / name in loaded:
             diff += git(*DIFF, "--no-index", os.devnull, name)
     if diff:
         revision += f"-dirty-{hashlib.sha256(diff).hexdigest()[:8]}"

@@ -172,10 +172,10 @@ def test_windows_that_keep_their_frequencies_are_written_or_refused(overrides: l
     config = tiny("rope", *overrides)
     model = lively(config)
     if is_written:
-        assert export_command.extension("yarn:factor=4", model, config)
+        assert export_command.extended_fields("yarn:factor=4", model, config)
     else:
         with pytest.raises(UserError, match="--extend yarn:factor=4: "):
-            export_command.extension("yarn:factor=4", model, config)
+            export_command.extended_fields("yarn:factor=4", model, config)
 
 
 def test_an_option_that_no_table_knows_is_in_the_way(tiny, monkeypatch) -> None:

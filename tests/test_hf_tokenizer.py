@@ -27,6 +27,7 @@ from hf.tokenizer import (
     class_built,
     merges,
     misreading,
+    prefix_ids,
     read_tokenizer,
     rebuilt_parts,
     tokenizer_json,
@@ -221,6 +222,18 @@ def test_bytes_after_a_normalizer_are_not_plain_bytes(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     back = read_tokenizer(tmp_path, {"bos_token_id": 256})
     assert back.encode("e\u0301".encode()).tolist() == [*"\u00e9".encode()]
+
+
+def test_what_a_template_puts_after_a_text_does_not_open_it(tmp_path: Path) -> None:
+    content = tokenizer_json(ByteTokenizer())
+    name = content["added_tokens"][0]["content"]
+    one = {"SpecialToken": {"id": name, "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    for parts, expected in (([one, text], [256]), ([text, one], []), ([one, one, text, one], [256, 256])):
+        template = {"type": "TemplateProcessing", "single": parts, "pair": [text, text],
+                    "special_tokens": {name: {"id": name, "ids": [256], "tokens": [name]}}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "post_processor": template}))
+        assert prefix_ids(PretrainedTokenizer(tmp_path / "tokenizer.json", 256)) == expected
 
 
 def test_merges_are_those_that_encoding_would_do() -> None:

@@ -170,14 +170,15 @@ def test_sampling_ends_at_eos(folder: Path, monkeypatch, capsys) -> None:
 
 def test_a_model_of_the_hub_is_downloaded_without_code(folder: Path, tmp_path: Path, monkeypatch) -> None:
     """A download that breaks is one line; edited files stay until the model on the hub changes."""
-    on_hub = ["config.json", "modeling.py", "pytorch_model.bin", WEIGHTS, "tokenizer.json", "chat.jinja"]
+    on_hub = ["config.json", "modeling.py", "pytorch_model.bin", WEIGHTS, "tokenizer.json", "chat.jinja",
+              f"fp8/{WEIGHTS}"]
     asked = []
 
-    def snapshot_download(name: str, revision: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, revision: str, **patterns: list[str]) -> str:
         asked.append((name, revision))
         cached = tmp_path / "cache" / f"commit{len(asked) // 4}"
         cached.mkdir(parents=True, exist_ok=True)
-        for file in filter_repo_objects(on_hub, allow_patterns=allow_patterns):
+        for file in filter_repo_objects(on_hub, **patterns):
             (cached / file).write_text(cached.name)
         if len(asked) == 1:
             raise ConnectionError("lost")

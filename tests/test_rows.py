@@ -51,7 +51,8 @@ def row(tmp_path: Path) -> Path:
         nll = BITS * math.log(2) * 96
         runs = [make_run(seed, nll * (1.2 if (seed, text) == (3, "code") else 1.0)) for seed in range(4)]
         write_runs(folder / text, runs)
-    trials = {"run": ["mine-lr-5e-3-seed0", "mine-lr-8e-3-seed0"], "mean": [3.5, 3.4]}
+    trials = {"trial": ["train.lr=5e-3", "train.lr=8e-3"], "mean": [3.5, 3.4],
+              "run": ["mine-lr-5e-3-seed0", "mine-lr-8e-3-seed0"]}
     pd.DataFrame(trials).to_csv(folder / "trials.csv")
     (folder / "row.toml").write_text('date = "2026-11-27"\nauthor = "A"\nnote = "new"\n')
     return folder
@@ -69,7 +70,7 @@ def test_the_readme_counts_encodings_and_quotes_the_row_of_rope() -> None:
 def test_a_row_s_number_is_bits_per_byte_over_both_texts(row: Path) -> None:
     found = rows.read_row(row)
     assert found.bits.tolist() == pytest.approx([BITS, BITS, BITS, BITS * 1.1])
-    assert found.name == "mine" and found.counts
+    assert found.name == "mine" and found.is_counted
 
 
 def test_a_row_beats_another_in_the_seeds_where_it_is_lower(row: Path) -> None:
@@ -92,6 +93,13 @@ def test_a_row_of_another_recipe_is_refused() -> None:
     assert "position.encoding=\"alibi\"" in rows.settings_of(make_run(0, 1.0, ("position.encoding=alibi",)))
     with pytest.raises(UserError, match=r"train.steps = 700 is not that of study.toml"):
         rows.settings_of(make_run(0, 1.0, ("train.steps=700",)))
+
+
+def test_a_row_may_have_a_scaling_and_lack_keys_that_are_newer() -> None:
+    run = make_run(0, 1.0, ('position.scaling={method="yarn",factor=2.0}',))
+    del run.config["model.gate"]
+    config = load_config(rows.RECIPE, [*rows.settings_of(run), "model.vocab_size=64"])
+    assert config.position.scaling.factor == 2.0
 
 
 def test_a_model_that_sees_the_future_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,15 +146,27 @@ def test_a_row_has_the_first_seeds_of_the_best_trial(losses: tuple[float, ...], 
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     trials = pd.read_csv(row / "trials.csv").assign(mean=losses)
     trials.to_csv(row / "trials.csv")
-    chosen = rows.read_row(row).chosen
+    whole = rows.read_row(row)
     overrides = ("train.init_from=other-seed0",) if data == "needles" else ()
     write_runs(row / data, [make_run(seed, 1.0, overrides) for seed in seeds])
     monkeypatch.setattr(rows, "REFERENCE", row)
     if problem:
         with pytest.raises(UserError, match=problem):
-            rows.check_runs(row, chosen)
+            rows.check_runs(row, whole)
     else:
-        rows.check_runs(row, chosen)
+        rows.check_runs(row, whole)
+
+
+@pytest.mark.parametrize("key", ["train.seed", "train.lr"])
+def test_a_run_that_is_not_what_its_name_says_is_refused(key: str, row: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "REFERENCE", row)
+    runs = load(row / "code")
+    for run in runs:
+        run.config[key] += 5
+    write_runs(row / "code", runs)
+    with pytest.raises(UserError, match=f"mine-lr-8e-3-seed0 has {key} = 5"):
+        rows.check_runs(row, rows.read_row(row))
 
 
 def test_row_sh_finds_the_run_of_a_trial_with_any_keys(tmp_path: Path) -> None:

@@ -183,9 +183,9 @@ def test_a_further_figure_of_a_step_is_logged(tiny, tmp_path: Path, monkeypatch)
     """A scalar on the device that the loop of a fork adds, perhaps with its graph; read late, as on a GPU."""
     after_step = TrainingRun.after_step
 
-    def with_balance(run: TrainingRun, figures: dict[str, torch.Tensor]) -> None:
-        after_step(run, {**figures, "balance": run.model.embedding.weight.sum() * 0 + len(run.unread)})
-        assert not any(x.requires_grad for _, figures in run.unread for x in figures.values())
+    def with_balance(run: TrainingRun, metrics: dict[str, torch.Tensor]) -> None:
+        after_step(run, {**metrics, "balance": run.model.embedding.weight.sum() * 0 + len(run.unread)})
+        assert not any(x.requires_grad for _, metrics in run.unread for x in metrics.values())
 
     monkeypatch.setattr(TrainingRun, "after_step", with_balance)
     assert train(tiny("rope", "run.log_every=3", "run.save_every=12"), []) == 0

@@ -7,7 +7,7 @@ config=${1:?give a config: make row CONFIG=configs/rows/mine.toml}
 name=$(basename "$config" .toml)
 python=${PY:-.venv/bin/python}
 rates=${RATES:-}                            # default: 5e-3, 8e-3 and 1.3e-2, and 3e-3 if 5e-3 is the best of them
-seeds=${SEEDS:-0,1,2,3}                     # at least 0 and 1
+seeds=${SEEDS:-0,1,2,3}                     # 0, 1 and so on, at least two
 workers=${WORKERS:-2}                       # runs side by side, with one thread each
 has_far=${FAR:-1}                           # 0: without 64 L
 row=results/rows/$name

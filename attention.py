@@ -1,4 +1,4 @@
-"""Attention: softmax(q k^T / sqrt(D) + bias) v on three paths, which give the same result up to rounding.
+"""Attention: softmax(scores(q k^T / sqrt(D))) v on three paths, which give the same result up to rounding.
 
 - `attend_fused`: PyTorch's fused kernel, where the logits are products of q and k. Some biases become such
   products (`fold`: ALiBi, forgetting). O(T) memory, except for the mask of packed documents.
@@ -52,8 +52,8 @@ class Mask(NamedTuple):
     window: int | None = None  # number of keys that a query sees, its own included; None: no limit
     chunk: int | None = None  # size of the chunks, of a row or document, that see only themselves
     documents: Tensor | None = None  # the document of each packed token, (B, T)
-    has_plain_positions: bool = False  # none were given: those of queries rise by 1; a cache may have gaps
-    block_masks: dict[Locality, Any] = {}  # the same for FlexAttention, where it may be used
+    has_plain_positions: bool = False  # none were given: in a document they rise by 1; a cache may have gaps
+    block_masks: dict[Locality, Any] = {}  # the same for FlexAttention; empty where it may not be used
 
     def segments(self) -> Tensor | None:
         """For each packed token (B, T) the number of its document or, with chunks, of its chunk.
@@ -78,7 +78,7 @@ class ScoreInputs(NamedTuple):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInputs | None = None,
            dropout: float = 0.0, sink: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D) + bias) v.
+    """softmax(scores(q k^T / sqrt(D))) v, where most encodings' `scores` add a bias.
 
     Rotated q (B, H, Tq, D, or wider if the encoding adds channels), k (B, G or H, Tk, as wide) and v (B, G,
     Tk, D) -> (B, H, Tq, D). `sink` (H,) is the logit of one more key for each head, whose value is zero.
@@ -108,7 +108,8 @@ def choose_path(Tq: int, head_dim: int, dtype: torch.dtype, device: torch.device
         return EXPLICIT
     is_short = device.type == "cpu" and Tq < FUSE_FROM
     if encoding is not None:
-        # positions that were given may fall: `scores` takes a negative distance for 0, `fold` does not
+        # given positions may fall where keys are seen: `scores` takes a negative distance for 0, `fold` does
+        # not. Plain ones fall only between documents, which the mask hides
         is_folded = encoding.max_fold_queries > 0 and mask.has_plain_positions and not is_short
         return FUSED if is_folded else EXPLICIT
     # in short bfloat16 training on a CPU blocks are faster, although they round logits
@@ -135,7 +136,7 @@ def describe_paths(model: Any, mask: Mask, T: int, dtype: torch.dtype, device: t
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: ScoreInputs | None = None,
                  dropout: float = 0.0) -> Tensor:
-    """PyTorch's fused kernel, O(T) memory. Arguments and result as in `attend`."""
+    """PyTorch's fused kernel, O(T) memory but for the mask of documents. Arguments, result as in `attend`."""
     H, Tq = q.shape[1:3]
     Tk = k.shape[2]
     k = for_each_head(k, H)
@@ -149,6 +150,7 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: Scor
         to_fold = None
 
     max_keys = min(mask.window or Tk, mask.chunk or Tk)                 # the most that a query sees
+    # PyTorch's causal mask begins at the first key, so it is ours if Tq = Tk; one query, the last, needs none
     kernel_masks_itself = max_keys >= Tk and mask.documents is None and Tq in (1, Tk)
     if kernel_masks_itself and to_fold is None:
         if Tq == 1:     # a single query is the last: it sees all

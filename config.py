@@ -25,6 +25,7 @@ from pydantic import (
 from base.errors import UserError, did_you_mean
 from base.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
 from positions import ENCODINGS, Encoding, Options
+from positions.contract import NoPE
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -114,8 +115,9 @@ class ModelConfig(Section):
     full_every: NonNegativeInt = 0
     """k: layers k, 2k, 3k ... (from 1) have no window, no chunks (Cohere2: 4). 0: no"""
     flex: bool = False
-    """on CUDA, use FlexAttention for windows, packed documents, a sink, biases by distance and
-    position.scale_invariant; not with dropout, or where train.positions is not plain"""
+    """on CUDA, use FlexAttention for windows, chunks, packed documents, a sink, biases by distance and
+    position.scale_invariant; not with dropout, heads of less than 16 channels, or where train.positions is
+    not plain"""
     qk_norm: bool | Literal["whole"] = False
     """RMSNorm of each head's q and k before their product; "whole": of all heads together (OLMo 2)"""
     sink: Literal["none", "head"] = "none"
@@ -157,7 +159,7 @@ class TrainConfig(Section):
     lr: PositiveFloat = 1e-3
     """peak learning rate"""
     min_lr: NonNegativeFloat = 0.0
-    """learning rate at the end; at most lr"""
+    """learning rate that the schedule would reach one step after the last; at most lr"""
     warmup: NonNegativeInt = 100
     """steps of linear warm-up"""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -215,7 +217,8 @@ REMOVED: dict[str, str] = {
 MAY_DIFFER: dict[str, tuple[str, ...]] = {
     # runtime/run.py, to resume a run: its folder and intervals, the machine, the place of the corpus
     "resume": ("run", "train.device", "train.compile", "data.dir"),
-    # runtime/checkpoint.py, to begin with the weights of another run: what has no part in their shapes
+    # runtime/checkpoint.py, to begin with the weights of another run. Where one of these adds or reshapes
+    # weights (temperature = "ssmax", a table of seq_len rows), loading refuses them
     "init_from": (
         "run", "data", "train",
         "model.dropout", "model.flex", "model.window", "model.chunk", "model.full_every",
@@ -340,6 +343,8 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     d, m, p, t = config.data, config.model, config.position, config.train
     kind = ENCODINGS[p.encoding]
     kinds_of_layers = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
+    if issubclass(kind, NoPE):
+        kinds_of_layers = {"unencoded"}
     thousandths = [round(1000 * share) for share in d.mixture.values()]         # as the loader rounds them
     rules = [
         ("data", "mixture", sum(thousandths) >= 1000 or d.dir in d.mixture,
@@ -354,7 +359,7 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("model", "n_head", m.head_dim is None and m.n_embd % m.n_head,
          f"must divide model.n_embd = {m.n_embd}, unless head_dim is set"),
         ("train", "position_range", t.positions == "plain" and t.position_range > 0,
-         "must be unset with train.positions = plain"),
+         "has no effect with train.positions = plain; set train.position_range=0"),
         ("train", "position_range", t.positions != "plain" and t.position_range < t.seq_len,
          f"must be at least {t.seq_len} with train.positions = {t.positions}"),
         ("train", "min_lr", t.min_lr > t.lr, f"must be at most train.lr = {t.lr}"),
@@ -364,9 +369,9 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("position", "temperature_layers", p.temperature_layers not in ("all", *kinds_of_layers),
          "no layer is of this kind; see position.layers and skip_every"),
         ("position", "layers", p.layers != "all" and not kind.acts_in_layers(),
-         f"{p.encoding} does not act in layers; remove this key"),
+         f"{p.encoding} does not act in layers; set position.layers=all"),
         ("position", "skip_every", p.skip_every > 0 and not kind.acts_in_layers(),
-         f"{p.encoding} does not act in layers; remove this key")]
+         f"{p.encoding} does not act in layers; set position.skip_every=0")]
     broken = [(f"{section}.{key}", f"{rule} (got {getattr(getattr(config, section), key)})")
               for section, key, is_broken, rule in rules if is_broken]
     if not broken:

@@ -259,7 +259,6 @@ class GPT(nn.Module):
         self.init_weights()
         # made last: with equal seeds all other weights are equal under every encoding
         p = config.position
-        self.position_options = p
         self.encoding = ENCODINGS[p.encoding](shape, p)
         self.no_encoding = NoPE(shape, p)
         self.temperature = TEMPERATURES[p.temperature](shape)
@@ -314,8 +313,7 @@ class GPT(nn.Module):
 
     def choose_encodings(self) -> None:
         """Set `encodings`, one for each layer. To be called after a change of the temperature."""
-        self.encodings = encodings_of(self.position_options, self.active(), self.no_encoding,
-                                      self.temperature, len(self.blocks))
+        self.encodings = encodings_of(self.active(), self.no_encoding, self.temperature, len(self.blocks))
 
     def attentions(self) -> list[Attention]:
         """The attention of each layer."""
@@ -348,6 +346,7 @@ class GPT(nn.Module):
         assert documents is None or (cache is None and last is None)
         q_pos = self._positions(tokens, positions, cache)               # (1 or B, T)
         k_pos = q_pos if cache is None else cache.append_positions(q_pos)
+        # tokens before each query: its index among all keys, cached ones too, or in its document
         n_before = torch.arange(k_pos.shape[1], device=tokens.device)[None, -T:]
         if documents is not None:
             n_before = n_before - starts_of(documents)                  # (1 or B, T)
@@ -372,7 +371,7 @@ class GPT(nn.Module):
         for layer, (block, encoding) in enumerate(zip(self.blocks, self.encodings, strict=True)):
             is_last_layer = layer == len(self.blocks) - 1
             if last and last < T and is_last_layer:
-                # fewer queries: their tables are others, and the block masks are of all T
+                # from here on all of this is of the `last` queries; block masks are of all T
                 q_pos = q_pos[:, -last:]
                 n_before = n_before[:, -last:]
                 mask = mask._replace(block_masks={})

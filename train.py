@@ -62,7 +62,7 @@ def training_loop(run: TrainingRun) -> None:
     t, process = run.config.train, run.process
     model, optimizer, scaler = run.wrapped_model, run.optimizer, run.scaler     # run.model is the bare one
     mixed_precision = autocast(t, process.device)
-    # PyTorch sets this for optimizers whose step() changes nothing if optimizer.found_inf is 1
+    # PyTorch's mark of an optimizer whose step() reads found_inf on the device: if it is 1, nothing changes
     reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
     parameters = [*model.parameters()]                                  # to list them takes a while
     model.train()

@@ -71,6 +71,12 @@ class WaveOptions(Options):
 class SinusoidalOptions(EvenWidthOptions, WaveOptions):
     """The width of the model counts, not that of a head: `problems` is that of EvenWidthOptions."""
 
+    def problems(self, config: Any) -> dict[str, str]:
+        if config.model.scaled_embedding:
+            return {"encoding": "sinusoidal multiplies embeddings by sqrt(n_embd) itself; set "
+                                "model.scaled_embedding=false"}
+        return super().problems(config)
+
 
 def wave(positions: Tensor, width: int, options: WaveOptions) -> Tensor:
     """[sin(t f_i), cos(t f_i)], f_i = base^(-2i / width): positions (1 or B, T) -> (1 or B, T, width)."""

@@ -39,8 +39,9 @@ def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: floa
     zero = q.new_zeros(())
     q, k = zero.expand(1, H, 1, D), zero.expand(1, H, P, D)
     q_pos = torch.zeros_like(distance[None, :1])
-    # a temperature multiplies q, so it must get one n_before
-    at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=torch.zeros_like(q_pos))
+    # a temperature needs an n_before of this one query; which one is no matter, since q is 0
+    at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=torch.zeros_like(q_pos),
+                     first_distance=None)
     return encoding.scores(logits, q, k, at)[0, :, 0]
 
 
@@ -227,7 +228,8 @@ class T5(Encoding):
 class Kerple(Encoding):
     """The base of KERPLE's two kernels: numbers p, a > 0 for each head. Chi et al. 2022, arXiv:2205.09921.
 
-    As in the authors' code, all layers share them, p ~ U(0, 2) and a ~ U(0, 1) at the start, and the
+    They are named as in the authors' code: p is the scale of the log kernel, but the exponent of the power
+    kernel. As in the authors' code, all layers share them, p ~ U(0, 2) and a ~ U(0, 1) at the start, and the
     parameters are clamped to at least 0.01 (and p of the power kernel to at most 2). lr_scale lets a short
     run move heads that start without a useful penalty.
     """
@@ -334,11 +336,11 @@ class PairMLP(nn.Sequential):
 
 
 class FIRE(Encoding):
-    """Learned curve: logits += MLP(log(1 + c (i - j)) / log(1 + c max(i, L))). Li 2024, arXiv:2310.04418.
+    """Learned curve: logits += MLP(log(1 + c (i - j)) / log(1 + c max(i, M))). Li 2024, arXiv:2310.04418.
 
-    By Li et al. The MLP is 1 -> 32 -> H with ReLU. c is learned and starts at 0.1; the threshold L is learned
-    too, as a factor on train.seq_len that starts at 1. As in the public code (mcleish7/arithmetic; there L
-    starts at 512), each layer has its own, and absolute values keep c and L positive. Up to L the bias
+    By Li et al. The MLP is 1 -> 32 -> H with ReLU. c is learned and starts at 0.1; the threshold M is learned
+    too, as a factor on L = train.seq_len that starts at 1. As in the public code (mcleish7/arithmetic; there
+    M starts at 512), each layer has its own, and absolute values keep c and M positive. Up to M the bias
     depends on the distance alone, beyond it also on the query's position. The MLP starts as in PyTorch, with
     outputs below 1 where a useful bias is 1 to 10: lr_scale.
     """
@@ -352,7 +354,7 @@ class FIRE(Encoding):
         n_layer, n_head = shape.n_layer, shape.n_head
         self.seq_len = shape.seq_len
         self.c = nn.Parameter(torch.full((n_layer,), 0.1))
-        self.threshold = nn.Parameter(torch.ones(n_layer))              # L / train.seq_len
+        self.threshold = nn.Parameter(torch.ones(n_layer))              # M / L
         self.mlps = nn.ModuleList(
             PairMLP(1, self.n_hidden, nn.ReLU(inplace=True), n_head) for _ in range(n_layer))
 
@@ -375,7 +377,7 @@ class FIRE(Encoding):
                 of_pair = ToeplitzBias.apply(of_distance, n)            # (1, H, n, Tk)
                 biases.append(of_pair.expand(len(at.q_pos), -1, -1, -1))
             if n < Tq:
-                beyond = at._replace(q_pos=at.q_pos[:, n:])
+                beyond = at._replace(q_pos=at.q_pos[:, n:], first_distance=None)
                 longest = torch.maximum(beyond.q_pos, threshold)[:, None, :, None]
                 share = torch.log1p(c * beyond.distance()) / (torch.log1p(c * longest) + 1e-6)
                 biases.append(mlp(share))                               # (1 or B, H, Tq - n, Tk)

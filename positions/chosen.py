@@ -3,7 +3,7 @@
 None of them reads positions.
 
 Legend: B batch, T time (the Tq queries are the last of the Tk keys), C = n_embd, H = n_head, D channels of a
-head, P rows of a table, R rank. Angles in radians.
+head, P = max_pos rows of a table, R rank. Angles in radians.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class CoPE(Encoding):
     @staticmethod
     def interpolate(logits: Tensor, products: Tensor) -> Tensor:
         """Logits (B, H, Tq, Tk), products (B, H, Tq, P) -> those at each fractional count, (B, H, Tq, Tk)."""
-        n_vectors = products.shape[-1]
+        P = products.shape[-1]
         # sum the gates from each key to the query; keys ahead are masked, and their gates 0
         gates = logits.sigmoid()
         count = gates.flip(-1).cumsum(dim=-1).flip(-1)
-        count = count.clamp(max=n_vectors - 1)
+        count = count.clamp(max=P - 1)
         # between two whole counts: the product at the lower one, and a share of the step to the next
         whole = count.long()
         steps = F.pad(products.diff(dim=-1), (0, 1))                    # (B, H, Tq, P)
@@ -88,14 +88,15 @@ class SelectiveRoPEOptions(Options):
 class SelectiveRoPE(ContentRotation):
     """RoPE by angles that tokens choose: pair i of q, k at t turns by f_i sum_{l<=t} phi_l. arXiv:2511.17388.
 
-    Movahedi et al. 2025. phi = convolution of W x / |x| over 4 tokens, per head and pair, W of rank R, x the
-    part of the layer's normalised input that belongs to a head (C / H channels); f_i = base^(-2i / D) is
-    fixed. The logit then depends on the tokens after the key up to the query; phi = 1 everywhere is RoPE.
-    Positions are not used. The authors normalise q and k afterwards, with weights per channel, which do not
-    commute with a rotation: model.qk_norm, here before it, is the same only while these weights are equal.
-    They start the matrices from N(0, 0.02), so that at first tokens turn about 70 times less than here. Their
-    optional gate and bias are left out. With n_taps = 1 these are the accumulated rotations of
-    arXiv:2606.24975, with angles from the layer's input instead of a table by token.
+    Movahedi et al. 2025. phi is W x, convolved over 4 tokens for each head and pair. x is the layer's
+    normalised input, of which each head's C / H channels are scaled to length 1; W, of rank R (16 in the
+    authors' code), reads all C. f_i = base^(-2i / D) is fixed. The logit then depends on the tokens after the
+    key up to the query; phi = 1 everywhere is RoPE. Positions are not used. The authors normalise q and k
+    afterwards, with weights per channel, which do not commute with a rotation: model.qk_norm, here before it,
+    is the same only while these weights are equal. They start the matrices from N(0, 0.02), so that at first
+    tokens turn about 70 times less than here. Their optional gate and bias are left out. With n_taps = 1
+    these are the accumulated rotations of arXiv:2606.24975, with angles from the layer's input instead of a
+    table by token.
     """
 
     Options = SelectiveRoPEOptions

@@ -137,7 +137,7 @@ class Encoding(nn.Module):
     """
 
     Options: ClassVar[type[Options]] = Options      # declares the keys of [position] that it has
-    is_relative: bool = True  # do the logits depend on distances alone? (tested)
+    is_relative: bool = True  # do logits stay if all positions shift by one number? (tested)
     max_length: int | None = None  # defined at positions 0 ... max_length - 1; None: no limit
     lr_scale: ClassVar[float] = 1.0  # default of position.lr_scale
     # least and largest value of parameters, None for no limit; `clamp` keeps them there
@@ -184,7 +184,7 @@ class Encoding(nn.Module):
         """Mix features causally over time: those of all keys (B, H, Tk, F) -> at.features, of these tokens.
 
         Convolutions and sums over time belong here, since `features` does not see cached tokens. documents
-        (B, Tk) numbers packed documents, which must not see one another, if there are several.
+        (B, Tk) has the number of each token's document; documents must not mix. None: there is one.
         """
         return features
 
@@ -213,8 +213,8 @@ class Encoding(nn.Module):
         Masked logits are -inf and must stay so. Keys ahead of the query are among them: at.distance() is 0
         there, and a formula of your own must not make NaN or +inf of a negative distance; clamp it. q (B, H,
         Tq, D), times the temperature if there is one, and k (B, H, Tk, D) are unrotated. Attention is then an
-        explicit softmax in blocks of queries, not the fused kernel. Under tempers_bias, and in the bias that
-        DAPE adapts, logits may be a scalar 0, for the bias alone.
+        explicit softmax in blocks of queries, unless `fold` or FlexAttention serves it. Under tempers_bias,
+        and in the bias that DAPE adapts, logits may be a scalar 0, for the bias alone.
         """
         return logits
 

@@ -175,9 +175,10 @@ class DAPE(Encoding):
     def __init__(self, shape: Shape, options: DAPEOptions) -> None:
         super().__init__(shape, options)
         H = shape.n_head
-        plain = ALiBiOptions.model_validate({"encoding": "alibi"})
-        self.bias: Encoding = ALiBi(shape, plain)
-        if options.bias == "kerple_log":
+        if options.bias == "alibi":
+            plain = ALiBiOptions.model_validate({"encoding": "alibi"})      # DAPEOptions has no `learned`
+            self.bias: Encoding = ALiBi(shape, plain)
+        else:
             self.bias = KerpleLog(shape, options)
         self.mlps = nn.ModuleList()
         for _ in range(shape.n_layer):

@@ -1,7 +1,7 @@
 """Reflections between query and key: each token in between reflects the query. Positions are not read.
 
 Legend: B batch, T time (the Tq queries are the last of the Tk keys), C = n_embd, H = n_head, D channels of a
-head, R rank, c = CHUNK.
+head, R rank, c = PIECE.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from positions.contract import At, Encoding, Options, Shape
 from positions.gates import Forgetting
 
-CHUNK = 64      # keys whose reflections are applied at once
+PIECE = 64      # keys whose reflections are applied at once
 
 
 def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
@@ -44,11 +44,11 @@ def uniform(*shape: int, fan_in: int) -> nn.Parameter:
     return nn.Parameter(fan_in**-0.5 * x)
 
 
-def in_chunks(x: Tensor, n: int) -> Tensor:
-    """Tokens of x (B, H, T, F) in n chunks, (B, H, n, c, F), the last of which zeros fill."""
-    n_missing = n * CHUNK - x.shape[2]
+def in_pieces(x: Tensor, n: int) -> Tensor:
+    """Tokens of x (B, H, T, F) in n pieces, (B, H, n, c, F), the last of which zeros fill."""
+    n_missing = n * PIECE - x.shape[2]
     x = F.pad(x, (0, 0, 0, n_missing))
-    return x.unflatten(2, (n, CHUNK))
+    return x.unflatten(2, (n, PIECE))
 
 
 class PaTHOptions(Options):
@@ -56,17 +56,23 @@ class PaTHOptions(Options):
 
 
 class PaTH(Encoding):
-    """Reflections in between: logits q_i^T H_i H_(i-1) ... H_(j+1) k_j / sqrt(D), H_t = I - beta_t w_t w_t^T.
+    """Reflections in between: logits q_i^T S_i S_(i-1) ... S_(j+1) k_j / sqrt(D), S_t = I - beta_t w_t w_t^T.
 
     Yang et al. 2025, arXiv:2505.16381, section 3: like RoPE with a matrix for each token. beta_t = 2
     sigmoid(u x_t + b), and w_t is silu(convolution of W x_t over 3 tokens), normalised to length 1; x is the
     layer's normalised input, W has rank R. In the authors' code the heads that share a key share w and beta;
     here each head of queries has its own. Positions are not used.
 
-    Chunk by chunk of keys, from the query backwards, r = q_i^T H_i ... H_(e) is kept for every query of the
-    block. With w (c, D) and B = diag(beta) of a chunk, M = (I + strictly lower part of B w w^T)^-1 B:
-    r <- r - r w^T M w for the whole chunk, and r . k_j - r w^T M (w k_j for t > j, else 0) is the logit. For
-    queries inside the chunk r w^T is cut to t <= i.
+    Keys are taken in pieces of c tokens, from the query backwards. r = q_i^T S_i ... S_e, where e is the
+    first token after the piece. Let a_t be what S_t subtracts along w_t:
+
+      a_t = beta_t (r w_t - sum_{s>t} a_s w_s . w_t)
+
+    With w (c, D) and b = diag(beta) of the piece, a = r w^T M, M = (I + tril(b w w^T, -1))^-1 b. Then
+
+      logit_j = r . k_j - sum_{t>j} a_t w_t . k_j,    r <- r - a w
+
+    For queries inside the piece r w^T is 0 at t > i, and so is a.
     """
 
     Options = PaTHOptions
@@ -108,43 +114,43 @@ class PaTH(Encoding):
         Tq, Tk = logits.shape[2:]
         D = q.shape[3]
         with torch.autocast(q.device.type, enabled=False):
-            # zeros in the last chunk have beta = 0, which is no reflection
-            n = math.ceil(Tk / CHUNK)
-            features = in_chunks(at.features.to(logits.dtype), n)
+            # zeros in the last piece have beta = 0, which is no reflection
+            n = math.ceil(Tk / PIECE)
+            features = in_pieces(at.features.to(logits.dtype), n)
             w, beta = features.split((D, 1), dim=-1)                    # (B, H, n, c, D or 1)
-            k = in_chunks(k.to(logits.dtype), n)                        # (B, H, n, c, D)
+            k = in_pieces(k.to(logits.dtype), n)                        # (B, H, n, c, D)
 
-            # Of each chunk M w and M (w k_j for t > j). The solver takes a unit diagonal for granted, so I
+            # Of each piece M w and M (w k_j for t > j). The solver takes a unit diagonal for granted, so I
             # need not be added.
             w_and_k = torch.cat((w, k), dim=3)
             products = beta * (w @ w_and_k.mT)                          # (B, H, n, c, 2 c)
-            w_w, w_k = products.split(CHUNK, dim=-1)
+            w_w, w_k = products.split(PIECE, dim=-1)
             w_w = w_w.tril(-1)
             w_k = w_k.tril(-1)
             right_side = torch.cat((beta * w, w_k), dim=-1)
             solution = torch.linalg.solve_triangular(w_w, right_side, upper=False, unitriangular=True)
-            m_w, m_wk = solution.split((D, CHUNK), dim=-1)
+            m_w, m_wk = solution.split((D, PIECE), dim=-1)
 
             # A reflection acts only on the queries from its own token on.
             i = torch.arange(Tk - Tq, Tk, device=q.device)
-            t = torch.arange(n * CHUNK, device=q.device).view(n, CHUNK)
+            t = torch.arange(n * PIECE, device=q.device).view(n, PIECE)
             is_later = t[:, None] > i[:, None]                          # (n, Tq, c)
 
-            # unbind, since the gradient of each index would be a tensor of all chunks
+            # unbind, since the gradient of each index would be a tensor of all pieces
             w_of = w.unbind(2)
             k_of = k.unbind(2)
             m_w_of = m_w.unbind(2)
             m_wk_of = m_wk.unbind(2)
 
-            # From the last chunk to the first: r is q_i^T times all reflections of the chunks after this one.
+            # From the last piece to the first: r is q_i^T times all reflections of the pieces after this one.
             r = q.to(logits.dtype)                                      # (B, H, Tq, D)
             blocks = []
-            for chunk in reversed(range(n)):
-                r_w = r @ w_of[chunk].mT                                # (B, H, Tq, c)
-                r_w = r_w.masked_fill(is_later[chunk], 0)
-                block = r @ k_of[chunk].mT - r_w @ m_wk_of[chunk]
+            for piece in reversed(range(n)):
+                r_w = r @ w_of[piece].mT                                # (B, H, Tq, c)
+                r_w = r_w.masked_fill(is_later[piece], 0)
+                block = r @ k_of[piece].mT - r_w @ m_wk_of[piece]
                 blocks.append(block)
-                r = r - r_w @ m_w_of[chunk]
+                r = r - r_w @ m_w_of[piece]
             blocks.reverse()
             reflected = torch.cat(blocks, dim=-1)[..., :Tk]             # (B, H, Tq, Tk)
             reflected = reflected / D**0.5

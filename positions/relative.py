@@ -61,7 +61,7 @@ class RelativeKeyQuery(RelativeKey):
         biases = []                                                     # (B, H, Tq, keys) each
         for start in range(0, k.shape[2], KEYS_AT_A_TIME):
             keys = slice(start, start + KEYS_AT_A_TIME)
-            rows = at._replace(k_pos=at.k_pos[:, keys]).distance()
+            rows = at._replace(k_pos=at.k_pos[:, keys], first_distance=None).distance()
             rows = rows.clamp(max=self.max_distance)                    # (1 or B, 1, Tq, keys)
             products = (k[:, :, keys] @ self.table[at.layer].mT).mT     # (B, H, M + 1, keys)
             biases.append(products.gather(-2, rows.expand(B, H, -1, -1)))
@@ -79,7 +79,7 @@ class TransformerXL(Encoding):
 
     Let a = W^T (q_i + v), split into a_s for the sines and a_c for the cosines. Then, by the angle sum,
 
-      a . R[i - j] = (a_c cos if + a_s sin if) . cos jf + (a_c sin if - a_s cos if) . sin jf
+      a . R[i - j] = (a_c cos(i f) + a_s sin(i f)) . cos(j f) + (a_c sin(i f) - a_s cos(i f)) . sin(j f)
 
     so it is the product of a, rotated by the query's angle, and the key's own sinusoid: there is no table of
     distances to gather from, and gaps cost nothing. W is a matrix like others, but it acts through products

@@ -72,7 +72,7 @@ class RoPEOptions(RotaryOptions):
             return {"fraction": f"must rotate an even number of the {m.head_width} channels of a head "
                                 f"(model.head_dim, or n_embd / n_head), got {R:g}"}
         if self.spectrum == "rope_id" and self.scaling:
-            return {"scaling": "changes a base, which spectrum = rope_id does not have; remove one of them"}
+            return {"scaling": "changes frequencies, which spectrum = rope_id sets; remove one of them"}
         if self.spectrum != "geometric" and self.local_base:
             return {"local_base": f"needs spectrum = geometric, got {self.spectrum}; remove one of them"}
         if self.local_base and m.window is None and m.chunk is None:
@@ -81,16 +81,13 @@ class RoPEOptions(RotaryOptions):
 
 
 def layers_within_length(shape: Shape) -> frozenset[int]:
-    """The layers in which a window or chunks keep all distances below L: scalings leave them alone."""
+    """The layers in which a window or chunks keep all distances below L: --extend leaves them alone."""
     reach = min(shape.window or math.inf, shape.chunk or math.inf)
     return shape.local_layers if reach <= shape.seq_len else frozenset()
 
 
 class RoPE(Encoding):
-    """Rotate q and k by position times f_i = base^(-2i / R): logits depend on distance. RoFormer, section 3.
-
-    ChatGLM rotates in every layer, not in its first only, as some texts claim; `layers = "first"` tries that.
-    """
+    """Rotate q and k by position times f_i = base^(-2i / R): logits depend on distance. RoFormer, sec. 3."""
 
     # A subclass gets every scaling and every method of --extend, if its options subclass RotaryOptions. It
     # overrides `frequencies` or `rotate`, or `tables`, if its layers differ.
@@ -115,7 +112,7 @@ class RoPE(Encoding):
         self.is_local = [layer in local_layers for layer in range(shape.n_layer)]
 
     def frequencies(self, f: Tensor) -> Tensor:
-        """Radians per position of each pair, (R/2,), given f = base^(-2i / R) after the layer's scaling."""
+        """Radians per position of each pair, (R/2,), given f, those of the layer's base and scaling."""
         if self.spectrum == "rope_id":
             return rope.inv_freq_within(self.rotary_dim, self.seq_len, device=f.device)
         if self.spectrum == "hope":     # the same pairs stand still under every scaling
@@ -137,15 +134,15 @@ class RoPE(Encoding):
 
     def tables(self, q_pos: Tensor, k_pos: Tensor) -> list[tuple[Any, ...]]:
         """For each layer its `cos_and_sin`. Layers with the same frequencies share one."""
-        all_equal = self.local_base == self.base and self.local_scaling is self.scaling
+        is_shared = self.local_base == self.base and self.local_scaling is self.scaling
         table_of: dict[bool, tuple[Any, ...]] = {}
         tables = []
         for is_local in self.is_local:
-            differs = is_local and not all_equal
-            if differs not in table_of:
+            key = is_local and not is_shared
+            if key not in table_of:
                 f, factor = self.layer_frequencies(is_local, k_pos)
-                table_of[differs] = self.cos_and_sin(q_pos, k_pos, f, factor)
-            tables.append(table_of[differs])
+                table_of[key] = self.cos_and_sin(q_pos, k_pos, f, factor)
+            tables.append(table_of[key])
         return tables
 
     def angles(self, positions: Tensor, f: Tensor) -> Tensor:

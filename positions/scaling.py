@@ -135,10 +135,11 @@ class YaRN(Scaling):
     """Fast pairs kept, slow ones f_i / s; cos, sin times 0.1 ln s + 1. Peng 2023, arXiv:2309.00071, 3.2, 3.4.
 
     NTK-by-parts: f' = (1 - g) f + g f / s, g = clamp((i - low) / (high - low), 0, 1). low and high are the
-    indices of the pairs that turn beta_fast and beta_slow times within L. `truncate` rounds them outwards,
-    and they are clamped to 0 ... R - 1 as in the authors' code. The default betas were tuned at L = 2048 ...
-    4096. At L of some hundreds few pairs turn 32 times. Where no pair turns beta_slow times, high is negative
-    and g is 0: no pair is interpolated, as in the authors' code and transformers.
+    indices of the pairs that turn beta_fast and beta_slow times within L. `truncate` rounds them outwards;
+    then low is at least 0, and high at most R - 1. The default betas were tuned at L = 2048 ... 4096. At L of
+    some hundreds few pairs turn 32 times. Where no pair turns beta_slow times, high is 0 or negative. If it
+    is 0, all pairs but the first are interpolated; below 0 none is. All of this is as in the authors' code
+    and transformers.
     """
 
     method: Literal["yarn"] = "yarn"

@@ -1,8 +1,8 @@
 """What acts under any encoding: query temperatures and scale-invariant attention.
 
-Softmax over more keys is flatter. A temperature, a factor on a query, multiplies all its logits before any
-bias. It depends on n, the number of keys that the query sees, or on m, the number of tokens before it in its
-document, never on positions: logits stay the same if all positions shift.
+Softmax over more keys is flatter. A temperature, a factor on a query, multiplies all its logits, before a
+bias is added (BAM's bias too). It may depend on n, the number of keys that the query sees, or on m, the
+number of tokens before it in its document, never on positions: logits stay the same if all positions shift.
 
 Legend: B batch, T time (Tq queries, Tk keys), H = n_head, L = train.seq_len.
 """
@@ -162,7 +162,7 @@ class Tempered(Wrapper):
         self.by_distance = inner.by_distance and not inner.tempers_bias
         self.scales_by_distance = inner.scales_by_distance
         self.has_scores = inner.has_scores
-        self.max_fold_queries = inner.max_fold_queries
+        self.max_fold_queries = 0 if inner.tempers_bias else inner.max_fold_queries
 
     def scaled(self, q: Tensor, at: At) -> Tensor:
         """Queries (B, H, Tq, D) times the temperature."""
@@ -202,12 +202,14 @@ class ScaleInvariant(Wrapper):
         return torch.addcmul(m, a, logits)                              # masked logits stay -inf
 
 
-def encodings_of(options: Options, encoding: Encoding, no_encoding: NoPE, temperature: Temperature,
+def encodings_of(encoding: Encoding, no_encoding: NoPE, temperature: Temperature,
                  n_layer: int) -> list[Encoding]:
     """The encoding of each layer: this one or none, inside what acts under any encoding.
 
     Layers of the same kind share one, so that its tables are computed once.
     """
+    options: Options = no_encoding.options
+
     def wrapped(inner: Encoding, kind: str) -> Encoding:
         has_temperature = not isinstance(temperature, NoTemperature)
         if has_temperature and options.temperature_layers in ("all", kind):
@@ -216,7 +218,9 @@ def encodings_of(options: Options, encoding: Encoding, no_encoding: NoPE, temper
             inner = ScaleInvariant(inner, options.scale_invariant)
         return inner
 
-    encoded = wrapped(encoding, "encoded")
+    # position.encoding = "none". Layers whose encoding was dropped still count as encoded
+    is_none = isinstance(encoding, NoPE) and encoding is not no_encoding
+    encoded = wrapped(encoding, "unencoded" if is_none else "encoded")
     unencoded = wrapped(no_encoding, "unencoded")
     encodings = []
     for layer in range(n_layer):

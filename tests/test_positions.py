@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +15,15 @@ import attention
 from base.errors import UserError
 from config import load_config
 from evaluation.extension import extended, parse
-from model import GPT
-from positions import ENCODINGS, At, Encoding, Options
+from model import GPT, shape_of
+from positions import ENCODINGS, At, Encoding
+from positions.bias import ALiBi
 from positions.scaling import SCALINGS
+from positions.switches import TEMPERATURES, Tempered
 from runtime.device import autocast
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
-TEMPERATURES = get_args(Options.model_fields["temperature"].annotation)
 ON = "position.scale_invariant=10"
 ONLY = "position.temperature_layers"
 # How far a later token may move a logit, in fp64. A mixture of experts, or another kernel whose rounding
@@ -434,6 +435,23 @@ def test_a_pair_that_rerope_moves_has_its_temperature_and_its_distance(name: str
     assert torch.equal(model(x), before)
 
 
+def test_a_model_without_encoding_has_its_temperature_in_the_unencoded_layers() -> None:
+    ssmax = "position.temperature=ssmax position.temperature_layers="
+    everywhere, unencoded = (lively(config_of("none", ssmax + kind)) for kind in ("all", "unencoded"))
+    assert torch.equal(everywhere(tokens((1, 40))), unencoded(tokens((1, 40))))
+
+
+def test_a_bias_that_a_temperature_multiplies_takes_no_path_for_biases_by_distance() -> None:
+    class Times(ALiBi):
+        tempers_bias = True
+
+    config = config_of("alibi")
+    inner = Times(shape_of(config), config.position)
+    assert inner.by_distance and inner.max_fold_queries
+    outer = Tempered(inner, TEMPERATURES["ssmax"](shape_of(config)))
+    assert not outer.by_distance and not outer.max_fold_queries
+
+
 @pytest.mark.parametrize("only", ["all", "encoded", "unencoded"])
 def test_log_n_applied_later_acts_in_the_layers_of_its_kind_alone(only: str) -> None:
     """As if the config had it: SWAN-GPT's, for the layers without an encoding."""
@@ -508,6 +526,8 @@ def test_positions_beyond_a_limit_are_refused() -> None:
     ("rope_2d", "model.n_head=1 model.n_embd=6", "multiple of 4 channels"),
     ("rope", "model.head_dim=7", "even number of the 7 channels"),
     ("sinusoidal", "model.n_head=1 model.n_embd=7", "even model.n_embd"),
+    ("sinusoidal", "model.scaled_embedding=true", "set model.scaled_embedding=false"),
+    ("none", "position.temperature_layers=encoded", "no layer is of this kind"),
     *((name, "model.head_dim=7", "multiple of 2") for name in ("p_rope", "repo", "selective_rope"))])
 def test_options_that_make_no_sense_are_refused(name: str, overrides: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected):

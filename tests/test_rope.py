@@ -132,7 +132,7 @@ def test_a_spectrum_keeps_its_pairs_under_a_scaling_or_refuses_it() -> None:
     f = rope.inv_freq(16)
     expected = f.where(rope.makes_full_turn(f, 32), 0.0) / 4            # the same pairs stand still
     assert torch.equal(scaled.encoding.layer_frequencies(False, torch.arange(9)[None])[0], expected)
-    with pytest.raises(UserError, match="position.scaling .*: changes a base, which spectrum = rope_id"):
+    with pytest.raises(UserError, match="position.scaling .*: changes frequencies, which spectrum = rope_id"):
         config_of("rope", 'position.spectrum=rope_id position.scaling={method="pi",factor=4.0}')
     config = config_of("rope", "position.spectrum=rope_id")
     (method,) = parse("yarn").methods

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 B, T, L, LAYER = 2, 7, 32, 1
 # what is computed a few at a time, made so small that these 7 tokens take several times and a rest
-PIECES = {"KEYS_AT_A_TIME": 4, "CHUNK": 4, "TILE": 3, "MOST_HIDDEN": 1000}
+PIECES = {"KEYS_AT_A_TIME": 4, "PIECE": 4, "TILE": 3, "MOST_HIDDEN": 1000}
 
 
 class Case:

@@ -55,7 +55,7 @@ def test_training_uses_them_and_validation_does_not(kind: str, tiny, monkeypatch
 @pytest.mark.parametrize(("overrides", "expected"), [
     (("train.positions=pose",), "position_range .*: must be at least 32 with train.positions = pose .got 0."),
     (at("random", 31), "position_range .*: must be at least 32 with train.positions = random .got 31."),
-    (("train.position_range=64",), "position_range .*: must be unset with train.positions = plain .got 64."),
+    (("train.position_range=64",), "position_range .*: has no effect with train.positions = plain; set"),
     (("train.positions=rfs",), "train.positions")])
 def test_a_range_that_does_not_fit_is_refused(overrides: tuple[str, ...], expected: str, tiny) -> None:
     with pytest.raises(UserError, match=expected):

@@ -44,6 +44,21 @@ def corpus_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="session")
+def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second byte corpus, of other bytes: few documents, most of them short."""
+    from toys import words
+
+    from data.prepare import prepare
+    source = tmp_path_factory.mktemp("other")
+    for i in range(12):
+        text = words(i, 200 if i % 4 == 0 else 20 + i).upper()
+        (source / f"{i:02}.txt").write_bytes(text)
+    out = tmp_path_factory.mktemp("corpora") / "other"
+    prepare(str(source), out, "byte")
+    return out
+
+
 @pytest.fixture
 def tiny(tmp_path: Path, corpus_dir: Path) -> Callable[..., Any]:
     """tiny("rope", "train.lr=1e-2", ...) -> a small config on the small corpus, its run in tmp_path/run."""

@@ -6,27 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toys import draw, every_encoding_slowly, lively, places_of, tokens, words
+from toys import draw, every_encoding_slowly, lively, places_of, tokens
 
 import attention
 from data.loader import MIX, Corpus, Mixture
-from data.prepare import prepare
 from model import GPT
 from train import train
 
 EOT = 256
-
-
-@pytest.fixture(scope="module")
-def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A second byte corpus, of other bytes: few documents, most of them short."""
-    source = tmp_path_factory.mktemp("other")
-    for i in range(12):
-        text = words(i, 200 if i % 4 == 0 else 20 + i).upper()
-        (source / f"{i:02}.txt").write_bytes(text)
-    out = tmp_path_factory.mktemp("corpora") / "other"
-    prepare(str(source), out, "byte")
-    return out
 
 
 @every_encoding_slowly

@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -20,7 +21,7 @@ from toys import ROOT, assert_equal_runs, call, lively, metrics, slow_except, te
 import train as train_module
 from base.errors import UserError
 from config import Config, TrainConfig
-from data.loader import Corpus
+from data.loader import Corpus, Mixture
 from data.tokenizer import ByteTokenizer
 from model import GPT
 from positions import ENCODINGS
@@ -98,6 +99,56 @@ def test_dropout_draws_by_seed_step_and_process() -> None:
         torch.manual_seed(train_module.dropout_seed(*of))
         draws.add(torch.rand(()).item())
     assert len(draws) == 4
+
+
+@pytest.mark.parametrize("overrides", [
+    ["data.bos=true"], ["data.cross_documents=mask"], ["data.cross_documents=never", "model.dropout=0.5"],
+    ["data.bos=true", "data.mixture_only=2", "train.accumulate=2"]], ids=" ".join)
+def test_each_step_gets_the_batch_the_rates_and_the_dropout_of_its_config(
+        overrides: list[str], tiny, other_dir: Path, monkeypatch) -> None:
+    is_mixture = "data.mixture_only=2" in overrides
+    if is_mixture:
+        overrides = [*overrides, f"data.mixture={{{json.dumps(str(other_dir))}=0.3}}"]
+    config = tiny("t5", "train.steps=5", "train.warmup=3", "position.lr_scale=20", "train.seed=3", *overrides)
+    d, t = config.data, config.train
+    inputs, documents, rates, seeds, starts = ([] for _ in range(5))
+    forward, seed, make = GPT.forward, torch.manual_seed, train_module.make_optimizer
+
+    def spy(self: GPT, x: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        if self.training:
+            inputs.append(x)
+            documents.append(more["documents"])
+        return forward(self, x, *rest, **more)
+
+    def make_spied(model: GPT, config: Config) -> torch.optim.Optimizer:
+        starts.append(model.embedding.weight.detach().clone())
+        optimizer = make(model, config)
+        optimizer.register_step_pre_hook(
+            lambda optimizer, *_: rates.append([group["lr"] for group in optimizer.param_groups]))
+        scales.append([group["lr_scale"] for group in optimizer.param_groups])
+        return optimizer
+
+    scales: list[list[float]] = []
+    monkeypatch.setattr(GPT, "forward", spy)
+    monkeypatch.setattr(train_module, "make_optimizer", make_spied)
+    monkeypatch.setattr(torch, "manual_seed", lambda number: seeds.append(number) or seed(number))
+    assert train(config, []) == 0
+
+    corpus = Corpus(d.dir, d.cross_documents, d.bos)
+    if is_mixture:
+        corpus = Mixture(d.dir, d.mixture, d.cross_documents, d.bos, d.mixture_only)
+    batches = [corpus.batch(t, step, 0, 1) for step in range(5)]
+    assert len({batch.inputs.numpy().tobytes() for batch in batches}) == 5
+    assert torch.equal(torch.cat(inputs), torch.cat([batch.inputs for batch in batches]))
+    if d.cross_documents == "mask":
+        assert torch.equal(torch.cat(documents), torch.cat([batch.documents for batch in batches]))
+    assert {20.0, 1.0} <= {*scales[0]}
+    assert rates == [[learning_rate(step, t) * scale for scale in scales[0]] for step in range(5)]
+    if config.model.dropout:
+        assert seeds[1:] == [train_module.dropout_seed(3, step, 0) for step in range(5)]
+    # the seed is that of the weights, too
+    seed(3)
+    assert torch.equal(starts[0], GPT(config).embedding.weight)
 
 
 def test_a_finished_run_says_so_and_writes_nothing(tiny, tmp_path: Path, capsys) -> None:

@@ -265,7 +265,3 @@ def test_the_cpu_computes_the_formula_under_an_extension() -> None:
 @pytest.mark.parametrize("case", slow_except([*CASES], "alibi"))
 def test_the_cpu_computes_the_formula_in_training(case: str) -> None:
     check(training, CASES[case], "cpu", "eager fp32")
-
-
-def test_every_encoding_and_extension_is_a_case() -> None:
-    assert set(ENCODINGS) <= set(CASES) and set(METHODS) == set(EXTENDED)

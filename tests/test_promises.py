@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ def test_a_killed_run_ends_bit_equal(overrides: str, case: Case, monkeypatch) ->
     """Killed in a step, and while a checkpoint gets its name."""
     shutil.copytree(case.corpus, case.folder / "more")
     keys = overrides.replace("MORE", f'"{case.folder / "more"}"').split()
+    # a scale that overflows at first, so that a resume has to know how far it has come down
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**24))
     straight, run_dir = case.straight(*keys), case.folder / "run"
     n_parts = 2 if "accumulate" in overrides else 1
     for kill in (lambda patch: in_forward(7 * n_parts, die, patch),

@@ -215,6 +215,7 @@ BOTH = {"full_attention": {"rope_type": "default", "rope_theta": 2000.0},
     ("gemma3", {"rope_parameters": BOTH, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
      {"base": 2000.0, "local_base": 300.0}),
     ("neox", {"rope_theta": 77.0, "rotary_pct": 0.5}, {"base": 10_000.0, "fraction": 0.5}),
+    ("cohere2", {"logit_scale": 0.25}, {}),
     # layer_types decide, whatever the flag says
     ("layers", {"use_sliding_window": False, "sliding_window": 9, "rope_theta": 10_000.0,
                 "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}, {}),

@@ -109,6 +109,7 @@ def test_every_folder_of_results_can_be_compared_again() -> None:
         assert is_saved(folder) and load(folder), folder
 
 
+@pytest.mark.slow
 def test_a_prediction_is_of_the_numbers_of_the_tables() -> None:
     row = study.SECOND.folder.parent / "rows" / "rope"
     numbers = study.seed_numbers(study.SECOND, row)

@@ -313,7 +313,8 @@ def git_revision() -> tuple[str | None, bytes]:
     diff = git(*DIFF, "HEAD", "--", *CODE)
     untracked = git("ls-files", "-z", "--others", "--exclude-standard", "--", *CODE).decode().split("\0")[:-1]
     root = Path(__file__).resolve().parent.parent
-    loaded = {Path(getattr(module, "__file__", None) or "").resolve() for module in [*sys.modules.values()]}
+    files = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
+    loaded = {Path(file).resolve() for file in files if os.path.basename(file) in untracked}
     for name in untracked:
         if "/" in name or root / name in loaded:
             diff += git(*DIFF, "--no-index", os.devnull, name)

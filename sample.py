@@ -66,8 +66,8 @@ def main() -> None:
     prompt = [tokenizer.separator, *tokenizer.encode(text).tolist()]
     ends = eos_ids(folder) if is_pretrained(folder) else {tokenizer.separator}
     start = torch.tensor([prompt], device=next(model.parameters()).device)
-    limit = model.active().max_length or 300 + len(prompt)              # where a learned table ends
-    n_tokens = args.tokens or max(1, min(300, limit - len(prompt)))
+    room = (model.active().max_length or sys.maxsize) - len(prompt)     # before a learned table ends
+    n_tokens = args.tokens or max(1, min(300, room))
     tokens = generate(model, start, n_tokens, args.temperature, args.top_k, args.seed, ends)
     print(decode(tokenizer, tokens[0].tolist()))
 

@@ -174,7 +174,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class ContenderProcess:
-    """A contender in a process of its own, its figures, and how the process ended if it has."""
+    """A contender in a process of its own, its times and memory, and how the process ended if it has."""
 
     def __init__(self, *arguments: Any) -> None:
         self.problem, self.peak, self.seconds = "", 0, list[float]()
@@ -185,7 +185,7 @@ class ContenderProcess:
         other_end.close()
 
     def step(self, is_begun: bool = False) -> None:
-        """Take a step, which the process may have begun by itself, and keep its figures, unless it ends."""
+        """Take a step, which the process may have begun by itself, and keep its numbers, unless it ends."""
         if self.problem:
             return
         try:

@@ -36,7 +36,6 @@ DOCS_LEFT_OUT = re.compile(     # change logs, licences, lists of people and of 
     r"(.*/)?((change(s|log)?|releases?|release[-_]?notes|whats_?new|news|history)/.*"
     r"|(change|release|whats_?new|news|history|licen[cs]e|copying|copyright|notice|author|contributor|require)"
     r"[^/]*)", re.IGNORECASE)
-HEADER = "name,version,sha256,split"
 ROW = re.compile(r"[\w.-]+,[\w.!+-]+,[0-9a-f]{64},(train|val)", re.ASCII)
 PASSAGE = 32                    # tokens
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)      # odd: 2^64 / golden ratio
@@ -63,8 +62,9 @@ class Text(NamedTuple):
 def read_list(path: Path) -> list[Project]:
     """The projects of a list. Raises UserError."""
     header, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-    if header != HEADER:
-        raise UserError(f"sdists {path}: the first line must be {HEADER}; add it")
+    expected = ",".join(Project._fields)
+    if header != expected:
+        raise UserError(f"sdists {path}: the first line must be {expected}; add it")
     for number, line in enumerate(lines, 2):
         if not ROW.fullmatch(line):
             raise UserError(f"sdists {path}, line {number}: {line!r} is not a name, a version, a sha256 and "

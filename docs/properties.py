@@ -121,7 +121,6 @@ def properties(name: str) -> Properties:
     gaps = [smallest_gap(points) for points in code.values()]
     steps = [largest_step(points) for points in code.values()]
     residuals = [linear_residual(points) for hook, points in code.items() if hook != "scores"]
-    # of several hooks the best gap counts, because one suffices to tell positions apart; else the worst
 
     # a small model at 8 times its training length
     model = random_model(name)
@@ -137,6 +136,7 @@ def properties(name: str) -> Properties:
     here = model(few, positions=positions)
     shifted = model(few, positions=positions + 11)
     change = (shifted - here).abs().max() / here.std()
+    # of several hooks the best gap counts, because one suffices to tell positions apart; else the worst
     return Properties(
         gap=max(gaps, default=0.0), step=max(steps, default=0.0), residual=max(residuals, default=None),
         is_defined=is_defined, is_fixed=not encoding.state_dict(), change=change.item(),

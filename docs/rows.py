@@ -27,7 +27,7 @@ import torch
 
 from base.command import argument_parser, run_command
 from base.errors import UserError
-from config import Config, flatten, load_config, toml_value
+from config import SECTIONS, Config, flatten, load_config, toml_value
 from docs.gallery import ROOT, table, update
 from docs.study import ROWS, at_length, labelled
 from evaluation.comparison import table_of
@@ -169,9 +169,11 @@ def check_runs(folder: Path, row: Row) -> None:
             if data == "needles":
                 continue
             settings_of(run)
-            # names can be changed
-            for key, value in (("train.seed", seed), ("train.lr", float(rate[1]) if rate else None)):
-                if value not in (None, run.config[key]):
+            wanted: dict[str, float] = {"train.seed": seed}             # names can be changed
+            if rate:
+                wanted["train.lr"] = float(rate[1])
+            for key, value in wanted.items():
+                if run.config[key] != value:
                     raise UserError(f"{folder / data}: {name} has {key} = {run.config[key]} instead of "
                                     f"{value}; run `make row` again")
 
@@ -179,8 +181,11 @@ def check_runs(folder: Path, row: Row) -> None:
 def settings_of(run: Run) -> list[str]:
     """The overrides that make the run's config of the recipe. Raises UserError if it is not of the recipe."""
     recipe = flatten(load_config(RECIPE))
+    defaults = {f"{section}.{key}": field.get_default(call_default_factory=True)
+                for section, schema in SECTIONS.items() for key, field in schema.model_fields.items()}
     settings = []
-    for key, value in run.config.items():       # a key that it lacks is newer: the recipe has its default
+    for key in recipe | run.config:
+        value = run.config.get(key, defaults.get(key))          # of a key that is newer than the run
         if key.startswith("position.") or key in OWN:
             if isinstance(value, dict):
                 value = {name: inner for name, inner in value.items() if inner is not None}

@@ -180,10 +180,9 @@ def finish(job: Job, problem: str, failed: dict[str, str]) -> None:
 
 
 def report(jobs: Sequence[Job], out: Path) -> int:
-    """Run compare.py over these runs, on the text that the sweep evaluated; return its exit code."""
-    folder = jobs[0].run_dir / "eval"
-    finished = (folder / "arguments.txt").stat().st_mtime_ns        # later ones were made by hand
-    times = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
-    newest = max((path for path in times if times[path] <= finished), key=times.__getitem__)
+    """Run compare.py over these runs, on the text that all were evaluated on last; return its exit code."""
+    folders = [job.run_dir / "eval" for job in jobs]
+    shared = set.intersection(*({path.name for path in folder.glob("*.json")} for folder in folders))
+    newest = max((folders[0] / name for name in shared), key=lambda path: path.stat().st_mtime_ns)
     command = [sys.executable, str(ROOT / "compare.py"), *(str(job.run_dir) for job in jobs)]
     return subprocess.run([*command, "--data", newest.stem, "--out", str(out)]).returncode

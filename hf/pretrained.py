@@ -87,7 +87,7 @@ def pretrained_tables(folder: str | Path) -> Tables:
         with problems_of(folder / "config.json"):
             return architecture.tables(hf_config)
     if str(folder).startswith("hf:"):
-        name = str(folder).removeprefix("hf:")
+        name = str(folder).removeprefix("hf:").partition("@")[0]
         raise UserError(f"train.init_from {folder}: must be a folder; run `hf download {name} --local-dir "
                         f"models/{name}` and give models/{name}")
     if not (folder / "config.toml").is_file():

@@ -87,7 +87,7 @@ def sync_gradients(model: Any, is_on: bool) -> None:
 
 
 def mean_metrics(process: Process, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The mean over processes of each figure, a scalar on the device. Does not wait for a GPU."""
+    """The mean over processes of each metric, a scalar on the device. Does not wait for a GPU."""
     sums = all_reduce(process, torch.stack([unshard(x) for x in metrics.values()]))
     return dict(zip(metrics, sums / process.world_size, strict=True))
 

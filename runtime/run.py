@@ -31,6 +31,7 @@ from runtime.device import dtype_name, pick_dtype
 from runtime.log import Log, echo, format_number
 from runtime.parallel import Process
 
+ROOT = Path(__file__).resolve().parent.parent
 # what `git apply` reads, whatever is set
 DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--binary", "--src-prefix=a/",
         "--dst-prefix=b/")
@@ -296,9 +297,8 @@ def summary_line(run_dir: Path) -> str:
 
 def git(*arguments: str) -> bytes:
     """What a git command prints in this checkout; nothing without git or a checkout."""
-    root = Path(__file__).resolve().parent.parent
     try:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True).stdout
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True).stdout
     except OSError:
         return b""
 
@@ -312,11 +312,10 @@ def git_revision() -> tuple[str | None, bytes]:
     revision = git("log", "-1", "--format=%H", "--", *CODE).decode().strip()
     diff = git(*DIFF, "HEAD", "--", *CODE)
     untracked = git("ls-files", "-z", "--others", "--exclude-standard", "--", *CODE).decode().split("\0")[:-1]
-    root = Path(__file__).resolve().parent.parent
     files = [getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]]
     loaded = {Path(file).resolve() for file in files if os.path.basename(file) in untracked}
     for name in untracked:
-        if "/" in name or root / name in loaded:
+        if "/" in name or ROOT / name in loaded:
             diff += git(*DIFF, "--no-index", os.devnull, name)
     if diff:
         revision += f"-dirty-{hashlib.sha256(diff).hexdigest()[:8]}"

@@ -100,6 +100,9 @@ def test_a_row_may_have_a_scaling_and_lack_keys_that_are_newer() -> None:
     del run.config["model.gate"]
     config = load_config(rows.RECIPE, [*rows.settings_of(run), "model.vocab_size=64"])
     assert config.position.scaling.factor == 2.0
+    del run.config["train.steps"]                       # which the recipe sets
+    with pytest.raises(UserError, match="train.steps = 1000 is not that of study.toml"):
+        rows.settings_of(run)
 
 
 def test_a_model_that_sees_the_future_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,17 +120,19 @@ def test_an_interrupted_evaluation_is_continued(monkeypatch) -> None:
     assert replaced == [True, True, False, False, True, False]
 
 
-def test_the_report_is_on_the_text_of_the_sweep_though_another_was_evaluated_later(monkeypatch) -> None:
-    (job,) = sweeping.make_jobs({"rope.toml": [[]]}, TINY, [], Path("runs"), [])
-    folder = job.run_dir / "eval"
-    folder.mkdir(parents=True)
-    for second, name in enumerate(("earlier.json", "ours.json", "arguments.txt", "later.json")):
-        (folder / name).touch()
-        os.utime(folder / name, (second, second))
+def test_the_report_is_on_a_text_that_all_runs_were_evaluated_on(monkeypatch) -> None:
+    """Though one run was evaluated on another text later, or again on the same one."""
+    jobs = sweeping.make_jobs({"rope.toml": [[]]}, TINY, [0, 1], Path("runs"), [])
+    for job, names in zip(jobs, (("earlier", "ours", "later"), ("earlier", "ours")), strict=True):
+        folder = job.run_dir / "eval"
+        folder.mkdir(parents=True)
+        for second, name in enumerate(names):
+            (folder / f"{name}.json").touch()
+            os.utime(folder / f"{name}.json", (second, second))
     commands = []
     monkeypatch.setattr(sweeping.subprocess, "run",
                         lambda command: commands.append(command) or SimpleNamespace(returncode=0))
-    assert sweeping.report([job], Path("out")) == 0
+    assert sweeping.report(jobs, Path("out")) == 0
     assert commands[0][commands[0].index("--data") + 1] == "ours"
 
 

@@ -230,7 +230,7 @@ def test_steps_that_are_read_at_once_have_one_speed(tiny, tmp_path: Path, spoil)
     assert lines[0]["tokens_per_s"] == lines[1]["tokens_per_s"] < 1e6
 
 
-def test_a_further_figure_of_a_step_is_logged(tiny, tmp_path: Path, monkeypatch) -> None:
+def test_a_further_metric_of_a_step_is_logged(tiny, tmp_path: Path, monkeypatch) -> None:
     """A scalar on the device that the loop of a fork adds, perhaps with its graph; read late, as on a GPU."""
     after_step = TrainingRun.after_step
 
@@ -254,7 +254,7 @@ def test_the_code_of_a_run_is_named_and_its_changes_can_be_applied(tiny, corpus_
 
     (tmp_path / "runtime").mkdir()
     (tmp_path / "model.py").write_text("a = 1\n")
-    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "runtime" / "run.py"))
+    monkeypatch.setattr(run_module, "ROOT", tmp_path)
     git("init")
     git("add", ".")
     git("commit", "-m", "m")

@@ -101,7 +101,10 @@ def test_an_epoch_reads_each_window_once(corpus_dir: Path) -> None:
         seen.append({row.tobytes() for row in stream.numpy()})
         text = np.asarray(corpus.tokens["train"]).astype(np.int64)
         assert any({text[o + 32 * w:][:32].tobytes() for w in range(n)} == seen[-1] for o in range(64))
-    assert seen[0] != seen[1]                                           # another offset, another order
+    assert seen[0] != seen[1]                                           # another offset,
+    orders = [np.argsort([start for _, start in places_of(corpus, 32, n, 3, epoch)]).tolist()
+              for epoch in range(2)]
+    assert orders[0] != orders[1] and list(range(n)) not in orders     # and another order, not the text's
     offsets = [min(start for _, start in places_of(corpus, 32, n, 3, epoch)) for epoch in range(9)]
     assert max(offsets) > (len(corpus.tokens["train"]) - 1) % 32        # a window gives room for them
 

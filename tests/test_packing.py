@@ -1,5 +1,6 @@
 """Windows of packed documents and mixtures of corpora: who sees what, and who gives how much."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -129,6 +130,20 @@ def test_a_mixture_has_its_shares_and_walks_through_each_corpus(corpus_dir: Path
     assert torch.equal(x, draw(Mixture(corpus_dir, {str(other_dir): 0.3}), 32, 200, 1, 0)[0])
     halves = [draw(corpus, 32, 200, 1, 0, rank, 2)[0] for rank in range(2)]
     assert torch.equal(torch.stack(halves, dim=1).flatten(0, 1), x)
+
+
+def test_the_order_of_a_mixture_does_not_depend_on_the_size_of_steps(corpus_dir: Path, other_dir: Path,
+                                                                     tmp_path: Path) -> None:
+    """Of three corpora; steps of 300 windows cross from one mix of MIX = 1,000 to the next."""
+    third = tmp_path / "third"
+    shutil.copytree(other_dir, third)
+    corpus = Mixture(corpus_dir, {str(third): 0.2, str(other_dir): 0.3})
+    small, large = ([(c.folder, start) for step in range(3000 // size)
+                     for c, start in places_of(corpus, 32, size, 1, step)] for size in (300, 1000))
+    assert small == large
+    for first in range(0, 3000, MIX):
+        shares = Counter(folder for folder, _ in small[first:first + MIX])
+        assert shares == {corpus_dir: 500, other_dir: 300, third: 200}
 
 
 def test_the_first_steps_can_be_the_mixture_alone(corpus_dir: Path, other_dir: Path) -> None:

@@ -424,9 +424,17 @@ def test_an_overflow_is_judged_by_the_scale_of_its_step(tiny, monkeypatch) -> No
 
 @pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_opened(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
-    losses = iter([3.0, 1.0, 2.0, 1.5])
-    monkeypatch.setattr("train.validate", lambda *_: {"val_loss": next(losses), "val_bpb": 1.0})
+    def validate(*_: Any) -> dict[str, float]:
+        loss = losses.pop(0)
+        if loss is None:
+            raise KeyboardInterrupt
+        return {"val_loss": loss, "val_bpb": 1.0}
+
+    losses = [3.0, 1.0, None, 2.0, 1.5]                     # at steps 3, 6, 9; resumed: 9, 12
+    monkeypatch.setattr("train.validate", validate)
     config = tiny("rope", "run.eval_every=3", "run.save_every=3", "run.keep=1", "run.keep_best=true")
+    with pytest.raises(KeyboardInterrupt):
+        train(config, [])
     assert train(config, []) == 0
     folder = Path(config.run.dir)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["00000006", "00000012"]

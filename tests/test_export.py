@@ -20,6 +20,7 @@ from data.tokenizer import ByteTokenizer
 from hf.architectures import choose
 from hf.export import export, rope_fields, write_extended
 from hf.pretrained import pretrained_config, pretrained_tables
+from hf.rope_parameters import rope_parameters
 from hf.tokenizer import tokenizer_json
 from positions import ENCODINGS
 from positions.scaling import YaRN
@@ -176,6 +177,17 @@ def test_windows_that_keep_their_frequencies_are_written_or_refused(overrides: l
     else:
         with pytest.raises(UserError, match="--extend yarn:factor=4: "):
             export_command.extended_fields("yarn:factor=4", model, config)
+
+
+@pytest.mark.parametrize(("scaling", "L", "longest"), [
+    ('{method="yarn",factor=4.0}', 32, 128),
+    ('{method="llama3",factor=2.5,original_length=32}', 32, 80),
+    ('{method="yarn",factor=4.0,original_length=32}', 512, 512),        # trained on beyond the extension
+    ('{method="dynamic_ntk",factor=4.0,original_length=16}', 32, 16),   # it scales from there on
+    ('{method="pi",factor=4.0,original_length=8}', 32, 32)])
+def test_the_longest_context_is_that_of_the_scaling(scaling: str, L: int, longest: int, tiny) -> None:
+    position = tiny("rope", f"position.scaling={scaling}", f"train.seq_len={L}").position
+    assert rope_parameters(position, 16, L)[1] == longest
 
 
 def test_an_option_that_no_table_knows_is_in_the_way(tiny, monkeypatch) -> None:

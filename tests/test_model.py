@@ -3,11 +3,13 @@
 import itertools
 import math
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from explicit import config_of
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from toys import every_encoding, lively, tokens
 
@@ -116,13 +118,35 @@ def test_compiled_training_gives_the_same_loss(tiny) -> None:
         torch.testing.assert_close(torch.compile(model)(x, y), model(x, y), atol=1e-4, rtol=1e-4)
 
 
+def gelu_by_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh())
+
+
 @pytest.mark.parametrize(("kind", "activation"), [
-    ("relu2", lambda up: up.clamp(min=0) ** 2),
-    ("gelu_exact", lambda up: up * torch.distributions.Normal(0, 1).cdf(up))])
-def test_an_mlp_without_a_gate_is_its_formula(kind: str, activation, tiny) -> None:
+    ("relu2", lambda x: x.clamp(min=0) ** 2),
+    ("gelu_exact", lambda x: x * torch.distributions.Normal(0, 1).cdf(x)),
+    ("gelu", gelu_by_tanh), ("geglu", gelu_by_tanh),
+    ("swiglu", lambda x: x / (1 + (-x).exp()))])
+def test_an_mlp_is_its_formula(kind: str, activation: Callable[[Tensor], Tensor], tiny) -> None:
     mlp = lively(tiny("rope", f"model.mlp={kind}")).double().blocks[0].mlp
     x = torch.randn(2, 3, 32).double()
-    torch.testing.assert_close(mlp(x), mlp.down(activation(mlp.up(x))))
+    inner = activation(mlp.gate(x)) * mlp.up(x) if kind in ("geglu", "swiglu") else activation(mlp.up(x))
+    torch.testing.assert_close(mlp(x), mlp.down(inner))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_mlp_reads_what_attention_added_unless_both_are_parallel(parallel: bool, tiny) -> None:
+    model = lively(tiny("rope", f"model.parallel={str(parallel).lower()}", "model.norm=layernorm"))
+    block = model.blocks[0]
+    seen = {}
+    for name, module in {"block": block, "attention": block.attention}.items():
+        module.register_forward_hook(lambda _, inputs, out, name=name: seen.update({name: (inputs[0], out)}))
+    model(tokens((2, 8)))
+    x, out = seen["block"]
+    normalised, attended = seen["attention"]
+    torch.testing.assert_close(normalised, block.attention_norm(x))
+    mlp_input = x if parallel else x + attended
+    torch.testing.assert_close(out, x + attended + block.mlp(block.mlp_norm(mlp_input)))
 
 
 def test_the_last_matrices_of_the_sublayers_start_small_whatever_their_names() -> None:

@@ -141,6 +141,7 @@ def test_validation_sums_do_not_depend_on_the_number_of_processes(tiny, monkeypa
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, to=shares: to.append(sums) or sums + 1)
         for rank in range(size):
             validate(model, corpus, tokenizer, config, Process(cpu, rank, size))
+        assert sum(shares)[:, 1].tolist() == [4 * 32, 4 * 32, 2 * 32]  # scored tokens of each batch
         monkeypatch.setattr(parallel, "all_reduce", lambda _, sums, total=sum(shares): total)
         assert validate(model, corpus, tokenizer, config, Process(cpu, 0, size)) == alone
 

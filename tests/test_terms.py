@@ -525,6 +525,8 @@ def test_parameters_start_as_the_authors_do() -> None:
     assert (start("forgetting").b == 0).all()
     for name, key in (("forgetting", "w"), ("relative_key", "table"), ("transformer_xl", "w")):
         assert getattr(start(name), key).std() == pytest.approx(0.02, rel=0.2), name
+    p = start("log_forgetting", n_head=4, n_layer=3).log_p.exp()
+    torch.testing.assert_close(p, torch.tensor([0.5, 1, 1.5, 2]).expand(3, 4))
     assert (start("cope").table == 0).all()
     assert torch.equal(start("pope").delta, torch.zeros(2, 2, 16))
     slopes = torch.tensor([slope(h, 6) for h in range(6)]).log()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from base.command import positive, run_command, run_parser
-from base.errors import UserError
+from base.errors import UserError, warn
 from data.tokenizer import decode, to_utf8
 from hf.pretrained import is_pretrained, pulled
 from hf.tokenizer import eos_ids
@@ -62,7 +62,7 @@ def main() -> None:
     model, _, tokenizer, *_ = open_run(folder, args.checkpoint, args.device)
     text, n_surrogates = to_utf8(args.prompt)
     if n_surrogates:
-        print(f"warning: --prompt is not UTF-8: {n_surrogates} bytes became U+FFFD", file=sys.stderr)
+        warn(f"--prompt is not UTF-8: {n_surrogates} bytes became U+FFFD")
     prompt = [tokenizer.separator, *tokenizer.encode(text).tolist()]
     ends = eos_ids(folder) if is_pretrained(folder) else {tokenizer.separator}
     start = torch.tensor([prompt], device=next(model.parameters()).device)

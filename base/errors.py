@@ -1,8 +1,9 @@
-"""UserError: a mistake that a user can fix, and ends a command with one line and exit code 2."""
+"""UserError, a mistake that a user can fix: it ends a command with one line and exit code 2. Warnings."""
 
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -12,6 +13,11 @@ class UserError(ValueError):
     def __init__(self, *problems: str) -> None:
         self.problems = tuple(" ".join(problem.splitlines()) for problem in problems)
         super().__init__("\n".join(self.problems))
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr. What train.py warns of is a line of its log instead."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 # names of nanoGPT and of Hugging Face -> ours

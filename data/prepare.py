@@ -51,7 +51,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from base.command import argument_parser, positive, run_command
-from base.errors import UserError
+from base.errors import UserError, warn
 from base.files import flush, sha256_of, write_whole
 from data import tokenizer as tokenizers
 from data.loader import FORMAT_VERSION, SPLITS, Corpus, read_meta
@@ -304,7 +304,7 @@ def write_documents(source: Source, row_share: float, writers: dict[str, Writer]
                 break
     bar.close()
     for fault, n in n_faults.items():
-        print(f"warning: {n:,} {FAULTS[fault]}; such as {examples[fault]}", file=sys.stderr)
+        warn(f"{n:,} {FAULTS[fault]}; such as {examples[fault]}")
 
 
 def default_out(source: str) -> Path:
@@ -342,9 +342,8 @@ def main() -> None:
         print(f"{out}/{split}.bin: {about['documents']:,} documents, {about['bytes']:,} bytes, "
               f"{about['tokens']:,} tokens ({meta['tokenizer']['name']})")
     if meta["splits"]["val"]["documents"] < 5 and "task" not in meta:
-        print("warning: val has fewer than 5 documents, so intervals are over windows, and say nothing "
-              "about other documents; give more files, or --separator to cut a file into documents",
-              file=sys.stderr)
+        warn("val has fewer than 5 documents, so intervals are over windows, and say nothing about other "
+             "documents; give more files, or --separator to cut a file into documents")
 
 
 if __name__ == "__main__":

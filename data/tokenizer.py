@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from base.errors import UserError
+from base.errors import UserError, warn
 
 if TYPE_CHECKING:
     import tiktoken
@@ -185,7 +184,7 @@ class PretrainedTokenizer(Tokenizer):
         ids = np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         if not self.has_warned and self._unknown in ids:
             self.has_warned = True
-            print("warning: this tokenizer has no ids for some characters of the text", file=sys.stderr)
+            warn("this tokenizer has no ids for some characters of the text")
         return ids
 
     def named_bytes(self, token: int) -> bytes:

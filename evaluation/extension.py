@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from base.errors import UserError, did_you_mean
+from base.errors import UserError, did_you_mean, warn
 from base.schema import Section, describe_choice, explain
 from config import Config
 from evaluation.results import NO_METHOD
@@ -467,7 +467,7 @@ def open_extensions(specs: Sequence[str], model: GPT, config: Config, lengths: S
         for method in extend.methods:
             warning = method.warning(model, config, max(lengths))
             if warning:
-                print(f"warning: --extend {extend.spec}: {warning}")
+                warn(f"--extend {extend.spec}: {warning}")
     return fitting
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import rope
-from base.errors import UserError
+from base.errors import UserError, warn
 from config import Config, ModelConfig
 from hf.rope_parameters import LENGTH, ROPE_TYPES, Fields, read_rope_parameters, rope_parameters
 from model import hidden_width, shape_of
@@ -645,8 +645,8 @@ def warn_of_llama_cpp(fields: Fields) -> None:
     if rope_type not in ("default", "linear", "yarn", "llama3") and kind != "phi3":
         misread.append(f"rope_type {rope_type}")
     if misread:
-        print(f"warning: llama.cpp does not read {' and '.join(misread)} of config.json as transformers "
-              "does; run this folder by transformers")
+        warn(f"llama.cpp does not read {' and '.join(misread)} of config.json as transformers does; run this "
+             "folder by transformers")
 
 
 # the first that fits is chosen, so the most widely supported come first

@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from base.errors import UserError
+from base.errors import UserError, warn
 from base.files import read_json
 from config import Config, load_config, to_toml
 from data.tokenizer import Tokenizer
@@ -109,8 +109,8 @@ def origin_of(run: Path, tokenizer: Tokenizer) -> Path | None:
         run = Path(init_from)
     if is_pretrained(run) and read_tokenizer(run, read_config(run)[1]).sha256 == tokenizer.sha256:
         return run
-    print(f"warning: {run}, from which the run began, is gone or has another tokenizer now; its special "
-          "tokens and chat template are not copied")
+    warn(f"{run}, from which the run began, is gone or has another tokenizer now; its special tokens and "
+         "chat template are not copied")
     return None
 
 

@@ -9,13 +9,12 @@ know where the two differ; the tests compare the list with transformers.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError
+from base.errors import UserError, warn
 from base.files import read_json
 from data.tokenizer import (
     CHARACTERS,
@@ -153,10 +152,7 @@ def misreading(tokenizer: Tokenizer, model_type: str, settings: dict[str, Any]) 
     return ""
 
 
-@cache
-def warn_once(text: str) -> None:
-    """Print a warning, unless it was printed before."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+warn_once = cache(warn)       # unless it was printed before
 
 
 def prefix_ids(tokenizer: Tokenizer) -> list[int]:

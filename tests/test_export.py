@@ -59,7 +59,8 @@ def saved(config: Config, out: Path) -> Path:
 def command(monkeypatch, capsys, module, *arguments: object) -> str:
     monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", *map(str, arguments)])
     module.main()
-    return capsys.readouterr().out
+    ended = capsys.readouterr()
+    return ended.out + ended.err
 
 
 @pytest.mark.parametrize(("encoding", "overrides"), [("rope", YARN), ("learned", GPT_BLOCK)])
@@ -123,7 +124,7 @@ def test_what_llama_cpp_reads_differently_is_told(overrides: list[str], misread:
                                                   capsys) -> None:
     """It has windows for Gemma 3 and Cohere2 alone, and for SmolLM3 no encoding in every fourth layer."""
     saved(tiny("rope", "model.n_layer=6", *overrides), tmp_path / "out")
-    told = re.search("llama.cpp does not read (.*) of config.json", capsys.readouterr().out)
+    told = re.search("llama.cpp does not read (.*) of config.json", capsys.readouterr().err)
     assert (told[1] if told else "") == misread
 
 

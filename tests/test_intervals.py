@@ -359,6 +359,10 @@ def test_a_table_gives_each_curve_and_column_its_estimate() -> None:
         two_way(-4 * b, weight, -4 * a))
     assert over.value["a", "yarn"] == pytest.approx(0.5) and over.high["a", "yarn"] - 0.5 < 1e-9     # paired
     assert over.n_seeds["b", "none"] == 3 and set(over.baseline) == {"a"}
+    pairs = [other - own for own in b.mean(1) for other in a.mean(1)]
+    assert sorted(over.seeds["b", "none"]) == pytest.approx(sorted(pairs))
+    ends = over.loc[("b", "none"), ["seed_low", "seed_high"]]
+    assert tuple(ends) == pytest.approx((min(pairs), max(pairs)))
     assert estimates(table, LOSS, "none of them").empty
 
 

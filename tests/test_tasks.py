@@ -156,6 +156,7 @@ def test_a_corpus_has_a_document_a_window_whose_answers_alone_are_targets(name: 
     for split in SPLITS:
         assert set(np.diff(corpus.offsets[split])) == {L + 1}
     seen = set()
+    depths = []
     for x, y in zip(*draw(corpus, L, 60, 0, 0), strict=True):
         is_scored = y != -100
         made = TaskDocument(np.append(x[:1], np.where(is_scored, y, x.roll(-1))), np.append(False, is_scored))
@@ -164,7 +165,11 @@ def test_a_corpus_has_a_document_a_window_whose_answers_alone_are_targets(name: 
         solved = solve_retrieval(kind, text) if kind in RETRIEVAL else solve_algorithm(name, text)
         assert answer_of(made) == solved
         seen.add(len(text))
+        if kind == "needle":
+            asked = text[text.rindex(" "):text.rindex("=") + 1]         # such as " apple="
+            depths.append(text.index(asked) / text.rindex(asked))
     assert len(seen) > 5                                                # of many lengths
+    assert name != "needles" or (min(depths) < 0.3 and max(depths) > 0.7)       # facts at any depth
 
 
 def answer_fits(kind: str, text: str, made: TaskDocument) -> bool:

@@ -475,7 +475,7 @@ def draw_pictures(study: Study, name: str, curves: pd.DataFrame, form: Form, tit
 def blocks() -> dict[str, str]:
     """Name -> each generated part of the pages."""
     parts = {
-        "readme": front_page(FIRST),
+        "readme": front_page(SECOND),
         "control": control(),
         "novels": novels(),
         "needles methods": methods_on_needles(),

@@ -303,7 +303,7 @@ def methods(data: str) -> str:
     costs = join(*(run.table for run in load(FIRST.folder / "costs"))).query(f"length == {64 * L}")
     seconds = costs.groupby(["extend", "run"])["seconds"].sum().groupby("extend").min()
     times = curves["extend"].map(seconds / seconds[NO_METHOD]).map("{:.1f}".format, na_action="ignore")
-    return lay_out(f"seeds of rope: {curves['n_seeds'][BASELINE]}", titles, columns.rename(columns=str.strip),
+    return lay_out(f"{curves['n_seeds'][BASELINE]} seeds of rope", titles, columns.rename(columns=str.strip),
                    times.rename("time at 64 L"))
 
 

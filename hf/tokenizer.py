@@ -152,7 +152,7 @@ def misreading(tokenizer: Tokenizer, model_type: str, settings: dict[str, Any]) 
     return ""
 
 
-warn_once = cache(warn)       # unless it was printed before
+warn_once = cache(warn)         # each text once in a process
 
 
 def prefix_ids(tokenizer: Tokenizer) -> list[int]:

@@ -56,13 +56,6 @@ def saved(config: Config, out: Path) -> Path:
     return out
 
 
-def command(monkeypatch, capsys, module, *arguments: object) -> str:
-    monkeypatch.setattr("sys.argv", [f"{module.__name__}.py", *map(str, arguments)])
-    module.main()
-    ended = capsys.readouterr()
-    return ended.out + ended.err
-
-
 @pytest.mark.parametrize(("encoding", "overrides"), [("rope", YARN), ("learned", GPT_BLOCK)])
 def test_there_and_back_is_the_same_bits(encoding: str, overrides: tuple[str, ...], tiny,
                                          tmp_path: Path) -> None:
@@ -214,8 +207,7 @@ def test_a_scaling_that_the_architecture_of_the_folder_lacks_is_not_written(tiny
         assert bool(rope_fields(pretrained_config(folder), YaRN(factor=4.0), 128)) == is_written
 
 
-def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, tmp_path: Path, monkeypatch,
-                                                                          capsys) -> None:
+def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, tmp_path: Path) -> None:
     """bos is not eos, and the tokenizer is not ours. With --extend the run has a scaling, too."""
     config = tiny("rope", "train.seq_len=512", "model.vocab_size=300")
     source, run = saved(config, tmp_path / "instruct"), tmp_path / "tuned"
@@ -237,9 +229,8 @@ def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, 
     path.write_text(f'[data]\ndir = "{tmp_path / "corpus"}"\n[train]\ninit_from = "{source}"\n')
     tiny_run = [key for key in TINY if not key.startswith(("model.", "train.steps"))]
     train(load_config(path, [*tiny_run, "train.steps=1", f"run.dir={run}"], pretrained_tables), [])
-    capsys.readouterr()
     for name, longest, extend in (("plain", 512, []), ("longer", 2048, ["--extend", "ntk:factor=64"])):
-        command(monkeypatch, capsys, export_command, run, tmp_path / name, *extend)
+        assert call("export", run, tmp_path / name, *extend).code == 0
         assert all((tmp_path / name / file).read_text() == text for file, text in kept.items())
         written = json.loads((tmp_path / name / "config.json").read_text())
         assert special.items() <= written.items() and written["max_position_embeddings"] == longest
@@ -247,7 +238,9 @@ def test_a_fine_tuned_instruct_model_keeps_its_tokens_template_and_length(tiny, 
     content["model"]["vocab"] |= {"a": 98, "b": 97}                     # not the ids of the run
     (source / "tokenizer.json").write_text(json.dumps(content))
     for name in ("changed", "gone"):
-        out = command(monkeypatch, capsys, export_command, run, tmp_path / name)
-        assert f"warning: {source}, from which the run began, is gone or has another tokenizer now" in out
+        ended = call("export", run, tmp_path / name)
+        assert ended.code == 0
+        warning = f"warning: {source}, from which the run began, is gone or has another tokenizer now"
+        assert warning in ended.err
         assert json.loads((tmp_path / name / "tokenizer.json").read_text())["model"]["vocab"]["a"] == 97
         shutil.rmtree(source, ignore_errors=True)

@@ -7,10 +7,9 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from test_export import GPT_BLOCK, YARN, command, saved
+from test_export import GPT_BLOCK, YARN, saved
+from toys import call
 
-import eval as eval_command
-import sample
 from base.errors import UserError
 from config import load_config
 from hf.architectures import ARCHITECTURES
@@ -148,23 +147,23 @@ def test_init_from_takes_model_encoding_and_length_from_the_folder(folder: Path,
 
 
 @pytest.mark.slow
-def test_eval_and_sample_take_a_folder(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_eval_and_sample_take_a_folder(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"The cat sat on the mat. " * 12)
     how = (folder, "--lengths", "16,64", "--extend", "pi", "--windows", "2")
-    with pytest.raises(UserError, match="--data: missing; a Hugging Face folder has no corpus"):
-        command(monkeypatch, capsys, eval_command, *how)
-    command(monkeypatch, capsys, eval_command, *how, "--data", tmp_path / "a.txt")
+    refused = call("eval", *how)
+    assert refused.code == 2 and "--data: missing; a Hugging Face folder has no corpus" in refused.err
+    assert call("eval", *how, "--data", tmp_path / "a.txt").code == 0
     content = json.loads((folder / "eval" / "a.json").read_text())
     assert content["seq_len"] == 32 and {r["extend"] for r in content["records"]} == {None, "pi"}
-    out = command(monkeypatch, capsys, sample, folder, "--prompt", "The", "--tokens", "5", "--top-k", "1")
-    assert out.startswith("The")
+    sampled = call("sample", folder, "--prompt", "The", "--tokens", "5", "--top-k", "1")
+    assert sampled.code == 0 and sampled.out.startswith("The")
 
 
-def test_sampling_ends_at_eos(folder: Path, monkeypatch, capsys) -> None:
+def test_sampling_ends_at_eos(folder: Path, monkeypatch) -> None:
     change(folder / "generation_config.json", eos_token_id=[99, 256])
     drawn = iter(torch.tensor([[[97]], [[98]], [[99]], [[100]]]))
     monkeypatch.setattr(torch, "multinomial", lambda *_, **__: next(drawn))
-    assert command(monkeypatch, capsys, sample, folder, "--prompt", "hi") == "hiab\n"
+    assert call("sample", folder, "--prompt", "hi").out == "hiab\n"
     assert next(drawn).item() == 100            # nothing is drawn after the end
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterable
+from functools import cache
 
 
 class UserError(ValueError):
@@ -18,6 +19,9 @@ class UserError(ValueError):
 def warn(text: str) -> None:
     """Print a warning to stderr. What train.py warns of is a line of its log instead."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+warn_once = cache(warn)         # each text once in a process
 
 
 # names of nanoGPT and of Hugging Face -> ours

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from base.errors import UserError, warn
+from base.errors import UserError, warn_once
 
 if TYPE_CHECKING:
     import tiktoken
@@ -148,8 +148,6 @@ class PretrainedTokenizer(Tokenizer):
     for images. `separator` is an id, or finds it. Raises UserError.
     """
 
-    has_warned = False
-
     def __init__(self, path: Path, separator: int | Callable[[Library], int],
                  n_rows: int | None = None) -> None:
         try:
@@ -182,9 +180,8 @@ class PretrainedTokenizer(Tokenizer):
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         library = self.continuing if continues else self.library
         ids = np.array(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
-        if not self.has_warned and self._unknown in ids:
-            self.has_warned = True
-            warn("this tokenizer has no ids for some characters of the text")
+        if self._unknown in ids:
+            warn_once("this tokenizer has no ids for some characters of the text")
         return ids
 
     def named_bytes(self, token: int) -> bytes:

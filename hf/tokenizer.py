@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from base.errors import UserError, warn
+from base.errors import UserError, warn_once
 from base.files import read_json
 from data.tokenizer import (
     CHARACTERS,
@@ -150,9 +149,6 @@ def misreading(tokenizer: Tokenizer, model_type: str, settings: dict[str, Any]) 
         if pair[0] != pair[1]:
             return text
     return ""
-
-
-warn_once = cache(warn)         # each text once in a process
 
 
 def prefix_ids(tokenizer: Tokenizer) -> list[int]:

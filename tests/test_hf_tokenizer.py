@@ -9,7 +9,7 @@ import pytest
 from test_export import EXPORTS
 from toys import lively, needs, slow_except, words
 
-from base.errors import UserError
+from base.errors import UserError, warn_once
 from data.tasks import encode
 from data.tokenizer import (
     ByteTokenizer,
@@ -31,7 +31,6 @@ from hf.tokenizer import (
     read_tokenizer,
     rebuilt_parts,
     tokenizer_json,
-    warn_once,
 )
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -298,6 +297,7 @@ def test_characters_without_an_id_are_told_once(tmp_path: Path, capsys) -> None:
     content["model"]["byte_fallback"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = PretrainedTokenizer(tmp_path / "tokenizer.json", 1)
+    warn_once.cache_clear()
     for text, n_told in (("the cat", 0), ("the 日", 1), ("the 日", 0)):
         tokenizer.encode(text.encode())
         assert capsys.readouterr().err.count("no ids for some characters") == n_told

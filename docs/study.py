@@ -60,6 +60,7 @@ PAGES = [README, *(study.folder / name for study in STUDIES for name in ("README
          GPU / "README.md"]
 BASELINE = "rope"
 NEW_SEED = "seed-11"    # the folder, in a row, of a seed that was trained after its prediction was published
+PREDICTED_FROM = 4      # seeds of a row
 BITS = PERPLEXITY._replace(y_label="bits per byte", number=float)
 INTERVAL = "{value:+.2f} [{low:+.2f}, {high:+.2f}]"
 MEAN = "{value:+.2f}"
@@ -285,12 +286,24 @@ def novels() -> str:
                    losses(at_L["loss"]))
 
 
+def method_names(curves: pd.DataFrame) -> pd.Series:
+    """Names of curves of rope under methods: those of the methods."""
+    return curves["name"].str.removeprefix(f"{BASELINE} + ")
+
+
+def gains_of_methods(study: Study) -> str:
+    """What methods of --extend gain over truncation on the runs of rope."""
+    gains = [cells(f"{data}-methods", {f"{text}: {n} L": f"gain {n * study.L}" for n in (2, 4, 16)})
+             for data, text in study.texts.items()]
+    curves = rows_of(f"{[*study.texts][0]}-methods", f"gain {2 * study.L}")
+    return lay_out(f"{curves['n_seeds'][BASELINE]} seeds of rope", method_names(curves), *gains)
+
+
 def methods(data: str) -> str:
     """Methods of --extend on the runs of rope, and DroPE."""
     L = FIRST.L
     curves = rows_of(f"{data}-methods", f"gain {2 * L}")
-    names = curves["name"].str.removeprefix(f"{BASELINE} + ")
-    titles = in_italics(names, curves["label"].map(about(data)["is_failed"]))
+    titles = in_italics(method_names(curves), curves["label"].map(about(data)["is_failed"]))
     columns = cells(f"{data}-methods", {
         "gain at 2 L": f"gain {2 * L}",
         "4 L": f"gain {4 * L}",
@@ -394,17 +407,19 @@ def prediction(seeds: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 
 
 def predictions(study: Study) -> str:
-    """The prediction for each row, and below it the seed that was trained after it, bold where outside."""
+    """The prediction from each row's first seeds, and below it those trained after it, bold where outside."""
     rows = []
     for row in OF_STUDY:
         seeds = seed_numbers(study, row)
-        low, high = prediction(seeds)
+        low, high = prediction(seeds[:PREDICTED_FROM])
         rows.append([row.name, *(low.map("{:.3f}".format) + " to " + high.map("{:.3f}".format))])
+        later = seeds[PREDICTED_FROM:]
         if (row / NEW_SEED).exists():
-            found = seed_numbers(study, row / NEW_SEED).iloc[0]
+            later = pd.concat([later, seed_numbers(study, row / NEW_SEED)])
+        for seed, found in later.iterrows():
             shown = found.map("{:.3f}".format)
             shown = shown.where(found.between(low, high), "**" + shown + "**")
-            rows.append([f"{row.name}, {NEW_SEED}", *shown])
+            rows.append([f"{row.name}, seed {seed}", *shown])
     return table(["encoding", *seeds], rows)
 
 
@@ -482,6 +497,7 @@ def blocks() -> dict[str, str]:
         "algorithms": algorithms(),
         "behind": behind(SECOND),
         "predictions": predictions(SECOND),
+#        "methods": gains_of_methods(SECOND),
         "ranks": ranks(),
         "gpu 60m": gpu_60m("study-60m/gpu-books")}
     for data in FIRST.texts:

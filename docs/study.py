@@ -497,7 +497,7 @@ def blocks() -> dict[str, str]:
         "algorithms": algorithms(),
         "behind": behind(SECOND),
         "predictions": predictions(SECOND),
-#        "methods": gains_of_methods(SECOND),
+        "methods": gains_of_methods(SECOND),
         "ranks": ranks(),
         "gpu 60m": gpu_60m("study-60m/gpu-books")}
     for data in FIRST.texts:

@@ -13,7 +13,7 @@
 # make enwik8, wikitext103, pg19
 #                prepare the public corpus, train its config on a GPU and evaluate it: hours, and network
 # make row CONFIG=configs/rows/mine.toml
-#                a row of the study for an encoding of yours, in one to three hours: docs/benchmark.md
+#                a row of the study for an encoding of yours, in half an hour to three hours: docs/benchmark.md
 # make verify ROW=results/rows/mine
 #                check a row: its number, its model, and, where text and weights are there, its runs
 # make study-data

@@ -144,15 +144,16 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: Scor
 
     # A bias becomes further channels of q and k. Where these hold sums over tokens (forgetting), long sums
     # lose digits: then each block of at most max_fold_queries has sums of its own.
-    to_fold = score_inputs
-    if to_fold is not None and Tq <= to_fold.encoding.max_fold_queries:
-        q, k = to_fold.encoding.fold(q, k, to_fold.at)
-        to_fold = None
+    fold_by_block = None
+    if score_inputs is not None and Tq <= score_inputs.encoding.max_fold_queries:
+        q, k = score_inputs.encoding.fold(q, k, score_inputs.at)
+    else:
+        fold_by_block = score_inputs
 
     max_keys = min(mask.window or Tk, mask.chunk or Tk)                 # the most that a query sees
     # PyTorch's causal mask begins at the first key, so it is ours if Tq = Tk; one query, the last, needs none
     kernel_masks_itself = max_keys >= Tk and mask.documents is None and Tq in (1, Tk)
-    if kernel_masks_itself and to_fold is None:
+    if kernel_masks_itself and fold_by_block is None:
         if Tq == 1:     # a single query is the last: it sees all
             return fused_kernel(q, k, v, dropout)
         return fused_kernel(q, k, v, dropout, is_causal=True)
@@ -163,20 +164,21 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score_inputs: Scor
     def attend_queries(queries: slice, keys: slice) -> Tensor:
         q_block = q[:, :, queries]
         k_seen = k[:, :, keys]
-        if to_fold is not None:
-            q_block, k_seen = to_fold.encoding.fold(q_block, k_seen, to_fold.at.block(queries, keys))
+        if fold_by_block is not None:
+            at = fold_by_block.at.block(queries, keys)
+            q_block, k_seen = fold_by_block.encoding.fold(q_block, k_seen, at)
         seen = visible_in(queries, keys, Tk - Tq, mask, segments, q.device)
         return fused_kernel(q_block, k_seen, v[:, :, keys], dropout, seen)
 
     n_queries = Tq
-    if to_fold is not None:
-        n_queries = to_fold.encoding.max_fold_queries
+    if fold_by_block is not None:
+        n_queries = fold_by_block.encoding.max_fold_queries
     elif max_keys < Tk:
         n_queries = max(max_keys, MIN_QUERIES)
     if Tq < Tk:     # after a cache: an explicit mask of at most most_logits elements, or MIN_QUERIES rows
         n_queries = min(n_queries, max(MIN_QUERIES, most_logits(q.device) // Tk))
     # recomputed: otherwise the wider q and k, and the mask, of each block would be kept for backward
-    is_recomputed = to_fold is not None and Tq >= RECOMPUTE_FROM
+    is_recomputed = fold_by_block is not None and Tq >= RECOMPUTE_FROM
     return in_query_blocks(attend_queries, Tq, Tk, n_queries, mask, is_recomputed, dropout)
 
 

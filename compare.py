@@ -38,6 +38,8 @@ from evaluation.runs import Run, check_comparable, read_runs, write_runs
 # columns of estimates.csv; values are minus losses in nats per token, gains, or shares: more is better
 NUMBERS = ["name", "key", "length", "place", "baseline", "value", "low", "high", "p", "is_better", "seed_low",
            "seed_high", "n_seeds", "unit", "n_units"]
+# keys of a run's config and of its evaluation that every report shows
+SHOWN = {"position.encoding", "model.n_layer", "model.n_embd", "seq_len", "data"}
 
 
 def main() -> None:
@@ -53,6 +55,7 @@ def main() -> None:
                         help="default %(default)s")
     args = parser.parse_args()
     runs = label_runs(read_runs(args.runs, args.data), args.label)
+    check_complete(runs)
     check_comparable(runs)
     labels = list(dict.fromkeys(run.label for run in runs))
     baseline = args.baseline or labels[0]
@@ -85,6 +88,15 @@ def main() -> None:
         if section.key == "fixed":
             print(f"\n{section.title}", make_table(section, L, is_text=True).to_string(), "", sep="\n")
     print(f"wrote {args.out}/report.html, estimates.csv, table.parquet and figures (SVG, PDF, PNG)")
+
+
+def check_complete(runs: Sequence[Run]) -> None:
+    """Raise UserError if a report needs what older versions of compare.py did not write."""
+    for run in runs:
+        missing = SHOWN - {*run.config, *run.head}
+        if missing:
+            raise UserError(f"{run.name}: an older compare.py wrote its record, without "
+                            f"{', '.join(sorted(missing))}; compare the run itself, evaluated again")
 
 
 def draw_sections(sections: Sequence[Section], runs: Sequence[Run], out: Path) -> list[Section]:

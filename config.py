@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from base.errors import UserError, did_you_mean
-from base.schema import Layer, Origin, Section, Tables, explain, read_layers, read_overrides
+from base.schema import Level, Origin, Section, Tables, explain, read_levels, read_overrides
 from positions import ENCODINGS, Encoding, Options
 from positions.contract import NoPE
 
@@ -87,7 +87,7 @@ class ModelConfig(Section):
     n_hidden: PositiveInt | None = None
     """MLP width (default: 4 n_embd; for swiglu and geglu 8/3 n_embd, to a multiple of 64)"""
     vocab_size: int | None = Field(None, ge=2)
-    """default: that of the corpus"""
+    """default: that of the corpus, rounded up to a multiple of 64 if it is above 4,096"""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """normalisation of sublayers, and of the last output"""
     pre_norm: bool = True
@@ -259,16 +259,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
     if is_of_run:       # one that does not say so is from before data.positions
         default["data"] = {"positions": "row"}
-    layers = [Layer("(default)", default), *read_layers(path), read_overrides(overrides, SECTIONS)]
-    folder = merge(layers)[0].get("train", {}).get("init_from")
+    levels = [Level("(default)", default), *read_levels(path), read_overrides(overrides, SECTIONS)]
+    folder = merge(levels)[0].get("train", {}).get("init_from")
     if pretrained and folder and not is_of_run:
-        layers.insert(0, Layer(f"in {folder}", pretrained(str(folder))))
-    return config_from(layers, f"in {path}")
+        levels.insert(0, Level(f"in {folder}", pretrained(str(folder))))
+    return config_from(levels, f"in {path}")
 
 
-def config_from(layers: Sequence[Layer], place: str) -> Config:
+def config_from(levels: Sequence[Level], place: str) -> Config:
     """Check tables against the schema; `place` is where keys are missing. Raises one UserError for all."""
-    tables, origin = merge(layers)
+    tables, origin = merge(levels)
     name = str(tables.setdefault("position", {}).get("encoding", ""))
     kind = ENCODINGS.get(name, Encoding)
     schemas = SECTIONS | {"position": kind.Options}
@@ -299,12 +299,12 @@ def config_from(layers: Sequence[Layer], place: str) -> Config:
     return config
 
 
-def merge(layers: Sequence[Layer]) -> tuple[Tables, Origin]:
-    """The tables of all layers in one, and for each section and section.key where it was set."""
+def merge(levels: Sequence[Level]) -> tuple[Tables, Origin]:
+    """The tables of all levels in one, and for each section and section.key where it was set."""
     tables: Tables = {}
     origin: Origin = {}
-    for where, layer in layers:
-        for section, keys in layer.items():
+    for where, level in levels:
+        for section, keys in level.items():
             table = tables.setdefault(section, {})
             if "encoding" in keys and keys["encoding"] != table.get("encoding"):
                 # the options of the earlier encoding go, and lr_scale, which has a default for each encoding
@@ -342,9 +342,9 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     """Rules between keys that the config breaks: section.key, and the rule."""
     d, m, p, t = config.data, config.model, config.position, config.train
     kind = ENCODINGS[p.encoding]
-    kinds_of_layers = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
+    kinds = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
     if issubclass(kind, NoPE):
-        kinds_of_layers = {"unencoded"}
+        kinds = {"unencoded"}
     thousandths = [round(1000 * share) for share in d.mixture.values()]         # as the loader rounds them
     rules = [
         ("data", "mixture", sum(thousandths) >= 1000 or d.dir in d.mixture,
@@ -366,7 +366,9 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
         ("position", "layers", isinstance(p.layers, list) and not set(p.layers) <= set(range(m.n_layer)),
          f"layers are 0 ... {m.n_layer - 1} (model.n_layer = {m.n_layer})"),
         ("position", "layers", p.layers == [], 'is no layer at all; use encoding = "none"'),
-        ("position", "temperature_layers", p.temperature_layers not in ("all", *kinds_of_layers),
+        ("position", "skip_every", p.skip_every and kind.acts_in_layers() and "encoded" not in kinds,
+         'leaves no layer; use encoding = "none"'),
+        ("position", "temperature_layers", p.temperature_layers not in ("all", *kinds),
          "no layer is of this kind; see position.layers and skip_every"),
         ("position", "layers", p.layers != "all" and not kind.acts_in_layers(),
          f"{p.encoding} does not act in layers; set position.layers=all"),

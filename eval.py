@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
                         help="print this page, or explain a protocol or a method")
     parser.add_argument("--lengths", type=integers, action="extend",
                         help="contexts in tokens, such as 256,512 (default L/2, L, 2L ... 64L, as far as "
-                        "there are 8 documents)")
+                        "there are 8 documents, or fewer if the text has fewer)")
     parser.add_argument("--protocol", type=protocols, action="extend",
                         help=f"one or more of those below (default {','.join(DEFAULT_PROTOCOLS)}; for a run "
                         "trained on a task its own, with --extend all fixed,passkey)")

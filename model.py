@@ -89,7 +89,8 @@ class QKNorm(nn.RMSNorm):
 class Cache:
     """Keys (before `rotate`), values and positions of all tokens so far, so that each is computed only once.
 
-    Rotating all keys at each step lets every encoding decode correctly, even if angles depend on the length.
+    All keys are rotated at each step, so that they have the angles of this step even if these depend on the
+    length (dynamic_ntk). What deeper layers cached before came from the angles of its own step.
     """
 
     def __init__(self, n_layer: int) -> None:
@@ -308,7 +309,7 @@ class GPT(nn.Module):
             self.choose_encodings()
 
     def active(self) -> Encoding:
-        """The encoding, or none after position.drop_at has dropped it."""
+        """The encoding, or none after position.drop_at has dropped it. `encodings` has it for each layer."""
         return self.no_encoding if self.is_dropped else self.encoding
 
     def choose_encodings(self) -> None:
@@ -351,8 +352,8 @@ class GPT(nn.Module):
         if documents is not None:
             n_before = n_before - starts_of(documents)                  # (1 or B, T)
             if self.positions_restart:
-                # each document takes the first positions of its row; under train.positions = "pose" or
-                # "random" the gaps of the row stay where they were
+                # each document takes the first positions of its row. Under train.positions = "pose" the gap
+                # is thus after as many tokens of each document as in the row; shorter documents have none
                 q_pos = k_pos = q_pos.expand_as(n_before).gather(1, n_before)
         # one set of tables for all layers of an encoding
         tables: dict[Encoding, Any] = {}
@@ -366,7 +367,7 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
-        x = self.active().embed(x, q_pos)
+        x = self.active().embed(x, q_pos)       # once, by the encoding itself: wrappers are for the layers
         x = self.dropout(x)                                             # (B, T, C)
         for layer, (block, encoding) in enumerate(zip(self.blocks, self.encodings, strict=True)):
             is_last_layer = layer == len(self.blocks) - 1
@@ -381,7 +382,10 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Output of `hidden` (..., C) -> logits (..., V)."""
+        """Output of `hidden` (..., C) -> logits (..., V).
+
+        Training takes this product in base/loss.py, in chunks: change both.
+        """
         return F.linear(x, self.output_matrix())
 
     def output_matrix(self) -> Tensor:

@@ -3,10 +3,11 @@
 The same command resumes an unfinished run exactly; for a finished run it prints the result. The run's folder
 holds config.toml, corpus.json, metrics.jsonl, checkpoints/ and, at the end, summary.json.
 `torchrun --nproc_per_node=N train.py CONFIG.toml` trains with N processes, each on its own device.
-Exit codes: 0 done, 2 a mistake in the call, 3 the loss diverged, 128 + n stopped by signal n after saving:
-129 SIGHUP (a lost terminal), 130 Ctrl-C, 143 SIGTERM, 128 + SIGUSR1 (138 on Linux). Slurm can send a signal
-before its time limit: sbatch --signal=USR1@60. torchrun does not forward USR1, and kills 30 s after SIGTERM
-unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise: see docs/train.sbatch.
+Exit codes: 0 done, 2 an error that one line explains (a wrong key, a full disk), 3 the loss diverged,
+128 + n stopped by signal n after saving: 129 SIGHUP (a lost terminal), 130 Ctrl-C, 143 SIGTERM, 128 + SIGUSR1
+(138 on Linux). Slurm can send a signal before its time limit: sbatch --signal=USR1@60. torchrun does not
+forward USR1, and kills 30 s after SIGTERM unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise: see
+docs/train.sbatch.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def training_loop(run: TrainingRun) -> None:
     t, process = run.config.train, run.process
     model, optimizer, scaler = run.wrapped_model, run.optimizer, run.scaler     # run.model is the bare one
     mixed_precision = autocast(t, process.device)
-    # PyTorch's mark of an optimizer whose step() reads found_inf on the device: if it is 1, nothing changes
+    # PyTorch's mark of an optimizer whose step() reads found_inf on the device: if it is 1, nothing changes.
+    # Muon and fused AdamW have it
     reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
     parameters = [*model.parameters()]                                  # to list them takes a while
     model.train()
@@ -71,7 +73,7 @@ def training_loop(run: TrainingRun) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         # the batch and the seed of dropout depend on the step and the process, not on earlier steps: a
-        # resumed run draws the same
+        # resumed run draws the same. Whatever else draws random numbers needs the seed too
         batch = run.corpus.batch(t, step, process.rank, process.world_size).to(process.device)
         if run.config.model.dropout:
             torch.manual_seed(dropout_seed(t.seed, step, process.rank))
@@ -98,13 +100,15 @@ def training_loop(run: TrainingRun) -> None:
             metrics = parallel.mean_metrics(process, metrics)
         # update the weights, unless the step is not finite
         is_finite = (metrics["loss"] + metrics["grad_norm"]).isfinite()
-        if reads_found_inf:             # on the device, so that the CPU need not wait for a GPU
+        if reads_found_inf:             # step() decides on the device: the CPU need not wait for a GPU
             optimizer.found_inf = (~is_finite).float()                  # type: ignore[attr-defined]
-        if reads_found_inf or is_finite:
+            optimizer.step()
+        elif is_finite:                 # waits for the GPU
             optimizer.step()
         scaler.update()                                                 # a smaller scale after an overflow
         optimizer.zero_grad(set_to_none=True)                           # None frees the memory for validation
-        run.after_step(metrics)                                         # log, validate, save, stop
+        # log, `validate` (below), save, stop: see runtime/run.py, where summary.json is written too
+        run.after_step(metrics)
 
 
 def dropout_seed(seed: int, step: int, rank: int) -> int:
@@ -146,10 +150,10 @@ def validate(model: GPT, corpus: Corpus, tokenizer: Tokenizer, config: Config,
         batch = batches[min(batch_number, len(batches) - 1)].to(device)
         with autocast(t, device):
             loss = model(batch.inputs, batch.targets, documents=batch.documents)
-        if batch_number < len(batches) and batch.loss_divisor:
-            scored = batch.targets[batch.targets != IGNORED].cpu().numpy()
-            sums[batch_number, 0] = loss.item() * batch.loss_divisor
-            sums[batch_number, 1] = batch.loss_divisor
+        scored = batch.targets[batch.targets != IGNORED].cpu().numpy()
+        if batch_number < len(batches) and len(scored):
+            sums[batch_number, 0] = loss.item() * len(scored)
+            sums[batch_number, 1] = len(scored)
             sums[batch_number, 2] = int(byte_lengths(tokenizer)[scored].sum())
     model.train()
     nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()

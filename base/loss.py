@@ -20,7 +20,8 @@ def cross_entropy(x: Tensor, head: Tensor, targets: Tensor, reduction: str = "me
     """Cross-entropy of targets (N,) under the logits x head^T, of x (N, C) and the matrix head (V, C).
 
     The mean over scored targets, NaN if there are none, or with reduction "sum" their sum. The product is in
-    autocast's dtype, the rest in fp32 or fp64.
+    autocast's dtype, the rest in fp32 or fp64. What changes the logits, such as a soft cap, must be added
+    here in three places, and to GPT.logits (model.py).
     """
     dtype = torch.promote_types(x.dtype, torch.float32)                 # fp64 stays
     if len(x) * len(head) <= MAX_LOGITS:

@@ -28,22 +28,22 @@ class Section(BaseModel):
                               use_attribute_docstrings=True)
 
 
-class Layer(NamedTuple):
-    """Tables from one place; the keys of a later layer replace those of an earlier one."""
+class Level(NamedTuple):
+    """Tables from one place; the keys of a later level replace those of an earlier one."""
 
     where: str          # for messages: "in FILE", "on the command line"
     tables: Tables
 
 
-def read_layers(path: Path) -> list[Layer]:
+def read_levels(path: Path) -> list[Level]:
     """A file and the files that it extends, the outermost parent first. Raises UserError."""
-    layers: list[Layer] = []
+    levels: list[Level] = []
     parent: Any = path.name             # first the file itself
     while parent is not None:
-        asked = f", which {path} extends" if layers else ""
+        asked = f", which {path} extends" if levels else ""
         path = path.parent / str(parent)
         try:
-            if len(layers) > 99:
+            if len(levels) > 99:
                 raise ValueError("it extends itself in a circle; remove one `extends`")
             content = tomllib.loads(path.read_text(encoding="utf-8-sig"), parse_float=to_number)
         except OSError as error:
@@ -61,11 +61,11 @@ def read_layers(path: Path) -> list[Layer]:
                 hint = did_you_mean(name, ["extends"])
                 raise UserError(f"{name} in {path}: must be a table; write [SECTION], and each key below its "
                                 f"section{hint}")
-        layers.insert(0, Layer(f"in {path}", content))
-    return layers
+        levels.insert(0, Level(f"in {path}", content))
+    return levels
 
 
-def read_overrides(overrides: Sequence[str], sections: Mapping[str, Schema]) -> Layer:
+def read_overrides(overrides: Sequence[str], sections: Mapping[str, Schema]) -> Level:
     """The tables of `section.key=value` arguments; a bare word is a string, without quotes.
 
     The schemas of the sections are there to name the one of a key that is given alone.
@@ -87,7 +87,7 @@ def read_overrides(overrides: Sequence[str], sections: Mapping[str, Schema]) -> 
             keys[key] = tomllib.loads(f"value = {value}", parse_float=to_number)["value"]
         except ValueError:
             keys[key] = os.path.expanduser(value.strip())           # a shell leaves run.dir=~/x as it is
-    return Layer("on the command line", tables)
+    return Level("on the command line", tables)
 
 
 def to_number(text: str) -> int | float:

@@ -35,9 +35,9 @@ MIX = 1000      # windows in which each corpus of a mixture has its share exactl
 class Batch:
     """Windows of a corpus, as the model takes them.
 
-    `loss_divisor` is the number of scored targets of the whole step, divided by the number of processes; in a
-    batch for validation, that of its own targets. The losses of a step's targets, divided by it, added over
-    its parts and averaged over processes, are the mean loss of the step.
+    `loss_divisor` is the number of scored targets of the whole step, divided by the number of processes. The
+    losses of a step's targets, divided by it, added over its parts and averaged over processes, are the mean
+    loss of the step.
     """
 
     inputs: Tensor                          # (B, T)

@@ -25,7 +25,7 @@ from base.files import finite, flush, read_json, write_whole
 from config import MUST_AGREE
 
 # Columns of the table and their types. Numbers of type float are NaN where a protocol has no such number.
-# Losses are sums over the row's targets, in nats. Every number from tokens on may be added up over rows.
+# Losses are sums over the row's targets, in nats. Those of SUMMED may be added up over rows.
 COLUMNS = {
     "run": "str",               # the run's folder, as it was named in the command
     "seed": "int",              # train.seed
@@ -50,7 +50,7 @@ COLUMNS = {
     "seconds": "float",         # the row's share of the time of its forward passes. Those that fixed and
                                 # position share count for the protocol that came first, 0 for the other
 }
-SUMMED = list(COLUMNS)[list(COLUMNS).index("tokens"):]
+SUMMED = ("tokens", "bytes", "nll", "truncated_nll", "control_nll", "first_nll", "correct", "seconds")
 SUM_KEYS = ["extend", "protocol", "length", "place"]    # together they name a sum of the JSON
 EXTENDED_SUFFIX = "-extended"                           # after the text's name in the file of --extend all
 NO_METHOD = "none"                                      # the model without --extend, in tables and messages
@@ -206,8 +206,10 @@ def read(path: Path) -> Results:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A table with at least the columns of COLUMNS. Raises OSError, ValueError or KeyError."""
-    return pd.read_parquet(path)[[*COLUMNS]].astype(COLUMNS)
+    """A table; numbers that an older one lacks are NaN. Raises OSError, ValueError or KeyError."""
+    table = pd.read_parquet(path)
+    known = [name for name, kind in COLUMNS.items() if kind != "float" or name in table]
+    return make_table(**table[known])
 
 
 def write(path: Path, results: Results) -> None:

@@ -145,7 +145,7 @@ class Settings(NamedTuple):
 
     protocols: Sequence[str]
     lengths: Sequence[int]                      # contexts in tokens
-    longest: int                                # at least L and every length: see eval.py
+    longest: int                                # at least every length, for fixed also L
     targets: int                                # fixed: k, the tokens scored of each window
     windows: int = 32                           # fixed, position, repeat, copy; examples of an algorithm; a
                                                 # quarter as many examples of retrieval at each depth

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from base.errors import UserError
 from base.files import read_json, sha256_of
-from base.schema import Layer
+from base.schema import Level
 from config import Config, config_from, load_config
 from data.tokenizer import Tokenizer
 from hf.architectures import ARCHITECTURES, Architecture, Tables
@@ -102,7 +102,7 @@ def pretrained_config(folder: Path) -> Config:
     """The config of a folder, without a corpus. Raises UserError."""
     tables = {**pretrained_tables(folder), "run": {"dir": str(folder)}, "data": {"dir": ""}}
     place = f"in {folder}/config.json"
-    return config_from([Layer(place, tables)], place)
+    return config_from([Level(place, tables)], place)
 
 
 def load_pretrained(folder: Path) -> tuple[GPT, Config, Tokenizer]:

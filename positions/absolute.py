@@ -69,7 +69,7 @@ class WaveOptions(Options):
 
 
 class SinusoidalOptions(EvenWidthOptions, WaveOptions):
-    """The width of the model counts, not that of a head: `problems` is that of EvenWidthOptions."""
+    """The width of the model counts, not that of a head, so EvenWidthOptions comes first."""
 
     def problems(self, config: Any) -> dict[str, str]:
         if config.model.scaled_embedding:

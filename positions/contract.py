@@ -87,7 +87,8 @@ class Options(BaseModel):
                                      "1: never; 0: from the first step, which train.init_from may want")
     lr_scale: float = Field(
         1.0, gt=0, description="learning rate of the encoding's and the temperature's own parameters, as a "
-                               "factor on train.lr; they have no weight decay. Each encoding has its default")
+                               "factor on train.lr; they have no weight decay. --help ENCODING shows its "
+                               "default")
 
     head_multiple: ClassVar[int] = 1    # the channels of a head must be a multiple of it
 

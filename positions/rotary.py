@@ -28,8 +28,8 @@ class RotaryOptions(Options):
                             "2i and 2i + 1 (the paper, Meta). R channels of each head rotate")
     scaling: AnyScaling | None = Field(
         None, discriminator="method", description="other frequencies for longer contexts, for example "
-                                                  '{ method = "yarn", factor = 4.0 }; for the methods and '
-                                                  "their keys see below")
+                                                  '{ method = "yarn", factor = 4.0 }; --help lists the '
+                                                  "methods, and --help yarn the keys of one")
 
     def rotary_dim(self, head_dim: int) -> int:
         """R, the number of channels of each head that rotate: by default all."""
@@ -89,8 +89,8 @@ def layers_within_length(shape: Shape) -> frozenset[int]:
 class RoPE(Encoding):
     """Rotate q and k by position times f_i = base^(-2i / R): logits depend on distance. RoFormer, sec. 3."""
 
-    # A subclass gets every scaling and every method of --extend, if its options subclass RotaryOptions. It
-    # overrides `frequencies` or `rotate`, or `tables`, if its layers differ.
+    # A subclass gets every scaling if its options subclass RotaryOptions, and every method of --extend if
+    # they subclass RoPEOptions. It overrides `frequencies` or `rotate`, or `tables`, if its layers differ.
     Options: ClassVar[type[RotaryOptions]] = RoPEOptions
     spectrum = "geometric"
 
@@ -109,6 +109,7 @@ class RoPE(Encoding):
             if options.local_base:
                 local_layers = shape.local_layers
                 self.local_base, self.local_scaling = options.local_base, None
+        # unlike Attention's: without local_base, a layer whose window is longer than L is not local
         self.is_local = [layer in local_layers for layer in range(shape.n_layer)]
 
     def frequencies(self, f: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class Scaling(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
     is_dynamic: ClassVar[bool] = False  # do the frequencies depend on the length of the text?
 
-    method: str = Field(description="which method; see the list below")
+    method: str = Field(description="which method; --help lists them")
     original_length: int | None = Field(
         None, ge=2, description="L: tokens of the training before the extension (default: train.seq_len)")
 

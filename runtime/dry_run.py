@@ -12,7 +12,7 @@ import torch
 from attention import EXPLICIT, RECOMPUTE_FROM
 from base.errors import UserError
 from base.loss import MAX_LOGITS
-from base.schema import read_layers
+from base.schema import read_levels
 from config import Config, to_toml
 from data.loader import Corpus
 from data.tokenizer import Tokenizer, size_of, tokenizer_of
@@ -65,8 +65,8 @@ def dry_run(path: Path, config: Config, tokens_per_s: float | None) -> int:
 
 def prepare_command(path: Path, data_dir: str) -> str | None:
     """The `python data/prepare.py` line for this corpus in a comment of a config, or of those it extends."""
-    for layer in reversed(read_layers(path)):
-        text = Path(layer.where.removeprefix("in ")).read_text(encoding="utf-8")
+    for level in reversed(read_levels(path)):
+        text = Path(level.where.removeprefix("in ")).read_text(encoding="utf-8")
         text = text.replace("\\\n#", " ")                   # a line that goes on in the next one
         for command in re.findall(r"^# *(python data/prepare\.py .*)", text, re.M):
             # the corpus is named by --out DIR, or after the source

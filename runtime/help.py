@@ -17,7 +17,8 @@ def help_text(topic: str | None = None) -> str:
     pages |= {name: describe_choice(name, kind, kind) for name, kind in SCALINGS.items()}
     for name, kind in ENCODINGS.items():
         pages[name] = [*describe_choice(name, kind, kind.Options, Options.model_fields), "",
-                       "for its layers, temperature and more: --help position"]
+                       f"lr_scale is {kind.lr_scale:g} by default; for it, layers, temperature and more: "
+                       "--help position"]
     if topic == "all":
         return "\n\n".join("\n".join(page) for page in pages.values())
     if topic in pages:

@@ -18,7 +18,7 @@ from base.command import run_command
 from base.errors import UserError
 from evaluation import comparison as compare
 from evaluation import results
-from evaluation.results import make_table
+from evaluation.results import make_table, read_table
 from evaluation.runs import check_comparable, read_run
 
 SPLIT = {"tokens": 9, "bytes": 9, "documents": 1, "sha256": {"val.bin": "a"}}
@@ -393,6 +393,28 @@ def test_a_report_is_compared_again_with_the_same_figures(tmp_path: Path, monkey
     assert pd.read_parquet(out / "training.parquet").loss.tolist() == [3.5] * 4
     call(monkeypatch, tmp_path / "kept", fabricate(tmp_path / "t5", "t5", better=0.2), "--out", out)
     assert [*rows_of(out, "Lead over a, fixed")] == ["b", "t5"]
+
+
+@pytest.mark.slow
+def test_a_record_by_an_older_version_says_what_it_lacks(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    call(monkeypatch, fabricate(Path("rope")), "--out", Path("record"))
+    about = json.loads(Path("record/runs.json").read_text())
+    del about["rope"]["config"]["model.n_layer"], about["rope"]["head"]["data"]
+    Path("record/runs.json").write_text(json.dumps(about))
+    error = failure(monkeypatch, capsys, "record")
+    assert "rope: an older compare.py wrote its record, without data, model.n_layer" in error
+
+
+def test_numbers_that_an_older_table_lacks_are_nan_and_names_are_not_made_up(tmp_path: Path) -> None:
+    table = pd.read_parquet(fabricate(tmp_path / "rope") / "eval/words.parquet")
+    older = tmp_path / "older.parquet"
+    table.drop(columns="truncated_nll").to_parquet(older)
+    assert read_table(older)["truncated_nll"].isna().all()
+    assert read_table(older)["nll"].tolist() == table["nll"].tolist()
+    table.drop(columns="protocol").to_parquet(older)
+    with pytest.raises(KeyError, match="protocol"):
+        read_table(older)
 
 
 @pytest.mark.slow

@@ -175,6 +175,8 @@ def test_out_of_memory_is_one_line(capsys) -> None:
     (["position.layers=[7]"], "position.layers"),
     (["position.encoding=none", "position.layers=first"], "position.layers"),
     (["position.encoding=none", "position.skip_every=2"], "position.skip_every"),
+    (["position.skip_every=1"], "position.skip_every"),
+    (["position.layers=[1, 3]", "position.skip_every=2"], "position.skip_every"),
     (["position.fraction=0.1"], "position.fraction"),
     (["data.mixture={x=0.3}"], "data.mixture"),
     (["data.mixture={a=0.5,b=0.5}"], "data.mixture"),

@@ -85,7 +85,7 @@ def test_every_encoding_leaves_or_is_refused_by_name(encoding: str, tiny) -> Non
     ("rope", ["position.scale_invariant=10.0", "position.drop_at=0.5"],
      ["position.scale_invariant = 10.0", "position.drop_at = 0.5"]),
     ("rope", ["model.window=5", "model.full_every=2", "model.qk_norm=true"], ["model.qk_norm = True"]),
-    ("rope", ["model.window=5", "model.full_every=2", "position.skip_every=1", "model.norm=layernorm",
+    ("rope", ["model.window=5", "model.full_every=2", "position.layers=[1]", "model.norm=layernorm",
               "model.parallel=true"], ["position.layers or skip_every beside windows in other layers"]),
     ("rope", ["model.sink=head"], ["model.sink = 'head'"]),
     ("p_rope", ['position.scaling={method="pi",factor=2.0}'], ["position.scaling"]),

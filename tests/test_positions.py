@@ -388,7 +388,7 @@ def test_sums_over_time_keep_their_terms_in_bfloat16(name: str) -> None:
 @pytest.mark.parametrize(("name", "overrides", "other", "tolerance"), [
     ("p_rope", "position.p=0", "none", 0),
     ("xpos", "position.scale_base=1e30", "rope", 0),
-    ("rope", "position.drop_at=0", "none", 0), ("t5", "position.skip_every=1", "none", 0),
+    ("rope", "position.drop_at=0", "none", 0),
     ("rope", "model.window=32", "rope", 1e-9),
     *(("rope", f"position.temperature={kind} train.seq_len={L}", "rope", 0)     # ln L / ln L is not 1 at 49
       for kind in ("log_n", "llama4") for L in (7, 32, 49))])

@@ -199,20 +199,6 @@ class Config(Section):
     train: TrainConfig
 
 
-# keys that were removed, and values of keys that stay -> what to do. Commit e0bb7af, tag before-air, has them
-REMOVED: dict[str, str] = {
-    "position.key_offset": "remove it",
-    "position.heads": "remove it",
-    "position.bases": "base, local_base and skip_every are left",
-    "position.temperature=ministral3": "llama4 is the same, one position earlier",
-    "position.temperature=power": "llama4 and log_n are left",
-    "position.temperature=sqrt_log": "ssmax and affine are left",
-    "position.temperature=log_squared": "ssmax and affine are left",
-    "position.encoding=tapa": "transformer_xl is left",
-    "position.encoding=wall": "forgetting and path_fox are left",
-    "model.sink=token": "sink = head is left",
-    "train.lengths": "a short run and train.init_from do the same",
-}
 # what may differ between two configs: section, for all of its keys, or section.key
 MAY_DIFFER: dict[str, tuple[str, ...]] = {
     # runtime/run.py, to resume a run: its folder and intervals, the machine, the place of the corpus
@@ -257,8 +243,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = (),
     path = Path(path)
     default: Tables = {"run": {"dir": f"runs/{path.name.removesuffix('.toml')}"}}
     is_of_run = path.name == "config.toml" and (path.parent / "corpus.json").exists()
-    if is_of_run:       # one that does not say so is from before data.positions
-        default["data"] = {"positions": "row"}
     levels = [Level("(default)", default), *read_levels(path), read_overrides(overrides, SECTIONS)]
     folder = merge(levels)[0].get("train", {}).get("init_from")
     if pretrained and folder and not is_of_run:
@@ -272,9 +256,7 @@ def config_from(levels: Sequence[Level], place: str) -> Config:
     name = str(tables.setdefault("position", {}).get("encoding", ""))
     kind = ENCODINGS.get(name, Encoding)
     schemas = SECTIONS | {"position": kind.Options}
-    problems = use_of_removed(tables, origin, schemas)
-    if problems:
-        raise UserError(*problems)
+    problems: list[str] = []
     if tables.get("data", {}).get("cross_documents") == "mask":
         tables["data"].setdefault("positions", "document")
     if name and name not in ENCODINGS:
@@ -314,28 +296,6 @@ def merge(levels: Sequence[Level]) -> tuple[Tables, Origin]:
             table |= keys
             origin |= dict.fromkeys([section, *(f"{section}.{key}" for key in keys)], where)
     return tables, origin
-
-
-def use_of_removed(tables: Tables, origin: Origin, schemas: dict[str, Any]) -> list[str]:
-    """A line for each used entry of REMOVED. A removed key that is off, as in old runs, leaves the tables.
-
-    A key that the schema has, such as an option of a fork's encoding, is not removed.
-    """
-    lines = []
-    for entry, hint in REMOVED.items():
-        name, _, removed_value = entry.partition("=")
-        section, key = name.split(".")
-        if key in schemas[section].model_fields and not removed_value:
-            continue
-        table = tables.get(section, {})
-        value = table.get(key)
-        is_used = value == removed_value if removed_value else bool(value)
-        if is_used:
-            lines.append(f"{name} {origin[name]}: was removed (got {value!r}); {hint}; "
-                         "git checkout e0bb7af (before-air) has it")
-        elif not removed_value:
-            table.pop(key, None)
-    return lines
 
 
 def broken_rules(config: Config) -> list[tuple[str, str]]:

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import Field
 from toys import ROOT, every_encoding
 
 from base.command import run_command
 from base.errors import UserError
 from base.schema import Tables
-from config import REMOVED, SECTIONS, differing_keys, flatten, load_config, to_toml
+from config import SECTIONS, differing_keys, flatten, load_config, to_toml
 from model import GPT
-from positions import ENCODINGS, NoPE, Options
+from positions import ENCODINGS
 from positions.scaling import SCALINGS
 from runtime.help import help_text
 
@@ -204,7 +203,7 @@ def test_help_names_every_topic_and_its_keys() -> None:
         assert re.findall(r"^  (\w+) ", text, re.MULTILINE) == list(fields), topic
         assert all(" ".join((field.description or "").split()) in text for field in fields.values()), topic
         assert text.splitlines()[0].endswith(".") and len(text.splitlines()[0]) > 40
-        assert text.partition("\n\nfor its layers")[0] in every
+        assert text.partition("\n\nlr_scale is")[0] in every
     with pytest.raises(UserError, match="^--help 'trian': unknown topic; did you mean train[?]$"):
         help_text("trian")
 
@@ -220,42 +219,10 @@ def test_differences_name_what_changed(tmp_path: Path) -> None:
     assert differing_keys(old, old, []) == []
 
 
-def test_what_was_removed_is_one_line_that_names_the_tag_unless_it_is_off(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.toml", MINIMAL)
-    for entry in REMOVED:
-        name, _, value = entry.partition("=")
-        (line,) = problems(path, [f"{name}={value or '[1.0]'}"])
-        assert line.startswith(f"{name} on the command line: was removed") and "git checkout e0bb7af" in line
-        if not value:       # the config.toml of an old run has it, off
-            assert load_config(path, [f"{name}=false"]) == load_config(path)
-            assert load_config(path, [f"{name}="]) == load_config(path)
-
-
-def test_an_encoding_may_have_an_option_of_the_name_of_one_that_was_removed(monkeypatch) -> None:
-    class OptionsOfFork(Options):
-        heads: int = Field(2, description="of a fork")
-
-    class OfFork(NoPE):
-        Options = OptionsOfFork
-
-    monkeypatch.setitem(ENCODINGS, "of_fork", OfFork)
-    for heads in (0, 3):
-        config = load_config(ROOT / "configs" / "none.toml",
-                             ["position.encoding=of_fork", f"position.heads={heads}"])
-        assert config.position.heads == heads
-
-
-def test_positions_restart_by_default_where_documents_are_masked(tiny, tmp_path: Path) -> None:
-    """But a run from before the key went on without."""
+def test_positions_restart_by_default_where_documents_are_masked(tiny) -> None:
     assert tiny("rope").data.positions == "row"
     config = tiny("rope", "data.cross_documents=mask")
     assert config.data.positions == "document"
     assert tiny("rope", "data.cross_documents=mask", "data.positions=row").data.positions == "row"
     with pytest.raises(UserError, match="data.positions .*: needs data.cross_documents"):
         tiny("rope", "data.positions=document")
-    (tmp_path / "corpus.json").write_text("{}")
-    path = tmp_path / "config.toml"
-    path.write_text(to_toml(config))
-    assert load_config(path) == config
-    path.write_text(to_toml(config).replace('positions = "document"\n', ""))
-    assert load_config(path).data.positions == "row"

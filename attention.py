@@ -25,8 +25,8 @@ from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from positions import At, Encoding
-from positions.bias import ToeplitzBias, bias_at, toeplitz_distances
 from positions.contract import for_each_head, starts_of
+from positions.parts import ToeplitzBias, toeplitz_distances
 
 FUSED, EXPLICIT, FLEX = "fused", "explicit softmax", "FlexAttention"
 
@@ -255,6 +255,25 @@ def add_scores(logits: Tensor, score_inputs: ScoreInputs, queries: slice, keys: 
         of_distance = bias_at(encoding, toeplitz_distances(at), q, at)           # (H, P), each distance once
         return logits + ToeplitzBias.apply(of_distance, logits.shape[2])
     return encoding.scores(logits, q[:, :, queries], k[:, :, keys], at)
+
+
+def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: float = 0.0) -> Tensor:
+    """The bias of an encoding at each of P distances (P,), -> (H, P).
+
+    It is what `scores` makes of logits that all equal `logit`. Of q (B, H, Tq, D) only H, D, dtype and device
+    are used.
+    """
+    H, D, P = q.shape[1], q.shape[3], len(distance)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # one query of zeros at position 0, and for each distance d a key of zeros at -d
+    logits = torch.full((1, H, 1, P), logit, device=q.device, dtype=dtype)
+    zero = q.new_zeros(())
+    q, k = zero.expand(1, H, 1, D), zero.expand(1, H, P, D)
+    q_pos = torch.zeros_like(distance[None, :1])
+    # a temperature needs an n_before of this one query; which one is no matter, since q is 0
+    at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=torch.zeros_like(q_pos),
+                     first_distance=None)
+    return encoding.scores(logits, q, k, at)[0, :, 0]
 
 
 def most_logits(device: torch.device) -> int:

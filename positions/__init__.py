@@ -11,6 +11,7 @@ gates.py        penalties set by content: forgetting, log_forgetting, grape_ap, 
 reflections.py  of the query by the tokens in between: path, path_fox
 chosen.py       positions chosen by content: cope, selective_rope, repo
 switches.py     under any encoding: temperatures, scale-invariant attention
+parts.py        what several encodings are made of
 
 To add one: a class in a file here, a line in ENCODINGS, a config (see the README). Everything else, even
 --help and the tests, reads this registry, in its order.

@@ -8,93 +8,15 @@ Legend: B batch, T time (Tq queries, Tk keys), C = n_embd, H = n_head, D channel
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 import rope
 from positions.contract import At, Encoding, Options, Shape
-
-MOST_HIDDEN = 2**20     # hidden numbers of a PairMLP held at a time on a CPU: 4 MB in fp32
-MOST_HIDDEN_GPU = 2**26     # on other devices: 256 MB, in few large kernels
-
-
-def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: float = 0.0) -> Tensor:
-    """The bias of an encoding at each of P distances (P,), -> (H, P).
-
-    It is what `scores` makes of logits that all equal `logit`. Of q (B, H, Tq, D) only H, D, dtype and device
-    are used.
-    """
-    H, D, P = q.shape[1], q.shape[3], len(distance)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    # one query of zeros at position 0, and for each distance d a key of zeros at -d
-    logits = torch.full((1, H, 1, P), logit, device=q.device, dtype=dtype)
-    zero = q.new_zeros(())
-    q, k = zero.expand(1, H, 1, D), zero.expand(1, H, P, D)
-    q_pos = torch.zeros_like(distance[None, :1])
-    # a temperature needs an n_before of this one query; which one is no matter, since q is 0
-    at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=torch.zeros_like(q_pos),
-                     first_distance=None)
-    return encoding.scores(logits, q, k, at)[0, :, 0]
-
-
-class ToeplitzBias(torch.autograd.Function):
-    """The Toeplitz matrix of f: (..., n + m - 1) -> (..., n, m), whose row i is f from element n - 1 - i on.
-
-    So a number for each distance becomes one for each query and key, where positions are consecutive. The
-    gradient is a sum over diagonals, through strides alone: ptxas 12.8 miscompiles Inductor's kernel for the
-    gradient of flattened and sliced rows, whose indices it divides by two widths (results/gpu).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, f: Tensor, n: int) -> Tensor:
-        width = f.shape[-1]
-        rows = f[..., None, :].expand(*f.shape[:-1], n, width)
-        if n == 1:
-            return rows
-        # n = 3, f = f0 f1 f2 f3: written three times, cut to [2:-1] and read in rows of 3, it is
-        #   f2 f3 f0
-        #   f1 f2 f3
-        #   f0 f1 f2    and the first m = 2 columns are the matrix
-        flat = rows.flatten(-2)[..., n - 1:-1]
-        moved = flat.unflatten(-1, (n, width - 1))
-        return moved[..., :width + 1 - n]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        n, m = grad.shape[-2:]
-        P = n + m - 1
-        # row i, column c of `wide` is the gradient of f[c - i]: that of f[p] runs down a diagonal
-        padded_width = m + 2 * n - 2
-        wide = F.pad(grad, (n - 1, n - 1)).reshape(-1, n, padded_width)
-        diagonals = wide.as_strided((len(wide), n, P), (n * padded_width, padded_width + 1, 1))
-        sums = diagonals.sum(dim=1)
-        return sums.view(*grad.shape[:-2], P), None
-
-
-def toeplitz_distances(at: At) -> Tensor:
-    """The distances (Tq + Tk - 1,) whose numbers `ToeplitzBias` takes, where positions are consecutive."""
-    assert at.first_distance is not None
-    Tq, Tk = at.q_pos.shape[1], at.k_pos.shape[1]
-    return at.first_distance + Tq - 1 - torch.arange(Tq + Tk - 1, device=at.q_pos.device)
-
-
-def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round x, in fp32 or fp64, to the digits of a 16-bit dtype; keeps x's dtype, and has no gradient.
-
-    It rounds the bits, because torch.compile removes a cast to the dtype and back.
-    """
-    bits = x.detach().contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int64)
-    n = round(torch.finfo(dtype).eps / torch.finfo(x.dtype).eps)
-    return ((bits + n // 2) & -n).view(x.dtype)
+from positions.parts import PairMLP, ToeplitzBias, round_to, toeplitz_distances
 
 
 class ALiBiOptions(Options):
@@ -297,42 +219,6 @@ class BAM(Encoding):
         beta = self.beta[at.layer][:, None, None]
         log_distance = (at.distance() + 1e-5).log()                     # (1 or B, 1, Tq, Tk)
         return logits - (s + beta * log_distance).clamp(max=80).exp()
-
-
-class PairMLP(nn.Sequential):
-    """An MLP for each query and key, of all numbers (B, n, Tq, Tk) about the two -> (B, H, Tq, Tk).
-
-    Its hidden numbers are computed for a few queries at a time, and again in the backward pass.
-    """
-
-    def __init__(self, n: int, n_hidden: int, activation: nn.Module, n_head: int) -> None:
-        super().__init__(nn.Linear(n, n_hidden), activation, nn.Linear(n_hidden, n_head))
-        self.n_hidden = n_hidden
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, _, Tq, Tk = x.shape
-        most = MOST_HIDDEN if x.device.type == "cpu" else MOST_HIDDEN_GPU
-        n_queries = max(1, most // (self.n_hidden * B * Tk))
-        if torch.compiler.is_compiling():
-            n_queries = Tq
-        run: Callable[[Tensor], Tensor] = self.run_block
-        if torch.is_grad_enabled():
-            run = partial(checkpoint, self.run_block, use_reentrant=False, preserve_rng_state=False)
-        blocks = [run(block) for block in x.split(n_queries, dim=2)]
-        return torch.cat(blocks, dim=2)
-
-    def run_block(self, x: Tensor) -> Tensor:
-        """The MLP over dim 1 of a block of queries."""
-        first, activation, last = self
-        hidden = activation(self.linear(first, x.flatten(2)))           # (B, n_hidden, queries Tk)
-        return self.linear(last, hidden).unflatten(2, x.shape[2:])
-
-    @staticmethod
-    def linear(layer: Any, x: Tensor) -> Tensor:
-        """A linear layer over dim 1 of x (B, n, N), without moving that to the end."""
-        weight = layer.weight.expand(len(x), -1, -1)
-        bias = layer.bias[:, None].expand(len(x), -1, -1)
-        return torch.baddbmm(bias, weight, x)
 
 
 class FIRE(Encoding):

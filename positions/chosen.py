@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rope
 from positions.contract import At, Encoding, Options, Shape, for_each_head
-from positions.reflections import short_convolution, uniform
+from positions.parts import short_convolution, uniform
 
 
 class CoPEOptions(Options):

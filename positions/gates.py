@@ -16,8 +16,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import rope
-from positions.bias import ALiBi, ALiBiOptions, KerpleLog, PairMLP, round_to
+from positions.bias import ALiBi, ALiBiOptions, KerpleLog
 from positions.contract import At, Encoding, Options, Shape
+from positions.parts import PairMLP, round_to
 
 
 class Forgetting(Encoding):

@@ -15,33 +15,9 @@ from torch import Tensor, nn
 
 from positions.contract import At, Encoding, Options, Shape
 from positions.gates import Forgetting
+from positions.parts import short_convolution, uniform
 
 PIECE = 64      # keys whose reflections are applied at once
-
-
-def short_convolution(x: Tensor, weight: Tensor, documents: Tensor | None) -> Tensor:
-    """Each channel of x (B, H, T, F) over the last n tokens of its document. weight is (H, F, n).
-
-    The last weight is that of the token itself.
-    """
-    T = x.shape[2]
-    n = weight.shape[-1]
-    weight = weight[..., None, :, :]                                    # (H, 1, F, n)
-    out = x * weight[..., -1]
-    for back in range(1, min(n, T)):
-        earlier = F.pad(x, (0, 0, back, -back))                         # the token `back` before, else 0
-        if documents is not None:
-            document_of_earlier = F.pad(documents, (back, -back), value=-1)
-            is_same = document_of_earlier == documents                  # (B, T)
-            earlier = earlier * is_same[:, None, :, None]
-        out = out + earlier * weight[..., -1 - back]
-    return out
-
-
-def uniform(*shape: int, fan_in: int) -> nn.Parameter:
-    """A parameter that is uniform in -fan_in^-0.5 ... fan_in^-0.5, as PyTorch's linear layers start."""
-    x = 2 * torch.rand(shape) - 1
-    return nn.Parameter(fan_in**-0.5 * x)
 
 
 def in_pieces(x: Tensor, n: int) -> Tensor:

@@ -13,7 +13,8 @@ import attention
 from attention import Mask, ScoreInputs, attend_fused, attend_in_blocks
 from model import GPT
 from positions import ENCODINGS, At, Encoding
-from positions.bias import ALiBi, ToeplitzBias
+from positions.bias import ALiBi
+from positions.parts import ToeplitzBias
 
 B, H, D = 2, 12, 8      # slopes times sqrt(D) that are no powers of two
 POSITIONS = {

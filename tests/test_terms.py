@@ -20,7 +20,7 @@ from torch import Tensor
 from toys import lively, slow_except, tokens
 
 from model import GPT
-from positions import ENCODINGS, At, Encoding, Options, Shape
+from positions import ENCODINGS, At, Encoding, Options, Shape, parts
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -435,7 +435,7 @@ TOLERANCE = {**dict.fromkeys(FP32_ANGLES, 3e-4), "bam": 1e-5, "path": 1e-5, "pat
 @pytest.mark.parametrize(("name", "overrides"), slow_except(CASES, *PLAIN))
 def test_logits_are_the_formula(name: str, overrides: str, monkeypatch) -> None:
     """Of all queries, of some after cached keys, and of one."""
-    modules = {importlib.import_module(encoding.__module__) for encoding in ENCODINGS.values()}
+    modules = {parts, *(importlib.import_module(encoding.__module__) for encoding in ENCODINGS.values())}
     for constant, size in PIECES.items():
         having = [module for module in modules if constant in vars(module)]
         assert having, f"no module has {constant} any more"

@@ -18,7 +18,7 @@ from evaluation.estimates import claims, estimates
 from evaluation.figures import merge_positions
 from evaluation.protocols import PROTOCOLS, Protocol
 from evaluation.report import ONE_RATE, Section
-from evaluation.results import BY_POSITION, COLUMNS, GAIN, NO_METHOD, PERPLEXITY, join
+from evaluation.results import BY_POSITION, GAIN, NO_METHOD, PERPLEXITY, join
 from evaluation.runs import Run, short_commit, without_seed
 
 # -----------------------------------------------------------------------------------------------------------
@@ -95,8 +95,7 @@ def make_sections(runs: Sequence[Run], baseline: str, gate: pd.DataFrame) -> lis
     for protocol in PROTOCOLS.values():
         for measure in protocol.measures():
             form = measure.form
-            needed = [name for name in form.score if name in COLUMNS]
-            rows = table[table["protocol"] == protocol.name].dropna(subset=needed)
+            rows = table[table["protocol"] == protocol.name].dropna(subset=form.score.columns())
             if rows.empty:                              # older results lack a column
                 continue
             if form is BY_POSITION:

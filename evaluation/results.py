@@ -149,6 +149,10 @@ class Score(NamedTuple):
     minus: str
     per: str = "tokens"
 
+    def columns(self) -> list[str]:
+        """The columns of the table that it needs."""
+        return [name for name in self if name in COLUMNS]
+
     def total(self, columns: Mapping[str, Any]) -> Any:
         """The numerator, from the columns or from their sums."""
         plus = columns[self.plus] if self.plus else 0

@@ -3,8 +3,8 @@
 - `attend_fused`: PyTorch's fused kernel, where the logits are products of q and k. Some biases become such
   products (`fold`: ALiBi, forgetting). O(T) memory, except for the mask of packed documents.
 - `attend_in_blocks`: an explicit softmax, block by block of queries, for everything else.
-- `attend_flex`: FlexAttention on CUDA where `model.flex` asks for it, for windows, packed documents, a sink
-  and biases by distance. O(T) memory, but for the mask of blocks.
+- `attend_flex`: FlexAttention on CUDA where `model.flex` asks for it, for windows, chunks, packed documents,
+  a sink, biases by distance and scale-invariant attention. O(T) memory, but for the mask of blocks.
 
 `choose_path` says which path a layer takes.
 
@@ -117,13 +117,18 @@ def choose_path(Tq: int, head_dim: int, dtype: torch.dtype, device: torch.device
     return EXPLICIT if is_short and is_bf16_training else FUSED
 
 
+def may_use_flex(is_asked: bool, mask: Mask, device: torch.device) -> bool:
+    """Whether FlexAttention may serve a pass without a cache; `is_asked` is model.flex."""
+    return is_asked and mask.has_plain_positions and device.type in FLEX_DEVICES
+
+
 def describe_paths(model: Any, mask: Mask, T: int, dtype: torch.dtype, device: torch.device) -> str:
     """The path of a model's layers in training, as text: "fused", or each with the layers that take it."""
     layers_of: dict[str, list[str]] = {}
     for layer, (block, encoding) in enumerate(zip(model.blocks, model.encodings, strict=True)):
         attention = block.attention
         layer_mask = mask._replace(window=attention.window, chunk=attention.chunk)
-        if model.flex and mask.has_plain_positions and device.type in FLEX_DEVICES:
+        if may_use_flex(model.flex, mask, device):
             layer_mask = layer_mask._replace(block_masks={(attention.window, attention.chunk): None})
         scoring = encoding if encoding.has_scores else None
         path = choose_path(T, attention.head_dim, dtype, device, layer_mask, scoring, attention.dropout,

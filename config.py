@@ -28,6 +28,7 @@ from positions import ENCODINGS, Encoding, Options
 from positions.contract import NoPE
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+MIX = 1000      # windows in which each corpus of data.mixture has its share exactly (data/loader.py)
 
 
 class RunConfig(Section):
@@ -56,7 +57,7 @@ class DataConfig(Section):
 
     dir: str
     """a prepared corpus: what `python data/prepare.py SOURCE --out DIR` wrote"""
-    mixture: dict[str, Annotated[float, Field(ge=0.001, lt=1)]] = {}
+    mixture: dict[str, Annotated[float, Field(ge=1 / MIX, lt=1)]] = {}
     """shares of the training windows from other corpora, such as { "data/books" = 0.3 }, to a thousandth;
     data.dir provides the rest, and all validation windows"""
     mixture_only: NonNegativeInt = 0
@@ -259,7 +260,7 @@ def config_from(levels: Sequence[Level], place: str) -> Config:
     problems: list[str] = []
     if tables.get("data", {}).get("cross_documents") == "mask":
         tables["data"].setdefault("positions", "document")
-    if name and name not in ENCODINGS:
+    if "position.encoding" in origin and name not in ENCODINGS:
         hint = did_you_mean(name, ENCODINGS) or f"; choose from {', '.join(ENCODINGS)}"
         problems.append(f"position.encoding {origin['position.encoding']}: unknown encoding {name!r}{hint}")
         tables["position"] = {"encoding": name}     # which other keys there are depends on the encoding
@@ -305,9 +306,9 @@ def broken_rules(config: Config) -> list[tuple[str, str]]:
     kinds = {"encoded" if p.is_encoded(layer) else "unencoded" for layer in range(m.n_layer)}
     if issubclass(kind, NoPE):
         kinds = {"unencoded"}
-    thousandths = [round(1000 * share) for share in d.mixture.values()]         # as the loader rounds them
+    counts = [round(MIX * share) for share in d.mixture.values()]       # as the loader rounds them
     rules = [
-        ("data", "mixture", sum(thousandths) >= 1000 or d.dir in d.mixture,
+        ("data", "mixture", sum(counts) >= MIX or d.dir in d.mixture,
          "shares must add up to less than 1, and data.dir must not be among them: it provides the rest"),
         ("data", "mixture_only", d.mixture_only and not (d.mixture and d.mixture_only < t.steps),
          f"needs data.mixture and must be below train.steps = {t.steps}"),

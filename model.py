@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import FLEX_DEVICES, Mask, ScoreInputs, attend, with_block_masks
+from attention import Mask, ScoreInputs, attend, may_use_flex, with_block_masks
 from base.errors import UserError
 from base.loss import cross_entropy
 from config import Config, ModelConfig
@@ -361,7 +361,7 @@ class GPT(nn.Module):
             if encoding not in tables:
                 tables[encoding] = encoding.tables(q_pos, k_pos)
         mask = Mask(documents=documents, has_plain_positions=positions is None)
-        if self.flex and mask.has_plain_positions and cache is None and tokens.device.type in FLEX_DEVICES:
+        if cache is None and may_use_flex(self.flex, mask, tokens.device):
             localities = {(attention.window, attention.chunk) for attention in self.attentions()}
             mask = with_block_masks(mask, localities, T, tokens.device)
         x = self.embedding(tokens)

@@ -157,7 +157,8 @@ def validate(model: GPT, corpus: Corpus, tokenizer: Tokenizer, config: Config,
             sums[batch_number, 2] = int(byte_lengths(tokenizer)[scored].sum())
     model.train()
     nll, n, n_bytes = parallel.all_reduce(process, sums).sum(dim=0).tolist()
-    return {"val_loss": finite(nll / max(1, n)), "val_bpb": finite(nll / math.log(2) / max(1, n_bytes))}
+    return {"val_loss": finite(nll / n) if n else None,
+            "val_bpb": finite(nll / math.log(2) / n_bytes) if n_bytes else None}
 
 
 def train(config: Config, signals: list[int]) -> int:

@@ -24,11 +24,10 @@ from torch import Tensor
 from base.errors import UserError
 from base.files import read_json
 from base.loss import IGNORED
-from config import TrainConfig
+from config import MIX, TrainConfig
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
-MIX = 1000      # windows in which each corpus of a mixture has its share exactly
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,9 @@ class Corpus:
                  splits: Sequence[str] = SPLITS) -> None:
         self.folder = Path(folder)
         self.meta = read_meta(self.folder / "meta.json")
+        if self.meta.get("format_version") != FORMAT_VERSION:
+            raise UserError(f"corpus {folder}: its meta.json is of another version or program; prepare it "
+                            "again (data/prepare.py)")
         self.separator: int = self.meta["eot"]
         self.bos = bos
         self.is_packed = cross_documents == "mask"
@@ -333,11 +335,11 @@ def read_meta(path: Path) -> dict[str, Any]:
         return read_json(path)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         folder = path.parent
-        if any(folder.glob("*.txt")):
-            raise UserError(f"{folder}: holds text, not a prepared corpus; run `python data/prepare.py "
-                            f"{folder} --out {folder}-corpus` and give {folder}-corpus") from error
         if path.name == "corpus.json":
             raise UserError(f"{path}: is missing or damaged; copy the meta.json of the corpus on which the "
                             "run was trained there") from error
+        if any(folder.glob("*.txt")):
+            raise UserError(f"{folder}: holds text, not a prepared corpus; run `python data/prepare.py "
+                            f"{folder} --out {folder}-corpus` and give {folder}-corpus") from error
         raise UserError(f"{folder}: no prepared corpus there ({path.name} is missing or damaged); make it "
                         f"with `python data/prepare.py SOURCE --out {folder}`") from error

@@ -116,6 +116,9 @@ def make_sections(runs: Sequence[Run], baseline: str, gate: pd.DataFrame) -> lis
             title = f"Lead over {baseline}, {measure.key}"
             sections.append(Section(f"{measure.key}-lead", title, "", over, leads))
 
+    if not sections:
+        raise UserError("these runs have only the trigram; run eval.py with --protocol fixed,trigram,repeat")
+
     # what may be bold is one family of tests: leads, and gains beyond L (at L a gain is near 0, and with less
     # context the truncated model sees more)
     curves = pd.concat({section.key: section.curves for section in sections})

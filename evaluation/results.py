@@ -68,7 +68,7 @@ class Results(NamedTuple):
 
 
 def make_table(**columns: Any) -> pd.DataFrame:
-    """A table of these columns, arrays of equal length or one value for all rows; others are NaN or empty."""
+    """A table of these columns, arrays of equal length or one value for all; others are NaN, 0 or empty."""
     assert columns.keys() <= COLUMNS.keys()
     defaults = {"str": "", "int": 0, "float": math.nan}
     values = {name: columns.get(name, defaults[kind]) for name, kind in COLUMNS.items()}

@@ -91,7 +91,8 @@ def pretrained_tables(folder: str | Path) -> Tables:
         raise UserError(f"train.init_from {folder}: must be a folder; run `hf download {name} --local-dir "
                         f"models/{name}` and give models/{name}")
     if not (folder / "config.toml").is_file():
-        raise UserError(f"train.init_from: no run and no Hugging Face folder {folder} (no config.toml there)")
+        raise UserError(f"train.init_from {folder}: neither a run nor a Hugging Face folder; give the folder "
+                        "of one")
     config = load_config(folder / "config.toml")
     model, position = (part.model_dump(exclude_none=True) for part in (config.model, config.position))
     dropped = {"drop_at": 0.0} if config.position.drop_at < 1 else {}

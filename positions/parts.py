@@ -66,7 +66,8 @@ def toeplitz_distances(at: At) -> Tensor:
 class PairMLP(nn.Sequential):
     """An MLP for each query and key, of all numbers (B, n, Tq, Tk) about the two -> (B, H, Tq, Tk).
 
-    Its hidden numbers are computed for a few queries at a time, and again in the backward pass.
+    Its hidden numbers are computed again in the backward pass, and for a few queries at a time. When compiled
+    all queries are taken at once: a loop would be unrolled.
     """
 
     def __init__(self, n: int, n_hidden: int, activation: nn.Module, n_head: int) -> None:

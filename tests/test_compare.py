@@ -406,6 +406,12 @@ def test_a_record_by_an_older_version_says_what_it_lacks(tmp_path: Path, monkeyp
     assert "rope: an older compare.py wrote its record, without data, model.n_layer" in error
 
 
+def test_a_trigram_alone_is_nothing_to_compare(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    fabricate(Path("rope"), protocols=("trigram",))
+    assert "--protocol fixed,trigram,repeat" in failure(monkeypatch, capsys, "rope")
+
+
 def test_numbers_that_an_older_table_lacks_are_nan_and_names_are_not_made_up(tmp_path: Path) -> None:
     table = pd.read_parquet(fabricate(tmp_path / "rope") / "eval/words.parquet")
     older = tmp_path / "older.parquet"

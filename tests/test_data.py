@@ -67,7 +67,15 @@ def test_epochs_count_how_often_a_window_is_read(tmp_path: Path) -> None:
     assert abs(n_reads / ((np.diff(offsets) - 1) // 32) - corpus.n_epochs(t)).max() <= 1
 
 
-def test_a_batch_without_a_scored_target_has_the_loss_0(corpus_dir: Path) -> None:
+def test_a_corpus_of_another_format_is_refused(corpus_dir: Path, tmp_path: Path) -> None:
+    meta = json.loads((corpus_dir / "meta.json").read_text())
+    for changed in ({**meta, "format_version": 2}, {"name": "of another program"}):
+        (tmp_path / "meta.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match="another version or program; prepare it again"):
+            Corpus(tmp_path)
+
+
+def test_a_batch_without_a_scored_target_divides_by_1(corpus_dir: Path) -> None:
     corpus = Corpus(corpus_dir)
     corpus.is_scored["train"] = np.zeros(len(corpus.tokens["train"]), bool)
     batch = corpus.batch(TrainConfig(seq_len=32, batch_size=4), 0)

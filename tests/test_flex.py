@@ -10,7 +10,6 @@ from torch.nn.attention import flex_attention
 from toys import lively, slow_except, tokens
 
 import attention
-import model as decoder
 from model import GPT
 from positions import ENCODINGS
 
@@ -43,7 +42,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor] | No
 def values(model: GPT, documents: Tensor | None, monkeypatch, is_flex: bool) -> tuple[list[Tensor], int]:
     """Loss and gradients of all parameters, and how many layers used FlexAttention."""
     with monkeypatch.context() as patch:
-        patch.setattr(decoder, "FLEX_DEVICES", {"cpu"} if is_flex else set())
+        patch.setattr(attention, "FLEX_DEVICES", {"cpu"} if is_flex else set())
         taken = []
         attend = attention.attend_flex
         patch.setattr(attention, "attend_flex", lambda *given: taken.append(1) or attend(*given))
@@ -95,7 +94,7 @@ def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
     found = []
     documents = (x[:, :-1] < 3).cumsum(-1)
     for devices, call in ((set(), model), ({"cpu"}, torch.compile(model, backend="eager", fullgraph=True))):
-        monkeypatch.setattr(decoder, "FLEX_DEVICES", devices)
+        monkeypatch.setattr(attention, "FLEX_DEVICES", devices)
         model.zero_grad()
         loss = call(x[:, :-1], x[:, 1:], documents=documents)
         loss.backward()
@@ -105,7 +104,7 @@ def test_the_kernel_itself_in_one_graph(tiny, monkeypatch) -> None:
 
 def test_flex_is_not_used_where_it_does_not_serve(tiny, monkeypatch) -> None:
     """Given positions, a cache, dropout, narrow heads and biases by content."""
-    monkeypatch.setattr(decoder, "FLEX_DEVICES", {"cpu"})
+    monkeypatch.setattr(attention, "FLEX_DEVICES", {"cpu"})
     monkeypatch.setattr(attention, "attend_flex", lambda *_: pytest.fail("flex was taken"))
     x = tokens((1, 12))
     on = "model.flex=true"

@@ -10,7 +10,8 @@ import torch
 from toys import draw, every_encoding_slowly, lively, places_of, tokens
 
 import attention
-from data.loader import MIX, Corpus, Mixture
+from config import MIX
+from data.loader import Corpus, Mixture
 from model import GPT
 from train import train
 

@@ -121,7 +121,7 @@ def test_each_figure_of_every_encoding_is_that_of_its_record(folder: str, least:
 
 
 @pytest.mark.slow
-def test_every_folder_of_results_can_be_compared_again() -> None:
+def test_every_folder_of_results_can_be_read_again() -> None:
     folders = [path.parent for path in RESULTS.rglob("runs.json")]
     assert len(folders) > 20
     for folder in folders:

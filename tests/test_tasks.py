@@ -256,6 +256,9 @@ def test_validation_is_the_mean_over_answers(masked, monkeypatch) -> None:
     losses = validate(model, corpus, BYTES, config, Process(torch.device("cpu")))
     assert losses["val_loss"] == pytest.approx(expected, rel=1e-5)
     assert losses["val_bpb"] == pytest.approx(expected / np.log(2) / 2, rel=1e-5)
+    mask[:] = False                     # a mean over none: not a loss of 0, which would be kept as the best
+    losses = validate(model, corpus, BYTES, config, Process(torch.device("cpu")))
+    assert losses == {"val_loss": None, "val_bpb": None}
 
 
 @pytest.mark.parametrize("name", ["copying", "flip_flop"])

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from base.command import argument_parser, run_command
-from base.errors import UserError
+from base.errors import UserError, did_you_mean
 from config import Config, load_config
 from model import GPT, hidden_width
 from positions import ENCODINGS
@@ -114,8 +114,9 @@ def config_of(contender: str, overrides: Sequence[str]) -> Config:
     """The config that a contender is made from. Raises UserError for one that is not known."""
     name, *changes = contender.split("+")
     if name not in ENCODINGS and name not in PEERS and not Path(name).is_file():
-        raise UserError(f"contender {name}: unknown; give encodings, {', '.join(PEERS)}, or the path of "
-                        "nanoGPT's model.py")
+        hint = did_you_mean(name, [*ENCODINGS, *PEERS])
+        raise UserError(f"contender {name}: unknown{hint}; give encodings, {', '.join(PEERS)}, or the path "
+                        "of nanoGPT's model.py")
     encoding = name if name in ENCODINGS else "rope"
     changes = [change for change in changes if change not in COMPILE_MODES]
     return load_config(CONFIG, [f"position.encoding={encoding}", "train.accumulate=1", "model.vocab_size=257",

@@ -129,9 +129,15 @@ def verify(folder: Path, has_text: bool) -> None:
 
     Where train.py or eval.py itself fails, it raises CalledProcessError.
     """
+    if not (folder / "row.toml").exists():
+        raise UserError(f"{folder}: no row there; run `make row CONFIG=configs/rows/{folder.name}.toml`")
     row = read_row(folder)
     print(f"{row.name}: {row.bits.mean():.4f} bits per byte at 16 L")
     print("seeds:", ", ".join(f"{bits:.4f}" for bits in row.bits))
+    for other in map(read_row, ROWS):
+        if other.is_counted and other.name != row.name:
+            seeds = row.seeds_better_than(other)
+            print(f"better than {other.name} ({other.bits.mean():.4f}) in {seeds} seeds")
     print("gate on docs, code:", ", ".join(row.states))
     print(f"rate: the best of {row.n_trials} trials is that of {row.chosen}")
     check_runs(folder, row)
@@ -167,6 +173,10 @@ def check_runs(folder: Path, row: Row) -> None:
                 raise UserError(f"{folder / data}: has {name} instead of {expected}, by the lowest loss in "
                                 "trials.csv; run `make row` again")
             if data == "needles":
+                dtype = run.head["train_dtype"]
+                if dtype != "float32":
+                    raise UserError(f"{folder / data}: was tuned in {dtype} instead of float32; delete "
+                                    "runs/needles and run `make row` again")
                 continue
             settings_of(run)
             wanted: dict[str, float] = {"train.seed": seed}             # names can be changed

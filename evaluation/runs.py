@@ -91,8 +91,11 @@ def read_runs(paths: Sequence[Path], data: str | None) -> list[Run]:
             raise UserError(f"run {path}: no such folder; give runs, a folder of them, or one that "
                             "compare.py wrote")
     if not runs:
-        raise UserError(f"{', '.join(map(str, paths))}: no evaluated run there; run `python eval.py RUN` "
-                        "first")
+        hint = "run `python eval.py RUN` first"
+        saved = [str(child) for path in paths for child in sorted(path.glob("*/")) if is_saved(child)]
+        if saved:               # a row of the benchmark
+            hint = f"give one of {', '.join(saved)}"
+        raise UserError(f"{', '.join(map(str, paths))}: no evaluated run there; {hint}")
     return list(runs.values())
 
 

@@ -19,7 +19,7 @@ from base.errors import UserError
 from evaluation import comparison as compare
 from evaluation import results
 from evaluation.results import make_table, read_table
-from evaluation.runs import check_comparable, read_run
+from evaluation.runs import check_comparable, read_run, write_runs
 
 SPLIT = {"tokens": 9, "bytes": 9, "documents": 1, "sha256": {"val.bin": "a"}}
 CORPUS = {"format_version": 1, "dtype": "uint16", "vocab_size": 257, "eot": 256,
@@ -404,6 +404,12 @@ def test_a_record_by_an_older_version_says_what_it_lacks(tmp_path: Path, monkeyp
     Path("record/runs.json").write_text(json.dumps(about))
     error = failure(monkeypatch, capsys, "record")
     assert "rope: an older compare.py wrote its record, without data, model.n_layer" in error
+
+
+def test_a_row_of_the_benchmark_is_named_by_its_texts(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_runs(Path("row/docs"), [read_run(fabricate(Path("rope")), None)])
+    assert "row: no evaluated run there; give one of row/docs" in failure(monkeypatch, capsys, "row")
 
 
 def test_a_trigram_alone_is_nothing_to_compare(tmp_path: Path, monkeypatch, capsys) -> None:

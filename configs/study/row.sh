@@ -75,7 +75,8 @@ tune=runs/needles/$(basename "$stem")
 mkdir -p runs/needles
 echo 'extends = "../../configs/needles.toml"' > "$tune.toml"           # runs are named after it
 $python sweep.py "$tune.toml" train.init_from="$first" data.dir=data/study-needles train.batch_size=16 \
-    --grid train.lr=1e-3,2e-3 --seeds 0 --choose val_loss --workers "$workers" --runs runs/needles --out "$work/tuning"
+    train.dtype=float32 --grid train.lr=1e-3,2e-3 --seeds 0 --choose val_loss --workers "$workers" \
+    --runs runs/needles --out "$work/tuning"
 tuned=runs/needles/$(run_of "$work/tuning")
 if [ ! -e "$tuned/eval/needles.done" ]; then
     $python eval.py "$tuned" --protocol needle,multi_key --lengths 256,1024,4096 --windows 80 --replace

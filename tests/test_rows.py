@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,28 @@ def test_a_row_on_other_windows_is_refused(row: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(rows, "REFERENCE", other)
     with pytest.raises(UserError, match="different targets"):
         rows.verify(row, has_text=False)
+
+
+def test_a_row_is_compared_with_the_others_that_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = rows.REFERENCE.with_name("alibi")
+    others = [rows.REFERENCE.with_name(name) for name in ("alibi", "rope", "sinusoidal")]
+    rows.verify(folder, has_text=False, others=others)
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("better than")]
+    assert len(found) == 1 and re.fullmatch(r"better than rope \(2\.7\d+\) in 4 of 4 seeds", found[0])
+
+
+def test_needles_that_were_tuned_in_16_bits_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "alibi"
+    shutil.copytree(rows.REFERENCE.with_name("alibi"), folder)
+    (run,) = load(folder / "needles")
+    write_runs(folder / "needles", [run._replace(head={**run.head, "train_dtype": "bfloat16"})])
+    with pytest.raises(UserError, match="tuned in bfloat16 instead of float32"):
+        rows.verify(folder, has_text=False)
+
+
+def test_a_row_that_is_not_there_is_made_by_a_command(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no row there; run `make row CONFIG=configs/rows/mine.toml`"):
+        rows.verify(tmp_path / "mine", has_text=False)
 
 
 def test_a_seed_that_lacks_a_text_is_refused(row: Path) -> None:

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from base.command import run_command, run_parser
-from base.errors import UserError
+from base.errors import UserError, warn
 from config import Config
 from evaluation.extension import Rescaled, parse
 from hf.export import export, rope_fields, write_extended
@@ -42,6 +42,9 @@ def extended_fields(spec: str, model: GPT, config: Config) -> Fields:
     problem = method.problem(model, config, config.train.seq_len)
     if problem:
         raise UserError(f"--extend {spec}: {problem}")
+    warning = method.warning(model, config, config.train.seq_len)
+    if warning:
+        warn(f"--extend {spec}: {warning}")
     scaling = method.scaling(model, config, config.train.seq_len)
     T = round((scaling.original_length or 0) * getattr(scaling, "factor", 1.0))
     fields = rope_fields(config, scaling, T)

@@ -173,6 +173,15 @@ def test_windows_that_keep_their_frequencies_are_written_or_refused(overrides: l
             export_command.extended_fields("yarn:factor=4", model, config)
 
 
+def test_extend_warns_of_options_that_do_not_suit_L(tiny, capsys) -> None:
+    """YaRN's default beta_fast is for an L in the thousands."""
+    config = tiny("rope")
+    export_command.extended_fields("yarn:factor=4", lively(config), config)
+    assert "warning: --extend yarn:factor=4: beta_fast = 32" in capsys.readouterr().err
+    export_command.extended_fields("yarn:factor=4,beta_fast=0.5,beta_slow=0.1", lively(config), config)
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("scaling", "L", "longest"), [
     ('{method="yarn",factor=4.0}', 32, 128),
     ('{method="llama3",factor=2.5,original_length=32}', 32, 80),

@@ -24,7 +24,7 @@ ESTIMATED = ["shown", "shown_low", "shown_high", "value", "low", "high", "p", "s
              "seeds", "n_seeds", "unit", "n_units", "is_unstable"]
 GATE = ["state", "trigram", "below", "below_low", "below_high", "use", "use_low", "use_high"]
 LEAST_USE = 0.3     # nats per token, of a passage repeated inside L; a model below it does not look back
-PASSED, FAILED, WITHIN, NOT_GATED = "passed", "failed", "within", "not gated"
+PASSED, FAILED, UNCERTAIN, NOT_GATED = "passed", "failed", "uncertain", "not gated"
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
     trigram of the train split of data.dir, and its use of a repeated passage: how much lower the loss is than
     after another passage, which must be above LEAST_USE. Both are estimates over the same runs and windows,
     with intervals; where seeds differ too much for one, with their range. Columns:
-      state     PASSED if both intervals are above their limits, FAILED if one is below, else WITHIN;
+      state     PASSED if both intervals are above their limits, FAILED if one is below, else UNCERTAIN;
                 NOT_GATED if a protocol was not measured, at L and for each of its runs
       trigram                           its loss
       below, below_low, below_high      trigram - loss, as shown
@@ -167,7 +167,7 @@ def gates(table: pd.DataFrame, L: int) -> pd.DataFrame:
         if repeat["control_nll"].isna().any():          # older results have no such control
             score = REPETITION.score
         use = estimate(make_sample(repeat, score))
-        state = WITHIN
+        state = UNCERTAIN
         if below["shown_high"] < 0 or use["shown_high"] < LEAST_USE:
             state = FAILED
         elif below["shown_low"] > 0 and use["shown_low"] > LEAST_USE:

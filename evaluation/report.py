@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from evaluation.estimates import FAILED, LEAST_USE, NOT_GATED, PASSED, WITHIN
+from evaluation.estimates import FAILED, LEAST_USE, NOT_GATED, PASSED, UNCERTAIN
 from evaluation.figures import GREYS, caption, mark_L
 from evaluation.intervals import LARGEST_SPREAD, OUTLIER_LEVEL
 from evaluation.results import Form
@@ -143,11 +143,10 @@ def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> It
                f"{losses['length'].min()} to {losses['length'].max()} tokens of context.")
 
     parts = []
-    for state in (PASSED, WITHIN, FAILED, NOT_GATED):
+    for state in (PASSED, UNCERTAIN, FAILED, NOT_GATED):
         names = curves["name"][curves["state"] == state]
         if len(names):
-            what = "within its uncertainty" if state == WITHIN else state
-            parts.append(f"{what}: {join(names)}")
+            parts.append(f"{state}: {join(names)}")
     yield (f"Gate at L, a loss below a trigram's and {LEAST_USE:g} nats or more by a repeated "
            f"passage: {'; '.join(parts)}. To gate a run that was trained here: python eval.py RUN "
            "--protocol fixed,trigram,repeat.")

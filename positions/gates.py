@@ -112,13 +112,13 @@ class GRAPEAPOptions(Options):
 
 
 class GRAPEAP(Encoding):
-    """ALiBi with content: logits += slope[h] sum_{l=j+1..i} logsigmoid(p_i . R_l p'_l / n). arXiv:2512.07805.
+    """ALiBi with content: logits += slope[h] sum_{l=j+1..i} logsigmoid(match of i and l). arXiv:2512.07805.
 
-    GRAPE's additive path integral, Zhang et al. 2025. p_t = W x_t has n numbers per head, x the layer's
-    normalised input; p' is p over its root mean square, and R_l turns the pairs (c, c + n/2) by -l radians.
-    The slopes are ALiBi's and fixed. As in the authors' code (github.com/model-architectures/GRAPE, GRAPE-AP
-    v1), p_i is neither normalised nor turned, so the bias depends on the positions l themselves; in the paper
-    it does not. The authors have model.qk_norm on.
+    GRAPE's additive path integral, Zhang et al. 2025. The match is p_i . R_l p'_l / n. p_t = W x_t has n
+    numbers per head, x the layer's normalised input; p' is p over its root mean square, and R_l turns the
+    pairs (c, c + n/2) by -l radians. The slopes are ALiBi's and fixed. As in the authors' code
+    (github.com/model-architectures/GRAPE, GRAPE-AP v1), p_i is neither normalised nor turned, so the bias
+    depends on the positions l themselves; in the paper it does not. The authors have model.qk_norm on.
     """
 
     Options = GRAPEAPOptions

@@ -24,7 +24,7 @@ class RelativeKeyOptions(Options):
 
 
 class RelativeKey(Encoding):
-    """A learned vector per distance: logits += q_i . E[min(i - j, M)] / sqrt(D). Shaw, arXiv:1803.02155, 3.
+    """A learned vector per distance <= M: logits += q_i . E[min(i - j, M)] / sqrt(D). arXiv:1803.02155, 3.
 
     Shaw et al. 2018 as in Hugging Face BERT's "relative_key", made causal: M = max_distance, E (M + 1, D)
     for each layer, shared by its heads. Like BERT's, it omits Shaw's second table, on the values, which has

@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Annotation
 
 from evaluation import figures, report
-from evaluation.estimates import FAILED, NOT_GATED, PASSED, WITHIN
+from evaluation.estimates import FAILED, NOT_GATED, PASSED, UNCERTAIN
 from evaluation.results import GAIN, PERPLEXITY
 from positions import ENCODINGS
 
@@ -121,7 +121,7 @@ def test_a_failed_curve_is_grey_named_in_the_caption_and_stretches_no_axis() -> 
 
 
 def test_a_curve_that_is_not_gated_is_grey_and_has_its_name() -> None:
-    curves = pd.concat([curve("a", "t5", state=NOT_GATED), curve("b", "alibi", state=WITHIN)])
+    curves = pd.concat([curve("a", "t5", state=NOT_GATED), curve("b", "alibi", state=UNCERTAIN)])
     styled = figures.style_curves(curves).groupby("name")[["colour", "is_named"]].first()
     assert styled["colour"].to_list() == [figures.GREYS[NOT_GATED], figures.hue("alibi", "none")]
     assert styled["is_named"].all() and figures.caption(curves) == "a (not gated)"
@@ -227,7 +227,8 @@ def page(*curves: pd.DataFrame, baseline: str = "rope", remarks=(), form=PERPLEX
 
 def test_the_report_begins_with_five_sentences_and_says_nothing_twice() -> None:
     html = page(curve("rope", unstable=True), curve("alibi", "alibi", 0.2, is_better=True),
-                curve("t5", "t5", 0.3, FAILED), curve("fire", "fire", 0.4, WITHIN), remarks=[report.ONE_RATE])
+                curve("t5", "t5", 0.3, FAILED), curve("fire", "fire", 0.4, UNCERTAIN),
+                remarks=[report.ONE_RATE])
     parts = [(tag, " ".join(unescape(text).split()))
              for tag, text in re.findall(r"<(p|li|figcaption)\b[^>]*>(.*?)</", html, re.DOTALL)]
     said = [text for tag, text in parts if tag == "li"]
@@ -235,7 +236,7 @@ def test_the_report_begins_with_five_sentences_and_says_nothing_twice() -> None:
     compared, text, gate, best, unknown = said
     assert all(name in compared for name in ("rope", "alibi", "t5", "fire")) and "L = 128" in compared
     assert "12 documents" in text and "books" in text and "64 to 2048" in text
-    assert "passed: rope and alibi; within its uncertainty: fire; failed: t5" in gate
+    assert "passed: rope and alibi; uncertain: fire; failed: t5" in gate
     assert all(f"alibi has the lowest loss with {length} tokens" in best for length in (128, 2048))
     assert "t5" not in best and "fire" not in best and ", below that of rope" in best
     assert "new seed of rope" in unknown and "alibi" not in unknown

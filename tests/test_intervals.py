@@ -16,7 +16,7 @@ from evaluation.estimates import (
     LEAST_USE,
     NOT_GATED,
     PASSED,
-    WITHIN,
+    UNCERTAIN,
     Sample,
     claims,
     estimate,
@@ -393,7 +393,7 @@ def gated(label: str, loss: float = 3.0, use: float = 1.0, spread: float = 0.01)
                               control_nll=noise(3) + 2 + use)])
 
 
-def test_a_gate_is_passed_failed_within_its_uncertainty_or_not_measured() -> None:
+def test_a_gate_is_passed_failed_uncertain_or_not_measured() -> None:
     ready = gated("ready")
     table = pd.concat([
         ready, gated("no better than a trigram", loss=3.6), gated("does not look back", use=0.1),
@@ -405,9 +405,9 @@ def test_a_gate_is_passed_failed_within_its_uncertainty_or_not_measured() -> Non
     found = gates(table, 64)
     assert found.state.to_dict() == {
         "ready": PASSED, "no better than a trigram": FAILED, "does not look back": FAILED,
-        "near the trigram": WITHIN, "hardly looks back": WITHIN, "no trigram": NOT_GATED,
-        "elsewhere": NOT_GATED, "one run without": NOT_GATED, "a seed fails": WITHIN, "few windows": WITHIN,
-        "seeds differ": PASSED, "extended": NOT_GATED}
+        "near the trigram": UNCERTAIN, "hardly looks back": UNCERTAIN, "no trigram": NOT_GATED,
+        "elsewhere": NOT_GATED, "one run without": NOT_GATED, "a seed fails": UNCERTAIN,
+        "few windows": UNCERTAIN, "seeds differ": PASSED, "extended": NOT_GATED}
     row = found.loc["ready"]
     assert row.trigram == pytest.approx(3.5, abs=0.01) and row.below == pytest.approx(0.5, abs=0.01)
     assert row.below_low < row.below < row.below_high and row.use == pytest.approx(1, abs=0.02)
@@ -438,7 +438,7 @@ def test_all_that_is_claimed_is_one_family() -> None:
     assert claims(found[:0], passed).empty
 
 
-@pytest.mark.parametrize("state", [FAILED, WITHIN, NOT_GATED])
+@pytest.mark.parametrize("state", [FAILED, UNCERTAIN, NOT_GATED])
 def test_nothing_is_better_that_did_not_pass_its_gate_or_over_what_did_not(state: str) -> None:
     """Nor does it count in the family."""
     found = table_of_claims([0.001, 0.02])

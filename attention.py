@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from base.errors import UserError
 from positions import At, Encoding
 from positions.contract import for_each_head, starts_of
 from positions.parts import ToeplitzBias, toeplitz_distances
@@ -278,7 +279,11 @@ def bias_at(encoding: Encoding, distance: Tensor, q: Tensor, at: At, logit: floa
     # a temperature needs an n_before of this one query; which one is no matter, since q is 0
     at = at._replace(q_pos=q_pos, k_pos=-distance[None], n_before=torch.zeros_like(q_pos),
                      first_distance=None)
-    return encoding.scores(logits, q, k, at)[0, :, 0]
+    scores = encoding.scores(logits, q, k, at)
+    if scores.shape != logits.shape:
+        raise UserError(f"{type(encoding).__name__}.scores: made logits {tuple(scores.shape)} of "
+                        f"{tuple(logits.shape)}; a number for each head is strength[:, None, None]")
+    return scores[0, :, 0]
 
 
 def most_logits(device: torch.device) -> int:

@@ -224,6 +224,8 @@ def main() -> None:
     head = head_of(run, e)
     dropped = "dropped, " if run.model.is_dropped else ""
     title = f"{head['encoding']}, {dropped}trained at L = {e.L}"
+    if head.get("step") not in (None, e.config.train.steps):
+        title += f" (step {head['step']} of {e.config.train.steps})"
     measured = "generated documents"
     if any(PROTOCOLS[name].needs_text for name in e.settings.protocols):
         n_documents = len(e.text.documents)

@@ -47,6 +47,7 @@ from runtime.run import (
     TrainingRun,
     describe,
     git_revision,
+    is_by_other_code,
     make_run,
     open_corpus,
     require_same_run,
@@ -168,7 +169,8 @@ def train(config: Config, signals: list[int]) -> int:
     run_dir = Path(config.run.dir)
     require_same_run(run_dir, config, corpus)
     if (run_dir / "summary.json").exists():
-        print(f"{run_dir} is finished: {summary_line(run_dir)}; delete it to train again")
+        code = ", by other code than today's" if is_by_other_code(run_dir) else ""
+        print(f"{run_dir} is finished{code}: {summary_line(run_dir)}; delete it to train again")
         return 0
     run_dir.mkdir(parents=True, exist_ok=True)
     lock: Any = nullcontext()

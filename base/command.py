@@ -109,4 +109,7 @@ def positive(text: str) -> int:
 
 def integers(text: str) -> list[int]:
     """The type of an argument that is numbers and commas."""
-    return [int(number) for number in text.split(",")]
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers and commas, such as 0,1,2") from None

@@ -140,7 +140,8 @@ def share_held_out(source: Source, options: SourceOptions) -> float:
                 break
     if len(shares) < 2:
         missing = "val" if "train" in splits else "train"
-        raise UserError(f"source {source.name}: no text for {missing}; add text ({FORMATS}), or put files "
+        what = "text that differs" if shares else "text"
+        raise UserError(f"source {source.name}: no text for {missing}; add {what} ({FORMATS}), or put files "
                         "into the folders train/ and val/ of it")
     # all rows are on one side: put the one that is nearest to the border on the other
     if "val" in splits:

@@ -147,9 +147,11 @@ def summarize(curves: pd.DataFrame, rows: pd.DataFrame, text: str, L: int) -> It
         names = curves["name"][curves["state"] == state]
         if len(names):
             parts.append(f"{state}: {join(names)}")
+    hint = ""
+    if NOT_GATED in [*curves["state"]]:
+        hint = " To gate a run that was trained here: python eval.py RUN --protocol fixed,trigram,repeat."
     yield (f"Gate at L, a loss below a trigram's and {LEAST_USE:g} nats or more by a repeated "
-           f"passage: {'; '.join(parts)}. To gate a run that was trained here: python eval.py RUN "
-           "--protocol fixed,trigram,repeat.")
+           f"passage: {'; '.join(parts)}.{hint}")
 
     passed = losses[losses["state"] == PASSED]
     if passed.empty:

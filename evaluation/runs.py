@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from base.errors import UserError
+from base.errors import UserError, did_you_mean
 from base.files import read_json, write_whole
 from config import MUST_AGREE, flatten, load_config
 from data.loader import read_meta
@@ -119,12 +119,14 @@ def choose_evaluation(folder: Path, data: str | None) -> Path:
     paths = find_evaluations(folder)
     if not paths:
         raise UserError(f"run {folder}: no eval/*.json; run `python eval.py {folder}` first")
-    names = [data]
     if data is None:
-        names = [name for name in paths if not name.endswith(results.EXTENDED_SUFFIX)] or [*paths]
-    if len(names) > 1 or names[0] not in paths:
-        raise UserError(f"run {folder}: evaluated on {', '.join(paths)}; choose one with --data")
-    return paths[names[0]]
+        data, *others = [name for name in paths if not name.endswith(results.EXTENDED_SUFFIX)] or [*paths]
+        if others:
+            raise UserError(f"run {folder}: evaluated on {', '.join(paths)}; choose one with --data")
+    if data not in paths:
+        hint = did_you_mean(data, paths) or f"; run `python eval.py {folder}` on it first"
+        raise UserError(f"run {folder}: not evaluated on {data}, but on {', '.join(paths)}{hint}")
+    return paths[data]
 
 
 def read_run(folder: Path, data: str | None) -> Run:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from base.errors import UserError
 from config import load_config, toml_value
 from hf.pretrained import pretrained_tables
+from runtime.run import is_by_other_code
 
 ROOT = Path(__file__).resolve().parent.parent
 DIVERGED = "training diverged"
@@ -173,7 +174,10 @@ def run_submitted(jobs: Sequence[Job], folder: Path, parameters: dict[str, Any])
 
 def finish(job: Job, problem: str, failed: dict[str, str]) -> None:
     """Say how a run has ended."""
-    tqdm.write(f"{job.name}: {problem or 'done'}")
+    done = "done"
+    if not problem and is_by_other_code(job.run_dir):
+        done = f"done by other code than today's; delete {job.run_dir} to train it again"
+    tqdm.write(f"{job.name}: {problem or done}")
     sys.stdout.flush()
     if problem:
         failed[job.name] = problem

@@ -130,10 +130,13 @@ class TrainingRun:
                 self.write_line()
             if state.n_bad >= self.config.train.max_bad_steps:
                 saved = checkpoint.checkpoints(Path(self.config.run.dir))
+                remedy = "lower train.lr in another run.dir"
+                if state.n_bad == state.step:
+                    remedy = f"no step was finite: try pytest -k {self.config.position.encoding}"
                 raise EarlyEnd(3, f"error: training diverged at step {state.step}, lr {lr:.3g}: "
                                   f"{state.n_bad} steps in a row had no finite loss or gradient and were not "
                                   "applied (train.max_bad_steps); last good checkpoint: "
-                                  f"{saved[-1] if saved else 'none'}; lower train.lr in another run.dir")
+                                  f"{saved[-1] if saved else 'none'}; {remedy}")
 
     def write_line(self) -> None:
         """Log the newest step read."""
@@ -293,6 +296,11 @@ def summary_line(run_dir: Path) -> str:
     return (f"validation loss {format_number(summary['val_loss'])} nats/token, "
             f"{format_number(summary['val_bpb'])} bits/byte; {summary['tokens']:,} tokens in "
             f"{summary['wall_s']:.0f} s, {summary['tokens_per_s']:,}/s")
+
+
+def is_by_other_code(run_dir: Path) -> bool:
+    """Whether a finished run was trained by other code than today's."""
+    return read_json(run_dir / "summary.json").get("git_revision") != (git_revision()[0] or "unknown")
 
 
 def git(*arguments: str) -> bytes:

@@ -11,6 +11,7 @@ from toys import every_encoding_slowly, lively, tokens
 
 import attention
 from attention import Mask, ScoreInputs, attend_fused, attend_in_blocks
+from base.errors import UserError
 from model import GPT
 from positions import ENCODINGS, At, Encoding
 from positions.bias import ALiBi
@@ -206,6 +207,14 @@ def test_a_training_pass_is_one_graph_that_is_not_recompiled(name: str, tiny) ->
         x = tokens((2, 33), step)
         with torch._dynamo.config.patch(error_on_recompile=step > 0), torch.autocast("cpu", torch.bfloat16):
             compiled(x[:, :-1], x[:, 1:]).backward()
+
+
+def test_a_bias_of_a_wrong_shape_is_refused(tiny, monkeypatch) -> None:
+    """Else all heads would have the bias of the first: a bias by distance is computed once for each."""
+    monkeypatch.setattr(ALiBi, "scores", lambda self, logits, q, k, at: logits - at.tables[:, None])
+    model = lively(tiny("alibi", "position.learned=true"))
+    with pytest.raises(UserError, match=r"ALiBi.scores: made logits .2, 2, 1, .* of .1, 2, 1, "):
+        model(tokens((1, 8)))
 
 
 @pytest.mark.parametrize(("n", "m"), [(5, 5), (3, 7), (7, 3), (1, 4)])

@@ -255,7 +255,8 @@ def test_a_damaged_line_of_a_log_is_left_out_with_a_line(tmp_path: Path, capsys)
      "evaluated differently"),
     ({}, ["--baseline", "x"], "--baseline x: no such curve; choose from rope, alibi"),
     ({}, ["--label", "x"], "--label: given 1 times for 2 runs"),
-    ({}, ["--data", "books"], "evaluated on words; choose one with --data")])
+    ({}, ["--data", "books"], "not evaluated on books, but on words; run `python eval.py rope-seed0`"),
+    ({}, ["--data", "word"], "but on words; did you mean words?")])
 def test_mistakes_are_one_line_and_exit_2(other: dict, arguments: list[str], expected: str, tmp_path: Path,
                                           monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)

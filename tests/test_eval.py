@@ -315,6 +315,15 @@ def test_the_command_writes_table_sums_and_picture(run_dir: Path, monkeypatch, c
     assert {path.suffix for path in path.parent.iterdir()} == {".json", ".parquet", ".png", ".lock"}
 
 
+def test_the_step_of_an_unfinished_run_is_said(evaluated, run_dir: Path, capsys) -> None:
+    evaluated("--lengths", "16")
+    assert "trained at L = 32, on" in capsys.readouterr().out
+    config = run_dir / "config.toml"
+    config.write_text(config.read_text().replace("steps = 2\n", "steps = 9\n"))
+    evaluated("--lengths", "16", "--replace")
+    assert "trained at L = 32 (step 2 of 9), on" in capsys.readouterr().out
+
+
 def test_a_second_evaluation_on_the_same_targets_is_added(evaluated) -> None:
     """In parts or at once: the same sums in the same order, the same rows."""
     evaluated("--lengths", "16,64", "--protocol", "nonoverlap")

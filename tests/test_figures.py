@@ -248,6 +248,7 @@ def test_the_report_begins_with_five_sentences_and_says_nothing_twice() -> None:
 def test_nothing_is_bold_ranked_or_black_without_a_gate() -> None:
     html = page(curve("rope", state=NOT_GATED), curve("alibi", "alibi", 0.2, NOT_GATED))
     assert "<b>" not in html and "Nothing is ranked" in html and "lowest loss" not in html
+    assert "To gate a run" in html and "To gate a run" not in page(curve("rope", state=FAILED))
     assert html.count("<th><i>rope</i></th>") == 3 and html.count("<th><i>alibi</i></th>") == 4
 
 

@@ -447,3 +447,10 @@ def test_too_many_bad_steps_end_with_3_and_keep_the_good_checkpoints(case: Case,
     assert steps_of(case.folder / "run") == [3, 4]
     assert [line["n_bad"] for line in metrics(case.folder / "run")[4:]] == [1, 2, 3, 4]     # the last one too
     assert all(x.isfinite().all() for step in (3, 4) for x in tensors(case.folder / "run", step).values())
+    assert "lower train.lr" in ended.err
+
+
+def test_a_model_without_a_finite_loss_is_not_blamed_on_its_rate(case: Case, monkeypatch) -> None:
+    spoil(range(1, 99), "loss", monkeypatch)
+    ended = case.train("run", "train.max_bad_steps=4")
+    assert ended.code == 3 and "no step was finite: try pytest -k rope" in ended.err

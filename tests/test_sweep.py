@@ -75,6 +75,16 @@ def test_submitit_trains_evaluates_and_compares() -> None:
     assert len(list(Path("jobs").glob("*_submitted.pkl"))) == 2
 
 
+def test_a_run_of_other_code_is_named(monkeypatch, capsys) -> None:
+    (job,) = sweeping.make_jobs({"rope.toml": [[]]}, TINY, [], Path("runs"), [])
+    job.run_dir.mkdir(parents=True)
+    (job.run_dir / "summary.json").write_text('{"git_revision": "abc"}')
+    for revision, expected in (("abc", "rope: done\n"), ("def", "rope: done by other code than today's; ")):
+        monkeypatch.setattr("runtime.run.git_revision", lambda revision=revision: (revision, b""))
+        sweeping.finish(job, "", {})
+        assert capsys.readouterr().out.startswith(expected)
+
+
 def test_an_evaluation_is_repeated_when_its_arguments_changed_or_it_failed(monkeypatch) -> None:
     calls, problem = list[str](), ""
 
@@ -144,6 +154,7 @@ def test_workers_run_at_a_time_with_their_share_of_the_cores(monkeypatch, capsys
         return "train.py ended with 2" if job.name.endswith("1") else ""
 
     monkeypatch.setattr(sweeping, "work", work)
+    monkeypatch.setattr(sweeping, "is_by_other_code", lambda _: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "")       # so that it is restored
     monkeypatch.delenv("OMP_NUM_THREADS")
     jobs = sweeping.make_jobs({"rope.toml": [[]]}, TINY, [0, 1, 2, 3], Path("runs"), [])

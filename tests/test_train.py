@@ -151,15 +151,18 @@ def test_each_step_gets_the_batch_the_rates_and_the_dropout_of_its_config(
     assert torch.equal(starts[0], GPT(config).embedding.weight)
 
 
-def test_a_finished_run_says_so_and_writes_nothing(tiny, tmp_path: Path, capsys) -> None:
+def test_a_finished_run_says_so_and_writes_nothing(tiny, tmp_path: Path, monkeypatch, capsys) -> None:
     train(tiny("rope", "run.log_every=4"), [])
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     out = capsys.readouterr().out           # each line of the log is shown
     shown = [int(line.split("/")[0][5:]) for line in out.splitlines() if line.startswith("step ")]
     assert shown == [line["step"] for line in metrics(tmp_path / "run")]
     assert out.count("  validation ") == 2 and "step 12/12  loss " in out and "  ETA 0m00s" in out
-    assert train(tiny("rope", "run.log_every=4"), []) == 0 and "is finished" in capsys.readouterr().out
+    assert train(tiny("rope", "run.log_every=4"), []) == 0 and "is finished: " in capsys.readouterr().out
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    monkeypatch.setattr(run_module, "git_revision", lambda: ("other code", b""))
+    train(tiny("rope", "run.log_every=4"), [])
+    assert "is finished, by other code than today's: " in capsys.readouterr().out
 
 
 def test_a_run_of_older_code_resumes_where_a_line_was_cut(tiny, tmp_path: Path) -> None:

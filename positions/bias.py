@@ -222,7 +222,7 @@ class BAM(Encoding):
 
 
 class FIRE(Encoding):
-    """Learned MLP, c, M: logits += MLP(log(1 + c (i - j)) / log(1 + c max(i, M))). Li 2024, arXiv:2310.04418.
+    """Learns MLP, c, M: logits += MLP(log(1 + c (i - j)) / log(1 + c max(i, M))). Li 2024, arXiv:2310.04418.
 
     By Li et al. The MLP is 1 -> 32 -> H with ReLU. c is learned and starts at 0.1; the threshold M is learned
     too, as a factor on L = train.seq_len that starts at 1. As in the public code (mcleish7/arithmetic; there

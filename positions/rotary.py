@@ -246,7 +246,7 @@ class XPosOptions(RotaryOptions):
 
 
 class XPos(RoPE):
-    """RoPE with pair c's logit term times zeta_c^((i - j) / scale_base), a decay. Sun 2022, arXiv:2212.10554.
+    """RoPE, and pair c's logit term decays as zeta_c^((i - j) / scale_base). Sun 2022, arXiv:2212.10554.
 
     xPos: q at i is scaled by zeta_c^(i / scale_base), k at j by zeta_c^(-j / scale_base); zeta_c = (2c /
     D + 0.4) / 1.4, so fast pairs fade out with distance first. The paper's blockwise attention is not

@@ -47,6 +47,7 @@ def test_every_link_leads_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", [*PAGES, *NOTES])
 def test_no_wrapped_line_begins_a_list(page: str) -> None:
     assert not re.search(r"^ *[+*] ", read(page), re.M)       # our lists begin with a hyphen
+    assert not re.search(r"\S\n *1[.)] ", read(page))          # or, after a blank line, with a 1
 
 
 def test_the_readme_leads_to_every_page_command_and_room() -> None:

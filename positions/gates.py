@@ -162,7 +162,7 @@ class DAPEOptions(Options):
 
 
 class DAPE(Encoding):
-    """A bias adapted to the logits: logits += b + MLP([logits, b]), over the heads. Zheng, arXiv:2405.14722.
+    """A bias adapted to the logits: logits += b + MLP([logits, b]); it mixes heads. Zheng, arXiv:2405.14722.
 
     Data-adaptive positional encoding (also CAPE), Zheng et al. 2024. b is ALiBi's or KERPLE's bias; the MLP
     sees the logits and the biases of all heads for one query and key, 2 H -> 32 -> H with LeakyReLU. As in

@@ -280,9 +280,10 @@ def test_of_few_rows_one_is_held_out(n: int, limit: int | None, tmp_path: Path) 
     assert [len(texts) for texts in both(tmp_path / "out")] == [1, n - 1]
 
 
-def test_what_cannot_be_split_is_refused_before_a_tokenizer_is_learned(tmp_path: Path, capsys) -> None:
-    path = write_json(tmp_path / "one.jsonl", TEXTS[:1])
-    with pytest.raises(UserError, match="no text for val; add text"):
+@pytest.mark.parametrize("n", [1, 3])
+def test_one_text_alone_is_refused_before_a_tokenizer_is_learned(n: int, tmp_path: Path, capsys) -> None:
+    path = write_json(tmp_path / "one.jsonl", n * TEXTS[:1])
+    with pytest.raises(UserError, match="no text for val; add text that differs"):
         prepare(str(path), tmp_path / "out", "bpe:300")
     assert "learning" not in capsys.readouterr().out
 

@@ -18,9 +18,9 @@ if __name__ == "__main__":
 from pathlib import Path
 
 from base.command import run_command, run_parser
-from base.errors import UserError, warn
+from base.errors import UserError
 from config import Config
-from evaluation.extension import Rescaled, parse
+from evaluation.extension import Rescaled, open_extensions, parse
 from hf.export import export, rope_fields, write_extended
 from hf.pretrained import is_pretrained, pulled
 from hf.rope_parameters import ROPE_TYPES, Fields
@@ -39,12 +39,7 @@ def extended_fields(spec: str, model: GPT, config: Config) -> Fields:
     field = SCALINGS[name].model_fields.get("factor")
     if field and field.is_required() and "factor" not in method.given:
         raise UserError(f"--extend {spec}: needs a factor; write --extend {name}:factor=4")
-    problem = method.problem(model, config, config.train.seq_len)
-    if problem:
-        raise UserError(f"--extend {spec}: {problem}")
-    warning = method.warning(model, config, config.train.seq_len)
-    if warning:
-        warn(f"--extend {spec}: {warning}")
+    open_extensions([spec], model, config, [config.train.seq_len])      # refuses and warns as eval.py does
     scaling = method.scaling(model, config, config.train.seq_len)
     T = round((scaling.original_length or 0) * getattr(scaling, "factor", 1.0))
     fields = rope_fields(config, scaling, T)
